@@ -11,10 +11,11 @@ import platform
 import statistics
 import sys
 import time
+from collections.abc import Callable, Mapping
 from functools import cache
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, Callable, Dict, List, Mapping, Optional
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -33,7 +34,7 @@ _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the cl
 
 
 def arguments(
-    description: str, amp: bool = False, more: Mapping[str, Dict[str, Any]] = MappingProxyType({})
+    description: str, amp: bool = False, more: Mapping[str, dict[str, Any]] = MappingProxyType({})
 ) -> argparse.Namespace:
     """--device, --dtype, --rounds, --miniature, --output: the same for all benchmarks.
 
@@ -78,13 +79,13 @@ def _clock(call: Callable[[], Any], repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def take_turns(candidates: Dict[str, Callable[[], Any]], rounds: int, device: str) -> Dict[str, float]:
+def take_turns(candidates: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
     """Median seconds of each candidate's call; all are called once per round, in turn."""
     repeats = {}
     for name, call in candidates.items():
         call()
         repeats[name] = max(1, round(_BLOCK_SECONDS / max(_clock(call, 1, device), 1e-6)))
-    times: Dict[str, List[float]] = {name: [] for name in candidates}
+    times: dict[str, list[float]] = {name: [] for name in candidates}
     for _ in range(rounds):
         for name, call in candidates.items():
             times[name].append(_clock(call, repeats[name], device))
@@ -97,7 +98,7 @@ def _say(text: str) -> None:
     print(text, flush=True)
 
 
-def replayed(step: Callable[[], Any], device: str) -> Optional[Callable[[], Any]]:
+def replayed(step: Callable[[], Any], device: str) -> Callable[[], Any] | None:
     """step as a CUDA graph: the device's time alone; None on a CPU, or where it waits for the host."""
     if device != "cuda":
         _say("no CUDA graphs on a CPU: every time here is eager, with the host's share in it")
@@ -123,13 +124,13 @@ def replayed(step: Callable[[], Any], device: str) -> Optional[Callable[[], Any]
     return graph.replay
 
 
-def replay_times(calls: Dict[str, Callable[[], Any]], rounds: int, device: str) -> Dict[str, float]:
+def replay_times(calls: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
     """As `take_turns`, of the calls that can be replayed."""
     graphs = {name: replayed(call, device) for name, call in calls.items()}
     return take_turns({name: graph for name, graph in graphs.items() if graph}, rounds, device)
 
 
-def profile(step: Callable[[], Any], device: str) -> List[Dict[str, Any]]:
+def profile(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
     """The 25 kernels (on a CPU: operations) that take most of a step: name, count, microseconds."""
     step()
     kind = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
@@ -157,7 +158,7 @@ def gemm(device: str, dtype: torch.dtype) -> "tuple[Callable[[], Any], int]":
 def kept_bytes(forward: Callable[[], Any], module: torch.nn.Module) -> int:
     """Bytes that one forward pass keeps for the backward pass, parameters not counted."""
     own = {parameter.untyped_storage().data_ptr() for parameter in module.parameters()}
-    storages: Dict[int, int] = {}
+    storages: dict[int, int] = {}
 
     def pack(tensor: torch.Tensor) -> torch.Tensor:
         storage = tensor.untyped_storage()
@@ -195,7 +196,7 @@ def peak_bytes(step: Callable[[], Any], device: str) -> int:
     return most
 
 
-def report(name: str, args: argparse.Namespace, results: Dict[str, Any], figure: Figure) -> None:
+def report(name: str, args: argparse.Namespace, results: dict[str, Any], figure: Figure) -> None:
     """Write results/benchmarks/NAME-DEVICE.json and .png; with the dtype where it is not the default."""
     hardware = detect_hardware()
     payload = {

@@ -2,7 +2,7 @@
 
 import argparse
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 import torch
 from fairseq import options
@@ -31,7 +31,7 @@ TINY_BATCH = (85, 12)  # the quickstart's 1,024 tokens
 SMALL_BATCH = (8, 9)
 
 
-def pairs(args: argparse.Namespace) -> Dict[str, str]:
+def pairs(args: argparse.Namespace) -> dict[str, str]:
     """Architecture, or a recipe's name → the dense one beside it, as --miniature and --size have it."""
     return MINIATURE if args.miniature else TINY if args.size == "tiny" else PAIRS
 
@@ -62,7 +62,7 @@ def criterion(arch: str, words: Dictionary) -> nn.Module:
     return LabelSmoothedCrossEntropyCriterion(task, False, 0.1)
 
 
-def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, Dict[str, Any]]":
+def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, dict[str, Any]]":
     """The dictionary, and the sample of one update."""
     words = vocabulary(args)
     return words, sentences(*batch_shape(args), words, args.device)
@@ -80,7 +80,7 @@ def batch_shape(args: argparse.Namespace) -> "tuple[int, int]":
     return SMALL_BATCH if args.miniature else TINY_BATCH if args.size == "tiny" else BATCH[args.device]
 
 
-def sentences(batch: int, length: int, words: Dictionary, device: str) -> Dict[str, Any]:
+def sentences(batch: int, length: int, words: Dictionary, device: str) -> dict[str, Any]:
     """A training sample of `batch` sentence pairs of `length` tokens; one in eight is a quarter shorter."""
     generator = torch.Generator().manual_seed(0)
     source, previous, target = (

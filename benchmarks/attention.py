@@ -8,7 +8,7 @@ a CUDA graph and replayed: then the device's time alone counts, not the host's t
 profile of a step of 8K32E128D says which kernels take it.
 """
 
-from typing import Any, Dict
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -63,7 +63,7 @@ def dense_twin(tokens: int, keys: int, macs: int) -> "tuple[DenseAttention, int]
     return DenseAttention(64 * heads, heads), tokens * 64 * heads * (4 * C + 2 * keys)
 
 
-def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> Dict[str, Any]:
+def candidate(module: nn.Module, shape: "tuple[int, int]", args: Any) -> dict[str, Any]:
     """forward and step (forward + backward) of a module on random tokens."""
     module = module.to(args.device, args.torch_dtype)
     x = torch.randn(*shape, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
@@ -97,7 +97,7 @@ def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int
         candidate(module, shape, args)["step"]()
 
 
-def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
+def measure(args: Any, shape: "tuple[int, int]") -> dict[str, Any]:
     """All sizes at T × B tokens, in one run with the GEMM."""
     tokens, keys = shape[0] * shape[1], shape[0]
     product, product_macs = gemm(args.device, args.torch_dtype)
@@ -138,7 +138,7 @@ def measure(args: Any, shape: "tuple[int, int]") -> Dict[str, Any]:
     return {**sizes, "rows": rows, "profile": {PROFILED: found_profile}}
 
 
-def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, Dict[str, float]]":
+def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, dict[str, float]]":
     """(what was timed, seconds of a step against E), at fixed K and D and 8,192 tokens."""
     shape = SMALL_SHAPE if args.miniature else SWEEP_SHAPE
     calls = {
@@ -150,7 +150,7 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, Dict[str, 
     return f"{label}, eager" if args.device == "cuda" else label, take_turns(calls, args.rounds, args.device)
 
 
-def draw(batches: "list[Dict[str, Any]]", sweeps: Dict[str, Dict[str, float]], args: Any) -> Figure:
+def draw(batches: "list[dict[str, Any]]", sweeps: dict[str, dict[str, float]], args: Any) -> Figure:
     figure = Figure(figsize=(11, 4), layout="constrained")
     left, right = figure.subplots(1, 2)
     width = 0.8 / len(batches)

@@ -7,7 +7,8 @@ the gradients of the gates, by plain SGD. In every 5th epoch each update takes b
 (4 F + (G + F)) / 5 on average; the paper reports about 1.2 times the dense model's.
 """
 
-from typing import Any, Callable, Dict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _bench import arguments, report, take_turns
@@ -26,7 +27,7 @@ G_EVERY = 5
 DENSE, F, GF, JOINT = "dense", "F step", "G and F step", "joint update (NOBCD)"
 
 
-def f_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any], drawn: bool) -> Callable[[], None]:
+def f_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any], drawn: bool) -> Callable[[], None]:
     """One update of all parameters that require gradients, with drawn or with mixed experts: gates by SGD."""
     gates = {parameter for gate in gates_of(model) for parameter in gate.parameters()}
     learning = [parameter for parameter in gates if parameter.requires_grad]
@@ -47,7 +48,7 @@ def f_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any], drawn: 
     return step
 
 
-def g_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any]) -> Callable[[], None]:
+def g_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any]) -> Callable[[], None]:
     """One update of the gates (MAE Algorithm 1), as `translation_bcd` does it."""
     gates = gates_of(model)
     parameters = [parameter for gate in gates for parameter in gate.parameters()]
@@ -65,7 +66,7 @@ def g_step(model: nn.Module, loss_of: nn.Module, sample: Dict[str, Any]) -> Call
     return step
 
 
-def candidates(words: Any, sample: Dict[str, Any], args: Any) -> Dict[str, Callable[[], None]]:
+def candidates(words: Any, sample: dict[str, Any], args: Any) -> dict[str, Callable[[], None]]:
     """The updates to be compared, by name."""
     archs = ("transformer_tiny", *["mae_transformer_tiny"] * 2) if args.miniature else (BASE, MAE, MAE)
     loss_of = criterion(BASE, words)
@@ -87,7 +88,7 @@ def candidates(words: Any, sample: Dict[str, Any], args: Any) -> Dict[str, Calla
     }
 
 
-def draw(ratios: Dict[str, float], args: Any) -> Figure:
+def draw(ratios: dict[str, float], args: Any) -> Figure:
     figure = Figure(figsize=(7, 2.6), layout="constrained")
     panel = figure.subplots()
     colours = ["#999999" if name == DENSE else "#0072B2" for name in ratios]

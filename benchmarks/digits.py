@@ -10,7 +10,8 @@ standard error.
 """
 
 import statistics
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -24,7 +25,7 @@ from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 
 # model → (shared, routed) heads of each token in the three stages; None: dense attention
-STAGES: Dict[str, Optional[Tuple[Tuple[int, int], ...]]] = {
+STAGES: dict[str, tuple[tuple[int, int], ...] | None] = {
     "100 % (dense)": None,
     "75 %": ((2, 1), (3, 3), (4, 8)),
     "50 %": ((1, 1), (2, 2), (4, 4)),
@@ -37,7 +38,7 @@ BALANCE, BATCH = 0.01, 128  # MoH's beta; pictures of an update
 class Block(nn.Module):
     """Pre-norm Transformer layer over x [B, T, C]; heads: (shared, routed), or None for dense attention."""
 
-    def __init__(self, num_heads: int, heads: Optional[Tuple[int, int]]):
+    def __init__(self, num_heads: int, heads: tuple[int, int] | None):
         super().__init__()
         width = num_heads * HEAD_DIM
         self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
@@ -50,7 +51,7 @@ class Block(nn.Module):
             )
         self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
 
-    def forward(self, x: Tensor, routings: List[Routing]) -> Tensor:
+    def forward(self, x: Tensor, routings: list[Routing]) -> Tensor:
         h = self.norms[0](x)
         if isinstance(self.attention, MixtureOfHeads):
             heads, found = self.attention(h, with_routing=True)
@@ -64,7 +65,7 @@ class Block(nn.Module):
 class VisionTransformer(nn.Module):
     """Pictures [B, 8, 8] → logits [B, 10]; a convolution before each stage; two of them halve the sides."""
 
-    def __init__(self, stages: Optional[Tuple[Tuple[int, int], ...]]):
+    def __init__(self, stages: tuple[tuple[int, int], ...] | None):
         super().__init__()
         self.enter, self.layers, self.places = nn.ModuleList(), nn.ModuleList(), nn.ParameterList()
         width = 1
@@ -76,9 +77,9 @@ class VisionTransformer(nn.Module):
             self.layers.append(nn.ModuleList(Block(num_heads, heads) for _ in range(LAYERS)))
         self.norm, self.out = nn.LayerNorm(width), nn.Linear(width, CLASSES)
 
-    def forward(self, pictures: Tensor) -> Tuple[Tensor, List[Routing]]:
+    def forward(self, pictures: Tensor) -> tuple[Tensor, list[Routing]]:
         x = pictures.unsqueeze(1)
-        routings: List[Routing] = []
+        routings: list[Routing] = []
         for enter, place, layers in zip(self.enter, self.places, self.layers):
             x = enter(x)
             rows = x.flatten(2).transpose(1, 2) + place  # [B, C, side, side] → [B, T, C]
@@ -88,7 +89,7 @@ class VisionTransformer(nn.Module):
         return self.out(self.norm(rows.mean(1))), routings
 
 
-def data(device: str) -> Tuple[Tensor, ...]:
+def data(device: str) -> tuple[Tensor, ...]:
     """Pictures and classes for training, then for testing."""
     from sklearn.datasets import load_digits
     from sklearn.model_selection import train_test_split
@@ -102,7 +103,7 @@ def data(device: str) -> Tuple[Tensor, ...]:
 
 
 def accuracy(
-    name: str, seed: int, epochs: int, examples: Tuple[Tensor, ...], tick: Callable[[], Any]
+    name: str, seed: int, epochs: int, examples: tuple[Tensor, ...], tick: Callable[[], Any]
 ) -> float:
     """Train one model; the share of the test pictures that it names, in per cent."""
     pictures, classes, tests, answers = examples
@@ -130,7 +131,7 @@ def accuracy(
         return 100 * (model(tests)[0].argmax(1) == answers).float().mean().item()
 
 
-def draw(rows: Dict[str, Any]) -> Figure:
+def draw(rows: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(6, 3), layout="constrained")
     panel = figure.subplots()
     for place, row in enumerate(rows.values()):
@@ -157,7 +158,7 @@ def main() -> None:
         args.seeds, args.epochs = 2, 1
     examples, rows = data(args.device), {}
     with tqdm(total=len(STAGES) * args.seeds * args.epochs, unit="epoch") as progress:
-        found: Dict[str, list] = {name: [] for name in STAGES}
+        found: dict[str, list] = {name: [] for name in STAGES}
         for seed in range(1, args.seeds + 1):
             for name in STAGES:
                 found[name].append(accuracy(name, seed, args.epochs, examples, progress.update))

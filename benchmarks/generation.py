@@ -10,8 +10,9 @@ A step of one sentence on a CPU takes about as long as reading the decoder's wei
 dense can hardly exceed `weights_over_own`, the dense model's weights divided by its own.
 """
 
+from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any, Callable, Dict
+from typing import Any
 
 from _bench import arguments, report, take_turns
 from _models import BASE, SIZE, build, pairs, sentences, vocabulary
@@ -23,7 +24,7 @@ BATCHES = {"cpu": (1, 16), "cuda": (1, 16, 128)}
 LENGTH = 25
 
 
-def searched(args: Any) -> Dict[str, str]:
+def searched(args: Any) -> dict[str, str]:
     """MoA's architectures and MAE's, each with the dense one beside it."""
     if args.size == "tiny":
         return pairs(args)
@@ -48,7 +49,7 @@ def translate(model: Any, words: Any, batch: int, args: Any) -> Callable[[], Any
     return lambda: search.generate([model], sample)
 
 
-def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
+def measure(batch: int, words: Any, args: Any) -> dict[str, Any]:
     archs = [name for pair in searched(args).items() for name in pair]
     archs = list(dict.fromkeys(archs))
     models = {arch: build(arch, words, args.device, args.torch_dtype).eval() for arch in archs}
@@ -72,7 +73,7 @@ def measure(batch: int, words: Any, args: Any) -> Dict[str, Any]:
     }
 
 
-def draw(results: "list[Dict[str, Any]]", args: Any) -> Figure:
+def draw(results: "list[dict[str, Any]]", args: Any) -> Figure:
     figure = Figure(figsize=(4.5 * len(results), 3.2), layout="constrained")
     panels = figure.subplots(1, len(results), squeeze=False)[0]
     for panel, found in zip(panels, results):

@@ -20,8 +20,9 @@ import json
 import sys
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any
 
 import torch
 from _bench import arguments, take_turns
@@ -49,23 +50,23 @@ class Candidate:
             self.model.parameters(), lr=1e-6, betas=(0.9, 0.98), fused=args.device == "cuda"
         )
 
-    def passes(self, sample: Dict[str, Any]) -> None:
+    def passes(self, sample: dict[str, Any]) -> None:
         """Forward and backward."""
         self.loss_of(self.model, sample)[0].backward()
 
-    def update(self, sample: Dict[str, Any]) -> None:
+    def update(self, sample: dict[str, Any]) -> None:
         """Forward, backward and the optimiser."""
         self.optimizer.zero_grad(set_to_none=True)
         self.passes(sample)
         self.optimizer.step()
 
 
-def archs(args: Any) -> List[str]:
+def archs(args: Any) -> list[str]:
     """Each mixture, and the dense model beside it."""
     return [name for pair in args.pairs.items() for name in pair]
 
 
-def base(args: Any) -> List[str]:
+def base(args: Any) -> list[str]:
     """The two models of base size."""
     return archs(args)[:2]
 
@@ -76,16 +77,16 @@ def wait(args: Any) -> None:
         torch.cuda.synchronize()
 
 
-def speed_over_dense(seconds: Dict[str, float], args: Any, suffix: str = "") -> Dict[str, float]:
+def speed_over_dense(seconds: dict[str, float], args: Any, suffix: str = "") -> dict[str, float]:
     """Of each mixture whose time and whose dense model's time are known."""
     known = [moa for moa, dense in args.pairs.items() if {moa + suffix, dense + suffix} <= seconds.keys()]
     return {moa: seconds[args.pairs[moa] + suffix] / seconds[moa + suffix] for moa in known}
 
 
-def eager(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
+def eager(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     models = {arch: Candidate(arch, words, args) for arch in archs(args)}
-    updates: Dict[str, Call] = {arch: lambda m=model: m.update(sample) for arch, model in models.items()}
-    passes: Dict[str, Call] = {
+    updates: dict[str, Call] = {arch: lambda m=model: m.update(sample) for arch, model in models.items()}
+    passes: dict[str, Call] = {
         f"{arch}, passes": lambda m=model: m.passes(sample) for arch, model in models.items()
     }
     seconds = take_turns({**updates, **passes}, args.rounds, args.device)
@@ -101,7 +102,7 @@ def in_one_thread(step: Call) -> None:
 
 def python_calls(step: Call) -> int:
     """How many Python functions a step calls, those of its backward pass included."""
-    events: List[str] = []
+    events: list[str] = []
     in_one_thread(step)
     sys.setprofile(lambda frame, event, argument: events.append(event))
     try:
@@ -111,7 +112,7 @@ def python_calls(step: Call) -> int:
     return events.count("call")
 
 
-def operators(step: Call, args: Any) -> Dict[str, Any]:
+def operators(step: Call, args: Any) -> dict[str, Any]:
     """The 40 operators that cost the host most in a step, launches, and microseconds of the device."""
     kinds = [torch.profiler.ProfilerActivity.CPU]
     if args.device == "cuda":
@@ -128,8 +129,8 @@ def operators(step: Call, args: Any) -> Dict[str, Any]:
     }
 
 
-def profile(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+def profile(words: Any, sample: Any, args: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for arch in base(args):
         model = Candidate(arch, words, args)
 
@@ -139,16 +140,16 @@ def profile(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
         step()
         found[arch] = operators(step, args)
         found[arch]["python_calls"] = python_calls(step)
-        times: Dict[str, Call] = {"threads": step, "one thread": lambda step=step: in_one_thread(step)}
+        times: dict[str, Call] = {"threads": step, "one thread": lambda step=step: in_one_thread(step)}
         found[arch]["seconds"] = take_turns(times, args.rounds, args.device)
     return found
 
 
-def compiled(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
-    found: Dict[str, Any] = {"compile_seconds": {}, "graphs": {}, "graphs_ten_shapes": {}}
+def compiled(words: Any, sample: Any, args: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"compile_seconds": {}, "graphs": {}, "graphs_ten_shapes": {}}
     counters = torch._dynamo.utils.counters
-    calls: Dict[str, Call] = {}
-    models: Dict[str, Candidate] = {}
+    calls: dict[str, Call] = {}
+    models: dict[str, Candidate] = {}
     for arch in archs(args):
         counters.clear()
         begin = time.perf_counter()
@@ -182,11 +183,11 @@ def compiled(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
-def layer(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
+def layer(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     widths = {"embed-dim": "64", "ffn-embed-dim": "256", "attention-heads": "8", "layers": "1"}
     sizes = [f"--{side}-{name}={width}" for side in ("encoder", "decoder") for name, width in widths.items()]
     experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
-    calls: Dict[str, Call] = {}
+    calls: dict[str, Call] = {}
     for arch in base(args):
         flags = sizes + experts if "moa" in arch else sizes
         for suffix in ("", ", compiled"):
@@ -208,7 +209,7 @@ def layer(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     }
 
 
-def with_answers(answers: List[bool], call: Call, recorded: bool) -> None:
+def with_answers(answers: list[bool], call: Call, recorded: bool) -> None:
     """What the host asks the device in a call: taken from `answers` where recorded, else added to them."""
     plain = torch.Tensor.__bool__
     left = list(answers)
@@ -228,7 +229,7 @@ def with_answers(answers: List[bool], call: Call, recorded: bool) -> None:
 
 def capture(model: Candidate, sample: Any) -> torch.cuda.CUDAGraph:
     """Forward and backward of a sample as one CUDA graph; it writes the same gradients at each replay."""
-    answers: List[bool] = []
+    answers: list[bool] = []
     beside = torch.cuda.Stream()
     beside.wait_stream(torch.cuda.current_stream())
     with torch.cuda.stream(beside):
@@ -248,9 +249,9 @@ def capture(model: Candidate, sample: Any) -> torch.cuda.CUDAGraph:
     return graph
 
 
-def graph(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
-    found: Dict[str, Any] = {"captured": {}}
-    calls: Dict[str, Call] = {}
+def graph(words: Any, sample: Any, args: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {"captured": {}}
+    calls: dict[str, Call] = {}
     for arch in archs(args):
         for kind in ("eager", "compiled"):
             name = f"{arch}, {kind}, graph"
@@ -276,8 +277,8 @@ def graph(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
     return found
 
 
-def overhead(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+def overhead(words: Any, sample: Any, args: Any) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for arch in base(args):
         begin = time.perf_counter()
 
@@ -294,15 +295,15 @@ def overhead(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
             found[arch] = {"failed": traceback.format_exc(limit=-4)}
             continue
         found[arch] = {"first_seconds": time.perf_counter() - begin}
-        call: Dict[str, Call] = {"update": lambda m=model: step(m)}
+        call: dict[str, Call] = {"update": lambda m=model: step(m)}
         found[arch]["seconds"] = take_turns(call, args.rounds, args.device)["update"]
     return found
 
 
-def decode(words: Any, sample: Any, args: Any) -> Dict[str, Any]:
+def decode(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     mae = "mae_transformer_tiny" if args.miniature else "mae_transformer_base"
-    found: Dict[str, Any] = {}
-    calls: Dict[str, Call] = {}
+    found: dict[str, Any] = {}
+    calls: dict[str, Call] = {}
     for arch in [*archs(args), mae]:
         model = build(arch, words, args.device, args.torch_dtype).eval()
         calls[arch] = translate(model, words, SENTENCES, args)

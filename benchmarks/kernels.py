@@ -9,7 +9,8 @@ are those of a CUDA graph that is replayed, the device's time alone, where a cal
 "eager_seconds" are those of the calls as they come, by which `auto` is compared.
 """
 
-from typing import Any, Callable, Dict, Iterator, Tuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from _bench import arguments, gemm, replay_times, report, take_turns
@@ -42,7 +43,7 @@ STYLES = {"auto": {"linestyle": "--"}}
 _REFERENCE_LIMIT = 4e9  # MACs; the reference does all experts, and would take most of the time
 
 
-def points(args: Any) -> Iterator[Tuple[str, Dict[str, int]]]:
+def points(args: Any) -> Iterator[tuple[str, dict[str, int]]]:
     """(axis, point) of every sweep."""
     base = {**BASE[args.device], "tokens": 64} if args.miniature else BASE[args.device]
     for axis, values in (MINIATURE if args.miniature else SWEEPS[args.device]).items():
@@ -63,7 +64,7 @@ def backends(device: str) -> "list[str]":
     return usable
 
 
-def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
+def candidate(backend: str, point: dict[str, int], args: Any) -> "tuple[Callable, Callable]":
     """(forward without gradients, forward + backward) of queries and outputs."""
     tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
     generator = torch.Generator().manual_seed(1)
@@ -90,7 +91,7 @@ def candidate(backend: str, point: Dict[str, int], args: Any) -> "Tuple[Callable
     return inference, step
 
 
-def compile_point(args: Any, point: Dict[str, int]) -> None:
+def compile_point(args: Any, point: dict[str, int]) -> None:
     """Triton's kernels of one point, for one of many processes."""
     from moa_fairseq.layers.experts.triton import table
 
@@ -99,7 +100,7 @@ def compile_point(args: Any, point: Dict[str, int]) -> None:
         inference(), step()
 
 
-def sorted_already(point: Dict[str, int], args: Any) -> "Tuple[Callable, Callable]":
+def sorted_already(point: dict[str, int], args: Any) -> "tuple[Callable, Callable]":
     """As `candidate`: two torch.bmm of operands that need no routing."""
     tokens, experts, per_token, dim = (point[key] for key in ("tokens", "E", "K", "D"))
     like = {"device": args.device, "dtype": args.torch_dtype}
@@ -120,7 +121,7 @@ def sorted_already(point: Dict[str, int], args: Any) -> "Tuple[Callable, Callabl
     return inference, step
 
 
-def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
+def measure(point: dict[str, int], args: Any) -> dict[str, Any]:
     """Time and GEMM share of every backend at one point."""
     product, product_macs = gemm(args.device, args.torch_dtype)
     macs = 2 * point["tokens"] * point["K"] * point["D"] * C
@@ -145,7 +146,7 @@ def measure(point: Dict[str, int], args: Any) -> Dict[str, Any]:
     return {**point, "rows": rows, "auto_over_best": auto_over_best(times)}
 
 
-def auto_over_best(times: Dict[str, float]) -> Dict[str, float]:
+def auto_over_best(times: dict[str, float]) -> dict[str, float]:
     """Time of auto ÷ time of the fastest named backend, of a forward pass and of a step."""
     result = {}
     for kind in ("forward", "step"):
@@ -154,7 +155,7 @@ def auto_over_best(times: Dict[str, float]) -> Dict[str, float]:
     return result
 
 
-def draw(results: Dict[str, Any], args: Any) -> Figure:
+def draw(results: dict[str, Any], args: Any) -> Figure:
     figure = Figure(figsize=(12, 3.6), layout="constrained")
     panels = figure.subplots(1, len(results), sharey=True)
     for panel, (axis, measured) in zip(panels, results.items()):
@@ -181,7 +182,7 @@ def draw(results: Dict[str, Any], args: Any) -> Figure:
 
 def main() -> None:
     args = arguments(__doc__)
-    results: Dict[str, Any] = {axis: [] for axis in SWEEPS[args.device]}
+    results: dict[str, Any] = {axis: [] for axis in SWEEPS[args.device]}
     worst = 0.0
     if "triton" in backends(args.device):
         compile_ahead.run(compile_point, [(args, point) for _, point in points(args)])

@@ -8,7 +8,8 @@ backward of one chunk that looks at a carried chunk before it, with the criterio
 for the 47M pair on a GPU (Table 7).
 """
 
-from typing import Any, Callable, Dict, List, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _bench import arguments, peak_bytes, report, take_turns
@@ -24,8 +25,8 @@ _NO_BALANCE = [*_ROUTED, "--balance-loss", "none", "--z-loss-coef", "0"]
 _MOA = [*_ROUTED, "--load-balance-coef", "0.01", "--z-loss-coef", "0.001"]
 _ENTROPY = [*_ROUTED, "--balance-loss", "entropy", "--load-balance-coef", "0.0001", "--z-loss-coef", "0"]
 # group → (texts and tokens of a chunk on a CPU, on a GPU; pieces of the vocabulary; models: arch and flags)
-Models = Dict[str, Tuple[str, List[str]]]
-GROUPS: Dict[str, Tuple[Tuple[int, int], Tuple[int, int], int, Models]] = {
+Models = dict[str, tuple[str, list[str]]]
+GROUPS: dict[str, tuple[tuple[int, int], tuple[int, int], int, Models]] = {
     "tiny": (
         (16, 128),
         (16, 128),
@@ -55,7 +56,7 @@ GROUPS: Dict[str, Tuple[Tuple[int, int], Tuple[int, int], int, Models]] = {
 
 
 def update(
-    arch: str, flags: List[str], shape: Tuple[int, int], pieces: int, args: Any
+    arch: str, flags: list[str], shape: tuple[int, int], pieces: int, args: Any
 ) -> "tuple[Callable[[], None], int]":
     """One optimiser update on the next chunk, and the model's parameters."""
     batch, length = shape
@@ -91,7 +92,7 @@ def update(
     return step, sum(parameter.numel() for parameter in model.parameters())
 
 
-def draw(groups: Dict[str, Any], args: Any) -> Figure:
+def draw(groups: dict[str, Any], args: Any) -> Figure:
     figure = Figure(figsize=(8, 1.2 + 0.32 * sum(len(group["rows"]) for group in groups.values())))
     figure.set_layout_engine("constrained")
     heights = [len(group["rows"]) for group in groups.values()]

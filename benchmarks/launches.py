@@ -22,8 +22,9 @@ import argparse
 import datetime
 import json
 from collections import Counter
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any
 
 import torch
 from _bench import RESULTS
@@ -51,7 +52,7 @@ C = 512
 LENGTH, BATCH = 32, 256  # 8,192 tokens
 PROCESSORS, CACHE = 132, 60 * 2**20
 # Radix sort: indices, histogram, scan, a copy, and a pass for each byte of the keys. Some copy, then change.
-KERNELS_OF: Dict[str, Callable[[Tensor], int]] = {
+KERNELS_OF: dict[str, Callable[[Tensor], int]] = {
     "aten.topk": lambda x: 3,
     "aten.sort": lambda x: 4 + x.element_size(),
     "aten.masked_fill": lambda x: 2,
@@ -94,7 +95,7 @@ class LaunchCounter(TorchDispatchMode):
             self.count(name, [*inputs, *outputs], KERNELS_OF.get(name, lambda x: 1)(*inputs[:1] or [None]))
         return result
 
-    def count(self, name: str, tensors: List[Tensor], launches: int = 1) -> None:
+    def count(self, name: str, tensors: list[Tensor], launches: int = 1) -> None:
         self.launches[name] += launches
         self.bytes += sum({_place(t): _size(t) for t in tensors}.values())
 
@@ -108,7 +109,7 @@ def _size(tensor: Tensor) -> int:
     return min(tensor.numel() * tensor.element_size(), tensor.untyped_storage().nbytes())
 
 
-_counters: List[LaunchCounter] = []
+_counters: list[LaunchCounter] = []
 
 
 class StandIn:
@@ -156,7 +157,7 @@ def build(name: str) -> nn.Module:
     return with_fairseq_call(MixtureOfAttention)(C, **sizes, **options)
 
 
-def measure(name: str) -> Dict[str, Any]:
+def measure(name: str) -> dict[str, Any]:
     """Launches and megabytes of one layer's forward and backward pass."""
     torch.manual_seed(0)
     module = build(name).bfloat16()
@@ -164,8 +165,8 @@ def measure(name: str) -> Dict[str, Any]:
     padding = torch.zeros(BATCH, LENGTH, dtype=torch.bool)
     padding[::2, -8:] = True
     options = {"key_padding_mask": padding} if "padding" in name else {}
-    found: Dict[str, Any] = {}
-    out: Optional[Tensor] = None
+    found: dict[str, Any] = {}
+    out: Tensor | None = None
     upstream = torch.randn_like(x)
     for part in ("forward", "backward"):
         with LaunchCounter() as counter:

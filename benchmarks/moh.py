@@ -10,7 +10,8 @@ far the automatic choice is from the better of the two.
 """
 
 import math
-from typing import Any, Callable, Dict, List
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _bench import arguments, report, take_turns
@@ -27,7 +28,7 @@ TOKENS = {"cpu": 4096, "cuda": 16384}
 DENSE = "dense"
 
 
-def calls(module: nn.Module, length: int, causal: bool, args: Any) -> Dict[str, Callable[[], Any]]:
+def calls(module: nn.Module, length: int, causal: bool, args: Any) -> dict[str, Callable[[], Any]]:
     """ "inference" and "training" of a module on random tokens."""
     batch = 4 if args.miniature else max(1, TOKENS[args.device] // length)
     module = module.to(args.device, args.torch_dtype)
@@ -54,7 +55,7 @@ def calls(module: nn.Module, length: int, causal: bool, args: Any) -> Dict[str, 
     return {"inference": inference, "training": training}
 
 
-def measure(length: int, causal: bool, args: Any) -> List[Dict[str, Any]]:
+def measure(length: int, causal: bool, args: Any) -> list[dict[str, Any]]:
     """A row for each share of heads and each kind of run."""
     found = {DENSE: calls(MultiheadAttention(C, HEADS, self_attention=True), length, causal, args)}
     for share, routed in SHARES.items():
@@ -82,7 +83,7 @@ def measure(length: int, causal: bool, args: Any) -> List[Dict[str, Any]]:
     return rows
 
 
-def draw(rows: List[Dict[str, Any]], args: Any) -> Figure:
+def draw(rows: list[dict[str, Any]], args: Any) -> Figure:
     """Time of skipping over time of masking against the length; below 1 skipping is faster."""
     figure = Figure(figsize=(11, 6), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)

@@ -7,7 +7,8 @@ mask, causal, with padded keys, and both. "refused" is a back end that does not 
 share one head of keys; "folded" is how they are computed for short sentences, as more queries of that head.
 """
 
-from typing import Any, Callable, Dict, Optional
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -45,7 +46,7 @@ def call(mask: str, width: int, args: Any) -> Callable[[], None]:
     q = torch.randn(shape, **like, requires_grad=True)
     k, v = (torch.randn(batch, 1, length, width, **like, requires_grad=True) for _ in range(2))
     upstream = torch.randn(shape, **like)
-    additive: Optional[Tensor] = None
+    additive: Tensor | None = None
     if "padding" in mask:
         lengths = torch.arange(length, length // 2, -1, device=args.device)[:batch].repeat(batch)[:batch]
         padded = torch.arange(length, device=args.device) >= lengths.unsqueeze(1)
@@ -74,8 +75,8 @@ def under(backend: SDPBackend, step: Callable[[], None]) -> Callable[[], None]:
     return forced
 
 
-def measure(args: Any) -> Dict[str, Any]:
-    rows: Dict[str, Any] = {}
+def measure(args: Any) -> dict[str, Any]:
+    rows: dict[str, Any] = {}
     for width in WIDTHS:
         for mask in MASKS:
             step = call(mask, width, args)
@@ -94,7 +95,7 @@ def measure(args: Any) -> Dict[str, Any]:
     return rows
 
 
-def draw(rows: Dict[str, Any], args: Any) -> Figure:
+def draw(rows: dict[str, Any], args: Any) -> Figure:
     figure = Figure(figsize=(9, 0.32 * len(rows) + 1.2), layout="constrained")
     panel = figure.subplots()
     names = ["default", *BACKENDS[args.device]]

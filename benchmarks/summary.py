@@ -6,27 +6,28 @@ A benchmark that has not run on a device says "not run".
 """
 
 import json
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from typing import Any
 
 from _bench import RESULTS
 
 from moa_fairseq.files import atomic_write
 
-Found = Optional[Dict[str, Any]]
+Found = dict[str, Any] | None
 NOT_RUN = "not run"
 
 
-def _smallest_share(names: Tuple[str, ...]) -> Callable[[Dict[str, Any]], str]:
-    def read(found: Dict[str, Any]) -> str:
+def _smallest_share(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
+    def read(found: dict[str, Any]) -> str:
         shares = [[batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names]
         return " / ".join(_range(values) for values in shares)
 
     return read
 
 
-def _share_over_dense(names: Tuple[str, ...]) -> Callable[[Dict[str, Any]], str]:
-    def read(found: Dict[str, Any]) -> str:
+def _share_over_dense(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
+    def read(found: dict[str, Any]) -> str:
         dense = [batch["rows"]["fairseq dense (8 heads of 64)"]["gemm_share"] for batch in found["batches"]]
         ours = [[batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names]
         return " / ".join(_range([x / y for x, y in zip(values, dense)]) for values in ours)
@@ -34,16 +35,16 @@ def _share_over_dense(names: Tuple[str, ...]) -> Callable[[Dict[str, Any]], str]
     return read
 
 
-def _ratios(key: str, names: Tuple[str, ...]) -> Callable[[Dict[str, Any]], str]:
-    def read(found: Dict[str, Any]) -> str:
+def _ratios(key: str, names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
+    def read(found: dict[str, Any]) -> str:
         rows = [[batch["rows"][name].get(key) for batch in found["batches"]] for name in names]
         return " / ".join(NOT_RUN if None in values else _range(values) for values in rows)
 
     return read
 
 
-def _over_dense(key: str) -> Callable[[Dict[str, Any]], str]:
-    def read(found: Dict[str, Any]) -> str:
+def _over_dense(key: str) -> Callable[[dict[str, Any]], str]:
+    def read(found: dict[str, Any]) -> str:
         return _range(
             [row[key] for batch in found["batches"] for row in batch["rows"].values() if key in row]
         )
@@ -51,12 +52,12 @@ def _over_dense(key: str) -> Callable[[Dict[str, Any]], str]:
     return read
 
 
-def _range(values: List[float]) -> str:
+def _range(values: list[float]) -> str:
     low, high = min(values), max(values)
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}-{high:.2f}"
 
 
-def _flatness(found: Dict[str, Any]) -> str:
+def _flatness(found: dict[str, Any]) -> str:
     rows = []
     for label, times in found["experts_sweep"].items():
         ratios = [times[experts] / times["8"] for experts in times]
@@ -64,7 +65,7 @@ def _flatness(found: Dict[str, Any]) -> str:
     return "; ".join(rows)
 
 
-def _over_bmm(found: Dict[str, Any]) -> str:
+def _over_bmm(found: dict[str, Any]) -> str:
     points = {point["D"]: point["rows"] for point in found["sweeps"]["D"] if point["D"] >= 64}
     if not all("triton step" in rows for rows in points.values()):
         return NOT_RUN
@@ -72,18 +73,18 @@ def _over_bmm(found: Dict[str, Any]) -> str:
     return " / ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
-def _over_float32(found: Dict[str, Any]) -> str:
+def _over_float32(found: dict[str, Any]) -> str:
     return " / ".join(
         f"{found['speed_over_float32'][arch]:.2f}" for arch in ("transformer", "moa_transformer_base")
     )
 
 
-def _training(found: Dict[str, Any]) -> str:
+def _training(found: dict[str, Any]) -> str:
     return f"{found['speed_over_dense']['moa_transformer_base']:.2f}"
 
 
-def _generation(arch: str) -> Callable[[Dict[str, Any]], str]:
-    def read(found: Dict[str, Any]) -> str:
+def _generation(arch: str) -> Callable[[dict[str, Any]], str]:
+    def read(found: dict[str, Any]) -> str:
         return ", ".join(
             f"{batch['speed_over_dense'][arch]:.2f} ({batch['sentences']} a batch)"
             for batch in found["batches"]
@@ -92,7 +93,7 @@ def _generation(arch: str) -> Callable[[Dict[str, Any]], str]:
     return read
 
 
-def _switchhead(found: Dict[str, Any]) -> str:
+def _switchhead(found: dict[str, Any]) -> str:
     row = found["groups"]["47M"]["rows"]["SwitchHead, 2 heads, 2 of 5"]
     return f"{row['time_over_dense']:.2f} / {row['memory_over_dense']:.2f}"
 
@@ -263,7 +264,7 @@ def _load(folder: Path, benchmark: str, device: str) -> Found:
     return json.loads(path.read_text(encoding="utf-8")) if path.exists() else None
 
 
-def table() -> List[str]:
+def table() -> list[str]:
     """The targets as Markdown lines; a folder of results of another machine has a column of its own."""
     others = sorted(path for path in RESULTS.iterdir() if path.is_dir())
     heads = ["where", "measure", "target", "reached", *(folder.name for folder in others)]
@@ -282,7 +283,7 @@ def table() -> List[str]:
 _MOST_LAUNCHES = {"8K8E128D": (8, 15), "8K32E128D": (16, 18), "8K32E256D": (16, 18), "16K32E256D": (16, 18)}
 
 
-def launches() -> List[str]:
+def launches() -> list[str]:
     """What benchmarks/launches.py counted, as Markdown lines."""
     path = RESULTS / "launches.json"
     if not path.exists():
@@ -308,7 +309,7 @@ def launches() -> List[str]:
 _PARTS = ("forward", "backward")
 
 
-def sources() -> List[str]:
+def sources() -> list[str]:
     """One line per JSON file: command, hardware, versions, date."""
     lines = []
     for path in sorted(RESULTS.rglob("*.json")):

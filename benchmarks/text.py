@@ -18,8 +18,9 @@ import statistics
 import subprocess
 import tempfile
 import time
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List
+from typing import Any
 
 from subword_nmt.apply_bpe import BPE
 
@@ -63,7 +64,7 @@ def main() -> None:
         print(f"{name:58s} {rate:12,.2f}")
 
 
-def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path) -> Dict[str, float]:
+def measure(lines: list[str], lang: str, workers: int, repeat: int, folder: Path) -> dict[str, float]:
     """name → lines per second, the median of `repeat` runs."""
     steps = (
         ("normalize_punctuation", {"lang": lang}),
@@ -76,7 +77,7 @@ def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path
     raw_pair = halves(lines, folder, "raw")
     token_pair = halves(tokens, folder, "tokens")
     learn_codes([piece.path for piece in token_pair], MERGES, codes)
-    rows: Dict[str, float] = {}
+    rows: dict[str, float] = {}
 
     def rate(name: str, work: Callable[[], Any], count: int = len(lines)) -> None:
         seconds = []
@@ -114,7 +115,7 @@ def measure(lines: List[str], lang: str, workers: int, repeat: int, folder: Path
     return rows
 
 
-def halves(lines: List[str], folder: Path, name: str) -> PiecePair:
+def halves(lines: list[str], folder: Path, name: str) -> PiecePair:
     """Two files of equal length: a stage handles pairs of lines."""
     middle = len(lines) // 2
     for half, part in (("a", lines[:middle]), ("b", lines[middle : 2 * middle])):
@@ -133,7 +134,7 @@ def perl(raw: Path, lang: str) -> None:
     subprocess.run(["bash", "-o", "pipefail", "-c", command], check=True, stderr=subprocess.DEVNULL)
 
 
-def ratios(rows: Dict[str, float]) -> Dict[str, float]:
+def ratios(rows: dict[str, float]) -> dict[str, float]:
     """Ours against theirs, out of the same run."""
     ours = rows["tokens, our functions, 1 process"]
     best = max(rate for name, rate in rows.items() if name.startswith("tokens, our stage"))
@@ -157,7 +158,7 @@ def processor() -> str:
     return names[0] if names else platform.processor()
 
 
-def versions() -> Dict[str, str]:
+def versions() -> dict[str, str]:
     """Of Python, Perl and the libraries that do the work."""
     found = {"python": platform.python_version()}
     for name in ("subword-nmt", "sacremoses", "regex"):

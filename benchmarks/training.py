@@ -11,7 +11,8 @@ the same run, for base alone.
 """
 
 import warnings
-from typing import Any, Callable, Dict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from _bench import arguments, peak_bytes, report, take_turns
@@ -25,7 +26,7 @@ COMPILED = {"action": "store_true", "help": "each model also with its layers com
 
 
 def update(
-    arch: str, sample: Dict[str, Any], words: Any, args: Any, amp: bool, compiled: bool = False
+    arch: str, sample: dict[str, Any], words: Any, args: Any, amp: bool, compiled: bool = False
 ) -> "tuple[Callable[[], None], int]":
     """One optimiser update on the sample, and the model's parameters."""
     model = build(arch, words, args.device, args.torch_dtype).train()
@@ -55,7 +56,7 @@ def host_waits(step: Callable[[], None]) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def draw(rows: Dict[str, Any], ratios: Dict[str, float], dense: Dict[str, str], args: Any) -> Figure:
+def draw(rows: dict[str, Any], ratios: dict[str, float], dense: dict[str, str], args: Any) -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     panel = figure.subplots()
     names = list(rows)

@@ -6,8 +6,8 @@ python docs/drawing.py
 from __future__ import annotations
 
 import io
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Sequence
 
 import matplotlib
 from matplotlib.axes import Axes

@@ -15,8 +15,9 @@ import json
 import sys
 import textwrap
 import typing
+from collections.abc import Iterator, Mapping
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Mapping, Tuple
+from typing import Any
 
 import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
@@ -74,7 +75,7 @@ RECIPE_HEAD = """# Every key of a recipe, with its meaning, choices and default.
 """
 
 
-def parts() -> Dict[str, str]:
+def parts() -> dict[str, str]:
     """Every generated part by its name, as Markdown."""
     comparison = load_comparison(ROOT / "results")
     return {
@@ -126,14 +127,14 @@ def claims() -> str:
     return grid(head, rows)
 
 
-def grid(head: List[str], lines: List[List[str]]) -> str:
+def grid(head: list[str], lines: list[list[str]]) -> str:
     columns = [Column(str(place), text) for place, text in enumerate(head)]
     return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(markdown=True)
 
 
 def experiments(comparison: Comparison) -> str:
     """A line per configs/*.yaml, by paper: what it trains, and the row of the paper that it stands for."""
-    groups: Dict[str, List[List[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
+    groups: dict[str, list[list[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
     for path in sorted((ROOT / "configs").glob("*.yaml")):
         recipe = load_recipe(path)
         families = (paper for name, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(name))
@@ -208,7 +209,7 @@ def flags() -> str:
     return "\n\n".join(tables)
 
 
-def _flags(settings: Any) -> Iterator[List[str]]:
+def _flags(settings: Any) -> Iterator[list[str]]:
     fairseqs = {field.name for base in settings.__bases__ for field in _fields(base)}
     for field in _fields(settings):
         if field.name in fairseqs or "help" not in field.metadata:
@@ -223,11 +224,11 @@ def _flags(settings: Any) -> Iterator[List[str]]:
         yield [f"`{flag}`{negated}", default, text.replace("|", "\\|")]
 
 
-def _fields(settings: Any) -> Tuple[dataclasses.Field, ...]:
+def _fields(settings: Any) -> tuple[dataclasses.Field, ...]:
     return dataclasses.fields(settings) if dataclasses.is_dataclass(settings) else ()
 
 
-def _annotated_choices(settings: Any, field: dataclasses.Field) -> List[str]:
+def _annotated_choices(settings: Any, field: dataclasses.Field) -> list[str]:
     """The choices of a fairseq flag, whose type is an enum."""
     kind = settings.__annotations__.get(field.name)
     return [str(member.value) for member in kind] if isinstance(kind, enum.EnumMeta) else []

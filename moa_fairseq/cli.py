@@ -7,8 +7,8 @@ import importlib
 import logging
 import os
 import sys
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Callable, Iterator, List, Optional
 
 import moa_fairseq
 from moa_fairseq.errors import UserError, printable
@@ -80,7 +80,7 @@ class _VerbParser(argparse.ArgumentParser):
             self.any_order = True
 
 
-def build_parser(argv: List[str]) -> argparse.ArgumentParser:
+def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported."""
     parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
     parser.add_argument(
@@ -112,7 +112,7 @@ def _import_plugin(args: argparse.Namespace) -> None:
     import_user_module(args)
 
 
-def main(argv: Optional[List[str]] = None) -> int:
+def main(argv: list[str] | None = None) -> int:
     """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"

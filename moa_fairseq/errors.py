@@ -1,7 +1,7 @@
 """The one exception that a user is meant to read."""
 
 import re
-from typing import Collection
+from collections.abc import Collection
 
 
 class UserError(Exception):

@@ -8,12 +8,13 @@ import hashlib
 import os
 import stat
 import tempfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Callable, Iterable, Iterator, Optional, Union
+from typing import IO
 
 from moa_fairseq.errors import UserError
 
-PathLike = Union[str, Path]
+PathLike = str | Path
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
@@ -33,7 +34,7 @@ _IRREGULAR = {
 def atomic_write(
     path: PathLike,
     mode: str = "w",
-    temporary: Optional[PathLike] = None,
+    temporary: PathLike | None = None,
     check: Callable[[str], None] = lambda written: None,
 ) -> Iterator[IO]:
     """Open a temporary neighbour of `path` for writing and rename it into place on success.

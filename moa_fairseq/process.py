@@ -12,8 +12,9 @@ import signal
 import subprocess
 import sys
 import threading
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import IO, Any, Callable, Dict, Iterator, List, Mapping, Optional, Sequence
+from typing import IO, Any
 
 import portalocker
 
@@ -36,7 +37,7 @@ STOP_SECONDS = 10
 SAVE_SECONDS = 240  # fairseq-train ends an update and saves; slurm.sh tells it 300 before the end
 PATIENCE_SECONDS = 5.0
 PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
-_held: Dict[Path, IO[str]] = {}
+_held: dict[Path, IO[str]] = {}
 logger = logging.getLogger(__name__)
 
 # What fairseq's last lines mean, and what helps.
@@ -57,12 +58,12 @@ HINTS = {
 }
 
 
-def flags(values: Mapping[str, Any]) -> List[str]:
+def flags(values: Mapping[str, Any]) -> list[str]:
     """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out.
 
     Raises UserError for a value that the program, or a shell, would not take for one.
     """
-    line: List[str] = []
+    line: list[str] = []
     for name, value in values.items():
         problem = unsafe_value(value)
         if problem:
@@ -80,7 +81,7 @@ def flags(values: Mapping[str, Any]) -> List[str]:
     return line
 
 
-def unsafe_value(value: Any) -> Optional[str]:
+def unsafe_value(value: Any) -> str | None:
     """Why a flag's value must not be put on a command line, or None if it may.
 
     An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and
@@ -93,13 +94,13 @@ def unsafe_value(value: Any) -> Optional[str]:
     return f"{REDIRECT!r} is not a value." if REDIRECT in (items or [value]) else None
 
 
-def to_argv(command: Sequence[str]) -> List[str]:
+def to_argv(command: Sequence[str]) -> list[str]:
     """What is executed for a printed command: the same program by module, in this Python."""
     words = command[: command.index(REDIRECT)] if REDIRECT in command else command
     return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
 
 
-def to_shell(command: Sequence[str], environment: Optional[Dict[str, str]] = None) -> str:
+def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
     """The command as one can paste it into a shell."""
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words = (word if word in (REDIRECT, ERRORS_TOO) else shlex.quote(word) for word in command)
@@ -111,7 +112,7 @@ def positional(path: Path) -> str:
     return f"./{path}" if str(path).startswith("-") else str(path)
 
 
-def environment_of_a_child() -> Dict[str, str]:
+def environment_of_a_child() -> dict[str, str]:
     """The environment of a child Python, for it and its own children.
 
     Output comes at once and in UTF-8. Nothing is imported from the working directory: `-m` would allow it,
@@ -127,7 +128,7 @@ def environment_of_a_child() -> Dict[str, str]:
     return environment
 
 
-def held_locks() -> List[int]:
+def held_locks() -> list[int]:
     """File descriptors of the locks that this program holds: a child that inherits them holds them, too."""
     return [stream.fileno() for stream in _held.values()]
 
@@ -174,15 +175,15 @@ class Executor:
     A child inherits the locks that this program holds: a folder stays locked as long as anything works in it.
     """
 
-    def __init__(self, environment: Optional[Dict[str, str]] = None) -> None:
+    def __init__(self, environment: dict[str, str] | None = None) -> None:
         self.environment = environment or {}
 
     def run(
         self,
-        command: List[str],
+        command: list[str],
         log: Path,
-        output: Optional[Path] = None,
-        on_line: Optional[Callable[[str], None]] = None,
+        output: Path | None = None,
+        on_line: Callable[[str], None] | None = None,
         errors_too: bool = False,
     ) -> None:
         """Run a printed command to its end.
@@ -242,7 +243,7 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
     return files.enter_context(open(path, mode, buffering=buffering))
 
 
-def die_with_parent() -> Optional[Callable[[], None]]:
+def die_with_parent() -> Callable[[], None] | None:
     """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
     if not sys.platform.startswith("linux"):
         return None
@@ -276,13 +277,13 @@ def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None
 
 
 @contextlib.contextmanager
-def signals_held() -> Iterator[List[int]]:
+def signals_held() -> Iterator[list[int]]:
     """Around the start of a child: gives the signals that came meanwhile, to be raised again.
 
     Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
     of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
     """
-    told: List[int] = []
+    told: list[int] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
     with _signals_handled_by(lambda number, _: told.append(number), *numbers):
         yield told

@@ -12,8 +12,9 @@ import random
 import struct
 import tarfile
 import zipfile
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, NamedTuple, Sequence
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -392,7 +393,7 @@ def parse_scores(place: Path) -> None:
     describe(headline_of(recipe, recipe, scores), {"test": scores}, 1.0)
 
 
-RESULT: Dict[str, Any] = {
+RESULT: dict[str, Any] = {
     "experiment": "a_moa",
     "reproduces": {"paper": "p", "table": "1", "row": "Ours"},
     "metrics": {"multi_bleu": 20.5, "valid_ppl": 7.0, "sacrebleu_signature": "nrefs:1"},

@@ -6,8 +6,8 @@
 import ast
 import functools
 from collections import defaultdict
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Dict, Iterator, List, Set, Tuple
 
 import pytest
 
@@ -48,12 +48,12 @@ OTHERS = ("transformers", "accelerate", "peft", "timm")  # what the integrations
 
 
 @functools.cache
-def imports() -> List[Tuple[str, int, str]]:
+def imports() -> list[tuple[str, int, str]]:
     """(file, line, imported module) of every import in the package."""
     return list(_imports())
 
 
-def _imports() -> Iterator[Tuple[str, int, str]]:
+def _imports() -> Iterator[tuple[str, int, str]]:
     for path in sorted(PACKAGE.rglob("*.py")):
         for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
             if isinstance(node, ast.ImportFrom):
@@ -71,7 +71,7 @@ def _imports() -> Iterator[Tuple[str, int, str]]:
                 yield path.relative_to(PACKAGE).as_posix(), node.lineno, name
 
 
-def parts_of(name: str) -> List[str]:
+def parts_of(name: str) -> list[str]:
     """Of a file of the package, or of an imported module; empty for others' modules."""
     if name.endswith(".py"):
         parts = list(Path(name).with_suffix("").parts)
@@ -91,9 +91,9 @@ def room_of(name: str) -> str:
     return longest if longest in known else ".".join(parts[:1])
 
 
-def arrows(place) -> Dict[str, Set[str]]:
+def arrows(place) -> dict[str, set[str]]:
     """Wing or room → those that it imports."""
-    known: Dict[str, Set[str]] = defaultdict(set)
+    known: dict[str, set[str]] = defaultdict(set)
     for file, _, module in imports():
         if parts_of(file) and parts_of(module) and place(module) != place(file):
             known[place(file)].add(place(module))

@@ -5,8 +5,6 @@
 Needs timm and transformers (bash scripts/setup.sh --integrations). No weights are made.
 """
 
-from typing import List, Optional, Tuple
-
 import timm
 import torch
 from torch import nn
@@ -40,9 +38,9 @@ def count(model: nn.Module, frozen: bool = False) -> float:
     return sum(p.numel() for p in model.parameters() if frozen or p.requires_grad) / 1e6
 
 
-def rows() -> List[Tuple[str, float, Optional[float]]]:
+def rows() -> list[tuple[str, float, float | None]]:
     """(model, counted, printed) of each."""
-    found: List[Tuple[str, float, Optional[float]]] = []
+    found: list[tuple[str, float, float | None]] = []
     with torch.device("meta"):
         for size, printed in DIT.items():
             found.append((f"DiT-{size}/2, without the fixed positions", count(DiT(size)), printed[0]))

@@ -31,7 +31,7 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import torch
 import transformers
@@ -89,7 +89,7 @@ class Control(QueryNormRouter):
         return replace(routing, gates=0 * routing.gates) if self.arm == "no attention" else routing
 
 
-def text(folder: Path) -> Tuple[Tensor, Tensor]:
+def text(folder: Path) -> tuple[Tensor, Tensor]:
     """The bytes of the training and of the validation text."""
     found = []
     for part in ("train", "valid"):
@@ -103,7 +103,7 @@ def text(folder: Path) -> Tuple[Tensor, Tensor]:
 
 
 def train(
-    model: torch.nn.Module, rows: Tensor, order: Tensor, settings: Dict[str, Any], progress: Any
+    model: torch.nn.Module, rows: Tensor, order: Tensor, settings: dict[str, Any], progress: Any
 ) -> None:
     """Update the model on rows[order], BATCH of them each time."""
     updates, warm_up = settings["updates"], settings["warm_up"]
@@ -147,7 +147,7 @@ def arm_of(name: str, dense: LlamaForCausalLM) -> torch.nn.Module:
     return model
 
 
-def record(path: Path, content: Dict[str, Any]) -> None:
+def record(path: Path, content: dict[str, Any]) -> None:
     commit = subprocess.run(
         ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
         capture_output=True,
@@ -177,7 +177,7 @@ def record(path: Path, content: Dict[str, Any]) -> None:
         stream.write("\n")
 
 
-def run(seed: int, data: Tuple[Tensor, Tensor], work: Path, output: Path) -> None:
+def run(seed: int, data: tuple[Tensor, Tensor], work: Path, output: Path) -> None:
     """What is missing of one seed: its dense model, and each arm."""
     rows, valid = (ids[: len(ids) // LENGTH * LENGTH].view(-1, LENGTH) for ids in data)
     valid = valid[:ROWS]
@@ -216,13 +216,13 @@ def run(seed: int, data: Tuple[Tensor, Tensor], work: Path, output: Path) -> Non
 
 def report(output: Path) -> None:
     """Print the table of the seeds that all arms have, and write it to report.json."""
-    found: Dict[str, Dict[int, Dict[str, Any]]] = {name: {} for name in ARMS}
+    found: dict[str, dict[int, dict[str, Any]]] = {name: {} for name in ARMS}
     for path in sorted(output.glob("*-seed*.json")):
         content = json.loads(path.read_text(encoding="utf-8"))
         if "arm" in content:
             found[content["arm"]][content["seed"]] = content
     seeds = sorted(set.intersection(*(set(runs) for runs in found.values())))
-    content: Dict[str, Any] = {"seeds": seeds, "arms": {}, "compared": []}
+    content: dict[str, Any] = {"seeds": seeds, "arms": {}, "compared": []}
     print("| Heads of a token | before tuning | after |\n| --- | --: | --: |")
     for name, runs in found.items():
         means = {
@@ -230,7 +230,7 @@ def report(output: Path) -> None:
         }
         content["arms"][name] = means
         print(f"| {name} | {means['before']:.4f} | {means['loss']:.4f} |")
-    lines: List[str] = ["| Difference | mean | 95 % | p |", "| --- | --: | --: | --: |"]
+    lines: list[str] = ["| Difference | mean | 95 % | p |", "| --- | --: | --: | --: |"]
     for first, second in COMPARED:
         differences = [found[first][seed]["loss"] - found[second][seed]["loss"] for seed in seeds]
         if len(differences) > 1:

@@ -9,8 +9,9 @@ import json
 import math
 import re
 import reprlib
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, List, Mapping, NoReturn, Sequence, Tuple
+from typing import Any, ClassVar, NoReturn
 
 import yaml
 
@@ -32,7 +33,7 @@ def is_number(value: Any) -> bool:
 
 # The kinds of values, in the words of error messages.
 TEXT, NUMBER, MAPPING, LIST = "text", "a number", "a mapping", "a list"
-_KINDS: Dict[str, Callable[[Any], bool]] = {
+_KINDS: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str),
     NUMBER: is_number,
     MAPPING: lambda value: isinstance(value, dict),
@@ -64,7 +65,7 @@ def read_yaml(path: Path, remedy: str) -> Any:
     return _read(path, "YAML", lambda text: _load_yaml(text, path.name), remedy)
 
 
-def saved_json(path: Path) -> Dict[str, Any]:
+def saved_json(path: Path) -> dict[str, Any]:
     """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
     try:
         content = read_json(path, "")
@@ -92,8 +93,8 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
     return content
 
 
-def _each_key_once(pairs: List[Tuple[str, Any]]) -> Dict[str, Any]:
-    found: Dict[str, Any] = {}
+def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
     for key, value in pairs:
         if key in found:
             raise ValueError(f"duplicate key {key[:80]!r}")
@@ -130,7 +131,7 @@ def _load_yaml(text: str, name: str) -> Any:
         loader.dispose()
 
 
-def _count(node: yaml.Node, counted: Dict[int, int]) -> int:
+def _count(node: yaml.Node, counted: dict[int, int]) -> int:
     """How many values a node holds, with every alias written out. counted: those of the nodes before it.
 
     Raises YAMLError where it holds itself, too many values, a key twice, or another kind of value.

@@ -12,8 +12,9 @@ import json
 import logging
 import os
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Union
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import saved_json, write_json
@@ -23,7 +24,7 @@ from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor
 OUT = "{out}"  # in a command: where it writes
 STATE, COMMANDS, PARTIAL, COMMENT = "state.json", "commands.sh", ".partial", "#   "
 log = logging.getLogger(__name__)
-Inputs = Union[Mapping[str, Any], Callable[[], Mapping[str, Any]]]
+Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -44,10 +45,10 @@ class Step:
 
     name: str
     output: Path
-    argv: Union[Sequence[str], Callable[[Path], Any]]
+    argv: Sequence[str] | Callable[[Path], Any]
     inputs: Inputs = dataclasses.field(default_factory=dict)
     captured: str = ""
-    watch: Optional[Callable[[str], None]] = None
+    watch: Callable[[str], None] | None = None
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -60,7 +61,7 @@ class Step:
         return self.output.is_dir() and any(self.output.iterdir())
 
     @property
-    def command(self) -> List[str]:
+    def command(self) -> list[str]:
         """What is shown of it, with the output's own name; empty for a function."""
         if callable(self.argv):
             return []
@@ -73,13 +74,13 @@ def make(
     steps: Sequence[Step],
     folder: Path,
     *,
-    executor: Optional[Executor] = None,
+    executor: Executor | None = None,
     dry_run: bool = False,
     patience: float = PATIENCE_SECONDS,
-    commands: Optional[Path] = None,
+    commands: Path | None = None,
     whole: str = "",
     wanted: Callable[[Step], bool] = lambda step: True,
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """Make every wanted output that is not there yet, in order; returns name → facts.
 
     folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
@@ -171,7 +172,7 @@ def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
-def _resolved(step: Step, known: Mapping[str, Any]) -> Dict[str, Any]:
+def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
     """The inputs of a step as they are read back from JSON. Raises UserError for a file that is missing."""
 
     def plain(value: Any) -> Any:
@@ -191,14 +192,14 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> Dict[str, Any]:
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
 
 
-def _sizes(output: Path, folder: Path) -> Dict[str, int]:
+def _sizes(output: Path, folder: Path) -> dict[str, int]:
     """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
     paths = output.rglob("*") if output.is_dir() else [output]
     files = (path for path in paths if path.is_file() and path.suffix != ".log")
     return {os.path.relpath(path, folder): path.stat().st_size for path in files}
 
 
-def marks(folder: Path) -> Dict[str, Dict[str, Any]]:
+def marks(folder: Path) -> dict[str, dict[str, Any]]:
     """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
     kinds = {"inputs": dict, "files": dict, "goal": dict}
     return {
@@ -233,15 +234,15 @@ def fingerprint_of(*values: Any) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def stamp(path: Path) -> List[Any]:
+def stamp(path: Path) -> list[Any]:
     """Name, size and time of a file: enough to tell that it was made again."""
     stat = path.stat()
     return [path.name, stat.st_size, stat.st_mtime_ns]
 
 
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> Dict[str, str]:
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
     """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
-    found: Dict[str, str] = {}
+    found: dict[str, str] = {}
     for key in sorted(before.keys() | now.keys()):
         old, new = before.get(key, "not set"), now.get(key, "not set")
         if isinstance(old, dict) and isinstance(new, dict):

@@ -5,8 +5,9 @@ from __future__ import annotations
 import re
 import shutil
 import textwrap
+from collections.abc import Iterable, Mapping, Sequence
 from itertools import zip_longest
-from typing import Any, Iterable, List, Mapping, NamedTuple, Optional, Sequence, TextIO, Union
+from typing import Any, NamedTuple, TextIO
 
 from moa_fairseq.errors import printable
 
@@ -33,7 +34,7 @@ class Table(NamedTuple):
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
 
-    def text(self, markdown: bool = False, width: Optional[int] = None) -> str:
+    def text(self, markdown: bool = False, width: int | None = None) -> str:
         """The table, or "" without rows; a column without any value is left out.
 
         On a terminal cells are wrapped until a line has at most `width` characters (None: the terminal's),
@@ -45,7 +46,7 @@ class Table(NamedTuple):
         rows = list(zip(*(cells[number] for number in kept)))
         if not rows:
             return ""
-        lines: List[List[str]] = [[column.head for column in columns], *map(list, rows)]
+        lines: list[list[str]] = [[column.head for column in columns], *map(list, rows)]
         if markdown:
             lines.insert(1, ["--:" if column.form else "---" for column in columns])
             lines = [[_BAR.sub(r"\|", text) for text in line] for line in lines]
@@ -73,7 +74,7 @@ class Table(NamedTuple):
         return "\n".join(shown)
 
 
-def page(blocks: Iterable[Union[str, Table]], markdown: bool = False, width: Optional[int] = None) -> str:
+def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | None = None) -> str:
     """Tables and Markdown's paragraphs, headings and lists with an empty line between; "" is left out.
 
     For a terminal (not markdown) headings are underlined and lines wrapped at `width` (None: the terminal's).
@@ -124,7 +125,7 @@ class Terminal:
         return getattr(self.stream, name)
 
 
-def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[List[int], str]:
+def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[list[int], str]:
     """The columns' widths, and what stands between them: the widest column gives way until a line fits."""
     widths = [max(map(len, texts)) for texts in zip(*lines)]
     heads = [text.replace("-", "- ") for text in lines[0]]  # where they may be broken

@@ -1,7 +1,8 @@
 """DiT (arXiv 2212.09748), dense and with MoH's heads by depth (arXiv 2410.11842, Table 2), in torch alone."""
 
 import math
-from typing import Any, Dict, List, Optional, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,7 +17,7 @@ from moa_fairseq.layers.routing import Routing
 # layers, width, heads of the dense model
 SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
 # size, per cent of the heads that work → layers × (heads, shared, chosen by a token), as in the authors' code
-MIXTURES: Dict[Tuple[str, int], Tuple[Tuple[int, Tuple[int, int, int]], ...]] = {
+MIXTURES: dict[tuple[str, int], tuple[tuple[int, tuple[int, int, int]], ...]] = {
     ("S", 90): ((8, (6, 3, 2)), (4, (6, 6, 0))),
     ("S", 75): ((2, (6, 2, 1)), (4, (6, 3, 1)), (4, (6, 3, 2)), (2, (6, 6, 0))),
     ("B", 90): ((5, (12, 6, 4)), (5, (12, 7, 4)), (2, (12, 12, 0))),
@@ -51,7 +52,7 @@ class Block(nn.Module):
         self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
         self.condition = nn.Linear(width, 6 * width)
 
-    def forward(self, x: Tensor, condition: Tensor) -> Tuple[Tensor, Tuple[Routing, ...]]:
+    def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Routing, ...]]:
         """x [B, T, C], condition [B, C] → the same with the routings of its attention."""
         width = x.size(-1)
         parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
@@ -75,7 +76,7 @@ class DiT(nn.Module):
     def __init__(
         self,
         size: str = "S",
-        layers: Optional[Sequence[Tuple[int, Sequence[int]]]] = None,
+        layers: Sequence[tuple[int, Sequence[int]]] | None = None,
         image_size: int = 32,
         channels: int = 4,
         classes: int = 1000,
@@ -119,7 +120,7 @@ class DiT(nn.Module):
             dropped = torch.rand(classes.shape, device=classes.device) < CLASS_DROPOUT
             classes = classes.masked_fill(dropped, self.classes)
         condition = self.level(waves(level, FREQUENCIES).to(x.dtype)) + self.label(classes)
-        routings: List[Routing] = []
+        routings: list[Routing] = []
         for block in self.blocks:
             x, found = block(x, condition)
             routings.extend(found)

@@ -8,8 +8,9 @@ import contextlib
 import math
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -43,17 +44,17 @@ class MixtureSettings:
         queries: the name of the query projection, which "query-norm" reads.
     """
 
-    shared_heads: Optional[int] = None
-    active: Optional[int] = None
+    shared_heads: int | None = None
+    active: int | None = None
     router: str = "query-norm"
     scaling: str = "released"
     balance: float = 0.01
-    layers: Optional[Sequence[Optional[Sequence[int]]]] = None
-    output: Optional[str] = None
+    layers: Sequence[Sequence[int] | None] | None = None
+    output: str | None = None
     queries: str = QUERIES
 
     @classmethod
-    def of(cls, fields: Dict[str, Any]) -> "MixtureSettings":
+    def of(cls, fields: dict[str, Any]) -> "MixtureSettings":
         """Raises UserError for a field that there is not, that is not read, or that has no such value."""
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -153,7 +154,7 @@ class HeadMixture(nn.Module):
                 )
             self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
         else:
-            own: Dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
+            own: dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
             options = MoHSettings(moh_scaling=settings.scaling, **own)
             learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
@@ -162,13 +163,13 @@ class HeadMixture(nn.Module):
         self.names = (output, settings.queries if self.router.reads_queries else output)
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
-        self.collectors: Tuple[_Kept, ...] = ()  # of the blocks of `collect_routings` around
-        self._gates: Optional[Tensor] = None  # [N, h], from the router to the output projection
+        self.collectors: tuple[_Kept, ...] = ()  # of the blocks of `collect_routings` around
+        self._gates: Tensor | None = None  # [N, h], from the router to the output projection
         self._input: Any = None  # of the attention
-        self._projections: Tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
-        self._hooks: List[Any] = []
+        self._projections: tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
+        self._hooks: list[Any] = []
 
-    def _load_from_state_dict(self, state_dict: Dict[str, Any], prefix: str, *rest: Any) -> None:
+    def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "sizes")
         if saved is not None and not saved.is_meta and tuple(saved.float().round().tolist()) != self.facts:
             raise UserError(
@@ -195,7 +196,7 @@ class HeadMixture(nn.Module):
         if self.router.reads_queries:
             self._hooks.append(queries.register_forward_hook(self._read_queries))
 
-    def _before(self, attention: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]) -> None:
+    def _before(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
         output, queries = self.names
         if (
             getattr(attention, output) is not self._projections[0]
@@ -207,7 +208,7 @@ class HeadMixture(nn.Module):
         if not self.router.reads_queries:
             self._route(self._input)
 
-    def _read_queries(self, projection: nn.Module, args: Tuple[Any, ...], queries: Tensor) -> None:
+    def _read_queries(self, projection: nn.Module, args: tuple[Any, ...], queries: Tensor) -> None:
         self._route(queries[..., : self.width])
 
     def _route(self, x: Tensor) -> None:
@@ -225,7 +226,7 @@ class HeadMixture(nn.Module):
             for kept in self.collectors:
                 kept.last = (routing, kept.last)
 
-    def _weight_heads(self, projection: nn.Module, args: Tuple[Any, ...]) -> Tuple[Any, ...]:
+    def _weight_heads(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
         """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
         heads, *rest = args
         if heads is self._input:
@@ -243,7 +244,7 @@ class HeadMixture(nn.Module):
         self._gates = self._input = None  # nothing stays on a module: a copy of it would fail
         return ((heads.unflatten(-1, (self.num_heads, -1)) * gates).flatten(-2), *rest)
 
-    def _after(self, attention: nn.Module, args: Tuple[Any, ...], output: Any) -> None:
+    def _after(self, attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
         if self._input is not None:
             self._gates = self._input = None
             raise UserError(
@@ -252,7 +253,7 @@ class HeadMixture(nn.Module):
             )
 
 
-def install(attentions: Sequence[Tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
+def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
     """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
     mixtures, count = [], len(attentions)
     by_layer: Any = settings.layers or [(settings.shared_heads, settings.active)] * count
@@ -274,13 +275,13 @@ class _Kept:  # a list would be a guard of torch.compile, which would compile an
 
 
 @contextlib.contextmanager
-def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
+def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
 
     What a checkpoint computes again is not in it. Blocks may be nested: each collects all.
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
-    routings: List[Routing] = []
+    routings: list[Routing] = []
     kept = _Kept()
     for each in mixtures:
         each.collectors += (kept,)
@@ -296,7 +297,7 @@ def collect_routings(model: nn.Module) -> Iterator[List[Routing]]:
 
 
 def balance_loss(
-    routings: Sequence[Routing], mask: Optional[Tensor] = None, device: Optional[torch.device] = None
+    routings: Sequence[Routing], mask: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
     """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
 

@@ -9,7 +9,7 @@ import functools
 import inspect
 import warnings
 from dataclasses import asdict
-from typing import Any, Dict, Optional
+from typing import Any
 
 import torch
 import transformers
@@ -25,7 +25,7 @@ _IGNORED = -100  # the label of a position without a loss
 
 
 def to_mixture_of_heads(
-    model: PreTrainedModel, shared_heads: Optional[int] = None, active: Optional[int] = None, **settings: Any
+    model: PreTrainedModel, shared_heads: int | None = None, active: int | None = None, **settings: Any
 ) -> PreTrainedModel:
     """Turn a dense causal language model into a mixture of heads, in place.
 
@@ -110,7 +110,7 @@ def mixture_class(base: Any) -> Any:
 
     class Config(_MixtureConfig, base_config):
         model_type = "moh_" + base_config.model_type
-        moh: Optional[Dict[str, Any]] = None  # the fields of MixtureSettings
+        moh: dict[str, Any] | None = None  # the fields of MixtureSettings
 
     class Model(base):
         config_class = Config
@@ -171,7 +171,7 @@ def _register(model_type: str) -> None:
 
     class Later:
         @classmethod
-        def from_dict(cls, config_dict: Dict[str, Any], **kwargs: Any) -> Any:
+        def from_dict(cls, config_dict: dict[str, Any], **kwargs: Any) -> Any:
             base = CAUSAL[CONFIG_MAPPING[model_type]]
             return mixture_class(base).config_class.from_dict(config_dict, **kwargs)
 

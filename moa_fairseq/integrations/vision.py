@@ -5,7 +5,7 @@ a model that the same call has made. The training loop adds `heads.balance_loss`
 """
 
 from dataclasses import replace
-from typing import Any, Optional
+from typing import Any
 
 from torch import nn
 
@@ -22,7 +22,7 @@ except RuntimeError as error:  # operator torchvision::nms does not exist
 
 
 def to_mixture_of_heads(
-    model: nn.Module, shared_heads: Optional[int] = None, active: Optional[int] = None, **settings: Any
+    model: nn.Module, shared_heads: int | None = None, active: int | None = None, **settings: Any
 ) -> nn.Module:
     """Turn a model of timm into a mixture of heads, in place.
 

@@ -2,20 +2,13 @@
 
 import abc
 import itertools
+from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import (
     Any,
     ClassVar,
-    Collection,
-    Dict,
-    FrozenSet,
     Literal,
-    Optional,
-    Sequence,
-    Tuple,
-    Type,
     TypeVar,
-    Union,
     overload,
 )
 
@@ -48,7 +41,7 @@ _ELSEWHERE = {
 }
 
 
-def flag(default: Any, help: str, choices: Optional[Collection[str]] = None) -> Any:
+def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
     """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
     return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
@@ -57,10 +50,10 @@ def flag(default: Any, help: str, choices: Optional[Collection[str]] = None) -> 
 class FamilySettings:
     """The base of a family's settings: its fields are the family's flags, and its attention's keywords."""
 
-    attention: ClassVar[Type["Attention"]]
+    attention: ClassVar[type["Attention"]]
 
     @classmethod
-    def of(cls: Type[Settings], settings: Optional[Settings], options: Dict[str, Any]) -> Settings:
+    def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
         """`settings`, or those that options name, which are then taken out of options.
 
         Raises:
@@ -84,18 +77,18 @@ class Call:
     """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
 
     x: Tensor  # of the queries, [B, T, C]
-    memory: Optional[Tensor]  # what keys are made of, [B, S, kdim]; None: the cache has them
-    values: Optional[Tensor]  # what values are made of, [B, S, vdim]: the same object where it is the same
+    memory: Tensor | None  # what keys are made of, [B, S, kdim]; None: the cache has them
+    values: Tensor | None  # what values are made of, [B, S, vdim]: the same object where it is the same
     masks: Masks
-    query_padding: Optional[Tensor] = None  # [B, T] bool
+    query_padding: Tensor | None = None  # [B, T] bool
     same_tokens: bool = False  # keys are made of the queries' tokens and of no others
-    cache: Optional[KVCache] = None
+    cache: KVCache | None = None
     need_weights: bool = False
-    token_ids: Optional[Tensor] = None  # of the queries, [B, T] int64
+    token_ids: Tensor | None = None  # of the queries, [B, T] int64
     draw: Any = None  # of experts: `expert_draw.ExpertDraw`
 
 
-Computed = Tuple[Tensor, Optional[Tensor], Tuple[Routing, ...]]
+Computed = tuple[Tensor, Tensor | None, tuple[Routing, ...]]
 
 
 class Attention(nn.Module, abc.ABC):
@@ -118,7 +111,7 @@ class Attention(nn.Module, abc.ABC):
     """
 
     keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
-    reads: FrozenSet[str] = frozenset()  # further keywords of the call
+    reads: frozenset[str] = frozenset()  # further keywords of the call
     can_trim_cache = True
 
     def __init__(
@@ -127,16 +120,16 @@ class Attention(nn.Module, abc.ABC):
         num_heads: int,
         head_dim: int,
         *,
-        key_heads: Optional[int] = None,
-        own_heads: Optional[int] = None,
+        key_heads: int | None = None,
+        own_heads: int | None = None,
         self_attention: bool = False,
-        dropout: Union[float, nn.Module] = 0.0,
-        positions: Optional[str] = None,
+        dropout: float | nn.Module = 0.0,
+        positions: str | None = None,
         head_gate: str = "none",
     ):
         super().__init__()
         check_choice("--head-gate", head_gate, HEAD_GATES)
-        self._path: Optional[str] = None
+        self._path: str | None = None
         self._instance = next(_instances)
         self.embed_dim = embed_dim
         self.num_heads = num_heads
@@ -144,10 +137,10 @@ class Attention(nn.Module, abc.ABC):
         self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
         self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
-        self.head_gate: Optional[HeadGate] = None
+        self.head_gate: HeadGate | None = None
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
-        self.positions: Optional[Positions] = None
+        self.positions: Positions | None = None
         if positions is not None:
             check_choice("--positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
         if positions in POSITIONS_IN_ATTENTION:
@@ -159,7 +152,7 @@ class Attention(nn.Module, abc.ABC):
             kind = POSITIONS_IN_ATTENTION[positions]
             self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
 
-    def __setstate__(self, state: Dict[str, Any]) -> None:
+    def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
         super().__setstate__(state)
         self._instance = next(_instances)
@@ -193,7 +186,7 @@ class Attention(nn.Module, abc.ABC):
         """The output [B, T, C], weights [B, H, T, S] where `call.need_weights`, and the routings."""
 
     @abc.abstractmethod
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         """Multiply-accumulates of one sequence with so many tokens, by part: "router" and "projections"."""
 
     @property
@@ -212,13 +205,13 @@ class Attention(nn.Module, abc.ABC):
     def forward(
         self,
         x: Tensor,
-        memory: Optional[Tensor] = None,
+        memory: Tensor | None = None,
         *,
-        padding: Optional[Tensor] = None,
-        mask: Optional[Tensor] = None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
         causal: bool = False,
-        cache: Optional[KVCache] = None,
-        query_padding: Optional[Tensor] = None,
+        cache: KVCache | None = None,
+        query_padding: Tensor | None = None,
         with_routing: Literal[False] = False,
         **inputs: Any,
     ) -> Tensor: ...
@@ -227,30 +220,30 @@ class Attention(nn.Module, abc.ABC):
     def forward(
         self,
         x: Tensor,
-        memory: Optional[Tensor] = None,
+        memory: Tensor | None = None,
         *,
-        padding: Optional[Tensor] = None,
-        mask: Optional[Tensor] = None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
         causal: bool = False,
-        cache: Optional[KVCache] = None,
-        query_padding: Optional[Tensor] = None,
+        cache: KVCache | None = None,
+        query_padding: Tensor | None = None,
         with_routing: Literal[True],
         **inputs: Any,
-    ) -> Tuple[Tensor, Tuple[Routing, ...]]: ...
+    ) -> tuple[Tensor, tuple[Routing, ...]]: ...
 
     def forward(
         self,
         x: Tensor,
-        memory: Optional[Tensor] = None,
+        memory: Tensor | None = None,
         *,
-        padding: Optional[Tensor] = None,
-        mask: Optional[Tensor] = None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
         causal: bool = False,
-        cache: Optional[KVCache] = None,
-        query_padding: Optional[Tensor] = None,
+        cache: KVCache | None = None,
+        query_padding: Tensor | None = None,
         with_routing: bool = False,
         **inputs: Any,
-    ) -> Union[Tensor, Tuple[Tensor, Tuple[Routing, ...]]]:
+    ) -> Tensor | tuple[Tensor, tuple[Routing, ...]]:
         """Attend from x to itself, or to a memory.
 
         Args:
@@ -282,15 +275,15 @@ class Attention(nn.Module, abc.ABC):
     def with_weights(
         self,
         x: Tensor,
-        memory: Optional[Tensor] = None,
+        memory: Tensor | None = None,
         *,
-        padding: Optional[Tensor] = None,
-        mask: Optional[Tensor] = None,
+        padding: Tensor | None = None,
+        mask: Tensor | None = None,
         causal: bool = False,
-        cache: Optional[KVCache] = None,
-        query_padding: Optional[Tensor] = None,
+        cache: KVCache | None = None,
+        query_padding: Tensor | None = None,
         **inputs: Any,
-    ) -> Tuple[Tensor, Tensor]:
+    ) -> tuple[Tensor, Tensor]:
         """As `forward`, and the attention weights [B, H, T, S] in float32, from before the dropout."""
         call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
         call.need_weights = True
@@ -306,10 +299,10 @@ class Attention(nn.Module, abc.ABC):
         self,
         call: Call,
         q: Tensor,
-        k: Optional[Tensor],
-        v: Optional[Tensor],
-        masks: Optional[Masks] = None,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        k: Tensor | None,
+        v: Tensor | None,
+        masks: Masks | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
 
         Args:
@@ -332,10 +325,10 @@ class Attention(nn.Module, abc.ABC):
         self,
         call: Call,
         q: Tensor,
-        k: Optional[Tensor],
-        v: Optional[Tensor],
-        key_experts: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Tensor, Tensor, Masks, Optional[Tensor]]:
+        k: Tensor | None,
+        v: Tensor | None,
+        key_experts: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor, Tensor, Masks, Tensor | None]:
         """Queries, keys and values at their positions, the cache's included, masks, and the scores' bias.
 
         Args:
@@ -361,7 +354,7 @@ class Attention(nn.Module, abc.ABC):
         assert k is not None and v is not None
         return q, k, v, masks, bias
 
-    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def macs(self, queries: int, keys: int) -> dict[str, int]:
         """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
         macs = {
             **self.projection_macs(queries, keys),
@@ -407,13 +400,13 @@ class Attention(nn.Module, abc.ABC):
     def _call(
         self,
         x: Tensor,
-        memory: Optional[Tensor],
-        padding: Optional[Tensor],
-        mask: Optional[Tensor],
+        memory: Tensor | None,
+        padding: Tensor | None,
+        mask: Tensor | None,
         causal: bool,
-        cache: Optional[KVCache],
-        query_padding: Optional[Tensor],
-        inputs: Dict[str, Any],
+        cache: KVCache | None,
+        query_padding: Tensor | None,
+        inputs: dict[str, Any],
     ) -> Call:
         """What was given, checked, with zeros at padding: what stands there may be NaN."""
         for name in inputs:
@@ -477,7 +470,7 @@ class Attention(nn.Module, abc.ABC):
             **inputs,
         )
 
-    def _check_inputs(self, x: Tensor, memory: Optional[Tensor], is_self: bool) -> None:
+    def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool) -> None:
         k_proj = getattr(self, "k_proj", None)
         v_proj = getattr(self, "v_proj", None)
         default = self.embed_dim if memory is None else memory.size(-1)
@@ -512,7 +505,7 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
 
     def _check_cache(
-        self, cache: KVCache, x: Tensor, memory: Optional[Tensor], mask: Optional[Tensor], causal: bool
+        self, cache: KVCache, x: Tensor, memory: Tensor | None, mask: Tensor | None, causal: bool
     ) -> None:
         if cache.owner != self._instance:
             raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
@@ -543,7 +536,7 @@ class Attention(nn.Module, abc.ABC):
         return f"{type(self).__name__}'s call does not read {name}.{here} It takes {names}."
 
 
-def _check_mask(name: str, mask: Tensor, shapes: Sequence[Tuple[int, ...]], additive: bool) -> None:
+def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], additive: bool) -> None:
     if tuple(mask.shape) not in shapes:
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
@@ -552,7 +545,7 @@ def _check_mask(name: str, mask: Tensor, shapes: Sequence[Tuple[int, ...]], addi
         raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
 
 
-def without_padding(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:
     """Zeros for padding: x [B, T, C], padding [B, T] or longer, of which the last T count.
 
     What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.

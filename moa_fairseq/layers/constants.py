@@ -5,7 +5,8 @@ They are no buffers: a module that was made on the meta device and filled by `lo
 """
 
 import functools
-from typing import Any, Callable, Dict, Hashable, Tuple
+from collections.abc import Callable, Hashable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -18,7 +19,7 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     A compiled graph makes it anew: it looks into no table. So does torch's inference mode, whose tensors
     cannot be used outside of it.
     """
-    kept: Dict[Tuple[Hashable, ...], Tensor] = {}
+    kept: dict[tuple[Hashable, ...], Tensor] = {}
 
     @functools.wraps(make)
     def found(*sizes: Any, device: torch.device) -> Tensor:

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from typing import Any, Optional
 
 import torch
 from torch import Tensor, nn
@@ -15,12 +15,12 @@ from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettin
 class DenseSettings(FamilySettings):
     """The flags of `DenseAttention`."""
 
-    attention_head_dim: Optional[int] = flag(
+    attention_head_dim: Optional[int] = flag(  # noqa: UP045
         None,
         "width of a head (default: the model's width over its heads): a dense model with the "
         "multiply-accumulates, or the parameters, of a mixture",
     )
-    key_heads: Optional[int] = flag(
+    key_heads: Optional[int] = flag(  # noqa: UP045
         None,
         "heads of keys and values that the query heads share (default: each has its own): 1 is multi-query "
         "attention (arXiv 1911.02150), fewer than the query heads grouped-query attention (arXiv 2305.13245)",
@@ -57,10 +57,10 @@ class DenseHeadsAttention(Attention):
         embed_dim: int,
         num_heads: int,
         *,
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
         bias: bool = True,
-        head_dim: Optional[int] = None,
+        head_dim: int | None = None,
         **options: Any,
     ):
         if not self.shares_keys and options.get("key_heads") not in (None, num_heads):
@@ -97,7 +97,7 @@ class DenseHeadsAttention(Attention):
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)
 
-    def keys_values(self, call: Call) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    def keys_values(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
         if call.memory is None or call.values is None:
             return None, None
@@ -107,7 +107,7 @@ class DenseHeadsAttention(Attention):
         """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
         return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         of_queries = 2 * queries * self.embed_dim * self.num_heads
         of_keys = keys * (self.k_proj.in_features + self.v_proj.in_features) * self.key_heads
         return {"router": 0, "projections": (of_queries + of_keys) * self.head_dim}
@@ -138,9 +138,7 @@ class DenseAttention(DenseHeadsAttention):
 
     shares_keys = True
 
-    def __init__(
-        self, embed_dim: int, num_heads: int, settings: Optional[DenseSettings] = None, **options: Any
-    ):
+    def __init__(self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any):
         settings = DenseSettings.of(settings, options)
         key_heads, head_dim = settings.key_heads, settings.attention_head_dim
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):

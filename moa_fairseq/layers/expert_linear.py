@@ -1,7 +1,6 @@
 """E linear maps in one parameter: the weights under every mixture of this package."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +32,7 @@ class ExpertLinear(nn.Module):
         is_up: bool = True,
         bias: bool = False,
         expert_backend: str = "auto",
-        fan_in: Optional[int] = None,
+        fan_in: int | None = None,
     ):
         super().__init__()
         self.num_experts = num_experts
@@ -54,7 +53,7 @@ class ExpertLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, rows: Tensor, order: SlotOrder, gates: Optional[Tensor] = None, fan: int = 1) -> Tensor:
+    def forward(self, rows: Tensor, order: SlotOrder, gates: Tensor | None = None, fan: int = 1) -> Tensor:
         """Rows through the experts that their tokens chose.
 
         Args:

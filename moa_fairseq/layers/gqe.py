@@ -1,7 +1,7 @@
 """Grouped Query Experts (GQE, arXiv 2606.20945): each group of query heads has a router of its own."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -73,7 +73,7 @@ class GroupedQueryExperts(MixtureOfAttention):
         UserError: for impossible sizes.
     """
 
-    def __init__(self, embed_dim: int, settings: Optional[GQESettings] = None, **options: Any):
+    def __init__(self, embed_dim: int, settings: GQESettings | None = None, **options: Any):
         settings = GQESettings.of(settings, options)
         groups, shared_heads = settings.gqe_groups, settings.gqe_shared_heads
         check_choice("--gqe-output", settings.gqe_output, OUTPUTS)
@@ -155,8 +155,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         )
 
     def _attend_with_shared_head(
-        self, call: Call, q: Tensor, k: Optional[Tensor], v: Optional[Tensor]
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None
+    ) -> tuple[Tensor, Tensor | None]:
         """As `attend`; the shared head reads the groups' means, which no cache has to hold."""
         # no bias: __init__ has refused --positions xl
         q, k, v, masks, _ = self.place(call, q, k, v)
@@ -168,7 +168,7 @@ class GroupedQueryExperts(MixtureOfAttention):
             return heads, None
         return heads, torch.cat([shared_weights, routed_weights], 1)
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         macs = super().projection_macs(queries, keys)
         macs["router"] = queries * self.embed_dim * (self.num_experts - self.shared_heads)
         if self.output == "paper":  # one slot more than heads

@@ -1,7 +1,5 @@
 """Gated attention (arXiv 2505.06708): each query multiplies what its heads found by a gate of its own."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 
@@ -26,7 +24,7 @@ class HeadGate(nn.Module):
         """Start with even gates."""
         nn.init.zeros_(self.projection.weight)
 
-    def forward(self, found: Tensor, x: Tensor, index: Optional[Tensor] = None) -> Tensor:
+    def forward(self, found: Tensor, x: Tensor, index: Tensor | None = None) -> Tensor:
         """found [B, H, T, D] with gates of x [B, T, C] → the same shape.
 
         index [B·T, H]: the head that stands in each place; None: head i in place i.

@@ -1,14 +1,12 @@
 """Means of an attention module's inputs, for MAE's gate: of a sequence, or up to each position."""
 
-from typing import Dict, Optional
-
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.compiler import is_compiling
 
 
-def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+def sequence_mean(x: Tensor, padding: Tensor | None) -> Tensor:
     """Mean over the real positions of x [B, T, C] → [B, C]; padding [B, T], True = padding.
 
     float32 or wider; zeros for a sequence of padding only.
@@ -18,9 +16,9 @@ def sequence_mean(x: Tensor, padding: Optional[Tensor]) -> Tensor:
 
 def running_mean(
     x: Tensor,
-    padding: Optional[Tensor],
-    window: Optional[int] = None,
-    held: Optional[Dict[str, Tensor]] = None,
+    padding: Tensor | None,
+    window: int | None = None,
+    held: dict[str, Tensor] | None = None,
 ) -> Tensor:
     """Mean, at each position, of the latest `window` real inputs up to and including it.
 
@@ -59,7 +57,7 @@ def running_mean(
     return _divide(sums[:, length - x.size(1) :])
 
 
-def _rows(x: Tensor, padding: Optional[Tensor]) -> Tensor:
+def _rows(x: Tensor, padding: Tensor | None) -> Tensor:
     """[B, T, C + 1]: the inputs, zero at padding, and a last column of 1 for real inputs, 0 for padding."""
     x = x if x.dtype == torch.float64 else x.float()
     real = x.new_ones(x.shape[:2]) if padding is None else (~padding).to(x.dtype)

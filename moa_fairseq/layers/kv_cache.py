@@ -1,7 +1,7 @@
 """What an attention remembers between the steps of a generation."""
 
 import weakref
-from typing import Callable, Dict, Optional, Tuple
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -21,15 +21,15 @@ class KVCache:
     def __init__(self, owner: int = 0, can_trim: bool = True):
         self.owner = owner
         self.can_trim = can_trim
-        self.keys: Optional[Tensor] = None  # [B, G, S, D]
-        self.values: Optional[Tensor] = None  # [B, G, S, D]
-        self.padding: Optional[Tensor] = None  # [B, S] bool, True = padding; None while there is none
-        self.key_experts: Optional[Tensor] = None  # [B, S, K], where keys have experts
-        self.sums: Dict[str, Tensor] = {}  # what else a family keeps, [B, …]
+        self.keys: Tensor | None = None  # [B, G, S, D]
+        self.values: Tensor | None = None  # [B, G, S, D]
+        self.padding: Tensor | None = None  # [B, S] bool, True = padding; None while there is none
+        self.key_experts: Tensor | None = None  # [B, S, K], where keys have experts
+        self.sums: dict[str, Tensor] = {}  # what else a family keeps, [B, …]
         self.beam_size = 1
         self.holds_memory = False  # the keys are of cross-attention
         self._version = 0  # of the memory, by torch's count of writes
-        self._memory: Optional[weakref.ref[Tensor]] = None
+        self._memory: weakref.ref[Tensor] | None = None
 
     @property
     def length(self) -> int:
@@ -47,7 +47,7 @@ class KVCache:
         is_same = self._memory is not None and self._memory() is memory
         return is_same and self._version == _version(memory)
 
-    def extend(self, k: Tensor, v: Tensor, experts: Optional[Tensor] = None) -> None:
+    def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
         """Append keys and values [B, G, S', D], and the experts [B, S', K] that made them, if any did."""
         if self.keys is None or self.values is None:
             self.keys, self.values, self.key_experts = k, v, experts
@@ -57,7 +57,7 @@ class KVCache:
         if experts is not None and self.key_experts is not None:
             self.key_experts = torch.cat([self.key_experts, experts], dim=1)
 
-    def extend_padding(self, padding: Optional[Tensor]) -> Optional[Tensor]:
+    def extend_padding(self, padding: Tensor | None) -> Tensor | None:
         """The padding [B, S] of all positions, with those of the latest step, whose keys are here already.
 
         Args:
@@ -112,7 +112,7 @@ class KVCache:
             if tensor is not None:
                 setattr(self, name, change(tensor, axis))
 
-    def tensors(self) -> Tuple[Tensor, ...]:
+    def tensors(self) -> tuple[Tensor, ...]:
         """All that it holds."""
         held = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
         return tuple(tensor for tensor in held if tensor is not None)

@@ -1,14 +1,12 @@
 """How evenly routers used their experts in one batch, and how sure they were: numbers for the log."""
 
-from typing import Dict, Union
-
 import torch
 from torch import Tensor
 
 from moa_fairseq.layers.routing import Routing, RoutingSums
 
 
-def load_statistics(routed: Union[Routing, RoutingSums]) -> Dict[str, Tensor]:
+def load_statistics(routed: Routing | RoutingSums) -> dict[str, Tensor]:
     """Statistics of the share of slots that each expert got, padding excluded: [M], scalars for one decision.
 
     load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share

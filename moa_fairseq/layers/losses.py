@@ -4,21 +4,21 @@ Each takes a Routing and returns a scalar, or RoutingSums of M decisions and ret
 """
 
 import functools
-from typing import Callable, Dict, Union
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
 from moa_fairseq.layers.routing import Routing, RoutingSums, entropies
 
-Loss = Callable[[Union[Routing, RoutingSums]], Tensor]
+Loss = Callable[[Routing | RoutingSums], Tensor]
 
 
 def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
     """Let a loss of RoutingSums take a single decision as well."""
 
     @functools.wraps(loss)
-    def either(routed: Union[Routing, RoutingSums]) -> Tensor:
+    def either(routed: Routing | RoutingSums) -> Tensor:
         return loss(routed) if isinstance(routed, RoutingSums) else loss(RoutingSums([routed])).squeeze(0)
 
     return either
@@ -89,7 +89,7 @@ def no_loss(routed: RoutingSums) -> Tensor:
 
 
 # What --balance-loss names.
-BALANCE_LOSSES: Dict[str, Loss] = {
+BALANCE_LOSSES: dict[str, Loss] = {
     "moa": load_balance_loss,
     "moh": head_balance_loss,
     "moh-released": released_head_balance_loss,

@@ -2,8 +2,9 @@
 
 import itertools
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Sequence, Tuple
+from typing import Any, Optional
 
 import torch
 from torch import Tensor
@@ -33,7 +34,7 @@ class MAESettings(FamilySettings):
     )
     gate_hidden_dim: int = flag(256, "hidden size of the gate's MLP")
     gate_dropout: float = flag(0.1, "dropout after the first layer of the gate's MLP")
-    gate_window: Optional[int] = flag(
+    gate_window: Optional[int] = flag(  # noqa: UP045
         None, "how many of the latest inputs a decoder's gate averages (translation: all so far)"
     )
     gate_norm: str = flag(
@@ -101,7 +102,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        settings: Optional[MAESettings] = None,
+        settings: MAESettings | None = None,
         *,
         causal: bool = False,
         **options: Any,
@@ -133,7 +134,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         self.dropped_heads = dropped_heads
         self.num_experts = math.comb(num_heads, dropped_heads)
         self.scale = num_heads / (num_heads - dropped_heads)
-        self.gate: Optional[SequenceGate] = None
+        self.gate: SequenceGate | None = None
         if settings.mae_gate == "learned":
             norm = "earlier" if causal else settings.gate_norm  # a causal gate must not see later positions
             sizes = (self.num_experts, settings.gate_hidden_dim, settings.gate_dropout)
@@ -158,7 +159,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         heads = heads.transpose(1, 2) * self._head_weights(routing, probs.shape).to(heads.dtype)
         return self.out_proj(heads.flatten(2)), weights, (routing,)  # [B, T, H, D] → [B, T, C]
 
-    def responsibilities(self, call: Call) -> Tuple[Tensor, Tensor, Optional[Tensor]]:
+    def responsibilities(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """g and its logits, [B, T, E] of a causal gate, else [B, 1, E]; which rows are real, or None."""
         x, padding = call.x, call.query_padding
         batch, tgt_len, width = x.shape
@@ -180,7 +181,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         shape = (batch, length, self.num_experts)
         return probs.view(shape), logits.view(shape), real
 
-    def select(self, probs: Tensor, draw: Any) -> Optional[Tensor]:
+    def select(self, probs: Tensor, draw: Any) -> Tensor | None:
         """One expert for each row of probs [B, T or 1, E], [B, T or 1]; None: they are mixed."""
         if draw is not None:
             chosen: Tensor = draw.choose(self.name, probs)
@@ -192,9 +193,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
             favourite.fill_(random_expert(self.name, self.evaluate_seed, self.num_experts))
         return favourite
 
-    def _routing(
-        self, probs: Tensor, logits: Tensor, chosen: Optional[Tensor], real: Optional[Tensor]
-    ) -> Routing:
+    def _routing(self, probs: Tensor, logits: Tensor, chosen: Tensor | None, real: Tensor | None) -> Routing:
         scope = "tokens" if self.causal and self.gate is not None else "sequences"
         probs = probs.flatten(0, 1)  # [B, T or 1, E] → [N, E]
         if chosen is None:
@@ -217,7 +216,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         left_out = probs @ dropped if routing.chooses_all else dropped[routing.expert_ids[:, 0]]
         return self.scale * (1.0 - left_out).view(shape[0], shape[1], self.num_heads, 1)
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         gate = 0
         if self.gate is not None:  # it sees one mean of a sequence, or one for each position
             hidden = self.gate.fc1.out_features

@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import Any, Dict, FrozenSet, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -110,11 +110,11 @@ class MixtureOfAttention(Attention):
     def __init__(
         self,
         embed_dim: int,
-        settings: Optional[MoASettings] = None,
+        settings: MoASettings | None = None,
         *,
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
-        router: Optional[nn.Module] = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        router: nn.Module | None = None,
         groups: int = 1,
         **options: Any,
     ):
@@ -176,7 +176,7 @@ class MixtureOfAttention(Attention):
         out = self.out_experts(slots, order, routing.gates)
         return out.view_as(call.x), weights, (routing,)
 
-    def keys_values(self, call: Call) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    def keys_values(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
         memory, values = call.memory, call.values
         if memory is None or values is None:
@@ -201,7 +201,7 @@ class MixtureOfAttention(Attention):
         within = torch.arange(self.heads_per_expert, device=routing.expert_ids.device)
         return (routing.expert_ids.unsqueeze(-1) * self.heads_per_expert + within).flatten(1)
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         inputs = self.k_proj.in_features + self.v_proj.in_features
         return {
             "router": queries * self.embed_dim * self.num_experts,
@@ -210,7 +210,7 @@ class MixtureOfAttention(Attention):
         }
 
 
-def token_ids_of(router: Any) -> FrozenSet[str]:
+def token_ids_of(router: Any) -> frozenset[str]:
     """`Attention.reads` of an attention with this router."""
     return frozenset({"token_ids"} if getattr(router, "token_hash", None) is not None else ())
 

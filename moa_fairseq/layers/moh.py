@@ -1,7 +1,7 @@
 """MoH, mixture-of-head attention (arXiv 2410.11842): shared heads, and K of the others for each token."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -88,9 +88,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         self,
         embed_dim: int,
         num_heads: int,
-        settings: Optional[MoHSettings] = None,
+        settings: MoHSettings | None = None,
         *,
-        router: Optional[nn.Module] = None,
+        router: nn.Module | None = None,
         causal: bool = False,
         **options: Any,
     ):
@@ -137,11 +137,11 @@ class MixtureOfHeads(DenseHeadsAttention):
         self,
         call: Call,
         rows: Tensor,
-        queries: Optional[Tensor],
-        k: Optional[Tensor],
-        v: Optional[Tensor],
+        queries: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
         routing: Routing,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
         batch, tgt_len, _ = call.x.shape
         queries = self.q_proj(rows) if queries is None else queries
@@ -163,9 +163,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         self,
         call: Call,
         rows: Tensor,
-        queries: Optional[Tensor],
-        k: Optional[Tensor],
-        v: Optional[Tensor],
+        queries: Tensor | None,
+        k: Tensor | None,
+        v: Tensor | None,
         routing: Routing,
         skips_projections: bool,
     ) -> Tensor:
@@ -232,7 +232,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
         return self.skip != "never" and not bias_by_head
 
-    def _skips(self, call: Call) -> Tuple[bool, bool]:
+    def _skips(self, call: Call) -> tuple[bool, bool]:
         """Whether unchosen heads are left out of the attention, and of the projections.
 
         Weights, and keys that a beam shares, need all heads. Then there are few tokens.
@@ -252,7 +252,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         cuts = saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
         return pays, cuts
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         learned = not self.router.reads_queries
         inputs = self.k_proj.in_features + self.v_proj.in_features
         working = self.active_heads if self._may_skip else self.num_heads
@@ -263,7 +263,7 @@ class MixtureOfHeads(DenseHeadsAttention):
             + keys * inputs * self.num_heads * self.head_dim,
         }
 
-    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def macs(self, queries: int, keys: int) -> dict[str, int]:
         """As the base class counts, but scores only of the heads that work if the others may be left out."""
         if not self._may_skip:
             return super().macs(queries, keys)

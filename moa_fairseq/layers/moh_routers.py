@@ -1,6 +1,6 @@
 """MoH's routers: some heads always work, K of the others are chosen (arXiv 2410.11842)."""
 
-from typing import Any, List, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -39,11 +39,11 @@ class _Router(nn.Module):
                 f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token "
                 f"chooses among the other {routed}."
             )
-        self.token_hash: Optional[TokenHash] = None  # chooses in place of the probabilities
+        self.token_hash: TokenHash | None = None  # chooses in place of the probabilities
         self.num_heads, self.shared_heads = num_heads, shared_heads
         self.routed_heads, self.routed_per_token = routed, routed_per_token
 
-    def _top_heads(self, probs: Tensor, token_ids: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    def _top_heads(self, probs: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
 
         They are the K largest, or what the hash says; in order of heads if K is all.
@@ -57,11 +57,11 @@ class _Router(nn.Module):
 
     def _routing(
         self,
-        gates: List[Tensor],
+        gates: list[Tensor],
         routed_index: Tensor,
-        probs: List[Tensor],
-        logits: List[Tensor],
-        padding: Optional[Tensor],
+        probs: list[Tensor],
+        logits: list[Tensor],
+        padding: Tensor | None,
     ) -> Routing:
         """The routing made of its parts; each list has the shared heads' part, then the routed heads'."""
         every = every_index(self.shared_heads, device=routed_index.device)
@@ -117,9 +117,7 @@ class SharedAndRoutedRouter(_Router):
         if self.token_hash is not None:
             self.token_hash.reset_parameters()
 
-    def forward(
-        self, x: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
-    ) -> Routing:
+    def forward(self, x: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
         """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates are set to zero.
 
         token_ids [N]: for a choice by hash.
@@ -163,7 +161,7 @@ class QueryNormRouter(_Router):
     reads_queries = True
 
     def forward(
-        self, queries: Tensor, padding: Optional[Tensor] = None, token_ids: Optional[Tensor] = None
+        self, queries: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
         """Route by the queries of every head, [N, H·D] or [B, T, H·D], before positions rotate them.
 

@@ -1,7 +1,7 @@
 """NAMOH (2026): tokens choose heads before any projection; a head sees only the tokens that chose it."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 from torch import Tensor
 
@@ -73,10 +73,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
     def __init__(
         self,
         embed_dim: int,
-        settings: Optional[NAMOHSettings] = None,
+        settings: NAMOHSettings | None = None,
         *,
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
         **options: Any,
     ):
         settings = NAMOHSettings.of(settings, options)
@@ -106,7 +106,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         self.key_widths = {"k_proj": kdim or embed_dim, "v_proj": vdim or embed_dim}
         for name, width in self.key_widths.items():
             setattr(self, name, ExpertLinear(num_experts, width, dim, True, bias, backend))
-        self.source_router: Optional[TopKRouter] = None
+        self.source_router: TopKRouter | None = None
         if not self.self_attention:
             self.source_router = TopKRouter(self.key_widths["k_proj"], settings)
 
@@ -118,7 +118,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         routing: Routing = self.router(rows, call.query_padding)
         order = routing.order()
         q = self._heads(self.q_experts(rows, order), call.x)
-        routings: Tuple[Routing, ...] = (routing,)
+        routings: tuple[Routing, ...] = (routing,)
         k = v = key_experts = None
         if call.memory is not None and call.values is not None:
             source = self._route_keys(call, routing)
@@ -165,7 +165,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         masks: Masks,
         routing: Routing,
         key_experts: Tensor,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+    ) -> tuple[Tensor, Tensor | None]:
         """Each slot with the keys of its own head.
 
         Args:
@@ -199,7 +199,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
         return unfolded(found), None if weights is None else unfolded(of_keys.spread(weights))
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         inputs = sum(self.key_widths.values())
         of_keys = 0 if self.source_router is None else keys * self.source_router.projection.weight.numel()
         return {
@@ -207,7 +207,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             "projections": (2 * queries * self.embed_dim + keys * inputs) * self.num_heads * self.head_dim,
         }
 
-    def macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def macs(self, queries: int, keys: int) -> dict[str, int]:
         """As the base class counts; scores if each head has K / E of the queries and of the keys."""
         scores = 2 * queries * keys * self.num_heads**2 * self.head_dim // self.num_experts
         return {**super().macs(queries, keys), "scores": scores}

@@ -1,7 +1,7 @@
 """Modules that keep statistics over updates: what they see during an update takes effect after it."""
 
 import contextlib
-from typing import Callable, Iterator, List, Optional, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import torch
 from torch import Tensor, nn
@@ -47,13 +47,13 @@ class Observer(nn.Module):
         self.has_pending = False
 
 
-def observers_of(model: nn.Module) -> List[Observer]:
+def observers_of(model: nn.Module) -> list[Observer]:
     """Every module of a model that has something to observe, in order."""
     return [m for m in model.modules() if isinstance(m, Observer) and getattr(m, "pending", None) is not None]
 
 
 def update_observers(
-    observers: Sequence[Observer], all_reduce: Optional[Callable[[Tensor], object]] = None
+    observers: Sequence[Observer], all_reduce: Callable[[Tensor], object] | None = None
 ) -> None:
     """Let each observer take in what it has seen since the last call.
 

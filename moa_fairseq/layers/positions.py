@@ -2,7 +2,7 @@
 
 import functools
 import math
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,18 +24,18 @@ class Positions(nn.Module):
         """The positions of an attention of width embed_dim whose keys have key_heads heads."""
         return cls(head_dim)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         """Queries [B, H, T, D] and new keys [B, G, T + M, D], before keys are cached.
 
         The last T keys stand where the queries stand, and M keys of a carried context before them.
         """
         return q, k
 
-    def bias(self, q: Tensor, key_length: int, first_query: int) -> Optional[Tensor]:
+    def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor | None:
         """Added to the scaled scores: [B or 1, H or 1, T, S], S = key_length, or None; q is as projected."""
         return None
 
-    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+    def macs(self, queries: int, keys: int, num_heads: int) -> dict[str, int]:
         """Multiply-accumulates of one sequence, in "projections" and in "scores"."""
         return {"projections": 0, "scores": 0}
 
@@ -57,7 +57,7 @@ class RotaryPositions(Positions):
         self.rotary_dim = head_dim
         self.base = base
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
         if carried:
             before, own = k.split([carried, q.size(2)], dim=2)
@@ -93,7 +93,7 @@ class HalfRotaryPositions(RotaryPositions):
             )
         super().__init__(rotary_dim, base)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         half = self.rotary_dim
         first_q, first_k = super().rotate(q[..., :half], k[..., :half], first_query)
         return torch.cat([first_q, q[..., half:]], dim=-1), torch.cat([first_k, k[..., half:]], dim=-1)
@@ -133,7 +133,7 @@ class RelativePositions(Positions):
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> Tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         return (self._by_key_head(q) + self.content_bias.to(q.dtype)[:, None]).view_as(q), k
 
     def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor:
@@ -159,7 +159,7 @@ class RelativePositions(Positions):
         by_query: Tensor = rows.unflatten(2, (tgt_len, length - 1))
         return by_query[..., :key_length]
 
-    def macs(self, queries: int, keys: int, num_heads: int) -> Dict[str, int]:
+    def macs(self, queries: int, keys: int, num_heads: int) -> dict[str, int]:
         distances = queries + keys - 1
         return {
             "projections": distances * self.embed_dim * self.key_heads * self.head_dim,
@@ -187,7 +187,7 @@ def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
 
 
 # The choices of --positions that are not embeddings.
-POSITIONS_IN_ATTENTION: Dict[str, Type[Positions]] = {
+POSITIONS_IN_ATTENTION: dict[str, type[Positions]] = {
     "rope": RotaryPositions,
     "rope-half": HalfRotaryPositions,
     "xl": RelativePositions,

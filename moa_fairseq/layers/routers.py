@@ -1,7 +1,8 @@
 """Routers: modules that turn token vectors into a Routing."""
 
 import functools
-from typing import Any, Callable, Dict, Optional
+from collections.abc import Callable
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -16,19 +17,19 @@ from moa_fairseq.layers.token_hash import TokenHash
 from moa_fairseq.layers.torch_compat import is_plain
 
 # How the probabilities of the chosen experts [N, K] become gates
-RENORMALIZATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+RENORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda chosen: chosen / chosen.sum(-1, keepdim=True).detach(),  # MoA Eq. 9
     "full": lambda chosen: chosen / chosen.sum(-1, keepdim=True),
     "none": lambda chosen: chosen,  # MoA's released code
 }
 # How the logits [N, E] become probabilities
-ACTIVATIONS: Dict[str, Callable[[Tensor], Tensor]] = {
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": functools.partial(torch.softmax, dim=-1),  # MoA Eq. 7
     "sigmoid": torch.sigmoid,
 }
 MOST_PROBABLE = ("learned", "frozen")  # choices of the K most probable experts
 # Other choices: a router and the tokens' ids → the chosen experts [N, K]
-OTHER_CHOICES: Dict[str, Callable[[Any, Optional[Tensor]], Tensor]] = {
+OTHER_CHOICES: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
     "hash": lambda router, token_ids: router.token_hash(token_ids),
 }
 CHOICES = (*MOST_PROBABLE, *OTHER_CHOICES)
@@ -185,8 +186,8 @@ class TopKRouter(Observer):
     def forward(
         self,
         x: Tensor,
-        padding: Optional[Tensor] = None,
-        token_ids: Optional[Tensor] = None,
+        padding: Tensor | None = None,
+        token_ids: Tensor | None = None,
         observed: bool = True,
     ) -> Routing:
         """Route tokens.

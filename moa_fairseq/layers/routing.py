@@ -1,8 +1,9 @@
 """What a router decided about a batch of tokens, and the sums of it that losses and statistics need."""
 
 from collections import defaultdict
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -42,7 +43,7 @@ class Routing:
     shared: int = 0
     side: str = "queries"
     scope: str = "tokens"
-    padding: Optional[Tensor] = None
+    padding: Tensor | None = None
     auxiliary: bool = True
 
     def __getitem__(self, index: int) -> Tensor:
@@ -93,7 +94,7 @@ class RoutingSums:
     """
 
     def __init__(self, decisions: Sequence[Routing]):
-        places: Dict[int, List[int]] = defaultdict(list)
+        places: dict[int, list[int]] = defaultdict(list)
         for place, decision in enumerate(decisions):
             places[decision.probs.size(0)].append(place)
         self.order = [place for same in places.values() for place in same]
@@ -103,13 +104,13 @@ class RoutingSums:
         self._padding = self._joint_padding()
         self._real = _real_tokens(self._decisions, self._padding)
         # no cached_property: torch.compile cannot enter its lock
-        self._sums: Optional[Sums] = None
-        self._load: Optional[Tensor] = None
+        self._sums: Sums | None = None
+        self._load: Tensor | None = None
 
     @classmethod
-    def by_kind(cls, decisions: Sequence[Routing]) -> List["RoutingSums"]:
+    def by_kind(cls, decisions: Sequence[Routing]) -> list["RoutingSums"]:
         """One object for each kind of decision; `order` then holds places in all of `decisions`."""
-        kinds: Dict[Tuple[object, ...], List[int]] = defaultdict(list)
+        kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
             sizes = (d.probs.size(1), d.expert_ids.size(1), d.groups, d.shared)
             kind = (*sizes, d.probs.dtype, d.auxiliary)
@@ -157,7 +158,7 @@ class RoutingSums:
             mass, squares, counts, tokens = self._over_tokens([*columns, _choices(self._decisions)])
         return Sums(counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1))
 
-    def entropy_and_probs(self) -> Tuple[Tensor, Tensor]:
+    def entropy_and_probs(self) -> tuple[Tensor, Tensor]:
         """Means over tokens: of the probabilities' entropy in nats, [M], and of the probabilities, [M, E].
 
         They are normalised to add up to 1 in each group (sigmoids do not by themselves).
@@ -169,7 +170,7 @@ class RoutingSums:
         entropy, probs = (total / tokens.clamp_min(1.0) for total in totals)
         return entropy.squeeze(1), probs
 
-    def _joint_padding(self) -> Optional[Tensor]:
+    def _joint_padding(self) -> Tensor | None:
         """The padding of all decisions: [ΣN] bool, or None where there is none."""
         if all(d.padding is None for d in self._decisions):
             return None
@@ -189,7 +190,7 @@ class RoutingSums:
         rows = self._rows(name)
         return rows if self._padding is None else rows.masked_fill(self._padding.unsqueeze(1), 0.0)
 
-    def _over_tokens(self, columns: List[Tensor]) -> Tuple[Tensor, ...]:
+    def _over_tokens(self, columns: list[Tensor]) -> tuple[Tensor, ...]:
         """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
 
         One matrix product serves all columns, and all decisions about the same number of tokens.
@@ -216,7 +217,7 @@ class _SquaredLogSumExp(Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, padding: Optional[Tensor]) -> Tensor:
+    def forward(ctx: Any, x: Tensor, padding: Tensor | None) -> Tensor:
         filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(filled, -1)
         lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
@@ -225,7 +226,7 @@ class _SquaredLogSumExp(Function):
         return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], None]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
         x, padding, log_probs, lse = ctx.saved_tensors
         if torch.is_grad_enabled():
 
@@ -239,11 +240,11 @@ class _SquaredLogSumExp(Function):
         return log_probs.exp() * scale.unsqueeze(-1), None
 
 
-def _cat(tensors: List[Tensor]) -> Tensor:
+def _cat(tensors: list[Tensor]) -> Tensor:
     return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
 
 
-def _real_tokens(decisions: Sequence[Routing], padding: Optional[Tensor]) -> Tensor:
+def _real_tokens(decisions: Sequence[Routing], padding: Tensor | None) -> Tensor:
     """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
     probs = decisions[0].probs
     if padding is None:

@@ -2,7 +2,7 @@
 
 import math
 import os
-from typing import Any, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -22,8 +22,8 @@ _KEEPS_CUDNN = os.environ.get(CUDNN_VARIABLE, "0") == "1"
 class Masks(NamedTuple):
     """What the queries of a call may not see."""
 
-    mask: Optional[Tensor] = None  # [T, S] or [B, T, S]: additive float, or bool, True = blocked
-    padding: Optional[Tensor] = None  # of the keys, [B, S] bool, True = padding
+    mask: Tensor | None = None  # [T, S] or [B, T, S]: additive float, or bool, True = blocked
+    padding: Tensor | None = None  # of the keys, [B, S] bool, True = padding
     is_causal: bool = False  # the mask blocks the future and nothing else, so a kernel's flag may replace it
     right_padded: bool = False  # padding only follows real tokens
 
@@ -38,7 +38,7 @@ def switch_off_cudnn() -> None:
 
 
 def fused_attention(
-    q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float, is_causal: bool = False
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool = False
 ) -> Tensor:
     """torch's `scaled_dot_product_attention` by any kernel but cuDNN's."""
     if not q.is_cuda or _KEEPS_CUDNN:
@@ -48,8 +48,8 @@ def fused_attention(
 
 
 def merge_masks(
-    mask: Optional[Tensor], padding: Optional[Tensor], dtype: torch.dtype
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    mask: Tensor | None, padding: Tensor | None, dtype: torch.dtype
+) -> tuple[Tensor | None, Tensor | None]:
     """Both masks as one additive mask, and the rows that are fully masked, which would be 0/0 in the softmax.
 
     Args:
@@ -85,7 +85,7 @@ def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(blocked, -math.inf, torch.zeros((), dtype=dtype, device=blocked.device))
 
 
-def _padding_bias(padding: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+def _padding_bias(padding: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros at padding.
 
     Blocked scores are very small instead of −inf, so that the softmax of a sentence of padding only is
@@ -103,7 +103,7 @@ def attend(
     v: Tensor,
     masks: Masks = NO_MASKS,
     dropout: float = 0.0,
-    bias: Optional[Tensor] = None,
+    bias: Tensor | None = None,
 ) -> Tensor:
     """Softmax(q·kᵀ/√D + bias)·v for H query heads over G key heads (MoA Eq. 10-11).
 
@@ -127,8 +127,8 @@ def attend(
         # Padding at the ends of sentences is hidden from every real query by causality. What padded queries
         # get is then unspecified instead of zero; nothing may depend on it.
         return fused_attention(q, *repeat_kv(q, k, v), None, dropout, is_causal=True)
-    mask: Optional[Tensor]
-    blind: Optional[Tensor] = None
+    mask: Tensor | None
+    blind: Tensor | None = None
     if masks.mask is not None:
         mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     elif masks.padding is not None:
@@ -150,11 +150,11 @@ def attend_with_weights(
     v: Tensor,
     masks: Masks = NO_MASKS,
     dropout: float = 0.0,
-    bias: Optional[Tensor] = None,
-) -> Tuple[Tensor, Tensor]:
+    bias: Tensor | None = None,
+) -> tuple[Tensor, Tensor]:
     """As `attend`, and the weights from before the dropout, [B, H, T, S] float32, written out."""
     if k.size(0) != q.size(0):
-        both: Tuple[Tensor, Tensor] = _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
+        both: tuple[Tensor, Tensor] = _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
         return both
     mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     if bias is not None:
@@ -175,7 +175,7 @@ def attend_with_weights(
 
 
 def _for_beams(
-    q: Tensor, k: Tensor, v: Tensor, masks: Masks, dropout: float, bias: Optional[Tensor], attends: Any
+    q: Tensor, k: Tensor, v: Tensor, masks: Masks, dropout: float, bias: Tensor | None, attends: Any
 ) -> Any:
     """The hypotheses of a beam as more heads: [B, H, T, D] → [B / n, n·H, T, D], and back."""
     batch, heads, tgt_len, dim = q.shape
@@ -188,7 +188,7 @@ def _for_beams(
     return out.reshape(batch, heads, tgt_len, dim), weights.reshape(batch, heads, tgt_len, -1)
 
 
-def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> Tuple[Tensor, Tensor]:
+def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values repeated for each query head; views where there is one key head."""
     heads, groups = q.size(1), k.size(1)
     if groups == heads:
@@ -203,7 +203,7 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
-def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Optional[Tensor], dropout: float) -> Tensor:
+def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
     """torch's attention; heads that share keys become more queries of them.
 
     The keys are then read once instead of H / G times, and their gradient is one product instead of a sum

@@ -1,7 +1,5 @@
 """Attention for the (token, head) pairs that were chosen, and for no others."""
 
-from typing import Optional, Tuple
-
 import torch
 from torch import Tensor
 
@@ -74,7 +72,7 @@ def attend_selected(
 _LEAST_SAVED_KEYS = {"cpu": 1000, "cuda": 3000}
 
 
-def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> Tuple[bool, bool]:
+def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> tuple[bool, bool]:
     """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
     keys: of a sequence. unchosen: routed heads that a token does without, for each that it chooses. causal:
@@ -96,7 +94,7 @@ class HeadBlocks:
     the slot in a place is, and whether there is none.
     """
 
-    def __init__(self, index: Tensor, padding: Optional[Tensor], heads: int, compact: bool):
+    def __init__(self, index: Tensor, padding: Tensor | None, heads: int, compact: bool):
         batch, length, _ = index.shape
         real = index.new_ones(batch, length, 1, dtype=torch.bool)
         if padding is not None:

@@ -1,6 +1,6 @@
 """MAE's gate: how responsible each expert is for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
 
-from typing import Callable, List, Optional, Tuple
+from collections.abc import Callable
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +44,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
         self.register_buffer("pending", torch.zeros(2 * num_features + 1), persistent=False)
 
     def forward(
-        self, x: Tensor, real: Optional[Tensor] = None, observe: bool = False, own: bool = False
+        self, x: Tensor, real: Tensor | None = None, observe: bool = False, own: bool = False
     ) -> Tensor:
         """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true.
 
@@ -63,7 +63,7 @@ class GateNorm(nn.BatchNorm1d, Observer):
         return (x - mean) * (variance + self.eps).rsqrt() * self.weight + self.bias
 
     @torch.no_grad()
-    def _add_up(self, x: Tensor, real: Optional[Tensor]) -> None:
+    def _add_up(self, x: Tensor, real: Tensor | None) -> None:
         unit = (x - self.running_mean) / torch.sqrt(self.running_var + self.eps)
         count = unit.new_full((1,), unit.size(0))
         if real is not None:
@@ -125,7 +125,7 @@ class SequenceGate(nn.Module):
             return self.training
         return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
 
-    def forward(self, mean: Tensor, real: Optional[Tensor] = None) -> Tuple[Tensor, Tensor]:
+    def forward(self, mean: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
         learns = self.learns
         with full_precision(mean.device.type):
@@ -145,6 +145,6 @@ class SequenceGate(nn.Module):
         return self
 
 
-def gates_of(model: nn.Module) -> List[SequenceGate]:
+def gates_of(model: nn.Module) -> list[SequenceGate]:
     """Every learned gate of a model, in order."""
     return [module for module in model.modules() if isinstance(module, SequenceGate)]

@@ -1,7 +1,7 @@
 """sigma-MoE (arXiv 2310.10837): a feed-forward of experts with sigmoid gates, SwitchAll's second half."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Callable, Dict, Optional, Tuple, Union
 
 from torch import Tensor, nn
 
@@ -85,8 +85,8 @@ class SigmaMoE(nn.Module):
         self.reset_parameters()
 
     def forward(
-        self, x: Tensor, padding: Optional[Tensor] = None, with_routing: bool = False
-    ) -> Union[Tensor, Tuple[Tensor, Tuple[Routing, ...]]]:
+        self, x: Tensor, padding: Tensor | None = None, with_routing: bool = False
+    ) -> Tensor | tuple[Tensor, tuple[Routing, ...]]:
         """Apply the experts token by token.
 
         Args:
@@ -104,7 +104,7 @@ class SigmaMoE(nn.Module):
         out = self.down(inner, order, routing.gates).view(x.shape)
         return (out, (routing,)) if with_routing else out
 
-    def macs(self, tokens: int) -> Dict[str, int]:
+    def macs(self, tokens: int) -> dict[str, int]:
         """Multiply-accumulates of so many tokens, by part: "router" and "projections"."""
         chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)
         return {

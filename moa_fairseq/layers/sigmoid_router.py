@@ -1,7 +1,6 @@
 """The router of SwitchHead and of sigma-MoE: a sigmoid for each expert, the largest of each group."""
 
 import math
-from typing import Optional
 
 import torch
 from torch import Tensor, nn
@@ -59,7 +58,7 @@ class SigmoidTopKRouter(nn.Module):
     def reset_parameters(self) -> None:
         draw_rows_of_one_length(self.projection.weight)
 
-    def forward(self, x: Tensor, padding: Optional[Tensor] = None) -> Routing:
+    def forward(self, x: Tensor, padding: Tensor | None = None) -> Routing:
         """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)

@@ -1,7 +1,7 @@
 """SwitchHead (arXiv 2312.07987): few attention maps, whose projections are mixtures of experts."""
 
 from dataclasses import dataclass, replace
-from typing import Any, Dict, Optional, Tuple, Union
+from typing import Any
 
 from torch import Tensor, nn
 
@@ -15,7 +15,7 @@ from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
 PROJECTIONS = "vkqo"
 CHOICES = ("learned", "frozen")
-Projection = Union[ExpertLinear, nn.Linear]
+Projection = ExpertLinear | nn.Linear
 
 
 @dataclass
@@ -74,10 +74,10 @@ class SwitchHeadAttention(Attention):
     def __init__(
         self,
         embed_dim: int,
-        settings: Optional[SwitchHeadSettings] = None,
+        settings: SwitchHeadSettings | None = None,
         *,
-        kdim: Optional[int] = None,
-        vdim: Optional[int] = None,
+        kdim: int | None = None,
+        vdim: int | None = None,
         **options: Any,
     ):
         settings = SwitchHeadSettings.of(settings, options)
@@ -178,9 +178,7 @@ class SwitchHeadAttention(Attention):
             out = self.out_proj(heads.flatten(2))  # [B, T, H·D] · [H·D, C]
         return out, weights, tuple(routings)
 
-    def _route_keys(
-        self, memory: Tensor, padding: Optional[Tensor]
-    ) -> Tuple[Optional[Routing], Optional[SlotOrder]]:
+    def _route_keys(self, memory: Tensor, padding: Tensor | None) -> tuple[Routing | None, SlotOrder | None]:
         """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
         router = self.router if self.shares_selection else self.source_router
         if router is None:
@@ -196,8 +194,8 @@ class SwitchHeadAttention(Attention):
         letter: str,
         projection: Projection,
         x: Tensor,
-        routing: Optional[Routing],
-        order: Optional[SlotOrder],
+        routing: Routing | None,
+        order: SlotOrder | None,
     ) -> Tensor:
         """x [B, T, C] → [B, H, T, D]"""
         if letter in self.experts and routing is not None:
@@ -208,7 +206,7 @@ class SwitchHeadAttention(Attention):
         heads = heads.view(*x.shape[:2], self.num_heads, self.head_dim)
         return heads.transpose(1, 2)
 
-    def projection_macs(self, queries: int, keys: int) -> Dict[str, int]:
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         projections = 0
         for letter, module, tokens in (
             ("q", self.q_proj, queries),

@@ -1,7 +1,5 @@
 """Experts chosen by a hash of the token, which nothing can learn (Roller et al., arXiv 2106.04426)."""
 
-from typing import Optional
-
 import torch
 from torch import Tensor, nn
 
@@ -34,7 +32,7 @@ class TokenHash(nn.Module):
     def reset_parameters(self) -> None:
         self.salt.random_(2**31)
 
-    def forward(self, token_ids: Optional[Tensor]) -> Tensor:
+    def forward(self, token_ids: Tensor | None) -> Tensor:
         """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError for no ids."""
         if token_ids is None:
             raise UserError(

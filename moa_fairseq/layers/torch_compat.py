@@ -1,7 +1,7 @@
 """What torch has switched on: autocast and the kernels of its attention, each for a block, and hooks."""
 
 import contextlib
-from typing import ContextManager, Optional, Type
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -10,28 +10,28 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import _has_any_global_hook
 
 
-def autocast_dtype(device_type: str) -> Optional[torch.dtype]:
+def autocast_dtype(device_type: str) -> torch.dtype | None:
     """The dtype that autocast gives matmuls on "cpu" or "cuda" right now, or None when it is off."""
     if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # which knows no "meta"
         return None
     return torch.get_autocast_dtype(device_type)
 
 
-def full_precision(device_type: str) -> ContextManager:
+def full_precision(device_type: str) -> contextlib.AbstractContextManager[Any]:
     """A block in which autocast is off; entering it costs nothing where it is off already."""
     if autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
-def without_cudnn_attention() -> ContextManager:
+def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     """A block in which F.scaled_dot_product_attention takes no kernel of cuDNN's."""
     if not torch.backends.cuda.cudnn_sdp_enabled():
         return contextlib.nullcontext()
     return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
 
 
-def without_fused_attention() -> ContextManager:
+def without_fused_attention() -> contextlib.AbstractContextManager[Any]:
     """A block in which F.scaled_dot_product_attention is plain matrix products."""
     return sdpa_kernel(SDPBackend.MATH)
 
@@ -41,7 +41,7 @@ def is_readable(tensor: Tensor) -> bool:
     return not (is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
 
 
-def is_plain(module: nn.Module, kind: Type[nn.Module]) -> bool:
+def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
     """Whether a call of the module is the `forward` of class `kind` and nothing more.
 
     Its weight may then be read in place of the call. Not so of an adapter or another module in its place, or

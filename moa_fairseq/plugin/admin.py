@@ -4,7 +4,8 @@ import contextlib
 import functools
 import logging
 import math
-from typing import Any, Callable, Dict, List, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -40,7 +41,7 @@ def unprofiled(model: nn.Module) -> bool:
     return bool(shortcuts) and all(shortcut.omega == 1 for shortcut in shortcuts)
 
 
-def profile(model: nn.Module, run: Callable[[], Any], add: Optional[Callable[[Tensor], None]] = None) -> None:
+def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], None] | None = None) -> None:
     """Set the ω of every shortcut by a forward pass without gradients: before training, on its first batch.
 
     In each stack, encoder and decoder apart, ω_1 = 1 and
@@ -57,13 +58,13 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Optional[Callable[[Te
         run: Calls the model with the batch. Its random numbers are drawn again by what follows.
         add: Adds up a tensor over workers in place; all of them must come here together.
     """
-    stacks: Dict[str, List[Shortcut]] = {}
+    stacks: dict[str, list[Shortcut]] = {}
     for name, module in model.named_modules():
         if isinstance(module, Shortcut):
             stacks.setdefault(name.partition(".")[0], []).append(module)
     variance = dict.fromkeys(stacks, 1.0)
 
-    def measure(stack: str, shortcut: Any, inputs: Tuple[Tensor, Tensor]) -> None:
+    def measure(stack: str, shortcut: Any, inputs: tuple[Tensor, Tensor]) -> None:
         padding = current_context().padding
         if padding is not None and padding.shape != (inputs[0].size(1), inputs[0].size(0)):
             padding = None

@@ -1,6 +1,7 @@
 """Named architectures: a row of a paper's table is a set of values for one of fairseq's architectures."""
 
-from typing import Any, Callable, Mapping, Optional
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fairseq.models import MODEL_REGISTRY, register_model, register_model_architecture
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
@@ -24,7 +25,7 @@ JOBS = {
 
 
 def register_models(
-    family: str, model: str, archs: Mapping[str, Values], bodies: Optional[Mapping[str, Body]] = None
+    family: str, model: str, archs: Mapping[str, Values], bodies: Mapping[str, Body] | None = None
 ) -> None:
     """Register a model whose attentions are of `family`, and its architectures; the first is the default.
 

@@ -2,7 +2,8 @@
 
 import contextlib
 import functools
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -14,7 +15,7 @@ class ChunkContext(NamedTuple):
     """The context that the chunk after `chunk` will see, of a part of the texts."""
 
     chunk: int
-    inputs: List[Tensor]  # of each layer, [M, B, C]
+    inputs: list[Tensor]  # of each layer, [M, B, C]
 
 
 class CarriedContext:
@@ -29,9 +30,9 @@ class CarriedContext:
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
         self.chunks = chunks
-        self._contexts: Dict[Tuple[bool, int], ChunkContext] = {}
-        self._before: Optional[List[Tensor]] = None
-        self._now: Optional[List[Tensor]] = None
+        self._contexts: dict[tuple[bool, int], ChunkContext] = {}
+        self._before: list[Tensor] | None = None
+        self._now: list[Tensor] | None = None
         for index, layer in enumerate(layers):
             # A hook runs before the layer's checkpointed forward, whose second run must see the same context.
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
@@ -55,7 +56,7 @@ class CarriedContext:
         finally:
             self._before = self._now = None
 
-    def of_training(self, part: int) -> Optional[ChunkContext]:
+    def of_training(self, part: int) -> ChunkContext | None:
         """What the next chunk of a part will see in training, if it goes on in the same texts."""
         return self._contexts.get((True, part))
 
@@ -63,7 +64,7 @@ class CarriedContext:
         """Let the next chunk of a part see this in training."""
         self._contexts[True, part] = context
 
-    def _enter(self, index: int, layer: nn.Module, args: Tuple[Any, ...], kwargs: Dict[str, Any]):
+    def _enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
         if self._now is None or len(self._now) != index:
             return None
         x = args[0]
@@ -73,7 +74,7 @@ class CarriedContext:
         return args, {**kwargs, "context": before}
 
 
-def gather_contexts(own: Sequence[Optional[ChunkContext]]) -> Optional[ChunkContext]:
+def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
     """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
 
     own: of this process's parts. Every process calls it; the first one gets the result, the others None. A

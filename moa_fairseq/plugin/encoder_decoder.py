@@ -5,7 +5,8 @@ import dataclasses
 import functools
 import logging
 import math
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional, Tuple
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.nn.functional as F
@@ -44,7 +45,7 @@ def swiglu(inner: Tensor) -> Tensor:
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
     """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
-    parts: Dict[str, Any] = dict(module.named_children()) if getattr(cfg, "rms_norm", False) else {}
+    parts: dict[str, Any] = dict(module.named_children()) if getattr(cfg, "rms_norm", False) else {}
     for name, norm in parts.items():
         if name.endswith("layer_norm"):  # torch's, or apex's
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
@@ -67,7 +68,7 @@ class MixtureFeedForward(Extended):
         self._sums += 1
         return self.shortcuts[self._sums - 1](x, residual)
 
-    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: Dict[str, Any]) -> Any:
+    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]) -> Any:
         """This layer's forward by the compiled `whole`.
 
         Args:
@@ -88,7 +89,7 @@ class MixtureFeedForward(Extended):
 
     def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
         """forward with nothing but what is given: its output, and the routings with their modules."""
-        routings: List[Any] = []
+        routings: list[Any] = []
         with forward_context(**{**vars(context), "routings": (routings,)}):
             out = type(self).forward(self, x, **options)
         return out, routings
@@ -129,7 +130,7 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
         self.mixture_cfg = cfg  # fairseq builds the feed-forward later, and without it
         return build_attention(cfg, embed_dim, self_attention=True)
 
-    def forward(self, x: Tensor, encoder_padding_mask: Optional[Tensor], attn_mask: Optional[Tensor] = None):
+    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
         self._sums = 0
         with forward_context(padding=encoder_padding_mask):
             return super().forward(x, encoder_padding_mask, attn_mask)
@@ -158,8 +159,8 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         self,
         x: Tensor,
         *args: Any,
-        self_attn_padding_mask: Optional[Tensor] = None,
-        context: Optional[Tensor] = None,
+        self_attn_padding_mask: Tensor | None = None,
+        context: Tensor | None = None,
         **kwargs: Any,
     ):
         """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
@@ -173,7 +174,7 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
-def _same_context() -> Tuple[Any, Any]:
+def _same_context() -> tuple[Any, Any]:
     """Contexts of a checkpointed layer's two runs: the second has no encoder or decoder around it."""
     return contextlib.nullcontext(), restored(current_context())
 
@@ -187,7 +188,7 @@ def _finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
     if getattr(cfg, "initialization", None) == "admin":
-        norms: List[Any] = [norm for name, norm in layer.named_children() if name.endswith("layer_norm")]
+        norms: list[Any] = [norm for name, norm in layer.named_children() if name.endswith("layer_norm")]
         layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
@@ -205,10 +206,10 @@ class MixtureEncoder(TransformerEncoderBase):
     def forward_scriptable(
         self,
         src_tokens: Tensor,
-        src_lengths: Optional[Tensor] = None,
+        src_lengths: Tensor | None = None,
         return_all_hiddens: bool = False,
-        token_embeddings: Optional[Tensor] = None,
-    ) -> Dict[str, List[Any]]:
+        token_embeddings: Tensor | None = None,
+    ) -> dict[str, list[Any]]:
         """As fairseq's, without its question to the device in every layer: is there padding?
 
         Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
@@ -246,8 +247,8 @@ class MixtureEncoder(TransformerEncoderBase):
         return _finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers)
 
     def reorder_encoder_out(
-        self, encoder_out: Dict[str, List[Tensor]], new_order: Tensor
-    ) -> Dict[str, List[Tensor]]:
+        self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
+    ) -> dict[str, list[Tensor]]:
         """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
 
         fairseq's generator does not tell the model the size of the beam; only this order shows it. Later
@@ -275,7 +276,7 @@ class MixtureEncoder(TransformerEncoderBase):
 class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
 
-    context: Optional[CarriedContext] = None
+    context: CarriedContext | None = None
     cross_self_attention: bool
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
@@ -287,7 +288,7 @@ class MixtureDecoder(TransformerDecoderBase):
         if self._draws_by_depth:
             self.version.fill_(_DRAWN_BY_DEPTH)
 
-    def upgrade_state_dict_named(self, state_dict: Dict[str, Tensor], name: str) -> Dict[str, Tensor]:
+    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
         """fairseq's; weights trained before architectures left --no-scale-embedding compute as they did."""
         version = state_dict.get(f"{name}.version")
         if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
@@ -324,7 +325,7 @@ class MixtureDecoder(TransformerDecoderBase):
         self,
         prev_output_tokens: Tensor,
         *args: Any,
-        chunk: Optional[int] = None,
+        chunk: int | None = None,
         part: int = 0,
         **kwargs: Any,
     ):
@@ -342,13 +343,13 @@ class MixtureDecoder(TransformerDecoderBase):
     def extract_features(
         self,
         prev_output_tokens: Tensor,
-        encoder_out: Optional[Dict[str, List[Tensor]]] = None,
-        incremental_state: Optional[Dict[str, Any]] = None,
+        encoder_out: dict[str, list[Tensor]] | None = None,
+        incremental_state: dict[str, Any] | None = None,
         *args,
         **kwargs,
     ):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
-        changes: Dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
+        changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
         whole = incremental_state is None
         if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
             changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)

@@ -1,6 +1,6 @@
 """fairseq's calls, time first, of the attentions and the mixture of feed-forwards here."""
 
-from typing import Any, Dict, Optional, Tuple, Type
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -12,7 +12,7 @@ from moa_fairseq.layers.sdpa import Masks
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.forward_context import current_context
 
-IncrementalState = Dict[str, Any]
+IncrementalState = dict[str, Any]
 
 
 class FairseqCall(Attention):
@@ -32,16 +32,16 @@ class FairseqCall(Attention):
     def forward(  # type: ignore[override]
         self,
         query: Tensor,
-        key: Optional[Tensor] = None,
-        value: Optional[Tensor] = None,
-        key_padding_mask: Optional[Tensor] = None,
-        incremental_state: Optional[IncrementalState] = None,
+        key: Tensor | None = None,
+        value: Tensor | None = None,
+        key_padding_mask: Tensor | None = None,
+        incremental_state: IncrementalState | None = None,
         need_weights: bool = True,
         static_kv: bool = False,
-        attn_mask: Optional[Tensor] = None,
+        attn_mask: Tensor | None = None,
         need_head_weights: bool = False,
-        query_padding_mask: Optional[Tensor] = None,
-    ) -> Tuple[Tensor, Optional[Tensor]]:
+        query_padding_mask: Tensor | None = None,
+    ) -> tuple[Tensor, Tensor | None]:
         """As fairseq's. Self-attention also attends to the `carried` inputs of the context, before its own.
 
         Args:
@@ -125,12 +125,12 @@ class FairseqCall(Attention):
 
     def _query_padding(
         self,
-        given: Optional[Tensor],
-        of_context: Optional[Tensor],
-        of_keys: Optional[Tensor],
+        given: Tensor | None,
+        of_context: Tensor | None,
+        of_keys: Tensor | None,
         batch: int,
         tgt_len: int,
-    ) -> Optional[Tensor]:
+    ) -> Tensor | None:
         """The first of the three that there is, [B, T] bool; one of another shape is of another pass."""
         if given is not None and given.shape != (batch, tgt_len):
             raise ValueError(
@@ -141,7 +141,7 @@ class FairseqCall(Attention):
             return None
         return found.bool()
 
-    def cache_in(self, incremental_state: Optional[IncrementalState]) -> Optional[KVCache]:
+    def cache_in(self, incremental_state: IncrementalState | None) -> KVCache | None:
         """This module's cache, empty before the first step; None when nothing is generated."""
         if incremental_state is None:
             return None
@@ -151,14 +151,14 @@ class FairseqCall(Attention):
         cache: KVCache = incremental_state[key]
         return cache
 
-    def _get_input_buffer(self, incremental_state: Optional[IncrementalState]) -> Dict[str, Tensor]:
+    def _get_input_buffer(self, incremental_state: IncrementalState | None) -> dict[str, Tensor]:
         """fairseq's decoder layer calls this to see whether keys are cached."""
         cache = self.cache_in(incremental_state)
         return {} if cache is None or cache.keys is None else {"prev_key": cache.keys}
 
     def reorder_incremental_state(
-        self, incremental_state: Optional[IncrementalState], new_order: Tensor
-    ) -> Optional[IncrementalState]:
+        self, incremental_state: IncrementalState | None, new_order: Tensor
+    ) -> IncrementalState | None:
         """Follow the beams: row i of everything cached becomes row new_order[i] ([B] of int64)."""
         cache = self.cache_in(incremental_state)
         if cache is not None:
@@ -166,10 +166,10 @@ class FairseqCall(Attention):
         return incremental_state
 
 
-def with_fairseq_call(attention: Type[Attention]) -> Type[FairseqCall]:
+def with_fairseq_call(attention: type[Attention]) -> type[FairseqCall]:
     """The class of an attention with fairseq's call in place of the plain one; the same one each time."""
     name = attention.__name__
-    found: Optional[Type[FairseqCall]] = globals().get(name)
+    found: type[FairseqCall] | None = globals().get(name)
     if found is None or attention not in found.__bases__:
         found = type(name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__})
         globals()[name] = found  # so that modules can be pickled

@@ -4,7 +4,8 @@ import argparse
 import dataclasses
 import math
 import typing
-from typing import Any, Callable, Dict, Mapping, Optional, Type
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
 from fairseq.dataclass.utils import gen_parser_from_dataclass
@@ -24,10 +25,10 @@ from moa_fairseq.layers.switchhead import SwitchHeadSettings
 from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
 
 # Family → the class of its settings. No family is the default.
-FAMILIES: Dict[str, Type[FamilySettings]] = {}
+FAMILIES: dict[str, type[FamilySettings]] = {}
 
 
-def register_family(name: str, settings: Type[FamilySettings]) -> None:
+def register_family(name: str, settings: type[FamilySettings]) -> None:
     """Make a family known to models: `attention_family` of a model class names it."""
     FAMILIES[name] = settings
 
@@ -52,7 +53,7 @@ def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
             parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
 
 
-def _as_fairseq(settings: Type) -> FairseqDataclass:
+def _as_fairseq(settings: type) -> FairseqDataclass:
     """The settings as a dataclass for fairseq, where choices are an enum."""
     types = typing.get_type_hints(settings)
     fields = []
@@ -81,7 +82,7 @@ def settings_of(cfg: Any) -> FamilySettings:
     return _settings_from(FAMILIES[cfg.attention_family], cfg)
 
 
-def _settings_from(settings: Type, cfg: Any) -> Any:
+def _settings_from(settings: type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
@@ -122,7 +123,7 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
 
 def build_sigma_moe(
     cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
-) -> Optional[FairseqSigmaMoE]:
+) -> FairseqSigmaMoE | None:
     """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
     settings = _settings_from(SigmaMoESettings, cfg)
     if settings.sigma_moe_num_experts == 0:

@@ -6,15 +6,16 @@ One object for a pass. `FairseqCall` reads it, and hands on what an attention ta
 import contextlib
 import dataclasses
 import threading
+from collections.abc import Iterator
 from dataclasses import dataclass
-from typing import Any, Iterator, List, Optional, Tuple
+from typing import Any
 
 from torch import Tensor
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.routing import Routing
 
-NamedRoutings = List[Tuple[str, Routing]]
+NamedRoutings = list[tuple[str, Routing]]
 
 
 @dataclass
@@ -35,15 +36,15 @@ class ForwardContext:
         routings: where (module, routing) goes, each to every list.
     """
 
-    padding: Optional[Tensor] = None
-    token_ids: Optional[Tensor] = None
+    padding: Tensor | None = None
+    token_ids: Tensor | None = None
     beam_size: int = 1
-    carried: Optional[Tensor] = None
-    causal_mask: Optional[Tensor] = None
+    carried: Tensor | None = None
+    causal_mask: Tensor | None = None
     right_padded: bool = False
     unpadded: bool = False
-    draw: Optional[ExpertDraw] = None
-    routings: Tuple[Any, ...] = ()
+    draw: ExpertDraw | None = None
+    routings: tuple[Any, ...] = ()
 
     def record(self, module: Any, routing: Routing) -> None:
         """Hand a routing of a module to all who collect them."""
@@ -51,13 +52,13 @@ class ForwardContext:
             collected.append((module, routing))
 
 
-class _Named(List[Tuple[str, Routing]]):
+class _Named(list[tuple[str, Routing]]):
     """Collected routings with the names of their modules. One about keys is named `<name>.keys`.
 
     A compiled layer, which is the same for many names, collects the modules themselves.
     """
 
-    def append(self, found: Tuple[Any, Routing]) -> None:
+    def append(self, found: tuple[Any, Routing]) -> None:
         module, routing = found
         side = "" if routing.side == "queries" else f".{routing.side}"
         super().append((f"{module.name}{side}", routing))

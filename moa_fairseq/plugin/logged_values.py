@@ -5,30 +5,31 @@ own sum. An entry may be a tensor, so each pass has one with all of its values a
 passes. Its key is made of the values' names, which every process knows.
 """
 
-from typing import Any, Dict, Sequence, Tuple
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
 
 
-def logged(prefix: str, names: Sequence[str], values: Tensor) -> Dict[str, Any]:
+def logged(prefix: str, names: Sequence[str], values: Tensor) -> dict[str, Any]:
     """An entry for the logging output of one forward pass: values [len(names)]; names have no spaces."""
     return {prefix + " ".join(names): torch.cat([values.detach(), values.new_ones(1)])}
 
 
-def mean_values(prefix: str, logging_outputs: Sequence[Dict[str, Any]]) -> Tuple[Dict[str, float], float]:
+def mean_values(prefix: str, logging_outputs: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
     """What was `logged` under prefix: name → mean over the forward passes that had it, and how many passes.
 
     A pass may lack some names: LayerDrop leaves modules out.
     """
-    sums: Dict[str, Tensor] = {}
+    sums: dict[str, Tensor] = {}
     for log in logging_outputs:
         for key in log:
             if key.startswith(prefix):
                 sums[key] = sums[key] + log[key] if key in sums else log[key]
     numbers = iter(torch.cat(list(sums.values())).tolist() if sums else ())
-    totals: Dict[str, float] = {}
-    counts: Dict[str, float] = {}
+    totals: dict[str, float] = {}
+    counts: dict[str, float] = {}
     passes = 0.0
     for key in sums:
         names = key[len(prefix) :].split(" ")

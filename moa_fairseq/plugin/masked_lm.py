@@ -1,7 +1,7 @@
 """fairseq's RoBERTa with mixtures of attention heads."""
 
 import argparse
-from typing import Any, ClassVar, Dict
+from typing import Any, ClassVar
 
 from fairseq.models.roberta.model import RobertaEncoder, RobertaModel
 from fairseq.models.transformer import TransformerConfig
@@ -33,7 +33,7 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
     (`register_classification_head`), checkpoints with heads, `from_pretrained`, `fill_mask`.
     """
 
-    refused: ClassVar[Dict[str, Any]] = {
+    refused: ClassVar[dict[str, Any]] = {
         "quant_noise_pq": 0,
         "mha_reg_scale_factor": 0,
         "mha_heads_to_keep": -1,

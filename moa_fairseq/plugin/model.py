@@ -2,7 +2,8 @@
 
 import argparse
 import math
-from typing import TYPE_CHECKING, Any, Callable, ClassVar, Dict, Optional, TypeVar
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any, ClassVar, TypeVar
 
 import torch
 from fairseq.distributed import utils as distributed
@@ -58,12 +59,12 @@ class MixtureModel(Extended):
 
     attention_family: ClassVar[str]
     default_arch: ClassVar[str]
-    refused: ClassVar[Dict[str, Any]] = {
+    refused: ClassVar[dict[str, Any]] = {
         "quant_noise_pq": 0,
         "scale_heads": False,
         "offload_activations": False,
     }
-    _updates_seen: Optional[int] = None
+    _updates_seen: int | None = None
 
     @classmethod
     def hub_models(cls) -> dict:
@@ -158,7 +159,7 @@ class MixtureModel(Extended):
                 update_observers(observers, sum_over_workers())
 
 
-def sum_over_workers() -> Optional[Callable[[Tensor], None]]:
+def sum_over_workers() -> Callable[[Tensor], None] | None:
     """A function that adds up a tensor over the data-parallel workers in place; None where there is one."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None

@@ -12,8 +12,9 @@ from __future__ import annotations
 
 import argparse
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any, Dict, List, Sequence, Tuple
+from typing import Any
 
 import torch
 from fairseq import utils
@@ -73,9 +74,9 @@ class AttentionMap:
 
     name: str
     weights: Tensor
-    queries: List[str]
-    keys: List[str]
-    gates: Dict[str, Tensor]
+    queries: list[str]
+    keys: list[str]
+    gates: dict[str, Tensor]
     groups: int = 1
 
     @property
@@ -90,7 +91,7 @@ class AttentionMap:
 
 def measure_attention(
     model: nn.Module, task: Any, subset: str, sentence: int, device: torch.device
-) -> List[AttentionMap]:
+) -> list[AttentionMap]:
     """The attention of every module, in forward order, with teacher forcing.
 
     Raises UserError for a subset or a sentence that does not exist, and a model without such attention.
@@ -101,7 +102,7 @@ def measure_attention(
     sample = dataset.collater([dataset[sentence]])
     sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
     model = model.to(device).eval()
-    weights_by_name: Dict[str, Tensor] = {}
+    weights_by_name: dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
         if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
@@ -111,10 +112,10 @@ def measure_attention(
         if isinstance(module, MultiheadAttention):
             module.skip_embed_dim_check = True  # its other path averages over the heads
 
-        def ask(module: nn.Module, args: Tuple, kwargs: Dict[str, Any]) -> Tuple[Tuple, Dict[str, Any]]:
+        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
             return args, {**kwargs, "need_weights": True, "need_head_weights": True}
 
-        def keep(module: nn.Module, args: Tuple, result: Any, name: str = name) -> None:
+        def keep(module: nn.Module, args: tuple, result: Any, name: str = name) -> None:
             weights_by_name[name] = result[1][:, 0].float().cpu()
 
         hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
@@ -213,8 +214,8 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
 def _show(
     panel: Any,
     values: Tensor,
-    rows: List[str],
-    columns: List[str],
+    rows: list[str],
+    columns: list[str],
     cmap: str = "Blues",
     most: float = 1.0,
     size: int = 5,

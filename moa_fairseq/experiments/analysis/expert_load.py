@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any, Dict, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -55,7 +56,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     return Analysis([Table(COLUMNS, rows).text()], figure, {"modules": summaries})
 
 
-def summary(use: RouterUse) -> Dict[str, Any]:
+def summary(use: RouterUse) -> dict[str, Any]:
     """Plain data: sizes, entropy in nats and as a fraction of log E, extremes, dead experts, and shares [E].
 
     load: of all choices, the percentages of Fig. 3. gate_share: of all gate weight, which can be uneven even
@@ -78,7 +79,7 @@ def summary(use: RouterUse) -> Dict[str, Any]:
     }
 
 
-def draw_expert_load(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:
+def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     """One small panel per router: its experts by falling load (MoA Figs. 3 and 4).
 
     Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even

@@ -23,7 +23,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence, Tuple
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
 
 import numpy as np
 import torch
@@ -41,7 +42,7 @@ NAME = "expert-tokens"
 SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
 CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
 
-Segmenter = Callable[[Sequence[Optional[str]]], Iterator[Tuple[str, List[int]]]]
+Segmenter = Callable[[Sequence[str | None]], Iterator[tuple[str, list[int]]]]
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -102,14 +103,14 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     return Analysis(_lists(report), report=report)
 
 
-def pieces(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+def pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """(token, [its position]) of a sequence; None marks what is not counted (padding, special symbols)."""
     for position, symbol in enumerate(symbols):
         if symbol is not None:
             yield symbol, [position]
 
 
-def words(symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
     """(word, positions of its BPE pieces); words that a None or the end cuts off are left out."""
     start = 0
     for position, symbol in enumerate(symbols):
@@ -131,10 +132,10 @@ class TokenCounter:
     def __init__(self, segment: Segmenter = pieces) -> None:
         self.segment = segment
         self.occurrences: Counter = Counter()
-        self.attributions: Dict[str, NDArray[np.float64]] = {}  # of each token [E]
+        self.attributions: dict[str, NDArray[np.float64]] = {}  # of each token [E]
 
     def add(
-        self, sequences: Sequence[Sequence[Optional[str]]], experts: Tensor, hidden: Optional[Tensor] = None
+        self, sequences: Sequence[Sequence[str | None]], experts: Tensor, hidden: Tensor | None = None
     ) -> None:
         """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
 
@@ -150,18 +151,18 @@ class TokenCounter:
                     share = shares[row, positions].mean(0)
                     self.attributions[token] = self.attributions.get(token, 0.0) + share
 
-    def expert_shares(self) -> List[float]:
+    def expert_shares(self) -> list[float]:
         """p(expert): the share of all attributions that fell on each expert, [E]."""
         totals = np.sum([*self.attributions.values()], axis=0)
         return (totals / totals.sum()).tolist()
 
-    def indicative(self, top: int, min_count: int) -> List[List[Dict[str, Any]]]:
+    def indicative(self, top: int, min_count: int) -> list[list[dict[str, Any]]]:
         """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
 
         Each as token, pmi (nats) and count. PMI = log p(token, expert) / (p(token) p(expert)), probabilities
         being shares of all attributions. Among equals, the one that the expert gets more often comes first.
         """
-        lists: List[List[Dict[str, Any]]] = []
+        lists: list[list[dict[str, Any]]] = []
         for expert, share in enumerate(self.expert_shares()):
             rows = [
                 {
@@ -191,7 +192,7 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
-def _lists(report: Dict[str, Any]) -> List[str]:
+def _lists(report: dict[str, Any]) -> list[str]:
     unit, hidden = "words" if report["words"] else "tokens", report["masked_out"]
     masked = "" if hidden is None else f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]

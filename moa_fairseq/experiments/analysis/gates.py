@@ -12,7 +12,8 @@ from __future__ import annotations
 
 import argparse
 import math
-from typing import Any, Dict, List, Sequence
+from collections.abc import Sequence
+from typing import Any
 
 import torch
 from matplotlib.figure import Figure
@@ -70,7 +71,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     return Analysis(lines, figure, {"means": means, "modules": summaries, "untrained_seed": args.untrained})
 
 
-def summary(use: RouterUse, learned: bool) -> Dict[str, Any]:
+def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
     """Plain data: sizes, H(g) averaged over the instances and ln E in nats, the shares of instances [E].
 
     A uniform gate (not learned) has no shares.
@@ -88,7 +89,7 @@ def summary(use: RouterUse, learned: bool) -> Dict[str, Any]:
     }
 
 
-def mean_entropies(summaries: Sequence[Dict[str, Any]]) -> Dict[str, Dict[str, float]]:
+def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
     """Per kind of attention, and for all: its gates' mean entropy, and that of uniform gates."""
     return {
         label: {
@@ -100,7 +101,7 @@ def mean_entropies(summaries: Sequence[Dict[str, Any]]) -> Dict[str, Dict[str, f
     }
 
 
-def _tables(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]]) -> List[str]:
+def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]]) -> list[str]:
     """A line per gate, and then the paper's number: H(g) averaged over the layers."""
     rows = []
     for row in summaries:
@@ -120,7 +121,7 @@ def _tables(summaries: List[Dict[str, Any]], means: Dict[str, Dict[str, float]])
     ]
 
 
-def draw_gates(summaries: Sequence[Dict[str, Any]], title: str = "") -> Figure:
+def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     """The picture of the gates' summaries.
 
     Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours,

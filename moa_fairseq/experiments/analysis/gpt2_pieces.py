@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
 
@@ -22,7 +23,7 @@ class Gpt2Pieces:
         self.encoder = encoder
         self.cut_samples = cut_samples
 
-    def pieces(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+    def pieces(self, symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
         """(text, [its position]) of a sequence; a piece that begins a word carries its space. None: no text.
 
         Bytes that are not a character by themselves are written as \\xNN.
@@ -31,9 +32,9 @@ class Gpt2Pieces:
             if symbol is not None:
                 yield self._text(self._spelled(symbol)), [position]
 
-    def words(self, symbols: Sequence[Optional[str]]) -> Iterator[Tuple[str, List[int]]]:
+    def words(self, symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
         """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
-        positions: List[int] = []
+        positions: list[int] = []
         spelled, begun = "", not self.cut_samples
         for position, symbol in enumerate(symbols):
             piece = None if symbol is None else self._spelled(symbol)
@@ -56,7 +57,7 @@ class Gpt2Pieces:
         return bytes(letters[letter] for letter in spelled).decode("utf-8", "backslashreplace")
 
 
-def gpt2_pieces(task: Any, data: Path) -> Optional[Gpt2Pieces]:
+def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
     """How to spell the symbols of a task's dictionary, or None if they are not ids of GPT-2's encoding.
 
     They are ids if all are numbers and either the binarised folder `data` holds the encoding's files or the

@@ -8,10 +8,11 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from itertools import cycle
 from pathlib import Path
-from typing import Any, List, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple
 
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
@@ -35,7 +36,7 @@ class Point(NamedTuple):
     """A value after so many updates and, where the log tells, seconds of training."""
 
     updates: int
-    seconds: Optional[float]
+    seconds: float | None
     value: float
 
 
@@ -44,8 +45,8 @@ class LearningCurve:
     """One run: what it measured on training batches and on the validation set."""
 
     name: str
-    train: List[Point] = field(default_factory=list)
-    valid: List[Point] = field(default_factory=list)
+    train: list[Point] = field(default_factory=list)
+    valid: list[Point] = field(default_factory=list)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -100,8 +101,8 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
             "keeps none: save what it prints with --log-format json, or have it written with --log-file, too."
         )
     curve = LearningCurve(_place(path).name)
-    epochs: List[Point] = []  # means of whole epochs
-    now: Optional[float] = None  # seconds of training up to the record
+    epochs: list[Point] = []  # means of whole epochs
+    now: float | None = None  # seconds of training up to the record
     earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
     unique = {json.dumps(record): record for record in read_records(file)}
     for record in unique.values():
@@ -125,7 +126,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     return curve
 
 
-def _append(points: List[Point], updates: Any, seconds: Optional[float], value: Any) -> None:
+def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
     try:
         position, number = int(float(updates)), float(value)  # the value may be infinite
     except (TypeError, ValueError, OverflowError):

@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
@@ -25,9 +26,9 @@ DPI = 150
 class Analysis(NamedTuple):
     """What an analysis found: the lines to print, its picture, and its numbers for --json."""
 
-    lines: List[str]
-    figure: Optional[Figure] = None
-    report: Optional[Dict[str, Any]] = None
+    lines: list[str]
+    figure: Figure | None = None
+    report: dict[str, Any] | None = None
 
 
 # Where a label may stand, in degrees, the best first.
@@ -47,7 +48,7 @@ def style(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
-def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> None:
+def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> None:
     """Write each name beside its point (x, y), clear of points, names and lines; with a line if it is far.
 
     To be called last: what is drawn later, or moves the panel, is not looked at.
@@ -56,8 +57,8 @@ def label_points(panel: Axes, points: Sequence[Tuple[float, float, str]]) -> Non
     canvas.draw()
     places = panel.transData.transform([(x, y) for x, y, _ in points])
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
-    lines: List[Line] = []
-    settings: Dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
+    lines: list[Line] = []
+    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in taken if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):

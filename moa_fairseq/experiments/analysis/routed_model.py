@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain
-from typing import Any, Dict, Iterable, Iterator, List, Sequence, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -24,7 +25,7 @@ KINDS_OF_ATTENTION = {
 
 def forward_passes(
     args: argparse.Namespace, model: nn.Module, task: Any
-) -> Iterator[Tuple[Dict[str, Any], NamedRoutings]]:
+) -> Iterator[tuple[dict[str, Any], NamedRoutings]]:
     """(batch, routings of all routers in forward order) for every batch of a subset, by teacher forcing.
 
     args: subset, max_tokens (of a batch) and cpu. The model is put in evaluation mode on the device. Raises
@@ -62,9 +63,9 @@ class RouterUse:
     total_entropy: float = 0.0
 
 
-def router_uses(passes: Iterable[NamedRoutings]) -> List[RouterUse]:
+def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
     """The use of each router over several forward passes, in the order in which the routers first ran."""
-    uses: Dict[str, RouterUse] = {}
+    uses: dict[str, RouterUse] = {}
     for name, routing in chain.from_iterable(passes):
         padding, shared = routing.padding, routing.shared
         real = slice(None) if padding is None else ~padding
@@ -94,7 +95,7 @@ def kind_of(name: str) -> str:
     return KINDS_OF_ATTENTION.get((path[0], path[-1]), "other") + side
 
 
-def by_kind(summaries: Sequence[Dict[str, Any]]) -> Dict[str, List[Dict[str, Any]]]:
+def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
     """Measurements of modules (each has the module's "name") by kind of attention; no empty kinds."""
     labels = [label + side for label in (*KINDS_OF_ATTENTION.values(), "other") for side in ("", ", keys")]
     groups = {label: [item for item in summaries if kind_of(item["name"]) == label] for label in labels}

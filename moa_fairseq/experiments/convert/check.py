@@ -5,8 +5,8 @@ from __future__ import annotations
 import argparse
 import copy
 import math
+from collections.abc import Sequence
 from pathlib import Path
-from typing import List, Sequence
 
 import torch
 from fairseq import tasks
@@ -64,7 +64,7 @@ def mean_losses(
     subset: str,
     max_tokens: int,
     most: int,
-) -> List[float]:
+) -> list[float]:
     """Each model's mean loss in bits per token over the first `most` batches of a subset, float32.
 
     Cross entropy, of masked tokens in a masked language model; all models see the same masks.

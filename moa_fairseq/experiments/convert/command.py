@@ -18,7 +18,7 @@ import argparse
 import dataclasses
 import typing
 from pathlib import Path
-from typing import Any, Dict, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import torch
 from torch import nn
@@ -41,12 +41,12 @@ class Conversion(NamedTuple):
     checkpoint: Checkpoint
     model: nn.Module
     job: str
-    reason: Optional[str]
+    reason: str | None
     difference: float
 
 
 def convert(
-    checkpoint: Checkpoint, source: nn.Module, family: str, values_by_flag: Dict[str, Any]
+    checkpoint: Checkpoint, source: nn.Module, family: str, values_by_flag: dict[str, Any]
 ) -> Conversion:
     """The same model with another attention.
 
@@ -91,7 +91,7 @@ def convert(
     return Conversion(Checkpoint(result, cfg, checkpoint.is_old), target, job, reason, difference)
 
 
-def _config(checkpoint: Checkpoint, group: Any, family: str) -> Dict[str, Any]:
+def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
     """All settings, with the new model's. For a dense model, stock fairseq knows every name in them."""
     cfg = {**checkpoint.cfg, "model": group}
     if family == DENSE and not checkpoint.is_old:
@@ -124,9 +124,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     }
     for name, field in fields.values():
         kind = typing.get_type_hints(FAMILIES[name])[field.name]
-        options: Dict[str, Any] = {"action": argparse.BooleanOptionalAction}
+        options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
         if kind is not bool:
-            kind = int if kind == Optional[int] else kind
+            kind = int if kind == int | None else kind
             options = {"type": kind, "choices": field.metadata.get("choices")}
         text = f"{name}: {field.metadata['help']}".replace("%", "%%")
         family.add_argument(_flag(field.name), default=argparse.SUPPRESS, help=text, **options)

@@ -7,7 +7,7 @@ import copy
 import dataclasses
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any, Dict, Tuple, Type
+from typing import Any
 
 import torch
 from fairseq.models import ARCH_CONFIG_REGISTRY, ARCH_MODEL_REGISTRY, MODEL_REGISTRY
@@ -25,7 +25,7 @@ from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_ch
 from moa_fairseq.plugin.patches.malformed_checkpoints import Allowance
 from moa_fairseq.plugin.translation import MixtureTransformerModel
 
-State = Dict[str, Tensor]
+State = dict[str, Tensor]
 DENSE = "dense"
 # job → fairseq's model, its name, and the base class of a family's model for that job
 BODIES = {
@@ -45,7 +45,7 @@ class Checkpoint:
     """
 
     model: State
-    cfg: Dict[str, Any]
+    cfg: dict[str, Any]
     is_old: bool = False
 
     @property
@@ -91,7 +91,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
     save_checkpoint(state, path)
 
 
-def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
+def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
     """(family or DENSE, job) of a model's settings. Raises UserError for any other model."""
     name = _name(settings)
     registered = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
@@ -109,7 +109,7 @@ def kind_of(settings: argparse.Namespace) -> Tuple[str, str]:
 
 
 def settings_for(
-    settings: argparse.Namespace, family: str, job: str, values: Dict[str, Any]
+    settings: argparse.Namespace, family: str, job: str, values: dict[str, Any]
 ) -> argparse.Namespace:
     """The settings of the same model with another attention; values: of the family's flags.
 
@@ -147,7 +147,7 @@ def build(settings: argparse.Namespace, weights: State) -> nn.Module:
     Settings of unknown origin can cause any error.
     """
     name = _name(settings)
-    model: Type = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
+    model: Any = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
     if name in ARCH_CONFIG_REGISTRY:
         ARCH_CONFIG_REGISTRY[name](settings)
     source = dictionary_of(_symbols(weights, ("encoder.", "decoder.")))
@@ -165,7 +165,7 @@ def build(settings: argparse.Namespace, weights: State) -> nn.Module:
         return model.build_model(settings, task)
 
 
-def load(model: nn.Module, weights: State, may_lack: Tuple[str, ...] = ()) -> None:
+def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> None:
     """Put weights into a model. may_lack: parts of names that may stay as they are initialised.
 
     Raises UserError where a name does not fit, RuntimeError where a shape does not.
@@ -184,7 +184,7 @@ def _name(settings: argparse.Namespace) -> Any:
     return next((name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None)
 
 
-def _symbols(weights: State, sides: Tuple[str, ...]) -> int:
+def _symbols(weights: State, sides: tuple[str, ...]) -> int:
     """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
     for side in sides:
         matrices = {

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -20,8 +20,8 @@ OF_ROUTING = ("router", "gate")
 
 
 def default_values(
-    family: str, settings: argparse.Namespace, job: str, values_by_flag: Dict[str, Any]
-) -> Dict[str, Any]:
+    family: str, settings: argparse.Namespace, job: str, values_by_flag: dict[str, Any]
+) -> dict[str, Any]:
     """MoH's flags where the user gave none: half of the heads are shared, half of the others chosen (§4.4).
 
     Raises UserError where one value cannot suit both sides.
@@ -42,11 +42,11 @@ def default_values(
     return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
 
 
-def _attentions(model: nn.Module) -> List[Attention]:
+def _attentions(model: nn.Module) -> list[Attention]:
     return [module for module in model.modules() if isinstance(module, Attention)]
 
 
-def fill(model: nn.Module, dense: State) -> Optional[str]:
+def fill(model: nn.Module, dense: State) -> str | None:
     """Put the weights of a dense model into `model`, a new mixture of the same size.
 
     Returns None if the result computes the same function, else
@@ -79,7 +79,7 @@ def fill(model: nn.Module, dense: State) -> Optional[str]:
     return reason
 
 
-def _fill_heads(attention: MixtureOfHeads) -> Optional[str]:
+def _fill_heads(attention: MixtureOfHeads) -> str | None:
     """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
     router, routed = attention.router, attention.num_heads - attention.shared_heads
     every_head = attention.experts_per_token == routed

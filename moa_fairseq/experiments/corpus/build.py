@@ -8,9 +8,10 @@ import hashlib
 import json
 import logging
 from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.corpus.clean import clean_message, matching_key
@@ -61,7 +62,7 @@ class SourcedPair(NamedTuple):
     package: str
 
 
-def load_packages() -> List[Package]:
+def load_packages() -> list[Package]:
     """The pinned wheels, in the order that decides ties between equally good translations."""
     return [Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]]
 
@@ -70,10 +71,10 @@ def build(
     packages: Sequence[Package],
     output: Path,
     cache: Path,
-    folder: Optional[Path] = None,
+    folder: Path | None = None,
     offline: bool = False,
     allow_missing: bool = False,
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """Build the corpus unless it is there already; returns its manifest.
 
     The arguments are as `moa-fairseq corpus --help` says. "built" in the manifest is False if nothing had to
@@ -97,9 +98,9 @@ def build(
     # Imported late: a second run that has nothing to do should not wait for the parser.
     from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
 
-    sources: List[Dict[str, Any]] = []
-    pairs: List[SourcedPair] = []
-    missing: List[str] = []
+    sources: list[dict[str, Any]] = []
+    pairs: list[SourcedPair] = []
+    missing: list[str] = []
     # Fetched a few at a time, and read in the order of the list, whatever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
         places = ([folder] if folder else [], cache, offline)
@@ -154,12 +155,12 @@ def build(
     return {**manifest, "built": True}
 
 
-def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
+def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
     """One pair per English sentence, with the German that most of its translations agree on (ties: first).
 
     English sentences that differ only in case, spacing or punctuation count as one.
     """
-    by_english: Dict[str, List[SourcedPair]] = {}
+    by_english: dict[str, list[SourcedPair]] = {}
     for pair in pairs:
         by_english.setdefault(matching_key(pair.english), []).append(pair)
     favourites = []
@@ -169,21 +170,21 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> List[SourcedPair]:
     return favourites
 
 
-def split_pairs(pairs: Sequence[SourcedPair]) -> Dict[str, List[SourcedPair]]:
+def split_pairs(pairs: Sequence[SourcedPair]) -> dict[str, list[SourcedPair]]:
     """Assign unique pairs to "train", "valid" and "test", the same way for the same pairs in any order.
 
     Every English sentence occurs once, so the pairs that must stay together are those that share
     their German: such a group goes to one split as a whole. Groups are drawn in the order of a hash of
     that German; the order of lines within a split follows the same hash.
     """
-    groups: Dict[str, List[SourcedPair]] = {}
+    groups: dict[str, list[SourcedPair]] = {}
     for pair in pairs:
         groups.setdefault(matching_key(pair.german), []).append(pair)
     room = {
         "test": min(TEST_PAIRS, int(len(pairs) * MAX_TEST_SHARE)),
         "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
     }
-    splits: Dict[str, List[SourcedPair]] = {name: [] for name in SPLITS}
+    splits: dict[str, list[SourcedPair]] = {name: [] for name in SPLITS}
     for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode("utf-8")).hexdigest()):
         group = sorted(groups[key])
         for name in ("test", "valid"):

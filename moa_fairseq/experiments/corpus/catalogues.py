@@ -8,8 +8,8 @@ import email.parser
 import re
 import struct
 import zipfile
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, List, Tuple, Union
 
 import polib
 
@@ -29,7 +29,7 @@ _CHARSET = re.compile(rb"charset=([A-Za-z0-9_.-]+)")
 _DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
 
 
-def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
+def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
     """Yield (English, German) of every finished translation in the wheel, in member-name order.
 
     Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first
@@ -57,7 +57,7 @@ def read_messages(wheel: Path) -> Iterator[Tuple[str, str]]:
         raise UserError(f"{wheel} is not a readable wheel ({error}). Delete it and run again.") from error
 
 
-def catalogue_members(archive: zipfile.ZipFile) -> List[str]:
+def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
     """Names of the German catalogues in an open wheel, sorted; a `.po` hides the `.mo` compiled from it."""
     members = {
         info.filename
@@ -69,7 +69,7 @@ def catalogue_members(archive: zipfile.ZipFile) -> List[str]:
     return sorted(name for name in members if name.endswith(".po") or f"{name[:-3]}.po" not in members)
 
 
-def _parse(archive: zipfile.ZipFile, member: str) -> Union[polib.POFile, polib.MOFile, List]:
+def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile | list:
     data = archive.read(member)
     try:
         if member.lower().endswith(".mo"):

@@ -3,13 +3,13 @@
 import re
 import unicodedata
 from collections import Counter
-from typing import Iterator, List, Tuple
+from collections.abc import Iterator
 
 MIN_ENGLISH_WORDS = 3
 MAX_WORDS = 80
 MAX_CHARACTER_RATIO = 2.5
 
-Pair = Tuple[str, str]
+Pair = tuple[str, str]
 
 # Anything here means code, markup or a hole to be filled at run time; such a message is dropped whole,
 # because a sentence with its placeholder cut out is no longer a sentence.
@@ -122,10 +122,10 @@ def _strip_tags(english: str, german: str) -> Pair:
     return sides[0], sides[1]
 
 
-def _paragraphs(text: str) -> List[str]:
+def _paragraphs(text: str) -> list[str]:
     """Paragraphs of a message; a list of single lines counts as one paragraph each."""
     text = text.replace("\r\n", "\n").strip()
-    paragraphs: List[str] = []
+    paragraphs: list[str] = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.split("\n")
         if any(_LIST_LINE.match(line) for line in lines):

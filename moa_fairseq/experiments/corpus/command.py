@@ -10,7 +10,6 @@ import argparse
 import json
 import time
 from pathlib import Path
-from typing import Dict
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.corpus.build import build, load_packages
@@ -43,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def summary_text(summary: Dict) -> str:
+def summary_text(summary: dict) -> str:
     """The summary for people: pairs per package, then splits with pairs and words."""
     pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
     packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()

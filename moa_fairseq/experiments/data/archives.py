@@ -12,8 +12,9 @@ import struct
 import tarfile
 import zipfile
 import zlib
+from collections.abc import Callable, Collection, Iterator
 from pathlib import Path
-from typing import IO, Callable, Collection, Dict, Iterator, Tuple
+from typing import IO
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
@@ -32,7 +33,7 @@ class DamagedArchive(UserError):
 
 def extract(
     archive: Path, names: Collection[str], folder: Path, name_in: Callable[[str], str] = posixpath.normpath
-) -> Dict[str, int]:
+) -> dict[str, int]:
     """Copy those of `names` that a tar (also .tgz) or zip archive (also .whl) has to `folder/<name>`.
 
     name_in: a member's path in the archive → the name that it is known by. Other members are never written,
@@ -43,7 +44,7 @@ def extract(
     for name in names:
         if posixpath.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"{name} would leave the folder")
-    found: Dict[str, int] = {}
+    found: dict[str, int] = {}
     try:
         for path, opened in _members(archive):
             name = name_in(path)
@@ -63,7 +64,7 @@ def extract(
     return found
 
 
-def _members(archive: Path) -> Iterator[Tuple[str, Callable[[], IO[bytes]]]]:
+def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
     """(path, what opens it) of each ordinary file in the archive."""
     if not archive.name.endswith((".tar", "gz")):
         with zipfile.ZipFile(archive) as package:

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import struct
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Dict, Optional, Sequence
 
 import numpy
 
@@ -27,7 +27,7 @@ class Prepared:
     """A binarised folder: its path, sentences per subset, and a fingerprint of what it was made from."""
 
     folder: Path
-    sentences: Dict[str, int]
+    sentences: dict[str, int]
     fingerprint: str
 
 
@@ -52,7 +52,7 @@ def is_classification(folder: Path) -> bool:
 
 def check_binarised(
     folder: Path, languages: Sequence[str], subsets: Sequence[str], joined: bool = False
-) -> Dict[str, int]:
+) -> dict[str, int]:
     """Check dictionaries and the .bin/.idx files of each subset. Returns subset → number of sentences.
 
     languages: two, or () for data of a language model or a classifier. joined: both dictionaries must be
@@ -83,7 +83,7 @@ def check_binarised(
     return found
 
 
-def _require(path: Path, size: Optional[int] = None) -> None:
+def _require(path: Path, size: int | None = None) -> None:
     """Raise UserError for a file that is missing, empty, or of another size in bytes."""
     found = path.stat().st_size if path.is_file() else 0
     if not found:
@@ -92,7 +92,7 @@ def _require(path: Path, size: Optional[int] = None) -> None:
         raise UserError(f"{path} is cut off: {found:,} bytes instead of {size:,}. {_AGAIN}")
 
 
-def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> Dict[str, Path]:
+def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[str, Path]:
     """language, or folder of a classifier, → the files of a subset, but for their endings.
 
     languages: two, or () for data of a language model or a classifier. A pair may be binarised the other

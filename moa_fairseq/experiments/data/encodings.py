@@ -7,7 +7,6 @@ import gzip
 import re
 import shlex
 from pathlib import Path
-from typing import Dict
 
 from charset_normalizer import from_bytes
 
@@ -119,7 +118,7 @@ def _around(text: str, place: int) -> str:
     return repr(((before[0] if before else "") + text[start:place] + (after[0] if after else "")).strip())
 
 
-def _plausible(foreign: bytes, lang: str) -> Dict[str, str]:
+def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     """iconv's names of the encodings that the bytes may have, the likeliest first → the text in each.
 
     Those that give the same text count as one. lang: the language, which has its usual encodings and letters.
@@ -130,7 +129,7 @@ def _plausible(foreign: bytes, lang: str) -> Dict[str, str]:
     guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
     likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
     names = [*usual.split(), *likely[:1]] if letters else [*likely[:3], *usual.split()]
-    texts: Dict[str, str] = {}
+    texts: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(LookupError, UnicodeDecodeError):
             text = foreign.decode(name)

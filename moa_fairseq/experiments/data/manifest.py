@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import platform
+from collections.abc import Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Sequence
+from typing import Any
 
 import moa_fairseq
 from moa_fairseq.experiments.data.catalogue import Dataset
@@ -27,7 +28,7 @@ def manifest_of(
     sources: Mapping[str, Any],
     texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """What manifest.json says about the stages in `root`.
 
     settings: of the data section. sources: name → urls or origin, bytes, sha256. texts: split → the files
@@ -68,7 +69,7 @@ def manifest_of(
     }
 
 
-def tool_versions() -> Dict[str, str]:
+def tool_versions() -> dict[str, str]:
     """Versions of everything that shapes the result."""
     versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
     for tool in TOOLS:
@@ -77,7 +78,7 @@ def tool_versions() -> Dict[str, str]:
     return versions
 
 
-def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Dict[str, Any]:
+def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:
     """manifest.json of a folder, {} where there is none.
 
     Raises UserError, which ends with `remedy`, for one that no program wrote.
@@ -90,7 +91,7 @@ def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Dict
     return dict(manifest)
 
 
-def summary(manifest: Mapping[str, Any], root: Path) -> List[str]:
+def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     """The manifest for people: lines per split beside the published numbers, drops, where things are."""
     lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
     rows = []

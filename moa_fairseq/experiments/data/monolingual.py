@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO, Dict, Iterable, Iterator, Mapping, Sequence
+from typing import Any, BinaryIO
 
 import sentencepiece
 
@@ -14,7 +15,7 @@ from moa_fairseq.experiments.text.workers import chunks
 from moa_fairseq.files import atomic_write
 
 Texts = Mapping[str, Sequence[Piece]]
-Facts = Dict[str, Dict[str, int]]
+Facts = dict[str, dict[str, int]]
 CHUNK = 5000
 MODEL = "sentencepiece.model"
 # SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
@@ -62,9 +63,9 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
         }
 
 
-def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> Dict[str, int]:
+def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> dict[str, int]:
     """Learn `count` SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`."""
-    settings: Dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
+    settings: dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
     with atomic_write(folder / MODEL, "wb") as stream:
         try:
             sentencepiece.SentencePieceTrainer.train(
@@ -95,7 +96,7 @@ def _lines(pieces: Iterable[Piece]) -> Iterator[str]:
     return itertools.chain.from_iterable(piece.lines() for piece in pieces)
 
 
-def _write(path: Path, lines: Iterable[str]) -> Dict[str, int]:
+def _write(path: Path, lines: Iterable[str]) -> dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
     with atomic_write(path) as stream:  # which makes the folder, too
         for line in lines:

@@ -9,8 +9,9 @@ import logging
 import math
 import os
 import shutil
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import DamagedArchive, extract
@@ -37,14 +38,14 @@ class Store:
     fetched and extracted is kept. origins: what was used, for the manifest.
     """
 
-    at_hand: Optional[Path]
+    at_hand: Path | None
     downloads: Path
     offline: bool = False
-    origins: Dict[str, Dict[str, Any]] = dataclasses.field(default_factory=dict)
+    origins: dict[str, dict[str, Any]] = dataclasses.field(default_factory=dict)
 
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
-    ) -> Dict[str, List[Part]]:
+    ) -> dict[str, list[Part]]:
         """split → its parts, by the names of files alone; what the user's folder lacks is fetched.
 
         Of text that lies in no archive, splits are left out that are not required and not in that folder.
@@ -74,9 +75,9 @@ class Store:
         self,
         parts: Sequence[Part],
         optional: Sequence[Part] = (),
-        announced: Optional[Dataset] = None,
+        announced: Dataset | None = None,
         root: Path = Path(),
-    ) -> Dict[Part, Piece]:
+    ) -> dict[Part, Piece]:
         """The text files of parts and of optional ones; archives are fetched when needed.
 
         For an optional part alone no archive is fetched: it may be missing. announced: the data set
@@ -106,7 +107,7 @@ class Store:
             if path
         }
 
-    def _find(self, part: Part) -> Optional[Path]:
+    def _find(self, part: Part) -> Path | None:
         """The text in the user's folder, by its name in the archive or the last part of it."""
         return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
 
@@ -125,14 +126,14 @@ class Store:
         }
         return path
 
-    def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> Dict[Part, Path]:
+    def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> dict[Part, Path]:
         """The texts of parts of an archive. A damaged download is thrown away."""
         groups = sorted({part.members for part in parts})
         inputs = {"sha256": self.origins[name]["sha256"], "members": groups}
         root = self.downloads / "extracted"
         folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
 
-        def unpack(new: Path) -> Dict[str, int]:
+        def unpack(new: Path) -> dict[str, int]:
             found = extract(archive, {*itertools.chain(*groups)}, new)
             missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
             if missing:
@@ -177,7 +178,7 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
-    needs: Dict[int, float] = {}
+    needs: dict[int, float] = {}
     for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
         device = existing.stat().st_dev
@@ -197,7 +198,7 @@ def human(size: float) -> str:
     return f"{size / divisor:.0f} {unit}" if size >= 10 * divisor else f"{size / divisor:.1f} {unit}"
 
 
-def require_source(settings: Mapping[str, Any], source: Optional[Path]) -> Optional[Path]:
+def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
     """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
 
     A folder in which no file of the data set lies is refused: whoever names one wants it to be used.

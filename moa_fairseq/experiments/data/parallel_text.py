@@ -7,8 +7,9 @@ import gzip
 import itertools
 import re
 import zlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Callable, Dict, Iterable, Iterator, NamedTuple, Optional, Sequence, Tuple
+from typing import NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, through
@@ -78,7 +79,7 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
 
 
 # What takes the lines of text out of the files that the evaluation campaigns publish.
-MARKUP: Dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
+MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
     # `<seg id="1"> … </seg>`; everything else is header. Entities stay as they are.
     "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
@@ -113,10 +114,10 @@ class Piece(NamedTuple):
         return MARKUP[self.markup](read_lines(self.path, mark_bad))
 
 
-PiecePair = Tuple[Piece, Piece]
+PiecePair = tuple[Piece, Piece]
 
 
-def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[Tuple[str, str]]:
+def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[tuple[str, str]]:
     """The aligned lines of pairs of files, one pair of files after the other.
 
     Raises UserError when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
@@ -159,7 +160,7 @@ def hyphens(lines: Iterable[str]) -> str:
     return "" if split == whole else SPLIT if split > whole else WHOLE
 
 
-def find_file(folder: Optional[Path], name: str) -> Optional[Path]:
+def find_file(folder: Path | None, name: str) -> Path | None:
     """The file of that name in a folder (or of the last part of its name), as it stands, plain or .gz."""
     places = [folder / name, folder / Path(name).name] if folder else []
     plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]

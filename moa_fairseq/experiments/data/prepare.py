@@ -10,8 +10,9 @@ import math
 import os
 import random
 import shutil
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Sequence, Tuple
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import monolingual
@@ -86,14 +87,14 @@ class Preparation:
 
     settings: Mapping[str, Any]
     subsets: Sequence[str]
-    source: Optional[Path]
+    source: Path | None
     root: Path
     executor: Executor = dataclasses.field(default_factory=Executor)
-    downloads: Optional[Path] = None
+    downloads: Path | None = None
     offline: bool = False
     workers: int = dataclasses.field(default_factory=default_workers)
-    dataset: Optional[Dataset] = None
-    commands: Optional[Path] = None
+    dataset: Dataset | None = None
+    commands: Path | None = None
     whole: str = ""
     unread: bool = False
 
@@ -103,7 +104,7 @@ class Preparation:
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # Two runs of one data set may start together: the second one waits and finds everything done.
-        options: Dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
+        options: dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
         make(self.steps(), self.root, patience=math.inf, **options)
         known = marks(self.root)
         made = known.get("binarised") or known.get(f"binarised-{LABEL}")
@@ -123,7 +124,7 @@ class Preparation:
         sentences = check_binarised(source, self.languages, self.subsets, self._joined)
         return Prepared(source, sentences, given_fingerprint(source))
 
-    def steps(self) -> List[Step]:
+    def steps(self) -> list[Step]:
         """All steps, in order; nothing is read but the names of files."""
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
@@ -150,7 +151,7 @@ class Preparation:
         return Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
 
     @functools.cached_property
-    def parts(self) -> Dict[str, List[Part]]:
+    def parts(self) -> dict[str, list[Part]]:
         """split → its parts; {} where steps are only shown for a source that is not there yet."""
         if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
             return {}
@@ -159,7 +160,7 @@ class Preparation:
         return self.store.parts(self.data, self.languages, self.subsets)
 
     @functools.cached_property
-    def texts(self) -> Dict[str, List[Piece]]:
+    def texts(self) -> dict[str, list[Piece]]:
         """split → its files, fetched and extracted where necessary; those of two languages alternate."""
         # All together, so that an archive is gone through once.
         flat, codes = [*itertools.chain.from_iterable(self.parts.values())], self.data.codes
@@ -171,7 +172,7 @@ class Preparation:
         return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
 
     @property
-    def languages(self) -> Tuple[str, ...]:
+    def languages(self) -> tuple[str, ...]:
         """(source, target), or () for data of one language."""
         return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
 
@@ -183,7 +184,7 @@ class Preparation:
         """sha256 of a file that the data is made from."""
         return known_checksum(self.store.downloads / MEMORY, path)
 
-    def read(self) -> Dict[str, Any]:
+    def read(self) -> dict[str, Any]:
         """split → markup and sha256 of each of its files."""
         return {
             split: [[piece.markup, self.checksum(piece.path)] for piece in pieces]
@@ -205,7 +206,7 @@ class Preparation:
         folder, kind = text.output / name, self.data.kind
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
         if self.languages:
-            sides: Dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
+            sides: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
         else:
             # By a dictionary of its own, a class keeps its number, whatever was drawn.
             given = str(folder / DICTIONARY) if kind in (MASKED_LM, CLASSIFICATION) else None
@@ -221,7 +222,7 @@ class Preparation:
             "destdir": OUT,
         }
 
-        def check(new: Path) -> Dict[str, int]:
+        def check(new: Path) -> dict[str, int]:
             finish(new)
             if name:
                 return {split: check_stem(new / split) for split in splits}
@@ -249,7 +250,7 @@ class Preparation:
         return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})
 
 
-def _translation(job: Preparation) -> List[Step]:
+def _translation(job: Preparation) -> list[Step]:
     """tokens → bpe → sample → binarised."""
     settings, languages, data = job.settings, job.languages, job.data
     tokens = text = job.root / "tokens"
@@ -258,14 +259,14 @@ def _translation(job: Preparation) -> List[Step]:
     if data.hold_out and data.hold_out.split not in splits:
         splits.insert(1, data.hold_out.split)
 
-    def pairs(split: str) -> List[PiecePair]:
+    def pairs(split: str) -> list[PiecePair]:
         pieces = job.texts.get(split, [])
         return list(zip(pieces[::2], pieces[1::2]))
 
     def pair(folder: Path, split: str) -> PiecePair:
         return Piece(folder / f"{split}.{languages[0]}"), Piece(folder / f"{split}.{languages[1]}")
 
-    def tokenised() -> List[Split]:
+    def tokenised() -> list[Split]:
         found = []
         for split in job.parts:
             steps = [data.steps_for(split, language, settings) for language in languages]
@@ -275,11 +276,11 @@ def _translation(job: Preparation) -> List[Step]:
             found.append(Split(split, pairs(split), treatment, hold_out, train, own))
         return found
 
-    def token_inputs() -> Dict[str, Any]:
+    def token_inputs() -> dict[str, Any]:
         treated = [[split.name, split.treatment, split.hold_out] for split in tokenised()]
         return {"languages": languages, "texts": job.read(), "splits": treated}
 
-    def tokenise(new: Path) -> Dict[str, Any]:
+    def tokenise(new: Path) -> dict[str, Any]:
         found = itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)
         sample = [sides for sides in found if not any(side.startswith(BAD) for side in sides)]
         # For people, who see whether the sides belong together, and whether the text is segmented already.
@@ -304,7 +305,7 @@ def _translation(job: Preparation) -> List[Step]:
             )
         return write_splits(tokenised(), languages, new, job.workers)
 
-    def segment(new: Path) -> Dict[str, Any]:
+    def segment(new: Path) -> dict[str, Any]:
         new.mkdir()
         if given:
             shutil.copyfile(given, new / CODES)
@@ -315,7 +316,7 @@ def _translation(job: Preparation) -> List[Step]:
         segmented = [Split(split, [pair(tokens, split)], how) for split, how in treatments.items()]
         return write_splits(segmented, languages, new, job.workers)
 
-    def segment_inputs() -> Dict[str, Any]:
+    def segment_inputs() -> dict[str, Any]:
         if given and not Path(given).is_file():
             raise UserError(f"data.codes: there is no file {given} with BPE merges.")
         learned = job.checksum(Path(given)) if given else merges
@@ -329,7 +330,7 @@ def _translation(job: Preparation) -> List[Step]:
     if fraction not in (None, 1):
         whole, text = text, job.root / "sample"
 
-        def sample(new: Path) -> Dict[str, int]:
+        def sample(new: Path) -> dict[str, int]:
             new.mkdir()
             for split in splits:
                 for one, other in zip(pair(whole, split), pair(new, split)):
@@ -342,7 +343,7 @@ def _translation(job: Preparation) -> List[Step]:
     return [*steps, job.manifest(steps[-1])]
 
 
-def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> Dict[str, int]:
+def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:
     """Write fraction of the pairs of two files, one at least, in their order; returns how many (MAE §5.2).
 
     The sample of a smaller fraction is part of a larger one's with the same seed.
@@ -360,20 +361,20 @@ def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, see
     return {"lines": len(kept), "of": total}
 
 
-def _language_modeling(job: Preparation) -> List[Step]:
+def _language_modeling(job: Preparation) -> list[Step]:
     """Text in a vocabulary of its own: (model →) text (→ binarised)."""
     data, folder = job.data, job.root / "model"
-    steps: List[Step] = []
+    steps: list[Step] = []
     pieces = job.settings.get("bpe") or data.pieces
 
-    def read() -> Dict[str, Any]:
+    def read() -> dict[str, Any]:
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
 
-    def learn(new: Path) -> Dict[str, int]:
+    def learn(new: Path) -> dict[str, int]:
         log.info("learning %s SentencePiece pieces", f"{pieces:,}")
         return monolingual.train_pieces(job.texts["train"], pieces, new)
 
-    def write(new: Path) -> Dict[str, Any]:
+    def write(new: Path) -> dict[str, Any]:
         if data.encoder == "bytes":
             facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
         elif data.encoder == "sentencepiece":
@@ -393,7 +394,7 @@ def _language_modeling(job: Preparation) -> List[Step]:
     return [*steps, job.manifest(steps[-1])]
 
 
-def _masked_lm(job: Preparation) -> List[Step]:
+def _masked_lm(job: Preparation) -> list[Step]:
     """Running text in GPT-2's encoding: bpe → binarised, whose folder has the manifest."""
     data, bpe = job.data, job.root / "bpe"
 
@@ -401,11 +402,11 @@ def _masked_lm(job: Preparation) -> List[Step]:
     def encoding() -> Any:
         return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
 
-    def read() -> Dict[str, Any]:
+    def read() -> dict[str, Any]:
         dictionary = job.checksum(encoding().dictionary)
         return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
 
-    def encode(new: Path) -> Dict[str, Any]:
+    def encode(new: Path) -> dict[str, Any]:
         files = encoding()
         texts = {split: piece.path for split, (piece,) in job.texts.items()}
         facts = encode_texts(texts, new, files, job.workers)
@@ -434,11 +435,11 @@ def _masked_lm(job: Preparation) -> List[Step]:
     return [encoded, job.binarise(encoded, list(job.parts or job.subsets), finish=finish)]
 
 
-def _classification(job: Preparation) -> List[Step]:
+def _classification(job: Preparation) -> list[Step]:
     """Sentences that are drawn by a seed: text → binarised, the sentences, the classes and the groups."""
     settings = dict(job.data.generated)
 
-    def draw(new: Path) -> Dict[str, Any]:
+    def draw(new: Path) -> dict[str, Any]:
         total = sum(settings["sizes"].values())
         log.info("drawing %s expressions by seed %d", f"{total:,}", settings["seed"])
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
@@ -461,7 +462,7 @@ def _classification(job: Preparation) -> List[Step]:
     return [text, *both, groups, job.manifest(both[-1], generated=settings)]
 
 
-_KINDS: Dict[str, Callable[[Preparation], List[Step]]] = {
+_KINDS: dict[str, Callable[[Preparation], list[Step]]] = {
     TRANSLATION: _translation,
     LANGUAGE_MODELING: _language_modeling,
     MASKED_LM: _masked_lm,
@@ -477,7 +478,7 @@ def given_fingerprint(source: Path) -> str:
     return fingerprint_of("given", {path.name: path.stat().st_size for path in files if path.is_file()})
 
 
-def prepared_folder(settings: Mapping[str, Any], source: Optional[Path], parent: Path) -> Path:
+def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])

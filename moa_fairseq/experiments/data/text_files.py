@@ -10,8 +10,9 @@ import fnmatch
 import inspect
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, LABEL
@@ -32,7 +33,7 @@ _REMEDY = "Put the original back, or delete this one and prepare the data again.
 log = logging.getLogger(__name__)
 
 
-def text_files(data: Path) -> Dict[str, Path]:
+def text_files(data: Path) -> dict[str, Path]:
     """The name in a prepared folder → the file, of what a binarised folder has for reading and writing text.
 
     Merges and pieces belong to it where a manifest.json lies beside it.
@@ -43,7 +44,7 @@ def text_files(data: Path) -> Dict[str, Path]:
     return {**named, **{str(path.relative_to(data.parent)): path for path in beside if path.is_file()}}
 
 
-def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> Dict[str, Any]:
+def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
     """How text becomes symbols by a manifest: kind, encoder; for translation languages and line functions.
 
     {} where it does not tell. Raises UserError, which ends with `remedy`, for one that no program wrote.
@@ -73,7 +74,7 @@ def _is_step(step: Any) -> bool:
         return False
 
 
-def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> Dict[str, Any]:
+def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
     source, target = settings.get("source"), settings.get("target")
     merges = bool(settings.get("bpe") or settings.get("codes"))
     said = {"kind": dataset.kind, "encoder": dataset.encoder, "merges": merges}
@@ -104,7 +105,7 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
     write_json(new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs})
 
 
-def kept_text(checkpoint: Path) -> Optional[Path]:
+def kept_text(checkpoint: Path) -> Path | None:
     """The copy of its data's text files, as a binarised folder, in the run folder of a checkpoint.
 
     None where no run keeps one. Raises UserError where it was changed.
@@ -118,7 +119,7 @@ def kept_text(checkpoint: Path) -> Optional[Path]:
     return run / KEPT / BINARISED
 
 
-def same_text(checkpoint: Path, data: Path, named: bool) -> List[str]:
+def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     """Which text files of binarised `data` nobody can tell to be those that the model was trained with.
 
     named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
@@ -148,14 +149,14 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> List[str]:
     return sorted(files)
 
 
-def warn_of(unknown: List[str], checkpoint: Path, data: Path) -> None:
+def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
     """Name the files that `same_text` found nothing about."""
     if unknown:
         why = "nothing beside it says what it was trained with; only numbers of symbols were compared"
         log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, why)
 
 
-def check_text(data: Path, remedy: str = _REMEDY) -> List[str]:
+def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
     """Raises UserError for text files that the manifest.json beside a binarised folder lists otherwise.
 
     Returns those that it does not list. remedy: ends the message.
@@ -178,7 +179,7 @@ def check_text(data: Path, remedy: str = _REMEDY) -> List[str]:
     return sorted(found.keys() - listed)
 
 
-def _run_of(checkpoint: Path) -> Optional[Path]:
+def _run_of(checkpoint: Path) -> Path | None:
     """The run folder that a checkpoint lies in, itself or in its checkpoints/."""
     places = checkpoint.resolve().parents[:2]
     return next((place for place in places if (place / STATE).is_file()), None)

@@ -12,8 +12,9 @@ import os
 import re
 import reprlib
 import sys
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Sequence, Tuple, Union
+from typing import Any, NamedTuple
 
 from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
@@ -33,7 +34,7 @@ from moa_fairseq.experiments.text import Step, apply_steps
 from moa_fairseq.experiments.text.workers import chunks, ordered_map
 from moa_fairseq.files import atomic_write
 
-Pair = Tuple[str, str]
+Pair = tuple[str, str]
 CHUNK = 2000
 # More unusable lines than this are not an accident: the file has another encoding, or is not text.
 MOST_BAD = 0.01
@@ -51,9 +52,9 @@ log = logging.getLogger(__name__)
 class Treatment(NamedTuple):
     """What is done to a pair: line functions of each side, then BPE by the file `codes`, then cleaning."""
 
-    steps: Tuple[Tuple[Step, ...], Tuple[Step, ...]] = ((), ())
+    steps: tuple[tuple[Step, ...], tuple[Step, ...]] = ((), ())
     codes: str = ""
-    cleaning: Optional[Cleaning] = None
+    cleaning: Cleaning | None = None
 
 
 class Split(NamedTuple):
@@ -66,12 +67,12 @@ class Split(NamedTuple):
     name: str
     files: Sequence[PiecePair]
     treatment: Treatment
-    hold_out: Optional[HoldOut] = None
+    hold_out: HoldOut | None = None
     lenient: bool = False
     own: bool = False
 
 
-def treat(pairs: Sequence[Pair], treatment: Treatment) -> List[Union[Pair, str]]:
+def treat(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
     """The finished pairs; in place of one that is dropped, the reason."""
     return [_treat(pair, treatment) for pair in pairs]
 
@@ -81,7 +82,7 @@ def words_of(line: str, steps: Sequence[Step]) -> str:
     return _NOT_BLANK.sub(" ", apply_steps(line, steps))
 
 
-def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
+def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     for text in pair:
         if text.startswith(BAD):
             return text[len(BAD) :]
@@ -94,14 +95,14 @@ def _treat(pair: Pair, treatment: Treatment) -> Union[Pair, str]:
 
 def write_splits(
     splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
-) -> Dict[str, Dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     """Write `<split>.<language>` into `folder` for each split, and for those that are held out.
 
     Returns split → {"lines", "tokens_<language>", and of a split that was read "read" and "dropped": reason →
     pairs}. Raises UserError for files that are not aligned text, or when nothing is left of a split.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    facts: Dict[str, Dict[str, Any]] = {}
+    facts: dict[str, dict[str, Any]] = {}
     for split in splits:
         facts.update(_write_split(split, languages, folder, workers))
     return facts
@@ -109,10 +110,10 @@ def write_splits(
 
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
-) -> Dict[str, Dict[str, Any]]:
+) -> dict[str, dict[str, Any]]:
     every = split.hold_out.every if split.hold_out else 0
     names = [split.name, *([split.hold_out.split] if split.hold_out else [])]
-    counts: Dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
+    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
     dropped: collections.Counter[str] = collections.Counter()
     read = kept = 0
     work = functools.partial(treat, treatment=split.treatment)
@@ -156,12 +157,12 @@ def _write_split(
         story = "".join(f"; {number:,} dropped: {why}" for why, number in sorted(reasons))
         log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, story)
     keys = ("lines", *(f"tokens_{language}" for language in languages))
-    facts: Dict[str, Dict[str, Any]] = {name: {key: counts[name][key] for key in keys} for name in names}
+    facts: dict[str, dict[str, Any]] = {name: {key: counts[name][key] for key in keys} for name in names}
     facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
     return facts
 
 
-def clean(source: str, target: str, rules: Cleaning) -> Union[Pair, str]:
+def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
     """The pair as it is kept, or the reason why it is dropped.
 
     As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them

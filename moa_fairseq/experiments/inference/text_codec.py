@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 from pathlib import Path
-from typing import Any, NamedTuple, Tuple
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import TRANSLATION
@@ -20,7 +20,7 @@ from moa_fairseq.experiments.text.tokenizer import detokenize
 class TranslationCodec(NamedTuple):
     """Line functions and merges. steps: those of the source language. codes: a file, or "" for none."""
 
-    steps: Tuple[Step, ...] = ()
+    steps: tuple[Step, ...] = ()
     codes: str = ""
     target: str = ""
 

@@ -8,8 +8,9 @@ import io
 import logging
 import sys
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Tuple
+from typing import Any
 
 import torch
 from fairseq.checkpoint_utils import load_model_ensemble_and_task
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 class TextModel(GeneratorHubInterface):
     """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface."""
 
-    def __init__(self, config: Any, task: Any, models: List[Any], codec: Any):
+    def __init__(self, config: Any, task: Any, models: list[Any], codec: Any):
         super().__init__(config, task, models)
         self.codec = codec
 
@@ -81,7 +82,7 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     return TextModel(config, task, models, codec).to(device_for(args.cpu)).eval()
 
 
-def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
+def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
     """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
     if args.file is not None and (args.file.is_dir() or not args.file.exists()):
         why = "is a folder" if args.file.is_dir() else "does not exist"
@@ -91,7 +92,7 @@ def lines_of(args: argparse.Namespace) -> Iterator[List[Tuple[int, str]]]:
     typed = args.file is None and sys.stdin.isatty()
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
     # nor does a byte that is no UTF-8: its line alone is left out
-    text: Dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
+    text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
     source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
     with source as stream:
         if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
@@ -125,8 +126,8 @@ def status_of(left_out: int) -> int:
 
 
 def hypotheses(
-    model: TextModel, batch: List[Tuple[int, str]], settings: Dict[str, Any], room: Optional[int] = None
-) -> Iterator[Tuple[Optional[torch.Tensor], List[Dict[str, Any]]]]:
+    model: TextModel, batch: list[tuple[int, str]], settings: dict[str, Any], room: int | None = None
+) -> Iterator[tuple[torch.Tensor | None, list[dict[str, Any]]]]:
     """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
 
     room: how many symbols a line may have. A warning names a longer line, one that is not UTF-8, and one with
@@ -135,8 +136,8 @@ def hypotheses(
     limit = model.max_positions
     most = room or (limit[0] if isinstance(limit, tuple) else limit)
     borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
-    tokens: Dict[int, torch.Tensor] = {}
-    left_out: Dict[int, torch.Tensor] = {}
+    tokens: dict[int, torch.Tensor] = {}
+    left_out: dict[int, torch.Tensor] = {}
     for number, line in batch:
         if not line.strip():
             continue

@@ -11,7 +11,8 @@ import argparse
 import logging
 import math
 import os
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -92,13 +93,13 @@ def run(args: argparse.Namespace) -> int:
     return status_of(left_out)
 
 
-def _generation(args: argparse.Namespace) -> Dict[str, Any]:
+def _generation(args: argparse.Namespace) -> dict[str, Any]:
     """How to search: beam and length penalty as they were given, all else as the run's recipe has it.
 
     Raises UserError for others than numbers, and for a recipe.yaml that is none.
     """
     recipe = args.run_dir / "recipe.yaml"
-    found: Dict[str, Any] = {}
+    found: dict[str, Any] = {}
     if os.path.lexists(recipe) and (said := read_mapping(recipe, "recipe").get("generate")) is not None:
         section = build(Generate, said, str(recipe), "generate")
         by_field = {flag.replace("-", "_"): value for flag, value in section.flags.items()}
@@ -117,7 +118,7 @@ def _generation(args: argparse.Namespace) -> Dict[str, Any]:
 
 
 def _experts(
-    model: TextModel, source: Tensor, target: Tensor, layer: Optional[int], coloured: bool
+    model: TextModel, source: Tensor, target: Tensor, layer: int | None, coloured: bool
 ) -> Iterator[str]:
     """One line for each router of a layer: tokens with the experts they chose, the heaviest first.
 
@@ -148,13 +149,13 @@ def _layer(name: str) -> int:
     return next((1 + int(part) for part in name.split(".") if part.isdigit()), 1)
 
 
-def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> List[str]:
+def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> list[str]:
     chosen, gates = routing.expert_ids[:, routing.shared :], routing.gates[:, routing.shared :]
     order = gates.argsort(dim=-1, descending=True, stable=True)
     rows = chosen.gather(-1, order).tolist()
     marked = []
     for word, experts in zip(words if routing.scope == "tokens" else ["sentence"], rows):
         text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
-        colour: Optional[int] = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
+        colour: int | None = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
         marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
     return marked

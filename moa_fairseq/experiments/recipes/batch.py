@@ -12,7 +12,7 @@ import json
 import math
 import warnings
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 import numpy
 
@@ -44,7 +44,7 @@ class BatchPlan:
     devices: int
     update_freq: int
     max_tokens: int
-    wanted: Optional[int]
+    wanted: int | None
 
     @property
     def effective(self) -> int:
@@ -81,7 +81,7 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     return BatchPlan(devices, steps, max(floor, share), wanted)
 
 
-def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recipe, Hardware, str]:
+def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, Hardware, str]:
     """The recipe with train.min_tokens, as many of the devices as can share an update, and why fewer.
 
     data: the binarised folder; without one the known size of the corpus counts. Raises UserError where other
@@ -110,7 +110,7 @@ def fit(recipe: Recipe, hardware: Hardware, data: Optional[Path]) -> Tuple[Recip
     return recipe, fewer, f"{left_out}. A smaller share would leave sentences out.{assumed}"
 
 
-def _longest(recipe: Recipe, data: Optional[Path]) -> Optional[int]:
+def _longest(recipe: Recipe, data: Path | None) -> int | None:
     flags = recipe.training_flags
     if recipe.kind not in (TRANSLATION, CLASSIFICATION):
         sample = flags.get("tokens-per-sample")
@@ -144,8 +144,8 @@ class CorpusSize:
     vocabulary: int
     fill: float
     origin: str
-    batches: Optional[int] = None
-    longest: Optional[int] = None
+    batches: int | None = None
+    longest: int | None = None
 
     def updates_per_epoch(self, batch: BatchPlan) -> int:
         """Updates in an epoch."""
@@ -154,7 +154,7 @@ class CorpusSize:
         return max(1, round(self.target_tokens / (batch.effective * self.fill)))
 
 
-def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) -> Optional[int]:
+def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> int | None:
     """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
     limits = [train.max_update] if train.max_update else []
     if train.max_epoch and size:
@@ -162,7 +162,7 @@ def planned_updates(train: Train, batch: BatchPlan, size: Optional[CorpusSize]) 
     return min(limits, default=None)
 
 
-def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Optional[str]:
+def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | None:
     """A warning when the learning rate ends far from its minimum: the model would not have annealed.
 
     args: the training as fairseq parsed it. None when all is well, when the number of updates is unknown, and
@@ -199,15 +199,15 @@ def schedule_warning(args: argparse.Namespace, updates: Optional[int]) -> Option
     )
 
 
-def training_set(recipe: Recipe, data: Optional[Path]) -> Optional[CorpusSize]:
+def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
     """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
     return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens) if data else known_size(recipe)
 
 
-def known_size(recipe: Recipe) -> Optional[CorpusSize]:
+def known_size(recipe: Recipe) -> CorpusSize | None:
     """The entry of corpus_sizes.json whose experiments the recipe belongs to, by the longest beginning."""
     names = (recipe.experiment, recipe.data.recipe)
-    found: Dict[str, Dict[str, Any]] = {
+    found: dict[str, dict[str, Any]] = {
         beginning: entry
         for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
         for beginning in entry.pop("experiments")
@@ -257,7 +257,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)
 
 
-def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> Tuple[numpy.ndarray, numpy.ndarray]:
+def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:
     """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 

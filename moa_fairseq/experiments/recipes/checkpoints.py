@@ -8,7 +8,7 @@ import shutil
 import zipfile
 import zlib
 from pathlib import Path
-from typing import Any, Dict, Optional, Tuple
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import CODES
@@ -42,7 +42,7 @@ def is_whole(checkpoint: Path) -> bool:
     return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
 
 
-def checkpoint_to_resume(folder: Path) -> Optional[Path]:
+def checkpoint_to_resume(folder: Path) -> Path | None:
     """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
 
     Reads the whole file: torch writes a checksum for every part of it. Warns of every damaged one that was
@@ -85,13 +85,13 @@ def complete_the_last(folder: Path) -> None:
         copy_whole(shutil.copy, str(found), str(folder / name))
 
 
-def prepared_data(run_folder: Path) -> Optional[Path]:
+def prepared_data(run_folder: Path) -> Path | None:
     """The binarised folder that a run was made on, if it is still there."""
     folder = prepare_facts(run_folder).get("folder")
     return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
 
 
-def checkpoint_and_data(model: Path, data: Optional[Path] = None) -> Tuple[Path, Optional[Path]]:
+def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Path | None]:
     """The checkpoint that a run folder, a --save-dir or a file stands for, and the data that goes with it.
 
     The data is `data`, else what the run folder says; None where it does not, as after plain fairseq-train.
@@ -108,7 +108,7 @@ def checkpoint_and_data(model: Path, data: Optional[Path] = None) -> Tuple[Path,
     return checkpoint, data or prepared_data(model)
 
 
-def prepare_facts(run_folder: Path) -> Dict[str, Any]:
+def prepare_facts(run_folder: Path) -> dict[str, Any]:
     """What the prepare stage left in a run folder: folder, sentences, fingerprint, source, settings."""
     facts = marks(run_folder).get("prepare", {}).get("facts")
     return facts if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict) else {}

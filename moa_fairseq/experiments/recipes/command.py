@@ -26,8 +26,9 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any, Callable, Dict, Iterator, Optional
+from typing import Any
 
 import yaml
 
@@ -175,7 +176,7 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
         yield argparse.Namespace(**{**vars(args), **own})
 
 
-def _run_once(args: argparse.Namespace, config: Path) -> Optional[Path]:
+def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json where it was scored."""
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
     kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
@@ -260,7 +261,7 @@ def run_recipe(
     options: Options,
     executor_class: Callable[..., Executor] = Executor,
     dry_run: bool = False,
-) -> Optional[Path]:
+) -> Path | None:
     """Carry out the wanted stages, or show their commands. Returns result.json when the recipe was scored.
 
     Raises UserError; what was finished before stays and is not done again next time.
@@ -386,7 +387,7 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
     embedded = data["recipe"] in EMBEDDED and source in (None, corpus_root)
     source = corpus_root if embedded else source
     root, downloads = prepared_folder(data, source, options.data_root), options.data_root / "downloads"
-    places: Dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
+    places: dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
     places["whole"] = options.preparation
     job = Preparation(data, run.recipe.splits, source, root, executor, **places)
     corpus = ["moa-fairseq", "corpus", "--output", str(source)]

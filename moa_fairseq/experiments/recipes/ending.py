@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import math
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Iterator, Optional, Tuple
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import read_manifest
@@ -22,8 +23,8 @@ _BEST = "--set average=null evaluates the best checkpoint"
 
 
 def unmet(
-    recipe: Recipe, updates: Optional[int] = None, per_epoch: Optional[int] = None
-) -> Iterator[Tuple[str, str]]:
+    recipe: Recipe, updates: int | None = None, per_epoch: int | None = None
+) -> Iterator[tuple[str, str]]:
     """(key, why) where the training would leave less than what is averaged or evaluated.
 
     updates, per_epoch: of the whole training and of an epoch, where the data is known.

@@ -12,7 +12,8 @@ import importlib.util
 import os
 import platform
 import re
-from typing import Any, Dict, Mapping, NamedTuple, Optional, Tuple
+from collections.abc import Mapping
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.schema import Model, Recipe
@@ -27,11 +28,11 @@ class Device(NamedTuple):
     counts: how many of them --plan shows where none is asked for.
     """
 
-    capability: Tuple[int, int]
+    capability: tuple[int, int]
     memory: int
     peak_half: float
     peak_single: float
-    counts: Tuple[int, ...] = (1, 8, 32)
+    counts: tuple[int, ...] = (1, 8, 32)
 
 
 # What --device-name may say. NVIDIA's data sheets of the SXM modules and white papers of the GeForce cards
@@ -82,9 +83,9 @@ class World:
     here: int
     init_method: str
     spawn: bool
-    device: Optional[int] = None
+    device: int | None = None
 
-    def flags(self) -> Dict[str, Any]:
+    def flags(self) -> dict[str, Any]:
         """The flags of fairseq-train that make it one of this world's processes."""
         return {
             "distributed-world-size": self.size,
@@ -106,9 +107,9 @@ class Hardware:
 
     gpus: int = 0
     name: str = "CPU"
-    capability: Optional[Tuple[int, int]] = None
-    visible: Tuple[str, ...] = ()
-    world: Optional[World] = None
+    capability: tuple[int, int] | None = None
+    visible: tuple[str, ...] = ()
+    world: World | None = None
     bfloat16_units: bool = False
 
     @property
@@ -127,7 +128,7 @@ class Hardware:
         return self.world is not None and self.world.size > self.world.here
 
     @property
-    def environment(self) -> Dict[str, str]:
+    def environment(self) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
         used = self.visible[: self.gpus]
         return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
@@ -157,7 +158,7 @@ def detect_hardware() -> Hardware:
     return Hardware(count, " or ".join(names), capability, identifiers[:count])
 
 
-def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
+def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
     """`gpus` (1 unless given) GPUs of a kind in DEVICES, for --dry-run and --plan without them."""
     count = 1 if gpus is None else gpus
     if count < 1:
@@ -166,7 +167,7 @@ def assumed_hardware(device_name: str, gpus: Optional[int]) -> Hardware:
     return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
 
-def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> Hardware:
+def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hardware:
     """Apply --gpus N to the machine.
 
     None takes all that is present, 0 the CPU. Asking for more than there is raises UserError,
@@ -188,11 +189,11 @@ def choose_devices(present: Hardware, wanted: Optional[int], dry_run: bool) -> H
 
 def find_world(
     gpus: int,
-    nodes: Optional[int] = None,
-    node_rank: Optional[int] = None,
-    master: Optional[str] = None,
+    nodes: int | None = None,
+    node_rank: int | None = None,
+    master: str | None = None,
     environment: Mapping[str, str] = os.environ,
-) -> Optional[World]:
+) -> World | None:
     """The world of this program, or None where it trains alone on one machine.
 
     gpus: on each machine, 0 for its CPU. nodes, node_rank, master: what the command line says (number of
@@ -231,7 +232,7 @@ def find_world(
     return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
 
 
-def precision_name(precision: str, hardware: Hardware, model: Optional[Model] = None) -> str:
+def precision_name(precision: str, hardware: Hardware, model: Model | None = None) -> str:
     """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
 
     `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Iterator, Tuple
 
 import numpy
 
@@ -78,7 +78,7 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
                 )
 
 
-def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[Tuple[str, Tuple[int, int], str]]:
+def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str, tuple[int, int], str]]:
     """(subset, tokens that its source and target sentences may have, how to raise that)."""
     evaluated = [] if recipe.generate and recipe.generate.flags.get(SKIP) else recipe.subsets
     subsets = [*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])]

@@ -9,8 +9,9 @@ import itertools
 import json
 import reprlib
 import typing
+from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Collection, Dict, List, Mapping, NoReturn, Optional, Sequence, Type, TypeVar, Union
+from typing import Any, NoReturn, TypeVar, Union
 
 import yaml
 from fairseq import options
@@ -36,7 +37,7 @@ MOST_LAYERS = 64  # files of one recipe: a base that is named twice at every ste
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 
 
-def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe:
+def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
 
     path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the name of
@@ -70,8 +71,8 @@ def load_recipe(path: Union[str, Path], overrides: Sequence[str] = ()) -> Recipe
 
 
 def _layers(
-    path: Path, above: Sequence[Path] = (), layers: Optional[List[Dict[str, Any]]] = None
-) -> List[Dict[str, Any]]:
+    path: Path, above: Sequence[Path] = (), layers: list[dict[str, Any]] | None = None
+) -> list[dict[str, Any]]:
     """`layers` and the mappings of a recipe file: those of its bases, lowest first, then its own."""
     mapping, layers = read_mapping(path, "recipe"), [] if layers is None else layers
     names = mapping.pop("base", [])
@@ -108,14 +109,14 @@ def find_recipe(path: Path) -> Path:
     return named if named.is_file() else path
 
 
-def build(cls: Type[T], mapping: Any, file: str, prefix: str = "") -> T:
+def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
     """Make dataclass `cls` from a mapping. Raises UserError for unknown, missing or ill-typed keys."""
     if not isinstance(mapping, dict):
         fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
     return _built(cls, [mapping], file, f"{prefix}." if prefix else "")
 
 
-def _built(cls: Type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
+def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
     config = OmegaConf.structured(cls)
     OmegaConf.set_readonly(config, False)
     try:
@@ -207,7 +208,7 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
     return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))[:300]})"
 
 
-def read_mapping(path: Path, kind: str) -> Dict[str, Any]:
+def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     """The mapping in a YAML file. kind: what the file is, such as "recipe". Raises UserError."""
     try:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")

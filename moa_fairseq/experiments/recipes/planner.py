@@ -14,9 +14,10 @@ from __future__ import annotations
 import dataclasses
 import math
 import re
+from collections.abc import Mapping, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
@@ -64,8 +65,8 @@ class Workload(NamedTuple):
     model: Any
     cost: Cost
     vocabulary: int
-    lengths: List[int]
-    size: Optional[CorpusSize]
+    lengths: list[int]
+    size: CorpusSize | None
 
     @property
     def macs_per_target_token(self) -> float:
@@ -85,7 +86,7 @@ class Workload(NamedTuple):
         return held * (2 if precision == "fp32" else 1)
 
 
-def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
+def workload(recipe: Recipe, data: Path | None) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     size = training_set(recipe, data)
     vocabulary = size.vocabulary if size else recipe.data.bpe or FALLBACK_VOCABULARY
@@ -98,7 +99,7 @@ def workload(recipe: Recipe, data: Optional[Path]) -> Workload:
     return Workload(model, count(model, *lengths), vocabulary, lengths, size)
 
 
-def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results: Path) -> Dict[str, Any]:
+def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: Path) -> dict[str, Any]:
     """The plan as plain data.
 
     data: a binarised folder, or one that is not yet. machines: the hardware to plan for. results: where
@@ -119,8 +120,8 @@ def plan(recipe: Recipe, data: Optional[Path], machines: List[Hardware], results
 
 
 def _plan_for(
-    recipe: Recipe, machine: Hardware, data: Optional[Path], work: Workload, speeds: List[Any]
-) -> Dict[str, Any]:
+    recipe: Recipe, machine: Hardware, data: Path | None, work: Workload, speeds: list[Any]
+) -> dict[str, Any]:
     asked, (recipe, machine, left_out) = machine.devices, fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     updates = planned_updates(recipe.train, batch, work.size)
@@ -150,7 +151,7 @@ def _plan_for(
     if work.size and updates and per_epoch:
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
-        seconds: List[float] = []
+        seconds: list[float] = []
         if recorded:
             seconds = [tokens / (recorded["tokens_per_second"] * batch.devices / recorded["count"])] * 2
         elif device:
@@ -186,19 +187,19 @@ def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
 
 
 @cache
-def _sizes_of(arch: str, vocabulary: int, lengths: Tuple[int, int]) -> Dict[str, Any]:
+def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str, Any]:
     return _sizes(count(build_skeleton(arch, vocabulary), *lengths))
 
 
-def _sizes(cost: Cost) -> Dict[str, Any]:
+def _sizes(cost: Cost) -> dict[str, Any]:
     """Parameters and MACs, but for the parameters of embeddings, which may be shared or not."""
     own = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
     return {"parameters": own, "macs": cost.macs}
 
 
 def _nearest(
-    speeds: Sequence[Dict[str, Any]], kind: str, precision: str, devices: int
-) -> Optional[Dict[str, Any]]:
+    speeds: Sequence[dict[str, Any]], kind: str, precision: str, devices: int
+) -> dict[str, Any] | None:
     """The speed to plan with: of this card, else of its generation, and of nearly so many devices."""
     generation = [
         name
@@ -234,8 +235,8 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
 
 
 def disk(
-    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: Optional[int], epochs: Optional[int]
-) -> Dict[str, Optional[int]]:
+    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: int | None, epochs: int | None
+) -> dict[str, int | None]:
     """Bytes of the checkpoints and the average that a training leaves, as fairseq writes them.
 
     A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
@@ -252,7 +253,7 @@ def disk(
     if not flags.get("no-save-optimizer-state"):
         size += remembered * sum(parameter.numel() for parameter in own.values())
 
-    def number(most: float, done: Optional[int], interval: int) -> float:
+    def number(most: float, done: int | None, interval: int) -> float:
         return min(most, math.inf if done is None else done // interval)
 
     keep, interval = flags.get("keep-interval-updates", -1), flags.get("save-interval-updates")
@@ -267,12 +268,12 @@ def disk(
     return {"checkpoint": size, "files": files, "total": total}
 
 
-def read_speeds(results: Path) -> List[Dict[str, Any]]:
+def read_speeds(results: Path) -> list[dict[str, Any]]:
     """The recorded speeds in a results folder, with device (as device_kind), count and file.
 
     The experiment of a benchmark's row is a recipe or an architecture.
     """
-    rows: List[Dict[str, Any]] = []
+    rows: list[dict[str, Any]] = []
     places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
     for path in sorted(path for place in places for path in results.glob(place)):
         try:
@@ -297,7 +298,7 @@ def read_speeds(results: Path) -> List[Dict[str, Any]]:
     return rows
 
 
-def as_text(report: Dict[str, Any]) -> str:
+def as_text(report: dict[str, Any]) -> str:
     """The plan as a table for people."""
     source, target = report["mean_lengths"]
     corpus, entries = report["corpus"], report["hardware"]
@@ -344,5 +345,5 @@ def _two_digits(number: int) -> int:
     return number // step * step
 
 
-def _gigabytes(size: Optional[int]) -> str:
+def _gigabytes(size: int | None) -> str:
     return "?" if size is None else f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"

@@ -14,8 +14,9 @@ import math
 import os
 import subprocess
 import time
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Dict, List, Mapping, Optional
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
@@ -36,7 +37,7 @@ _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 log = logging.getLogger(__name__)
 
 
-def settings(recipe: Recipe) -> Dict[str, Any]:
+def settings(recipe: Recipe) -> dict[str, Any]:
     """What a finished run of the recipe has done, whatever carried it out."""
     section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
     evaluation = dataclasses.asdict(section) if section else {}
@@ -44,7 +45,7 @@ def settings(recipe: Recipe) -> Dict[str, Any]:
     return _done(recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring)
 
 
-def settings_made(folder: Path, recipe: Recipe) -> Dict[str, Any]:
+def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """The same, of the finished steps in a run folder that follow from each other."""
     made, kind = marks(folder), "generate" if recipe.generate else "score"
     train, average = as_of_today(made.get("train", {})), made.get("average", {})
@@ -69,24 +70,24 @@ def _done(
     said: Mapping[str, Any],
     goal: Mapping[str, Any],
     count: int,
-    interval: Optional[int],
+    interval: int | None,
     section: Any,
     scoring: Mapping[str, Any],
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     flags = {key: value for key, value in scoring.items() if key != "also"}  # one number more
-    done: Dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
+    done: dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
     if interval:  # of checkpoints of updates
         done["averaged_every"] = interval
     return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
 
 
-def _kept(values: Mapping[str, Any]) -> Dict[str, Any]:
+def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _FREE}
 
 
 def data_differences(
     recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
-) -> Dict[str, str]:
+) -> dict[str, str]:
     """How binarised data, of so many lines, differs from a recipe's, where both are known.
 
     claim: for a row of a paper, where what cannot be told counts as a difference.
@@ -94,15 +95,15 @@ def data_differences(
     name, dataset = recipe.data.recipe, datasets().get(recipe.data.recipe)
     if claim and not (dataset and dataset.downloadable):
         return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
-    manifest: Dict[str, Any] = {}
+    manifest: dict[str, Any] = {}
     for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
         with contextlib.suppress(OSError, UserError, TypeError, ValueError):
             manifest = manifest or dict(read_manifest(place))
     said = manifest.get("settings")
     said = said if isinstance(said, dict) else {}
     made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))
-    row: Dict[str, Any] = {} if name == "binarised" else {"recipe": name}
-    found: Dict[str, Any] = {"recipe": made} if made is not None else {}
+    row: dict[str, Any] = {} if name == "binarised" else {"recipe": name}
+    found: dict[str, Any] = {"recipe": made} if made is not None else {}
     if recipe.kind == TRANSLATION:
         row.update(_text_facts(vars(recipe.data)))
         found.update(_text_facts(said))
@@ -136,7 +137,7 @@ def data_differences(
     return differ
 
 
-def _text_facts(said: Mapping[str, Any]) -> Dict[str, Any]:
+def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
     """What a data section, of a recipe or in a manifest, says of text in two languages."""
     facts = {key: said[key] for key in _TEXT if key in said}
     if facts:
@@ -149,19 +150,19 @@ def _text_facts(said: Mapping[str, Any]) -> Dict[str, Any]:
     return facts
 
 
-def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> List[str]:
+def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> list[str]:
     """'key: row → run' of each; none where the run stands for the row."""
     return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
 
 
-def record(run: Run, started: float) -> Optional[Path]:
+def record(run: Run, started: float) -> Path | None:
     """Write result.json where the run scores, and its speed where that is to be recorded.
 
     started: as time.time() gives it. Returns result.json, None where nothing was scored.
     """
     recipe, folder, options = run.recipe, run.folder, run.options
     summary = summarise(folder / "train.jsonl")
-    trained: Dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
+    trained: dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
     hardware = trained.get("hardware", run.hardware.describe())
     if options.stage == "train" and options.record:
         from moa_fairseq.experiments.recipes.planner import workload
@@ -188,8 +189,8 @@ def record(run: Run, started: float) -> Optional[Path]:
     scores = {name: scores_in(path, recipe, folder_of_data, name) for name, path in outputs.items()}
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
-    found: List[str] = []
-    left_out: Dict[str, int] = {}
+    found: list[str] = []
+    left_out: dict[str, int] = {}
     for name in outputs:
         facts = marks(folder).get(f"generate-{name}", {}).get("facts")
         if isinstance(facts, dict) and is_number(facts.get(LEFT_OUT)):
@@ -235,21 +236,21 @@ def record(run: Run, started: float) -> Optional[Path]:
     return result
 
 
-def write_record(path: Path, values: Dict[str, Any], command: str) -> Path:
+def write_record(path: Path, values: dict[str, Any], command: str) -> Path:
     """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
     made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     write_json(path, {**values, **made_by, "command": command})
     return path
 
 
-def versions() -> Dict[str, Optional[str]]:
+def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that the numbers depend on."""
     found = tool_versions()
     fairseq = found.get("ve-fairseq") or found.get("fairseq")
     return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
 
 
-def commit() -> Optional[str]:
+def commit() -> str | None:
     """The commit of the source tree that runs, with -dirty for uncommitted changes.
 
     A copy of the files may have no git, or one that knows an older commit: then it is what

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, Optional
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
@@ -28,7 +28,7 @@ _SETTINGS = (
 )
 
 
-def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Dict[str, Any]:
+def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, Any]:
     """The scores that an evaluation of the recipe's kind wrote.
 
     data: the binarised folder. Raises UserError for a damaged file, or if it is of a part of the subset.
@@ -42,7 +42,7 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Dict[str, 
     return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
 
 
-def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[str, Any]:
+def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[str, Any]:
     """fairseq-eval-lm's output as scores.
 
     wanted: tokens of the data. Raises UserError if it holds no perplexity, or one of fewer tokens.
@@ -70,7 +70,7 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> Dict[
     }
 
 
-def read_scores(path: Path) -> Dict[str, Any]:
+def read_scores(path: Path) -> dict[str, Any]:
     """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
     remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
     scores = read_json(path, remedy)
@@ -89,7 +89,7 @@ def read_scores(path: Path) -> Dict[str, Any]:
     return scores
 
 
-def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
+def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
     spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
@@ -102,7 +102,7 @@ def flat_metrics(scores: Dict[str, Any]) -> Dict[str, Any]:
     return metrics
 
 
-def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> str:
+def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
     """The metric of a run's result, which depends on its references.
 
     Without spaces between words it is sacreBLEU, whose tokeniser is the language's. A row's BLEU may be that
@@ -133,7 +133,7 @@ def headline_of(recipe: Recipe, published: Recipe, scores: Dict[str, Any]) -> st
     return split_once[found]
 
 
-def describe(headline: str, scores: Dict[str, Dict[str, Any]], paper: Optional[float] = None) -> str:
+def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
     """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
 
     paper: the number of the row that the run stands for.

@@ -5,8 +5,9 @@ from __future__ import annotations
 import dataclasses
 import logging
 import re
+from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Mapping, Optional, Set
+from typing import Any
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
@@ -58,15 +59,15 @@ class Options:
     """
 
     stage: str = "all"
-    data: Optional[Path] = None
-    save_dir: Optional[Path] = None
+    data: Path | None = None
+    save_dir: Path | None = None
     restart: bool = False
-    record: Optional[Path] = None
+    record: Path | None = None
     command_line: str = ""
     preparation: str = ""
-    user_dir: Optional[Path] = None
+    user_dir: Path | None = None
     data_root: Path = Path("data")
-    published: Optional[Recipe] = None
+    published: Recipe | None = None
     training: Any = None
 
     def wants(self, stage: str) -> bool:
@@ -96,14 +97,14 @@ class Run:
             return pretrained_checkpoint(self.recipe.pretrained)
         return self.folder / "average.pt" if self.recipe.average else self.checkpoints / "checkpoint_best.pt"
 
-    def command(self, program: str, values: Mapping[str, Any]) -> List[str]:
+    def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
         """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
         plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
         line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
         return [program, positional(self.prepared.folder), *line]
 
 
-def steps(run: Run) -> List[Step]:
+def steps(run: Run) -> list[Step]:
     """All steps of a run, in order: what --dry-run shows and what a run makes."""
     recipe = run.recipe
     made = [] if recipe.finetune == "noft" else [_train(run)]
@@ -124,7 +125,7 @@ def _text(run: Run) -> Step:
     """The run's own copy of its dictionaries, merges and rules; in place, so that others are refused."""
     data = run.prepared.folder
 
-    def inputs() -> Dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         return {name: checksum(path) for name, path in text_files(data).items()}
 
     def keep(new: Path) -> None:
@@ -140,7 +141,7 @@ def _train(run: Run) -> Step:
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
     # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
     # where the training's memory is large, every page that the training writes to is then copied.
-    on_cpus: Dict[str, Any] = {"num-workers": 0}
+    on_cpus: dict[str, Any] = {"num-workers": 0}
     if world:
         on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
     logs = recipe.training_flags.get("tensorboard-logdir")
@@ -164,12 +165,12 @@ def _train(run: Run) -> Step:
     }
     told = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
 
-    def inputs() -> Dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         if recipe.finetune and not (run.checkpoints / LAST).exists():
             check_pretrained(recipe, run.prepared.folder)
         return {"data": run.prepared.fingerprint, **recipe.training_inputs}
 
-    def facts(checkpoints: Path) -> Dict[str, Any]:
+    def facts(checkpoints: Path) -> dict[str, Any]:
         if not (checkpoints / LAST).is_file():
             log_file = run.folder / "train.log"
             raise UserError(
@@ -186,7 +187,7 @@ def _train(run: Run) -> Step:
             remedy = "Start again with --restart; without the flag a run can go on."
             raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
 
-    goes_on: Dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
+    goes_on: dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
     goes_on["as_of_today"] = as_of_today
     line = run.command("fairseq-train", values)
     return Step("train", run.checkpoints, line, inputs, watch=told, finish=facts, **goes_on)
@@ -202,7 +203,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "force": True,  # for whoever runs the commands again: here it writes beside
     }
 
-    def inputs() -> Dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:
@@ -220,10 +221,10 @@ def _average(run: Run, average: Average, train: Step) -> Step:
     return Step("average", run.model, ["moa-fairseq", "average", *flags(values)], inputs)
 
 
-def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callable[[], Mapping[str, Any]]:
+def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callable[[], Mapping[str, Any]]:
     """The inputs of a step that evaluates the checkpoint by a section of the recipe."""
 
-    def inputs() -> Dict[str, Any]:
+    def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
             remedy = f"run --stage {missing} first"
@@ -236,7 +237,7 @@ def _evaluated(run: Run, settings: Any, subset: str, made: List[Step]) -> Callab
     return inputs
 
 
-def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Step:
+def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
     """The beam search, in fp32 so that scores do not depend on the hardware."""
     values = {
         "path": str(run.model),
@@ -249,7 +250,7 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
         **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
         **section.flags,
     }
-    translated: Set[str] = set()  # ids of sentences, which have --nbest lines
+    translated: set[str] = set()  # ids of sentences, which have --nbest lines
     known = run.prepared.sentences.get(subset, 0)
     pace, goal = max(100, (known or 1000) // 10), f" of {known:,}" if known else ""
 
@@ -260,7 +261,7 @@ def _generate(run: Run, section: Generate, subset: str, made: List[Step]) -> Ste
             if len(translated) % pace == 0:
                 log.info("  %s%s sentences", f"{len(translated):,}", goal)
 
-    def finish(made: Path) -> Dict[str, int]:
+    def finish(made: Path) -> dict[str, int]:
         total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
         left_out = total - len(translated)
         if not translated:
@@ -291,7 +292,7 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 
-def _evaluate(run: Run, section: Score, subset: str, made: List[Step]) -> Step:
+def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     """A language model's perplexity or a classifier's accuracy, in fp32 as translations are."""
     kind, name, model = run.recipe.kind, f"score-{subset}", str(run.model)
     inputs = _evaluated(run, section, subset, made)
@@ -307,7 +308,7 @@ def _evaluate(run: Run, section: Score, subset: str, made: List[Step]) -> Step:
     return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 
-def _scored(run: Run, name: str, file: str, line: List[str], inputs: Any, captured: str) -> Step:
+def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str) -> Step:
     """A step whose output must hold scores."""
 
     def finish(made: Path) -> None:

@@ -14,8 +14,9 @@ import re
 import reprlib
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Set, Tuple
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors
@@ -30,7 +31,7 @@ _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
 _CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that says what it does to the kernels
 
 
-def parse_record(line: str) -> Optional[Dict[str, Any]]:
+def parse_record(line: str) -> dict[str, Any] | None:
     """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are among them."""
     start = line.find("| {")
     text = line[start + 2 :] if start >= 0 else line
@@ -43,12 +44,12 @@ def parse_record(line: str) -> Optional[Dict[str, Any]]:
     return record if isinstance(record, dict) and "epoch" in record else None
 
 
-def wrong_number(record: Dict[str, Any]) -> Optional[str]:
+def wrong_number(record: dict[str, Any]) -> str | None:
     """The key of an epoch or of a number of updates that is not a number, or None where all is well."""
     return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
 
 
-def finite(value: Any) -> Optional[float]:
+def finite(value: Any) -> float | None:
     """A number that fairseq wrote, as a number or as text; None for anything else, infinity and NaN too."""
     try:
         number = float(value) if isinstance(value, (int, float, str)) else math.nan
@@ -57,7 +58,7 @@ def finite(value: Any) -> Optional[float]:
     return number if math.isfinite(number) else None
 
 
-def read_records(path: Path) -> Iterator[Dict[str, Any]]:
+def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a train.jsonl; a last line that was cut off by a crash is passed over.
 
     Raises UserError, naming the line, for a record without a sensible epoch or number of updates.
@@ -74,7 +75,7 @@ def read_records(path: Path) -> Iterator[Dict[str, Any]]:
                 yield record
 
 
-def updates_of(record: Dict[str, Any]) -> int:
+def updates_of(record: dict[str, Any]) -> int:
     """Number of updates at which a record was written."""
     keys = ("num_updates", "train_num_updates", "valid_num_updates")
     return next((int(finite(record[key]) or 0) for key in keys if key in record), 0)
@@ -89,7 +90,7 @@ def prune(path: Path, updates: int) -> None:
             stream.writelines(json.dumps(record) + "\n" for record in kept)
 
 
-def summarise(path: Path) -> Dict[str, Any]:
+def summarise(path: Path) -> dict[str, Any]:
     """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any."""
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
@@ -103,7 +104,7 @@ def summarise(path: Path) -> Dict[str, Any]:
             tokens += in_epoch
             seconds += in_epoch / speed
     pace = finite(tokens / seconds) if seconds else None
-    summary: Dict[str, Any] = {
+    summary: dict[str, Any] = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
@@ -120,13 +121,13 @@ class TrainLog:
     """Receives the lines of a running fairseq-train: keeps the records and shows where it is."""
 
     path: Path
-    max_epoch: Optional[int]
-    max_update: Optional[int]
-    parameters: List[int] = dataclasses.field(default_factory=list)
-    updated: Optional[int] = None  # of them, where the task says it
-    started: Optional[Tuple[float, float]] = None  # when, and which part of the training was done
+    max_epoch: int | None
+    max_update: int | None
+    parameters: list[int] = dataclasses.field(default_factory=list)
+    updated: int | None = None  # of them, where the task says it
+    started: tuple[float, float] | None = None  # when, and which part of the training was done
     # What was said about left-out sentences: fairseq says it again in every epoch.
-    skipped: Set[str] = dataclasses.field(default_factory=set)
+    skipped: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
@@ -154,7 +155,7 @@ class TrainLog:
             if int(match.group(1)):  # a pretrained model counts from 0
                 print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
-    def _show(self, record: Dict[str, Any]) -> None:
+    def _show(self, record: dict[str, Any]) -> None:
         epoch, updates = int(finite(record["epoch"]) or 0), updates_of(record)
         if "valid_loss" in record:
             name = "accuracy" if "valid_accuracy" in record else "ppl"

@@ -1,6 +1,7 @@
 """Two translation systems compared: BLEU and chrF, and whether their difference could be chance."""
 
-from typing import Any, Dict, List, Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,7 +14,7 @@ from moa_fairseq.experiments.scoring.significance import approximate_randomisati
 
 def against(
     first: Sequence[RunningText], second: Sequence[RunningText], trials: int = 10_000
-) -> Dict[str, Any]:
+) -> dict[str, Any]:
     """Mean scores of two systems, and what could make their difference by chance.
 
     first, second: the outputs of each system's seeds for one and the same test set. Both p are two-sided. p:
@@ -28,8 +29,8 @@ def against(
                 f"output {number} has other references than output 1, or other letters (lower-cased or not): "
                 "only outputs of the same sentences can be compared. Generate both from one test set."
             )
-    rows: List[Dict[str, Any]] = []
-    metrics: Dict[str, Any] = {
+    rows: list[dict[str, Any]] = []
+    metrics: dict[str, Any] = {
         "BLEU": BLEU(**texts[0].settings, force=True),
         "chrF": CHRF(lowercase=texts[0].settings["lowercase"]),
     }
@@ -60,6 +61,6 @@ def against(
     return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
 
 
-def interval_of(row: Mapping[str, Any]) -> Optional[str]:
+def interval_of(row: Mapping[str, Any]) -> str | None:
     """The interval of a row of `against` as text; None where it has none."""
     return f"{row['low']:+.2f} … {row['high']:+.2f}" if "low" in row else None

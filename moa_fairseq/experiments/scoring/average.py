@@ -12,8 +12,8 @@ from __future__ import annotations
 
 import argparse
 import re
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Dict, List, Optional, Sequence, Tuple
 
 import torch
 from torch import Tensor
@@ -25,7 +25,7 @@ from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_ch
 _EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")
 
-State = Dict[str, Tensor]
+State = dict[str, Tensor]
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict:
@@ -43,7 +43,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
         )
     sums: State = {}
-    leaders: Dict[str, str] = {}  # parameter → the first parameter of the same storage
+    leaders: dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
         state = load_checkpoint(path)
         model, state["last_optimizer_state"] = state.pop("model"), None
@@ -70,7 +70,7 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     return state
 
 
-def _check(model: State, shapes: Dict[str, Tuple[int, ...]], path: Path) -> None:
+def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
             where = "lacks" if key not in model else "alone has"
@@ -85,7 +85,7 @@ def _check(model: State, shapes: Dict[str, Tuple[int, ...]], path: Path) -> None
             )
 
 
-def numbered_checkpoints(folder: Path, by_updates: bool = False) -> List[Tuple[int, Path]]:
+def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[int, Path]]:
     """(epoch E, checkpointE.pt) of a folder, or (update U, checkpoint_E_U.pt); the oldest first."""
     pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("checkpoint*.pt")]
@@ -93,8 +93,8 @@ def numbered_checkpoints(folder: Path, by_updates: bool = False) -> List[Tuple[i
 
 
 def last_checkpoints(
-    folder: Path, number: int, by_updates: bool = False, upper_bound: Optional[int] = None
-) -> List[Path]:
+    folder: Path, number: int, by_updates: bool = False, upper_bound: int | None = None
+) -> list[Path]:
     """The `number` newest checkpoints in `folder`, oldest first.
 
     by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound: the
@@ -118,9 +118,9 @@ def last_checkpoints(
     return [path for _, path in numbered[len(numbered) - number :]]
 
 
-def shared_storage(model: State) -> Dict[str, str]:
+def shared_storage(model: State) -> dict[str, str]:
     """Each parameter → the first one that is the same view of the same storage."""
-    first: Dict[Tuple, str] = {}
+    first: dict[tuple, str] = {}
     leaders = {}
     for key, tensor in model.items():
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())

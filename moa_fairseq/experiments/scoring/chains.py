@@ -2,8 +2,9 @@
 
 import functools
 import re
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, Callable, Dict, List, NamedTuple, Optional, Sequence, Tuple
+from typing import Any, NamedTuple
 
 from sacrebleu.metrics import BLEU
 from sacrebleu.utils import SACREBLEU_DIR
@@ -25,7 +26,7 @@ class Chain(NamedTuple):
     hypothesis: Callable[[str], str]
     reference: Callable[[str], str]
     description: str
-    wants: Tuple[str, str] = (TOKENISED, TOKENISED)
+    wants: tuple[str, str] = (TOKENISED, TOKENISED)
 
 
 def split_compounds(line: str) -> str:
@@ -40,7 +41,7 @@ def _moa_release(line: str) -> str:
     return split_compounds(replace_unicode_punctuation(line))
 
 
-CHAINS: Dict[str, Chain] = {
+CHAINS: dict[str, Chain] = {
     "multi-bleu": Chain("multi_bleu", str, str, "Moses' multi-bleu.perl on the tokens as given"),
     "compound-split": Chain(
         "compound_split_bleu",
@@ -82,15 +83,15 @@ class Texts(NamedTuple):
     TOKENIZERS (None: what it takes for the language).
     """
 
-    hypotheses: List[str]
-    references: List[List[str]]
+    hypotheses: list[str]
+    references: list[list[str]]
     lang: str = "de"
     detokenized: bool = False
-    raw_references: Optional[List[List[str]]] = None
-    tokenizer: Optional[str] = None
+    raw_references: list[list[str]] | None = None
+    tokenizer: str | None = None
 
 
-def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
+def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
     """BLEU by a name of CHAINS or SACREBLEU: score, precisions, bp, lengths, `line`, and `chain` in words.
 
     sacreBLEU's signature is with it. lowercase: of all but sacreBLEU.
@@ -113,7 +114,7 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> Dict[str, Any]:
 
 def multi_bleu(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lowercase: bool = False
-) -> Dict[str, object]:
+) -> dict[str, object]:
     """BLEU-4 in per cent, as Moses' `multi-bleu.perl` counts it, and the `line` that it would print.
 
     hypotheses: one tokenised line each. references: one sequence of lines per reference. lowercase: its -lc,
@@ -149,7 +150,7 @@ def multi_bleu(
     return {**_plain(result), "line": line}
 
 
-def _plain(result: Any) -> Dict[str, object]:
+def _plain(result: Any) -> dict[str, object]:
     """sacreBLEU's score as plain data, unrounded."""
     scores = {name: getattr(result, name) for name in ("score", "precisions", "bp")}
     return {**scores, "hyp_len": result.sys_len, "ref_len": result.ref_len}
@@ -165,7 +166,7 @@ def _usable(tokenizer: str) -> bool:
     return True
 
 
-def tokenizer_for(lang: str, wanted: Optional[str] = None) -> Tuple[str, str]:
+def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
     """sacreBLEU's tokeniser for a language by its own rule, and a warning where that one cannot be had.
 
     Languages without spaces for which it has no rule get flores200 where its model is on this machine, else
@@ -190,9 +191,9 @@ def tokenizer_for(lang: str, wanted: Optional[str] = None) -> Tuple[str, str]:
 class RunningText(NamedTuple):
     """What sacreBLEU is given: hypotheses, references, how it counts; `chain`, the same in words."""
 
-    hypotheses: List[str]
-    references: List[List[str]]
-    settings: Dict[str, Any]
+    hypotheses: list[str]
+    references: list[list[str]]
+    settings: dict[str, Any]
     chain: str
     warning: str = ""
 

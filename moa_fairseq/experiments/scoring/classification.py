@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import argparse
 import json
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Dict, Iterable, List, Optional
+from typing import Any
 
 import torch
 
@@ -15,7 +16,7 @@ from moa_fairseq.experiments.scoring.trained_model import batches, device_for, l
 
 
 @torch.no_grad()
-def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, cpu: bool) -> Dict[str, Any]:
+def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu: bool) -> dict[str, Any]:
     """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
 
     Raises UserError for a model that is not a classifier, a subset that does not exist, sentences that are
@@ -29,7 +30,7 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
         )
     device = device_for(cpu)
     model, head = model.to(device).eval(), next(iter(heads))
-    by_place: Dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
+    by_place: dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
     for sample in batches(task, model, subset, max_tokens, device):
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
         hits = logits.argmax(1).eq(sample["target"].view(-1))
@@ -43,7 +44,7 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
             "--max-positions."
         )
 
-    def accuracy(places: Iterable[int]) -> Dict[str, Any]:
+    def accuracy(places: Iterable[int]) -> dict[str, Any]:
         hits = [by_place[place] for place in places]
         return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
 
@@ -51,7 +52,7 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
         name: {value: accuracy(places) for value, places in sorted(values.items())}
         for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items()
     }
-    evaluation: Dict[str, Any] = {"sentences": count}
+    evaluation: dict[str, Any] = {"sentences": count}
     for name, values in by.items():
         if len(values) <= _FEW:
             scores = {str(value): round(found["score"], 2) for value, found in values.items()}
@@ -63,13 +64,13 @@ def score(checkpoint: Path, data: Optional[Path], subset: str, max_tokens: int, 
 _FEW = 10  # values of a group that are kept with the result of a recipe
 
 
-def _groups(path: Path, sentences: int) -> Dict[str, Dict[int, List[int]]]:
+def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
     """Name → value → the sentences that have it; empty if the data has no groups."""
     if not path.is_file():
         return {}
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     names = head.split("\t")
-    found: Dict[str, Dict[int, List[int]]] = {name: {} for name in names}
+    found: dict[str, dict[int, list[int]]] = {name: {} for name in names}
     for number, line in enumerate(lines):
         values = line.split("\t")
         if len(values) != len(names) or not all(value.isdecimal() for value in values):

@@ -22,8 +22,9 @@ import json
 import re
 import statistics
 from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, Optional, Sequence, Tuple, Union
+from typing import Any
 
 from tqdm import tqdm
 
@@ -79,17 +80,17 @@ class Cell:
     """
 
     column: str
-    quantity: Optional[str]
+    quantity: str | None
     paper: float
     printed: str
-    ours: Optional[float] = None
-    spread: Optional[float] = None
-    difference: Optional[float] = None
+    ours: float | None = None
+    spread: float | None = None
+    difference: float | None = None
     status: str = NO_RECIPE
     runs: int = 0
-    plain: Optional[int] = None
-    attention: Optional[int] = None
-    cache: Optional[int] = None
+    plain: int | None = None
+    attention: int | None = None
+    cache: int | None = None
 
 
 @dataclasses.dataclass
@@ -97,10 +98,10 @@ class Row:
     """One line of a table. arch: the one that is counted; headline: the task, in README.md's table."""
 
     row: str
-    arch: Optional[str]
-    cells: List[Cell]
-    runs: List[dict]
-    headline: Optional[str] = None
+    arch: str | None
+    cells: list[Cell]
+    runs: list[dict]
+    headline: str | None = None
 
 
 @dataclasses.dataclass
@@ -113,20 +114,20 @@ class PaperTable:
     citation: str
     table: str
     caption: str
-    notes: List[str]
-    rows: List[Row]
+    notes: list[str]
+    rows: list[Row]
 
 
 @dataclasses.dataclass
 class Comparison:
     """All tables, and the runs that stand for no row."""
 
-    tables: List[PaperTable]
-    other: List[dict]
+    tables: list[PaperTable]
+    other: list[dict]
 
 
 def load_comparison(
-    results: Path, run_files: Sequence[Path] = (), paper: Optional[str] = None, measured: bool = False
+    results: Path, run_files: Sequence[Path] = (), paper: str | None = None, measured: bool = False
 ) -> Comparison:
     """Read `results`/papers and the runs, match them, and count what the papers print of the models' costs.
 
@@ -215,7 +216,7 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     return stands and target.get("paper") == paper
 
 
-def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tuple]]:
+def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tuple]]:
     """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
     fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
     texts = dict(zip(reversed(row["values"]), reversed(fields)))  # before them stand K, E and D, if anything
@@ -224,7 +225,7 @@ def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tup
         # Where our number comes from: the column's description, with the row's changes.
         about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
         if quantity := about.get("quantity"):
-            model: Tuple = ()
+            model: tuple = ()
             if row.get("arch") is not None:
                 names = ("src_len", "tgt_len", "embeddings")
                 setting = tuple((name, about[name]) for name in names if name in about)
@@ -246,7 +247,7 @@ def _cells(table: dict, row: dict, runs: List[dict]) -> Iterator[Tuple[Cell, Tup
 
 
 @functools.cache
-def _count(arch: str, vocab_size: int, flags: Tuple[str, ...], setting: Tuple) -> Dict[str, Any]:
+def _count(arch: str, vocab_size: int, flags: tuple[str, ...], setting: tuple) -> dict[str, Any]:
     from moa_fairseq.experiments.scoring.complexity import as_json, complexity
 
     return as_json(complexity(arch, vocab_size, model_flags=flags, **dict(setting)))
@@ -254,14 +255,14 @@ def _count(arch: str, vocab_size: int, flags: Tuple[str, ...], setting: Tuple) -
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
     """Every table, what has no recipe as the paper prints it, then the runs that stand for no row."""
-    blocks: List[Union[str, Table]] = []
+    blocks: list[str | Table] = []
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
     columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
     for table in comparison.tables:
         pairs = [(row, cell) for row in table.rows for cell in row.cells if cell.status != NO_RECIPE]
         if f"### {table.title}" not in blocks:
             blocks += [f"### {table.title}", f"{table.citation}."]
-        archs: Dict[str, List[str]] = defaultdict(list)
+        archs: dict[str, list[str]] = defaultdict(list)
         for name, arch in dict.fromkeys((row.row, row.arch) for row, _ in pairs if row.arch):
             archs[arch].append(name)
         counted = "; ".join(f"`{arch}` ({', '.join(names)})" for arch, names in archs.items())
@@ -290,7 +291,7 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
     return page(blocks, markdown)
 
 
-def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
+def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
     """A printed number beside ours: the values of Model, Measure, Paper, Ours and Difference.
 
     Of MACs the plain count, that of the attention and the cache follow. Counts are in millions.
@@ -319,16 +320,16 @@ def lines_of(row: Row, cell: Cell) -> List[Dict[str, str]]:
     return [line]
 
 
-def _other(runs: List[dict]) -> List[Table]:
+def _other(runs: list[dict]) -> list[Table]:
     """A table for each set of metrics; runs that differ in their seed alone have one line."""
-    alike: Dict[tuple, List[dict]] = defaultdict(list)
+    alike: dict[tuple, list[dict]] = defaultdict(list)
     for run in runs:
         keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
         command = _OF_ONE_RUN.sub("", run.get("command") or "")
         group = alike[(run["experiment"], command, *(str(run.get(key)) for key in keys))]
         seeds = {None, *(other.get("seed") for other in group)} if group else {}
         (alike[(id(run),)] if run.get("seed") in seeds else group).append(run)
-    tables: Dict[Tuple[str, ...], List[Dict[str, Any]]] = defaultdict(list)
+    tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for group in alike.values():
         first = group[0]
         line = {"run": first["name"] if len(group) == 1 else f"{first['experiment']} ({len(group)} seeds)"}
@@ -350,7 +351,7 @@ def _other(runs: List[dict]) -> List[Table]:
     return [Table(columns, lines) for lines in tables.values()]
 
 
-def _evidence(runs: List[dict]) -> str:
+def _evidence(runs: list[dict]) -> str:
     """How each number came about: a score never travels alone."""
     lines = []
     for run in runs:

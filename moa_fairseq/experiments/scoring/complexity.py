@@ -31,8 +31,9 @@ from __future__ import annotations
 import argparse
 import json
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, Dict, List, Optional, Sequence, Set
+from typing import Any
 
 import torch
 from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
@@ -74,14 +75,14 @@ class Cost:
     decoder's self-attention, in 16 bits.
     """
 
-    parameters: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    macs: Dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    not_counted: List[str] = field(default_factory=list)  # module types whose MACs no rule knows
-    layer: Optional[Dict[str, int]] = None
+    parameters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    macs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
+    not_counted: list[str] = field(default_factory=list)  # module types whose MACs no rule knows
+    layer: dict[str, int] | None = None
     attention_parameters: int = 0
     attention_macs: int = 0
-    cache_bytes: Optional[int] = None
-    updated: Dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
+    cache_bytes: int | None = None
+    updated: dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
 
     @property
     def total_macs(self) -> int:
@@ -111,8 +112,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         if {"self_attn", "encoder_attn"} & set(owner.split(".")):
             cost.attention_parameters += parameter.numel()
     carries = isinstance(model, FairseqLanguageModel)
-    unknown: Set[str] = set()
-    stated: Set[nn.Module] = set()  # the cost of these is part of what the attention around them states
+    unknown: set[str] = set()
+    stated: set[nn.Module] = set()  # the cost of these is part of what the attention around them states
     for name, module in modules.items():
         path, part = name.split("."), part_of(name, module)
         cross = "encoder_attn" in path
@@ -160,7 +161,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     return cost
 
 
-def published_cost(attention: Attention, length: int, chunks: int) -> Optional[Dict[str, int]]:
+def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, int] | None:
     """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
 
     "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
@@ -241,9 +242,9 @@ def branch_size(
             f"--branch: the weights of {arch} need {needed / 2**30:.0f} GiB, and this machine has "
             f"{memory / 2**30:.0f}. Leave the flag out, or give fewer layers after a lone --."
         )
-    sizes: List[float] = []
+    sizes: list[float] = []
 
-    def measure(module: nn.Module, inputs: Any, named: Dict[str, Any], output: Any) -> None:
+    def measure(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
         sizes.append((output[0].norm() / named["query"].norm()).item())
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
@@ -267,7 +268,7 @@ def branch_size(
     return sum(sizes) / len(sizes)
 
 
-def as_json(cost: Cost) -> Dict[str, Any]:
+def as_json(cost: Cost) -> dict[str, Any]:
     """The report as plain data; all counts are integers."""
     scores = cost.macs["attention_matmul"]
     return {

@@ -2,7 +2,7 @@
 
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional, Tuple, Union
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.encodings import encoding_remedy
@@ -23,15 +23,15 @@ class GenerateLog(NamedTuple):
     --tokenizer (D; equal to H without these flags or in logs of old versions).
     """
 
-    ids: List[int]
-    targets: List[str]
-    hypotheses: List[str]
-    decoded: List[str]
-    target_lang: Optional[str]
+    ids: list[int]
+    targets: list[str]
+    hypotheses: list[str]
+    decoded: list[str]
+    target_lang: str | None
     complete: bool
 
 
-def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> GenerateLog:
+def read_generate_log(path: str | Path, allow_partial: bool = False) -> GenerateLog:
     """Parse the standard output (or --results-path file) of fairseq-generate.
 
     With --nbest only the first hypothesis of a sentence counts, which is the best. allow_partial: accept a
@@ -39,7 +39,7 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
     hypothesis. Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are
     not UTF-8, a sentence that occurs twice, or a log without targets or translations.
     """
-    entries: Dict[str, Dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
+    entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
     language, complete = None, False
     for number, line in enumerate(read_lines(path), 1):
         if match := _ENTRY.match(line):
@@ -89,7 +89,7 @@ def read_generate_log(path: Union[str, Path], allow_partial: bool = False) -> Ge
     )
 
 
-def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
+def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     """A file, or the first log of a run folder; the target language that recipe.yaml beside it names.
 
     Raises UserError for a folder without a log, and for a damaged recipe.yaml.
@@ -113,7 +113,7 @@ def beside_recipe(path: Union[str, Path]) -> Tuple[Path, Optional[str]]:
     return logs[0], language
 
 
-def read_lines(path: Union[str, Path]) -> List[str]:
+def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
 
     Raises UserError for a file that cannot be read and for undecodable bytes (naming the line).

@@ -9,7 +9,7 @@ import math
 import statistics
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -33,9 +33,9 @@ class Masking:
     ones, in nats.
     """
 
-    tokens: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    masked: Dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
-    nll: Dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
+    tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    masked: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
+    nll: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
     def perplexity(self) -> float:
         """Over all masked positions, as in fairseq's validation: e^(mean NLL) = 2^(loss in bits)."""
@@ -68,7 +68,7 @@ def measure(
     result, samples = Masking(), 0
     dictionary = task.source_dictionary
 
-    def add_up(sums: Dict[str, Any], tokens: Tensor, values: Tensor) -> None:
+    def add_up(sums: dict[str, Any], tokens: Tensor, values: Tensor) -> None:
         start, end = tokens.eq(dictionary.bos()), tokens.eq(dictionary.eos())
         for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
             sums[kind] += values[chosen].sum().item()
@@ -100,14 +100,14 @@ def measure(
 
 def score(
     checkpoint: Path,
-    data: Optional[Path],
+    data: Path | None,
     subset: str,
-    seeds: List[int],
+    seeds: list[int],
     max_tokens: int,
     cpu: bool,
-    break_mode: Optional[str] = None,
-    lang: Optional[str] = None,
-) -> Dict[str, Any]:
+    break_mode: str | None = None,
+    lang: str | None = None,
+) -> dict[str, Any]:
     """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored.
 
     break_mode: how the text is cut, in place of the training's --sample-break-mode. lang: the text's, where
@@ -118,7 +118,7 @@ def score(
         task.cfg.sample_break_mode = break_mode
     manifest = read_manifest(Path(task.cfg.data))
     splits = manifest.get("splits") or {}
-    facts: Dict[str, Any] = splits.get(subset, {})
+    facts: dict[str, Any] = splits.get(subset, {})
     if subset in splits:
         kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
         where = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
@@ -167,7 +167,7 @@ def score(
         "dictionary": manifest.get("dictionary"),
         "warnings": warnings,
     }
-    scores: Dict[str, Any] = {
+    scores: dict[str, Any] = {
         name: {
             "score": statistics.mean(each),
             "sd": statistics.stdev(each) if len(each) > 1 else None,

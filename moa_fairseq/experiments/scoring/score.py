@@ -66,7 +66,7 @@ import itertools
 import json
 import sys
 from pathlib import Path
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.parallel_text import hyphens
@@ -193,12 +193,12 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
-def _warn(meta: Dict[str, Any]) -> None:
+def _warn(meta: dict[str, Any]) -> None:
     for warning in meta["warnings"]:
         print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
-def _compare(first: List[RunningText], second: List[RunningText], as_json: bool) -> int:
+def _compare(first: list[RunningText], second: list[RunningText], as_json: bool) -> int:
     content = against(first, second)
     if as_json:
         print(json.dumps(content, indent=2))
@@ -224,7 +224,7 @@ def join_subwords(line: str, kind: str) -> str:
     return line
 
 
-def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
+def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
     file, language = beside_recipe(path)
     path, log = str(file), read_generate_log(file, args.allow_partial)
     language = args.target_lang or log.target_lang or language
@@ -264,7 +264,7 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
     if not language:
         warnings.append(f"{path} {_GERMAN}")
-    meta: Dict[str, Any] = {
+    meta: dict[str, Any] = {
         "input": str(path),
         "lines": len(log.ids),
         "hypothesis_lines": "D" if decoded else "H",
@@ -283,7 +283,7 @@ def _from_log(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any
     return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
 
 
-def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, Any]]:
+def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
     raws = [args.raw_reference] if args.raw_reference else []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
     hypotheses, wanted = texts[path], args.remove_bpe or "none"
@@ -298,7 +298,7 @@ def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, A
     joined, kind = _joined(hypotheses, wanted)
     language = args.target_lang or beside_recipe(path)[1]
     references = [_joined(texts[file], wanted) for file in args.reference]
-    meta: Dict[str, Any] = {
+    meta: dict[str, Any] = {
         "input": str(path),
         "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
@@ -312,7 +312,7 @@ def _from_files(path: str, args: argparse.Namespace) -> Tuple[Texts, Dict[str, A
     return Texts(joined, sides, lang, args.detokenized, raw, tokenizer), meta
 
 
-def _joined(lines: List[str], wanted: str) -> Tuple[List[str], str]:
+def _joined(lines: list[str], wanted: str) -> tuple[list[str], str]:
     """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
     kind = subword_kind(lines) if wanted == "auto" else wanted
     return [join_subwords(line, kind) for line in lines], kind

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import math
-from typing import Callable, Dict, Mapping, NamedTuple, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -66,9 +67,9 @@ def smallest_visible(deviation: float, n: int) -> float:
     return float(optimize.brentq(missing, 0.0, enough)) * error
 
 
-def holm(p_values: Mapping[str, float]) -> Dict[str, float]:
+def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     """Holm's adjusted p of each named test: with all of them below 5 %, a false one is among them in 5 %."""
-    adjusted: Dict[str, float] = {}
+    adjusted: dict[str, float] = {}
     highest = 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
         highest = max(highest, min(1.0, (len(p_values) - rank) * p_values[name]))

@@ -10,8 +10,9 @@ import io
 import logging
 import re
 import sys
+from collections.abc import Iterator, Sequence
 from types import SimpleNamespace
-from typing import Any, Iterator, List, Optional, Sequence, Tuple
+from typing import Any
 
 import torch
 from fairseq import options
@@ -121,7 +122,7 @@ class _WithoutValues(TorchFunctionMode):
 @contextlib.contextmanager
 def _without_bert_initialisation() -> Iterator[None]:
     """Skip RoBERTa's initialisation: it copies weights from the CPU, which the meta device cannot do."""
-    modules: Tuple[Any, ...] = (fairseq_roberta, masked_lm)
+    modules: tuple[Any, ...] = (fairseq_roberta, masked_lm)
     real = fairseq_roberta.init_bert_params
     for module in modules:
         module.init_bert_params = lambda weights: None
@@ -133,7 +134,7 @@ def _without_bert_initialisation() -> Iterator[None]:
 
 
 def parse_training_flags(
-    flags: List[str], refusal: str, parser: Optional[argparse.ArgumentParser] = None
+    flags: list[str], refusal: str, parser: argparse.ArgumentParser | None = None
 ) -> argparse.Namespace:
     """The flags of fairseq-train as fairseq parses them, with the architecture's values.
 

@@ -1,7 +1,7 @@
 """What a text shows: remaining subwords, whether it is tokenised, unknown words."""
 
 import re
-from typing import List, Mapping, Optional, Sequence
+from collections.abc import Mapping, Sequence
 
 TOKENISED, RUNNING = "tokenised already", "untokenised"
 _SUBWORD, _PIECE = re.compile(r"\S@@(?: |$)"), "\u2581"
@@ -29,7 +29,7 @@ def writes_no_spaces(lang: str) -> bool:
     return language_of(lang) in _WITHOUT_SPACES
 
 
-def lacks_spaces(lang: Optional[str], words: int, lines: int) -> bool:
+def lacks_spaces(lang: str | None, words: int, lines: int) -> bool:
     """True where spaces do not part words, so that n-grams of words say nothing.
 
     Args:
@@ -52,7 +52,7 @@ def subword_kind(lines: Sequence[str]) -> str:
     return "sentencepiece" if sum(marks) > len(marks) / 2 else "none"
 
 
-def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> List[str]:
+def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
     """Warnings about what the chains are not made for.
 
     sides: "hypotheses" and "references" → lines. chains: chain → what each side must be: TOKENISED, RUNNING

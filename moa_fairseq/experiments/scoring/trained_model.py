@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterable
 from pathlib import Path
-from typing import Any, Dict, Iterable, Optional, Tuple
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
@@ -15,7 +16,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.text_files import same_text
 
 
-def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any]:
+def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
     """The model and the task of a checkpoint, the task reading the binarised `data`.
 
     data: None for the folder that it was trained on. Raises UserError if the checkpoint or the folder is not
@@ -42,7 +43,7 @@ def load_trained(checkpoint: Path, data: Optional[Path]) -> Tuple[nn.Module, Any
     return models[0], task
 
 
-def load_masked_lm(checkpoint: Path, data: Optional[Path]) -> Tuple[Any, Any]:
+def load_masked_lm(checkpoint: Path, data: Path | None) -> tuple[Any, Any]:
     """As `load_trained`; raises UserError for any other model than a masked language model."""
     model, task = load_trained(checkpoint, data)
     if not hasattr(task, "mask_idx"):
@@ -68,7 +69,7 @@ def load_subset(task: Any, subset: str) -> Any:
 
 def batches(
     task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
-) -> Iterable[Dict[str, Any]]:
+) -> Iterable[dict[str, Any]]:
     """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
     dataset = load_subset(task, subset)
     limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)

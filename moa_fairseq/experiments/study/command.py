@@ -23,7 +23,6 @@ import subprocess
 import sys
 import time
 from pathlib import Path
-from typing import List
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
@@ -99,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 def _work_together(jobs: int) -> None:
     """Workers on this machine; one that fails, or Ctrl-C, ends all of them."""
-    workers: List[subprocess.Popen[bytes]] = []
+    workers: list[subprocess.Popen[bytes]] = []
     with terminate_as_interrupt():
         try:
             for _ in range(jobs):

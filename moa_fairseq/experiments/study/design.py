@@ -11,8 +11,9 @@ import logging
 import math
 import re
 import shlex
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any, Dict, Iterator, List, NamedTuple, Optional, Tuple
+from typing import Any, NamedTuple
 
 import numpy as np
 from numpy.typing import NDArray
@@ -59,7 +60,7 @@ class System:
     label: str
     recipe: str
     family: str = "dense"
-    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -79,10 +80,10 @@ class Tuning:
     set: over what the systems have, such as a smaller budget.
     """
 
-    grid: Dict[str, List[Any]]
+    grid: dict[str, list[Any]]
     seeds: int = 1
     first_seed: int = 101
-    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: dict[str, Any] = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -97,10 +98,10 @@ class Study:
     study: str
     question: str
     seeds: int
-    systems: Dict[str, Any]
-    contrasts: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    set: Dict[str, Any] = dataclasses.field(default_factory=dict)
-    tuning: Optional[Dict[str, Any]] = None
+    systems: dict[str, Any]
+    contrasts: dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: dict[str, Any] = dataclasses.field(default_factory=dict)
+    tuning: dict[str, Any] | None = None
     first_seed: int = 1
     stage: str = "train"
     threads: int = 1
@@ -115,11 +116,11 @@ class Run(NamedTuple):
     system: str
     seed: int
     recipe: Path
-    overrides: Dict[str, Any]
+    overrides: dict[str, Any]
     record: Path
 
     @property
-    def block(self) -> Tuple[int, str]:
+    def block(self) -> tuple[int, str]:
         """Runs of one block are compared with each other: those of a seed, in tuning of a system alone."""
         system, is_trial, _ = self.system.partition(" ")
         return self.seed, system if is_trial else ""
@@ -178,7 +179,7 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     return dataclasses.replace(study, systems=rows, contrasts=contrasts)
 
 
-def _check(study: Study, tuning: Optional[Tuning], file: str) -> None:
+def _check(study: Study, tuning: Tuning | None, file: str) -> None:
     """Raise UserError for a name, number or stage that a study cannot have, and for too many runs."""
     for key, values in {"": study, **({"tuning.": tuning} if tuning else {})}.items():
         for name, (low, high) in _LIMITS.items():
@@ -204,9 +205,9 @@ def _check(study: Study, tuning: Optional[Tuning], file: str) -> None:
             fail(file, key, f"makes {number:,} runs, and a study has at most {MOST_RUNS:,}: name fewer.")
 
 
-def _grid(key: str, row: System, tuning: Tuning, file: str) -> Dict[str, Tuple[System, Dict[str, Any]]]:
+def _grid(key: str, row: System, tuning: Tuning, file: str) -> dict[str, tuple[System, dict[str, Any]]]:
     """Name → system and its point, for every point of the grid."""
-    found: Dict[str, Tuple[System, Dict[str, Any]]] = {}
+    found: dict[str, tuple[System, dict[str, Any]]] = {}
     for values in itertools.product(*tuning.grid.values()):
         point = dict(zip(tuning.grid, values))
         texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
@@ -226,7 +227,7 @@ def _file_name(text: str) -> str:
     return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]
 
 
-def runs_of(study: Study, folder: Path, records: Path) -> List[Run]:
+def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
     """Every run in its order: all systems of one seed, then those of the next. folder: of the study file."""
     seeds = range(study.first_seed, study.first_seed + study.seeds)
     return [
@@ -241,10 +242,10 @@ def runs_of(study: Study, folder: Path, records: Path) -> List[Run]:
     ]
 
 
-def settings_of(run: Run, stage: str) -> Dict[str, Any]:
+def settings_of(run: Run, stage: str) -> dict[str, Any]:
     """What a result follows from beside the seed: the stage, and what the recipe says that is no default."""
 
-    def said(section: Any, dot: str = "") -> Iterator[Tuple[str, Any]]:
+    def said(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(section):
             value, key = getattr(section, field.name), f"{dot}{field.name}"
             if dataclasses.is_dataclass(value):
@@ -261,16 +262,16 @@ def settings_of(run: Run, stage: str) -> Dict[str, Any]:
     return {"stage": stage, **found}
 
 
-def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict[Path, Dict[str, Any]]:
+def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[Path, dict[str, Any]]:
     """File → record, of the runs that have a record that fits them.
 
     A record fits that is of the study, system and seed, and whose settings are those that the study and its
     recipes say now; those without settings have a command with the study's part of them. The others are named
     in a warning; strict: in a UserError. Raises UserError for a damaged record.
     """
-    found: Dict[Path, Dict[str, Any]] = {}
-    others: Dict[str, Tuple[str, str]] = {}
-    settings: Dict[str, Dict[str, Any]] = {}
+    found: dict[Path, dict[str, Any]] = {}
+    others: dict[str, tuple[str, str]] = {}
+    settings: dict[str, dict[str, Any]] = {}
     for run in runs:
         try:
             record = read_json(run.record, _REMEDY)
@@ -306,12 +307,12 @@ def fitting_records(study: Study, runs: List[Run], strict: bool = False) -> Dict
     return found
 
 
-def _settings_in(command: str) -> Dict[str, Any]:
+def _settings_in(command: str) -> dict[str, Any]:
     """Recipe, stage and values that the command of a run names."""
-    found: Dict[str, Any] = {}
+    found: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # a command that was edited
         words = shlex.split(command)
-        for flag, word in zip(words, words[1:]):
+        for flag, word in itertools.pairwise(words):
             key, _, value = word.partition("=")
             if flag == "--set":
                 found[key] = json.loads(value)
@@ -322,15 +323,15 @@ def _settings_in(command: str) -> Dict[str, Any]:
 
 def losses_of(
     study: Study,
-    runs: List[Run],
-    records: Dict[Path, Dict[str, Any]],
-    levels: Optional[NDArray[np.float64]] = None,
-) -> Dict[str, Dict[int, float]]:
+    runs: list[Run],
+    records: dict[Path, dict[str, Any]],
+    levels: NDArray[np.float64] | None = None,
+) -> dict[str, dict[int, float]]:
     """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
 
     levels: training losses at which the validation loss is read, in place of the last validations.
     """
-    found: Dict[str, Dict[int, float]] = {key: {} for key in study.systems}
+    found: dict[str, dict[int, float]] = {key: {} for key in study.systems}
     diverged = []
     for run in runs:
         if record := records.get(run.record):
@@ -348,13 +349,13 @@ def losses_of(
     return found
 
 
-def common_levels(study: Study, records: List[Dict[str, Any]]) -> NDArray[np.float64]:
+def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.float64]:
     """study.levels training losses, spread evenly over one bit from the lowest that all records reached."""
     trained = [_pairs(record) for record in records if record["end"] != DIVERGED]
     lowest = max((min(pairs)[0] for pairs in trained if pairs), default=0.0)
     return np.linspace(lowest, lowest + 1, study.levels)
 
 
-def _pairs(record: Dict[str, Any]) -> List[Tuple[float, float]]:
+def _pairs(record: dict[str, Any]) -> list[tuple[float, float]]:
     """(training, validation) loss at each validation before which a training loss was logged."""
     return [(row["train"], row["valid"]) for row in record["curve"] if "train" in row]

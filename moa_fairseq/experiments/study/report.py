@@ -9,7 +9,7 @@ import math
 import textwrap
 from collections import Counter
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple, Union
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -43,7 +43,7 @@ from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
 # Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
-Mark = Tuple[str, str, List[float], Optional[Dict[str, Any]]]
+Mark = tuple[str, str, list[float], dict[str, Any] | None]
 
 
 SYSTEM_COLUMNS = (
@@ -92,7 +92,7 @@ TRANSLATION_COLUMNS = (
 )
 
 
-def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> Dict[str, Any]:
+def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
     """The tables as data: systems, contrasts, and what made the records, of the seeds that are complete.
 
     references: the test set's target side in words, to score the recorded translations with.
@@ -145,7 +145,7 @@ def report(study: Study, runs: List[Run], references: Optional[Path] = None) -> 
     return {"study": study.study, **counts, **tables, "made_by": made_by}
 
 
-def _speed(rows: List[Dict[str, Any]], first: str, found: List[Dict[str, Any]]) -> Optional[float]:
+def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
     """Tokens a second ÷ those of the first system with the same seed, and so machine: median of the seeds.
 
     The median, because some runs go beside other work.
@@ -156,19 +156,19 @@ def _speed(rows: List[Dict[str, Any]], first: str, found: List[Dict[str, Any]]) 
     return float(np.median(ratios)) if ratios else None
 
 
-def _mean_curve(records: List[Dict[str, Any]]) -> List[List[float]]:
+def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
     """Training and validation loss at each validation, means over the seeds that did not diverge."""
     curves = [record["curve"] for record in records if record["end"] != DIVERGED]
     pairs = [[(row["train"], row["valid"]) for row in curve if "train" in row] for curve in curves]
     return np.mean(pairs, axis=0).tolist() if pairs else []
 
 
-def _dropout(run: Run) -> Dict[str, Any]:
+def _dropout(run: Run) -> dict[str, Any]:
     """Its model's rates of dropout."""
     return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
 
 
-def _contrasts(study: Study, losses: Dict[str, Dict[str, Dict[int, float]]]) -> List[Dict[str, Any]]:
+def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> list[dict[str, Any]]:
     """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
     judged = {}
     for name, of_system in losses.items():
@@ -190,9 +190,9 @@ def _contrasts(study: Study, losses: Dict[str, Dict[str, Dict[int, float]]]) -> 
     ]
 
 
-def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[str, Any]]:
+def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[str, Any]]:
     """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
-    texts: Dict[str, Dict[int, RunningText]] = {name: {} for name in study.systems}
+    texts: dict[str, dict[int, RunningText]] = {name: {} for name in study.systems}
     target = read_lines(references)
     for run in runs:
         recipe = run.load()
@@ -220,7 +220,7 @@ def _translations(study: Study, runs: List[Run], references: Path) -> List[Dict[
     return rows
 
 
-def _attention(run: Run) -> Dict[str, float]:
+def _attention(run: Run) -> dict[str, float]:
     """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts."""
     recipe = run.load()
     check_flags(recipe)  # before they build a model
@@ -230,14 +230,14 @@ def _attention(run: Run) -> Dict[str, float]:
 
 
 @functools.lru_cache(maxsize=64)
-def _attention_of(arch: str, length: int, words: Tuple[str, ...]) -> Dict[str, float]:
+def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, float]:
     """Systems that differ in their training alone have one model, which is built once."""
     macs = complexity(arch, 1000, length, length, "shared", list(words)).attention_macs
     branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
     return {"attention_macs": macs, "branch": branch}
 
 
-def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> str:
+def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
     """The report as tables, for a terminal or as Markdown."""
     base = content["systems"][0]
     systems = [
@@ -249,7 +249,7 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
         }
         for row in content["systems"]
     ]
-    blocks: List[Union[str, Table]] = [
+    blocks: list[str | Table] = [
         f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
         f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
         "× branch: size of attention's output before training, ÷ the first system's. "
@@ -277,7 +277,7 @@ def as_text(study: Study, content: Dict[str, Any], markdown: bool = False) -> st
     return page(blocks, markdown)
 
 
-def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
+def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
     """The pictures by their names."""
     families = list(dict.fromkeys(row["family"] for row in content["systems"]))
     colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
@@ -290,7 +290,7 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
         figures["generalisation"] = _generalisation(study, content)
     if rows := content["contrasts"]:
         of_verdict = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
-        marks: List[Mark] = [
+        marks: list[Mark] = [
             (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
         ]
         axis = "difference of validation losses (bits; left is better)"
@@ -299,10 +299,10 @@ def draw(study: Study, content: Dict[str, Any]) -> Dict[str, Figure]:
     return figures
 
 
-def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str]) -> Figure:
+def _differences(study: Study, content: dict[str, Any], colours: dict[str, str]) -> Figure:
     """To the first system: a dot for each seed, means with intervals, a band of the first one's own seeds."""
     base, *others = content["systems"]
-    marks: List[Mark] = []
+    marks: list[Mark] = []
     for row in others:
         seeds = row["by_seed"].keys() & base["by_seed"].keys()
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
@@ -313,7 +313,7 @@ def _differences(study: Study, content: Dict[str, Any], colours: Dict[str, str])
     return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
 
 
-def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figure:
+def _intervals(study: Study, marks: list[Mark], band: float, axis: str) -> Figure:
     """A row for each mark, from the top: its dots, and its mean with the interval. band: ± around 0, grey."""
     figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(marks)), layout="constrained")
     panel = figure.subplots()
@@ -332,13 +332,13 @@ def _intervals(study: Study, marks: List[Mark], band: float, axis: str) -> Figur
     return figure
 
 
-def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], names: Dict[str, str]) -> Figure:
+def _against(study: Study, content: dict[str, Any], colours: dict[str, str], names: dict[str, str]) -> Figure:
     """Loss against each of names, ÷ that of the first system."""
     base = content["systems"][0]
     figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
     key_of_name = "label" if len(names) == 1 else "system"  # where there is space
-    labels: Dict[str, List[Tuple[float, float, str]]] = {key: [] for key in names}
+    labels: dict[str, list[tuple[float, float, str]]] = {key: [] for key in names}
     for panel, (key, name) in zip(panels, names.items()):
         style(panel)
         for family, colour in colours.items():
@@ -361,7 +361,7 @@ def _against(study: Study, content: Dict[str, Any], colours: Dict[str, str], nam
     return figure
 
 
-def _generalisation(study: Study, content: Dict[str, Any]) -> Figure:
+def _generalisation(study: Study, content: dict[str, Any]) -> Figure:
     """Validation loss against training loss, a line for each system: the mean of its seeds."""
     figure = Figure(figsize=(7, 4.5), layout="constrained")
     panel = figure.subplots()

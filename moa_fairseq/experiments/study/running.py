@@ -8,7 +8,7 @@ import json
 import logging
 import re
 from pathlib import Path
-from typing import Any, Dict, List, NamedTuple, Optional
+from typing import Any, NamedTuple
 
 import portalocker
 
@@ -38,10 +38,10 @@ class Place(NamedTuple):
 
     study: Study
     folders: Path
-    data: Optional[Path]
+    data: Path | None
     gpus: int
 
-    def conditions(self, run: Run) -> Dict[str, str]:
+    def conditions(self, run: Run) -> dict[str, str]:
         """What must not differ between the runs of one block: devices with threads, and the precision."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
@@ -49,7 +49,7 @@ class Place(NamedTuple):
         return {"hardware": f"{devices.describe()}, {self.study.threads} threads", "precision": precision}
 
 
-def open_runs(runs: List[Run], place: Place) -> List[Run]:
+def open_runs(runs: list[Run], place: Place) -> list[Run]:
     """The runs that have no record yet and can be made here.
 
     What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
@@ -87,7 +87,7 @@ def open_runs(runs: List[Run], place: Place) -> List[Run]:
     return left
 
 
-def work(runs: List[Run], place: Place) -> None:
+def work(runs: list[Run], place: Place) -> None:
     """Carry out every run that has no record and that no other worker, here or elsewhere, is at."""
     place.folders.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
@@ -138,10 +138,10 @@ def _carry_out(run: Run, place: Place) -> None:
     write_json(run.record, record)
 
 
-def curve_of(path: Path) -> List[Dict[str, Any]]:
+def curve_of(path: Path) -> list[dict[str, Any]]:
     """The validations of a train.jsonl: updates, loss in bits, mean training loss since the one before."""
-    rows: List[Dict[str, Any]] = []
-    train: List[float] = []
+    rows: list[dict[str, Any]] = []
+    train: list[float] = []
     for record in read_records(path):
         name = "nll_loss" if any(key.endswith("nll_loss") for key in record) else "loss"
         if f"valid_{name}" in record:

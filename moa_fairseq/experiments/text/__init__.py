@@ -1,6 +1,7 @@
 """Text processing faithful to Moses' Perl scripts: functions of a line, and chains of them by name."""
 
-from typing import Any, Callable, Dict, Sequence, Tuple
+from collections.abc import Callable, Sequence
+from typing import Any
 
 from moa_fairseq.experiments.text.normalize import (
     lowercase,
@@ -22,8 +23,8 @@ __all__ = [
     "tokenize",
 ]
 # A step is data, so that it can be written in a table and sent to another process.
-Step = Tuple[str, Dict[str, Any]]
-STEPS: Dict[str, Callable[..., str]] = {
+Step = tuple[str, dict[str, Any]]
+STEPS: dict[str, Callable[..., str]] = {
     step.__name__: step
     for step in (
         *(lowercase, normalize_punctuation, remove_nonprinting, replace_unicode_punctuation),

@@ -8,13 +8,13 @@ bytes, so their `\\d`, `\\s` and `[a-z]` mean ASCII: every pattern below is comp
 import re
 import unicodedata
 from functools import cache
-from typing import Dict, List, Optional, Pattern, Tuple
+from re import Pattern
 
 from moa_fairseq.errors import UserError
 
 # (what must be in the text, pattern or None, replacement): without a pattern the text itself is replaced.
 # Looking for a fixed string first makes this fast: most rules concern few lines.
-Rule = Tuple[str, Optional[Pattern], str]
+Rule = tuple[str, Pattern | None, str]
 
 # "current" is Moses' master branch; that of December 2017 made Multi30k's published files.
 MULTI30K_EDITION = "2017-12"
@@ -72,7 +72,7 @@ _COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
 # Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that all scores share.
-_UNICODE_PUNCTUATION: Dict[str, str] = {
+_UNICODE_PUNCTUATION: dict[str, str] = {
     **dict.fromkeys("，、", ","),
     **dict.fromkeys("”“《》１」「", '"'),
     **dict.fromkeys("∶：", ":"),
@@ -126,10 +126,10 @@ _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 
 
 @cache
-def _normalization_rules(lang: str, edition: str) -> List[Rule]:
+def _normalization_rules(lang: str, edition: str) -> list[Rule]:
     if edition not in EDITIONS:
         raise UserError(f"No edition {edition!r} of Moses' scripts: choose one of {', '.join(EDITIONS)}.")
-    rows: List[Tuple[str, Optional[str], str]] = []
+    rows: list[tuple[str, str | None, str]] = []
     rows += _BRACKETS_AND_COLONS
     rows += _QUOTES_AND_DASHES
     rows += _SINGLE_QUOTES[edition]

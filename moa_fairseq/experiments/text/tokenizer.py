@@ -7,7 +7,6 @@ it treats the last full stop of a line as Moses did until 2017.
 
 import re
 from functools import cache
-from typing import Dict, List, Tuple
 
 import regex
 from sacremoses import MosesDetokenizer
@@ -43,7 +42,7 @@ _ESCAPES = (
 _DOT = "\x00"
 
 
-def _apostrophe_rules(between_letters: str, after_other: str) -> List[Tuple[regex.Pattern, str]]:
+def _apostrophe_rules(between_letters: str, after_other: str) -> list[tuple[regex.Pattern, str]]:
     """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
     other, letter = rf"([^{_ALPHA}])", rf"([{_ALPHA}])"
     return [
@@ -106,7 +105,7 @@ def tokenize(
     return text
 
 
-def _split_full_stops(text: str, lang: str, edition: str) -> List[str]:
+def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
     """The words of `text` with a space before each full stop that ends a sentence."""
     always, before_digit = nonbreaking_prefixes(lang)
     # Empty words (from two spaces) stay: Moses looks at the next one, even if it is empty.
@@ -128,13 +127,13 @@ def _split_full_stops(text: str, lang: str, edition: str) -> List[str]:
 
 
 @cache
-def nonbreaking_prefixes(lang: str) -> Tuple[frozenset, frozenset]:
+def nonbreaking_prefixes(lang: str) -> tuple[frozenset, frozenset]:
     """Abbreviations of `lang` (English for a language without a list).
 
     Returns two sets: those never followed by a sentence end, and those that are safe before digits.
     """
     known = NonbreakingPrefixes()
-    kinds: Dict[bool, set] = {False: set(), True: set()}
+    kinds: dict[bool, set] = {False: set(), True: set()}
     for entry in known.words(lang if lang in known.available_langs.values() else "en"):
         word, _, marker = entry.strip().partition(" ")
         kinds["#NUMERIC_ONLY#" in marker].add(word)

@@ -9,9 +9,10 @@ import os
 import signal
 import threading
 from collections import deque
+from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import Future, ProcessPoolExecutor
 from multiprocessing import forkserver
-from typing import Any, Callable, Deque, Iterable, Iterator, List, Tuple
+from typing import Any
 
 from tqdm import tqdm
 
@@ -20,7 +21,7 @@ FEW = 3
 
 
 def ordered_map(
-    work: Callable[[List], Any], batches: Iterable[List], workers: int, label: str
+    work: Callable[[list], Any], batches: Iterable[list], workers: int, label: str
 ) -> Iterator[Any]:
     """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
 
@@ -38,8 +39,8 @@ def ordered_map(
             bar.update(size)
 
 
-def _in_processes(work: Callable, batches: Iterator[List], workers: int) -> Iterator[Tuple[int, Any]]:
-    pending: Deque[Tuple[int, Future]] = deque()
+def _in_processes(work: Callable, batches: Iterator[list], workers: int) -> Iterator[tuple[int, Any]]:
+    pending: deque[tuple[int, Future]] = deque()
     context = _context(getattr(work, "func", work).__module__)
     with contextlib.ExitStack() as stack:
         pool = stack.enter_context(ProcessPoolExecutor(workers, context, _end_with_the_parent))
@@ -90,7 +91,7 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
     if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):
         yield
         return
-    received: List[Any] = []
+    received: list[Any] = []
     signal.signal(signal.SIGINT, meanwhile or (lambda *event: received.append(event)))
     try:
         yield
@@ -100,7 +101,7 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
         before(*received[0])
 
 
-def chunks(items: Iterable, size: int) -> Iterator[List]:
+def chunks(items: Iterable, size: int) -> Iterator[list]:
     """Lists of `size` items, the last one shorter."""
     iterator = iter(items)
     while chunk := list(itertools.islice(iterator, size)):

@@ -3,11 +3,12 @@
 import multiprocessing
 import os
 import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ProcessPoolExecutor
-from typing import Any, Callable, Sequence, Tuple
+from typing import Any
 
 
-def run(build: Callable[..., None], cases: Sequence[Tuple[Any, ...]], processes: int = 0) -> None:
+def run(build: Callable[..., None], cases: Sequence[tuple[Any, ...]], processes: int = 0) -> None:
     """Call `build(*case)` for each case, in as many processes as there are cores unless `processes` says.
 
     `build` is a module's function; it runs the kernels under `triton.table.compiling`, and all that stays is

@@ -1,8 +1,9 @@
 """Products with the chosen experts, up to their width and down from it, and what computes them."""
 
 import logging
+from collections.abc import Callable
 from functools import cache
-from typing import Callable, NamedTuple, Optional, Tuple
+from typing import NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -20,7 +21,7 @@ _GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") el
 _KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
-_checked: Tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
+_checked: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
 
 
 def resolve_backend(name: str) -> str:
@@ -40,7 +41,7 @@ def resolve_backend(name: str) -> str:
 
 
 @cache
-def _automatic() -> Tuple[str, str]:
+def _automatic() -> tuple[str, str]:
     """(backend, why) of `auto` on this machine: Triton on a GPU where its kernels passed their checks."""
     global _checked
     if not torch.cuda.is_available():
@@ -55,7 +56,7 @@ def _automatic() -> Tuple[str, str]:
     return "auto", f"triton for {', '.join(trusted)}: {reason}"
 
 
-def automatic(dtype: torch.dtype) -> Tuple[str, str]:
+def automatic(dtype: torch.dtype) -> tuple[str, str]:
     """("triton" or "grouped", why): what `auto` takes for experts of K < E in a dtype on this machine."""
     chosen, reason = _automatic()
     if chosen == "auto" and dtype not in _checked:
@@ -100,8 +101,8 @@ class Product(NamedTuple):
 
     rows: Tensor  # up: [N, C]; down: [S / fan, D]
     weight: Tensor  # [E, D, C]
-    bias: Optional[Tensor]  # up: [E, D]; down: [E, C]
-    gates: Optional[Tensor]  # [S]
+    bias: Tensor | None  # up: [E, D]; down: [E, C]
+    gates: Tensor | None  # [S]
     order: SlotOrder
     is_up: bool
     fan: int
@@ -113,9 +114,9 @@ def project(
     order: SlotOrder,
     *,
     is_up: bool,
-    gates: Optional[Tensor] = None,
+    gates: Tensor | None = None,
     fan: int = 1,
-    bias: Optional[Tensor] = None,
+    bias: Tensor | None = None,
     backend: str = "grouped",
 ) -> Tensor:
     """A `Product`, by the first backend of `_WAYS` that supports it.
@@ -160,7 +161,7 @@ def project(
     product = Product(rows, weight, bias, gates, order, is_up, fan)
     ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
     sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
-    way: Optional[Way] = order.ways.get(sizes)
+    way: Way | None = order.ways.get(sizes)
     if way is None:  # asked once for the products of a routing
         for way in ways[backend]:  # the last supports everything
             if not way.unsupported_reason(product):
@@ -187,7 +188,7 @@ class Way(NamedTuple):
     unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
     run: Callable[[Product], Tensor]
     adds_biases: bool = False  # those of a product down, too
-    keeps_less: Optional[Callable[[Product], Tensor]] = None  # the same with a gradient of its own, for more
+    keeps_less: Callable[[Product], Tensor] | None = None  # the same with a gradient of its own, for more
 
 
 def _always(product: Product) -> str:

@@ -1,6 +1,6 @@
 """What a router computes: float32 logits without a float32 copy of the input, or all of it in one kernel."""
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -32,14 +32,12 @@ class _WideProduct(Function):
         return F.linear(x.float(), weight.float())
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor | None]:
         x, weight = ctx.saved_tensors
         return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
 
 
-def _product_grads(
-    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
-) -> Tuple[Optional[Tensor], Optional[Tensor]]:
+def _product_grads(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
     grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
     grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
@@ -57,8 +55,8 @@ class _Route(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor]
-    ) -> Tuple[Tensor, Tensor, Optional[Tensor], Optional[Tensor]]:
+        ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None
+    ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         normalizes, detached = FUSED[renormalize]
         found = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
         logits, probs, gate, index = found
@@ -70,7 +68,7 @@ class _Route(Function):
         return logits, probs, gate if gate is not probs else None, index
 
     @staticmethod
-    def backward(ctx: Any, *grads: Optional[Tensor]) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():
             raise RuntimeError(
                 "The fused router's gradient cannot be differentiated again: build the layer with "
@@ -97,8 +95,8 @@ class _Route(Function):
 
 
 def top_k_routing(
-    x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Optional[Tensor], backend: str
-) -> Optional[Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]]:
+    x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
     """MoA Eq. 7-9 in one kernel: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E).
 
     x [N, C], weight [E, C]; renormalize: "detached", "full" or "none"; padding [N] bool: gates to set to

@@ -1,12 +1,13 @@
 """Which expert serves which slot: sorted once for a batch, shared by the products that use it."""
 
-from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
-Fan = Tuple[bool, int, int]  # of Triton's products: whether it leads up, slots per row, slots per sum
+Fan = tuple[bool, int, int]  # of Triton's products: whether it leads up, slots per row, slots per sum
 
 
 class SlotOrder:
@@ -26,12 +27,12 @@ class SlotOrder:
         self.in_order = in_order
         self.tokens, self.per_token = expert_ids.shape  # N, K
         self.slots = expert_ids.numel()  # S
-        self.ways: Dict[Tuple[Any, ...], Any] = {}  # what `project` chose for weights of some sizes
+        self.ways: dict[tuple[Any, ...], Any] = {}  # what `project` chose for weights of some sizes
         # no cached_property: torch.compile cannot enter its lock
-        self._expert: Optional[Tensor] = None
-        self._cell: Optional[Tensor] = None
-        self._order_and_offsets: Optional[Tuple[Tensor, Tensor]] = None
-        self._plans: Dict[Tuple[Callable[..., Any], int], Any] = {}
+        self._expert: Tensor | None = None
+        self._cell: Tensor | None = None
+        self._order_and_offsets: tuple[Tensor, Tensor] | None = None
+        self._plans: dict[tuple[Callable[..., Any], int], Any] = {}
 
     @property
     def expert(self) -> Tensor:
@@ -48,13 +49,13 @@ class SlotOrder:
             self._cell = (self.expert_ids + first.unsqueeze(1)).view(-1)
         return self._cell
 
-    def sort_by(self, sort: Callable[["SlotOrder"], Optional[Tuple[Tensor, Tensor]]]) -> None:
+    def sort_by(self, sort: Callable[["SlotOrder"], tuple[Tensor, Tensor] | None]) -> None:
         """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
 
     @property
-    def sorted(self) -> Tuple[Tensor, Tensor]:
+    def sorted(self) -> tuple[Tensor, Tensor]:
         """`order` and `offsets`."""
         if self._order_and_offsets is None:
             expert = self.expert

@@ -1,6 +1,6 @@
 """Gradients of our own autograd functions that can be differentiated again."""
 
-from typing import Callable, List, Optional, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -8,10 +8,10 @@ from torch import Tensor
 
 def differentiable_gradients(
     function: Callable[..., Tensor],
-    inputs: Sequence[Optional[Tensor]],
+    inputs: Sequence[Tensor | None],
     needs: Sequence[bool],
     grad: Tensor,
-) -> List[Optional[Tensor]]:
+) -> list[Tensor | None]:
     """The gradients of function(*inputs), with a graph of their own: for a backward pass with create_graph.
 
     torch calls a backward pass with gradients enabled if and only if they are to be differentiated again.

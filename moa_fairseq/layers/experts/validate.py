@@ -14,7 +14,8 @@ import argparse
 import itertools
 import os
 import sys
-from typing import Any, Callable, Dict, Iterator, List, Tuple
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -22,30 +23,30 @@ from torch import Tensor
 from moa_fairseq.layers.experts import SlotOrder, compile_ahead, project, routing, triton, validation
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
-Shape = Tuple[int, int, int, int, int, int, float]
-Inputs = Tuple[Dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
+Shape = tuple[int, int, int, int, int, int, float]
+Inputs = tuple[dict[str, Tensor], Tensor, Tensor]  # leaves, upstream gradient, expert index
 
 # use → whether up, the fan where a head chooses k experts, whether gated
-USES: Dict[str, Tuple[bool, Callable[[int], int], bool]] = {
+USES: dict[str, tuple[bool, Callable[[int], int], bool]] = {
     "MoA queries": (True, lambda k: 1, False),
     "MoA outputs": (False, lambda k: 1, True),
     "SwitchHead source": (True, lambda k: k, True),
     "SwitchHead destination": (False, lambda k: k, True),
 }
-_SHAPES: Dict[str, Shape] = {
+_SHAPES: dict[str, Shape] = {
     "one token": (1, 64, 5, 2, 32, 2, 0.0),
     "sizes of no tile": (397, 136, 7, 3, 72, 2, 0.0),
     "a layer": (2048, 512, 32, 8, 128, 1, 0.0),
     "a layer of wide experts": (1500, 512, 16, 4, 256, 1, 0.3),
     "one hot expert": (1700, 256, 16, 1, 128, 2, 1.0),
 }
-_SMALL: Dict[str, Shape] = {
+_SMALL: dict[str, Shape] = {
     "one token": (1, 12, 5, 2, 4, 2, 0.0),
     "sizes of no tile": (21, 19, 3, 2, 13, 2, 0.5),
 }
 
 
-def _configurations(sample: Tensor, tunes: bool) -> Iterator[Tuple[str, Dict[Any, Any]]]:
+def _configurations(sample: Tensor, tunes: bool) -> Iterator[tuple[str, dict[Any, Any]]]:
     """(label, what to force): each configuration of each tuned kernel that fits the device.
 
     The other kernels have their first one meanwhile, so that no time goes into timing. tunes: begin with what
@@ -88,7 +89,7 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
     return leaves, upstream, index.view(tokens, heads * k).to(device)
 
 
-def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> Dict[str, Tensor]:
+def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
     leaves, upstream, index = inputs
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
     is_up, fan, _ = USES[use]
@@ -106,7 +107,7 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
     return {"output": out.detach(), **dict(zip(leaves, grads))}
 
 
-def complaints(fast: Dict[str, Tensor], plain: Dict[str, Tensor], exact: Dict[str, Tensor]) -> List[str]:
+def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
     """Where `fast` is more than twice as far from `exact` as `plain` is, one rounding allowed."""
     found = []
     for name, truth in exact.items():
@@ -121,7 +122,7 @@ def complaints(fast: Dict[str, Tensor], plain: Dict[str, Tensor], exact: Dict[st
 
 def _check_products(
     dtype: torch.dtype, name: str, use: str, device: str, repeats: int
-) -> Iterator[Tuple[str, List[str]]]:
+) -> Iterator[tuple[str, list[str]]]:
     """(case, what is wrong with it) of each configuration."""
     from moa_fairseq.layers.experts.triton import table
 
@@ -160,7 +161,7 @@ def compile_case(dtype: torch.dtype, name: str, use: str, device: str) -> None:
         _run(shape, use, inputs, dtype, "triton")
 
 
-def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
+def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
     """Routing and sorting, likewise."""
     sizes = [(1, 8, 5, 2), (67, 37, 33, 8), (50, 24, 4, 4)] + [(8192, 512, 32, 8)] * (device == "cuda")
     for tokens, width, experts, per_token in sizes:
@@ -197,7 +198,7 @@ def _check_routing(device: str) -> Iterator[Tuple[str, List[str]]]:
         yield f"routing {tokens} tokens to {per_token} of {experts} experts", wrong
 
 
-def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
+def _check(dtypes: list[str], device: str, repeats: int) -> validation.Outcome:
     """Go through all cases that are not known to have passed; what is known is written after each group."""
     outcome, _ = validation.read()
     if outcome.failed:  # once more
@@ -205,7 +206,7 @@ def _check(dtypes: List[str], device: str, repeats: int) -> validation.Outcome:
         outcome = validation.Outcome(groups=passed, refused=outcome.refused)
     shapes = _SHAPES if device == "cuda" else _SMALL
 
-    def note(group: str, cases: Iterator[Tuple[str, List[str]]]) -> None:
+    def note(group: str, cases: Iterator[tuple[str, list[str]]]) -> None:
         checked = 0
         for case, wrong in cases:
             checked += 1

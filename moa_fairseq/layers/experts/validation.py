@@ -13,7 +13,7 @@ import json
 import os
 from functools import cache
 from pathlib import Path
-from typing import Any, Dict, List, Optional, Tuple
+from typing import Any
 
 import torch
 
@@ -24,7 +24,7 @@ DTYPES = ("bfloat16", "float16", "float32")  # that the kernels take
 
 
 @cache
-def machine() -> Dict[str, str]:
+def machine() -> dict[str, str]:
     """What a validation is valid for."""
     import triton
 
@@ -53,10 +53,10 @@ class Outcome:
     kernels do not take on this GPU.
     """
 
-    groups: Dict[str, int] = dataclasses.field(default_factory=dict)
-    failed: Dict[str, List[str]] = dataclasses.field(default_factory=dict)
-    dtypes: List[str] = dataclasses.field(default_factory=list)
-    refused: List[str] = dataclasses.field(default_factory=list)
+    groups: dict[str, int] = dataclasses.field(default_factory=dict)
+    failed: dict[str, list[str]] = dataclasses.field(default_factory=dict)
+    dtypes: list[str] = dataclasses.field(default_factory=list)
+    refused: list[str] = dataclasses.field(default_factory=list)
 
 
 def write(outcome: Outcome) -> Path:
@@ -67,14 +67,14 @@ def write(outcome: Outcome) -> Path:
     return path()
 
 
-def read(file: Optional[Path] = None) -> Tuple[Outcome, str]:
+def read(file: Path | None = None) -> tuple[Outcome, str]:
     """(what is known of this machine, where and since when or why nothing is)
 
     file: another than `path()`.
     """
     file, where = file or path(), "another machine of this kind" if file else "this machine"
     try:
-        found: Dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         same = all(found[key] == value for key, value in machine().items())
         outcome = Outcome(
             dict(found["groups"]),
@@ -99,7 +99,7 @@ def shipped_path() -> Path:
     return shipped("results/kernels") / path().name
 
 
-def known() -> Tuple[Outcome, str]:
+def known() -> tuple[Outcome, str]:
     """As `read`, completed by what comes with the package: the check of another machine of this kind."""
     own, since = read()
     theirs, since_theirs = read(shipped_path())
@@ -111,7 +111,7 @@ def known() -> Tuple[Outcome, str]:
     return both, f"{since}, and {since_theirs}" if own.groups or own.failed else since_theirs
 
 
-def _distrusted(outcome: Outcome) -> Tuple[str, ...]:
+def _distrusted(outcome: Outcome) -> tuple[str, ...]:
     """The dtypes in which something failed; all of them where it was no dtype's own group."""
     failed = tuple(group.partition(",")[0] for group in outcome.failed)
     return failed if set(failed) <= set(DTYPES) else DTYPES
@@ -123,7 +123,7 @@ def is_open(dtype: str) -> bool:
     return dtype not in (*outcome.dtypes, *outcome.refused, *_distrusted(outcome))
 
 
-def verdict() -> Tuple[Tuple[str, ...], str]:
+def verdict() -> tuple[tuple[str, ...], str]:
     """(the dtypes in which the kernels may be trusted here, why)"""
     outcome, since = known()
     checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))

@@ -1,7 +1,5 @@
 """Which parameters a fine-tuned mixture of attentive experts updates (MAE §5.2)."""
 
-from typing import List
-
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
@@ -12,11 +10,11 @@ from moa_fairseq.layers.sequence_gate import gates_of
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
-def updated_by(model: nn.Module, method: str) -> List[Tensor]:
+def updated_by(model: nn.Module, method: str) -> list[Tensor]:
     """The parameters a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
     if method in ("all", "ftall"):
         return [*model.parameters()]
-    gates: List[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+    gates: list[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
     if method == "ftg":
         return gates
     modules = (module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts))

@@ -1,6 +1,7 @@
 """The entropy of every gate, for the training log."""
 
-from typing import Any, Callable, Dict, List
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fairseq.logging import metrics
@@ -25,7 +26,7 @@ class GateEntropyLog:
     def __init__(self, criterion: Callable):
         self.criterion = criterion
 
-    def __call__(self, model: torch.nn.Module, sample: Dict[str, Any], **options: Any):
+    def __call__(self, model: torch.nn.Module, sample: dict[str, Any], **options: Any):
         with collect_routings() as routings:
             loss, sample_size, logging_output = self.criterion(model, sample, **options)
         if routings:
@@ -37,7 +38,7 @@ class GateEntropyLog:
         return loss, sample_size, logging_output
 
     @staticmethod
-    def reduce_metrics(logging_outputs: List[Dict[str, Any]]) -> None:
+    def reduce_metrics(logging_outputs: list[dict[str, Any]]) -> None:
         """Log `gate_entropy`, the mean over modules and passes, and `gate_entropy.<module>` of each."""
         means, passes = mean_values(_PREFIX, logging_outputs)
         if means:

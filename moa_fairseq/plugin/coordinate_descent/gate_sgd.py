@@ -5,7 +5,7 @@ parameters have to be stored in a checkpoint and agreed upon between workers.
 """
 
 import logging
-from typing import List, Optional, Sequence
+from collections.abc import Sequence
 
 import torch
 from fairseq.logging import metrics
@@ -39,7 +39,7 @@ class GateGradients:
         self.take(torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale)
         self.flat[-2] += loss.detach()
 
-    def take(self, gradients: Sequence[Optional[Tensor]], sample_size: float, scale: float = 1.0) -> None:
+    def take(self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0) -> None:
         """Add gradients of losses times scale, one for each parameter; None: it has none."""
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
@@ -52,7 +52,7 @@ class GateGradients:
             all_reduce(self.flat)
         return bool(torch.isfinite(self.flat).all())
 
-    def mean(self) -> List[Tensor]:
+    def mean(self) -> list[Tensor]:
         """The gradient of the mean loss, one tensor per parameter."""
         flat = self.flat[:-2] / self.flat[-1].clamp_min(1e-8)
         parts = flat.split([parameter.numel() for parameter in self.parameters])
@@ -107,7 +107,7 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def sgd_step(
-    parameters: Sequence[Parameter], gradients: Sequence[Tensor], lr: float, clip_norm: Optional[float] = None
+    parameters: Sequence[Parameter], gradients: Sequence[Tensor], lr: float, clip_norm: float | None = None
 ) -> Tensor:
     """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
 

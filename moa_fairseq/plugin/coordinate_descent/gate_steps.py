@@ -2,7 +2,8 @@
 
 import contextlib
 import math
-from typing import Any, Dict, Iterator, List, Optional, Sequence
+from collections.abc import Iterator, Sequence
+from typing import Any
 
 import torch
 from fairseq.logging import metrics
@@ -27,9 +28,9 @@ class GStep:
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
         self.trainer, self.sgd = trainer, GateSGD(lr, clip_norm)
-        self._done: Optional[List[Dict[str, Any]]] = None
+        self._done: list[dict[str, Any]] | None = None
 
-    def __call__(self, samples: List[Dict[str, Any]]) -> None:
+    def __call__(self, samples: list[dict[str, Any]]) -> None:
         """Update the gates once with the micro-batches `samples` of this worker and those of the others."""
         if samples is self._done:  # with --amp fairseq tries the F step again after an overflow
             return
@@ -50,7 +51,7 @@ class GStep:
             metrics.log_scalar("g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3)
 
     def _gradients(
-        self, samples: Sequence[Dict[str, Any]], parameters: Sequence[Parameter], scale: float
+        self, samples: Sequence[dict[str, Any]], parameters: Sequence[Parameter], scale: float
     ) -> GateGradients:
         """Forward and backward passes of all micro-batches, all with the same state of the gates."""
         trainer = self.trainer

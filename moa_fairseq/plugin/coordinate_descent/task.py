@@ -16,8 +16,9 @@ its G steps are ordinary updates by fairseq's optimizer.
 import contextlib
 import logging
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Callable, Dict, List, Optional
+from typing import TYPE_CHECKING, Any
 
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
@@ -85,8 +86,8 @@ class BlockCoordinateDescent(Extended):
     """
 
     _epoch = 0
-    _g_step: Optional[GStep] = None
-    _joint_step: Optional[JointStep] = None
+    _g_step: GStep | None = None
+    _joint_step: JointStep | None = None
 
     @property
     def alternates(self) -> bool:
@@ -164,7 +165,7 @@ class BlockCoordinateDescent(Extended):
             steps = "G and F steps" if self.takes_g_steps(epoch) else "F steps"
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
-    def before_update(self, trainer: Any, samples: List[Dict[str, Any]]) -> None:
+    def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:
         """The plugin's hook; samples: all micro-batches of the update that the trainer is about to make."""
         gates = gates_of(trainer.get_model())
         if self.steps_jointly and gates:
@@ -190,7 +191,7 @@ class BlockCoordinateDescent(Extended):
 
     def train_step(
         self,
-        sample: Dict[str, Any],
+        sample: dict[str, Any],
         model: nn.Module,
         criterion: Callable,
         optimizer: Any,
@@ -217,17 +218,17 @@ class BlockCoordinateDescent(Extended):
         with contextlib.nullcontext() if step is None else step.stepping(optimizer):
             super().optimizer_step(optimizer, model=model, update_num=update_num)
 
-    def valid_step(self, sample: Dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
+    def valid_step(self, sample: dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
         """fairseq's step, which also logs the gates' entropies: experts are mixed, as in a G step."""
         return super().valid_step(sample, model, GateEntropyLog(criterion), **kwargs)
 
-    def reduce_metrics(self, logging_outputs: List[Dict[str, Any]], criterion: Any) -> None:
+    def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
         """Log fairseq's metrics and the gates' entropies."""
         super().reduce_metrics(logging_outputs, criterion)
         GateEntropyLog.reduce_metrics(logging_outputs)
 
 
-def too_short_for_a_g_epoch(trainer: Any, every: int) -> Optional[str]:
+def too_short_for_a_g_epoch(trainer: Any, every: int) -> str | None:
     """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None."""
     limits = trainer.cfg.optimization
     ends = []

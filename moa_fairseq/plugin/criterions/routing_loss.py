@@ -2,7 +2,7 @@
 
 import math
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any, Dict, List, Tuple
+from typing import TYPE_CHECKING, Any
 
 import torch
 from fairseq.dataclass import ChoiceEnum
@@ -86,7 +86,7 @@ class RoutingLossMixin(Extended):
         criterion.routing = RoutingLossConfig(**{name: getattr(cfg, name) for name in names})
         return criterion
 
-    def forward(self, model: torch.nn.Module, sample: Dict[str, Any], reduce: bool = True):
+    def forward(self, model: torch.nn.Module, sample: dict[str, Any], reduce: bool = True):
         with collect_routings() as routings:
             loss, sample_size, logging_output = super().forward(model, sample, reduce=reduce)
         if not routings:
@@ -99,7 +99,7 @@ class RoutingLossMixin(Extended):
         logging_output.update(entries)
         return loss, sample_size, logging_output
 
-    def terms(self, routings: NamedRoutings) -> Tuple[Tensor, Dict[str, Any]]:
+    def terms(self, routings: NamedRoutings) -> tuple[Tensor, dict[str, Any]]:
         """The scalar Σ α·L_balance + β·L_z over the modules of one forward pass, and what is to be logged.
 
         The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
@@ -117,7 +117,7 @@ class RoutingLossMixin(Extended):
         else:
             auxiliary = z[0].new_zeros(())
         with torch.no_grad():
-            rows: Dict[str, List[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
+            rows: dict[str, list[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
             if name != "moa":
                 rows["balance_loss"] = balance
                 rows["load_balance_loss"] = [load_balance_loss(sums) for sums in kinds]
@@ -133,7 +133,7 @@ class RoutingLossMixin(Extended):
         return auxiliary, logged(_PREFIX, names, means)
 
     @classmethod
-    def reduce_metrics(cls, logging_outputs: List[Dict[str, Any]]) -> None:
+    def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:
         """Log fairseq's metrics, then the mean over forward passes of every router statistic."""
         super().reduce_metrics(logging_outputs)
         values, passes = mean_values(_PREFIX, logging_outputs)
@@ -141,6 +141,6 @@ class RoutingLossMixin(Extended):
             metrics.log_scalar(name, value, passes, round=_ROUND)
 
 
-def _row(parts: List[Tensor]) -> Tensor:
+def _row(parts: list[Tensor]) -> Tensor:
     """Values of the modules of each kind, one row of all modules: [M]."""
     return parts[0] if len(parts) == 1 else torch.cat(parts)

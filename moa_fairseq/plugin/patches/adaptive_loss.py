@@ -1,7 +1,7 @@
 """The loss of an adaptive softmax, over all words."""
 
 from dataclasses import dataclass
-from typing import Any, Dict, List, Tuple
+from typing import Any
 
 import torch.nn.functional as F
 from fairseq.criterions import CRITERION_REGISTRY, register_criterion
@@ -40,8 +40,8 @@ class WholeAdaptiveLoss(AdaptiveLoss):
         return criterion
 
     def forward(
-        self, model: nn.Module, sample: Dict[str, Any], reduce: bool = True
-    ) -> Tuple[Tensor, int, Dict[str, Any]]:
+        self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
+    ) -> tuple[Tensor, int, dict[str, Any]]:
         """As fairseq's. Raises UserError where padding has no place in the first cluster."""
         decoder: Any = model.decoder
         softmax = decoder.adaptive_softmax
@@ -52,7 +52,7 @@ class WholeAdaptiveLoss(AdaptiveLoss):
                 f"--adaptive-softmax-cutoff {softmax.cutoff[0]},…: the first cluster must hold the special "
                 f"symbols: let it begin with {self.padding_idx + 1} or more."
             )
-        results: List[Any] = []
+        results: list[Any] = []
         hook = softmax.register_forward_hook(lambda *call: results.append(call[-1]))
         try:
             loss, sample_size, entries = super().forward(model, sample, reduce)

@@ -5,7 +5,8 @@ from __future__ import annotations
 import logging
 import math
 import types
-from typing import Any, Callable, Dict
+from collections.abc import Callable
+from typing import Any
 
 import numpy
 from fairseq.data import LRUCacheDataset
@@ -91,7 +92,7 @@ def old_names_of_numpy(compat: Any) -> Any:
 
 
 @patch(_ITERATOR + ".state_dict", _EPOCHS + "test_converted_place")
-def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> Dict[str, Any]:
+def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict[str, Any]:
     """The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see
     part of the epoch twice, and one on more GPUs would skip part of it.
     """
@@ -101,7 +102,7 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> Dict
 
 @patch(_ITERATOR + ".load_state_dict", _EPOCHS + "test_converted_place")
 def restore_the_place_of_all_processes(
-    load_state_dict: Callable, iterator: Any, state: Dict[str, Any]
+    load_state_dict: Callable, iterator: Any, state: dict[str, Any]
 ) -> None:
     """The same, where it is read: the place is converted to this number of processes."""
     place, shards = state.get("iterations_in_epoch", 0), state.get("num_shards")

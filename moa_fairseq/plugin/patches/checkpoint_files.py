@@ -10,8 +10,9 @@ import re
 import shutil
 import time
 import zipfile
+from collections.abc import Callable
 from pathlib import Path
-from typing import IO, Any, Callable, Optional, Union
+from typing import IO, Any
 
 import torch
 
@@ -40,7 +41,7 @@ _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
 _HERE = "plugin/patches/test_checkpoint_files.py::"
 
 
-def load_checkpoint(path: Union[str, Path], map_location: str = "cpu") -> Any:
+def load_checkpoint(path: str | Path, map_location: str = "cpu") -> Any:
     """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
 
     Raises UserError if the file is missing, not a regular file, truncated or changed since it was written. If
@@ -138,7 +139,7 @@ class SafeTorch(StandIn):
     def check(self, state: Any, name: str, size: int) -> None:
         """Raise where what was loaded from a file of `size` bytes is not what it should be."""
 
-    def load(self, source: Any, map_location: Optional[Any] = None, **options: Any) -> Any:
+    def load(self, source: Any, map_location: Any | None = None, **options: Any) -> Any:
         """torch.load, of data alone: see `load_checkpoint`."""
         if isinstance(source, (str, os.PathLike)):
             refuse_irregular(Path(source))
@@ -163,7 +164,7 @@ class CheckpointTorch(SafeTorch):
     check = staticmethod(check_checkpoint)
 
 
-def save_checkpoint(state: Any, filename: Union[str, Path], temporary: Optional[str] = None) -> None:
+def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = None) -> None:
     """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
 
     temporary: that name, which is overwritten, for a training that saves again and again; by default a new
@@ -232,9 +233,9 @@ def _is_remote(path: str) -> bool:
 
 
 def _write_checked(
-    filename: Union[str, Path],
+    filename: str | Path,
     write: Callable[[IO[bytes]], None],
-    temporary: Optional[str],
+    temporary: str | None,
     check_content: Callable[[str], None],
 ) -> None:
     """Try to write a checkpoint, whole or not at all; check_content raises if the written file is wrong."""

@@ -10,8 +10,9 @@ from __future__ import annotations
 import io
 import os
 import threading
+from collections.abc import Callable
 from datetime import timedelta
-from typing import Any, Callable, Dict, List
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -80,7 +81,7 @@ def time_limit(cfg: Any) -> int:
 
 
 @patch("fairseq.distributed.utils:distributed_main", _STOPPED, instead)
-def distributed_main(i: int, main: Callable, cfg: Any, kwargs: Dict[str, Any]) -> None:
+def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -> None:
     """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
     they end in a traceback that names none.
 
@@ -119,7 +120,7 @@ def watch_later(wrapper: Callable, module: Any, timeout: int, **options: Any) ->
     return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
 
 
-def _silent_ranks() -> List[int]:
+def _silent_ranks() -> list[int]:
     """The ranks that do not report within ANSWER_SECONDS that their collective has failed, too.
 
     The processes report it in the store through which they connected. Process 0 holds it: if the store does

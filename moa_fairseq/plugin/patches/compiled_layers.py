@@ -10,7 +10,8 @@ import argparse
 import functools
 import inspect
 import logging
-from typing import Any, Callable, Dict, Optional, Set
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
@@ -89,7 +90,7 @@ def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, ke
 
 def check(cfg: Any, task: Any, model: nn.Module) -> None:
     """Raise UserError for what does not go with compiled layers."""
-    reasons: Dict[str, str] = {}
+    reasons: dict[str, str] = {}
     for (section, name), reason in _REFUSED.items():
         if getattr(getattr(cfg, section), name, None):
             reasons["--" + name.replace("_", "-")] = reason
@@ -128,7 +129,7 @@ def _warn(what: str, error: Exception) -> None:
     logger.warning(f"{FLAG}: {what}: {type(error).__name__}: {reason}")
 
 
-def compile_layers(model: nn.Module, backend: str = "inductor", mode: Optional[str] = None) -> None:
+def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None = None) -> None:
     """Let every layer of a model's Transformers train by compiled code.
 
     Args:
@@ -160,10 +161,10 @@ class _Compiled:
     and `compiled`, which calls that.
     """
 
-    def __init__(self, backend: str, mode: Optional[str]):
+    def __init__(self, backend: str, mode: str | None):
         self.run = torch.compile(_forward, dynamic=True, fullgraph=True, backend=backend, mode=mode)
         self.run_whole = torch.compile(_whole, dynamic=True, fullgraph=True, backend=backend, mode=mode)
-        self.failed: Set[type] = set()
+        self.failed: set[type] = set()
         errors = torch._dynamo.exc  # loaded here: that takes seconds, and most commands compile nothing
         self.failures = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
@@ -210,10 +211,10 @@ def _dense(value: Any) -> Any:
     return value.contiguous() if isinstance(value, Tensor) else value
 
 
-def _pad_both(x: Tensor, options: Dict[str, Any]) -> None:
+def _pad_both(x: Tensor, options: dict[str, Any]) -> None:
     """Where source or target have padding both get a mask: a decoder has two graphs then, not four."""
     memory = options.get("encoder_out")
-    masks: Dict[str, Any] = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
+    masks: dict[str, Any] = {"encoder_padding_mask": memory, "self_attn_padding_mask": x}
     if memory is None or all(options.get(name) is None for name in masks):
         return
     for name, tokens in masks.items():

@@ -2,7 +2,8 @@
 
 import contextlib
 import warnings
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fairseq.optim import AMPOptimizer

@@ -10,7 +10,8 @@ from __future__ import annotations
 import argparse
 import os
 import shlex
-from typing import Any, Callable
+from collections.abc import Callable
+from typing import Any
 from urllib.parse import urlparse
 
 from moa_fairseq.errors import UserError

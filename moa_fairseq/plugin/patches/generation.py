@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import re
-from typing import Any, Callable, Dict
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from fairseq.models import FairseqLanguageModel
@@ -29,7 +30,7 @@ class ManySearches(UserError, ValueError):
 
 
 @patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
-def keep_the_other_side(prune: Callable, state: Dict[str, Any], model_cfg: Any = None) -> Dict[str, Any]:
+def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any = None) -> dict[str, Any]:
     """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
     and its message blames the file.
     """
@@ -86,7 +87,7 @@ def check_flags_of_search(
     "fairseq.sequence_generator:SequenceGenerator.generate", _HERE + "test_diverse_groups_of_any_sentences"
 )
 def count_rows_not_sentences(
-    generate: Callable, generator: Any, models: Any, sample: Dict[str, Any], **options: Any
+    generate: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
 ) -> Any:
     """--diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
     sentences have in the data set: an IndexError.

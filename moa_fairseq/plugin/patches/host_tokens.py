@@ -4,7 +4,8 @@ Asking a GPU would wait for all that it has been given to do, and nothing that w
 graph. `Trainer._prepare_sample` moves a batch and remembers what it moved.
 """
 
-from typing import Any, Callable, Dict, Optional, Tuple
+from collections.abc import Callable
+from typing import Any
 
 from torch import Tensor
 from torch.utils.weak import WeakTensorKeyDictionary
@@ -23,8 +24,8 @@ def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: b
     has forgotten it.
     """
     prepared, is_filler = prepare(trainer, sample, is_dummy)
-    before: Dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
-    after: Dict[str, Any] = (prepared or {}).get("net_input") or {}
+    before: dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
+    after: dict[str, Any] = (prepared or {}).get("net_input") or {}
     for name, made in before.items():
         moved = after.get(name)
         if not isinstance(moved, Tensor) or moved is made or moved.is_floating_point():
@@ -34,9 +35,9 @@ def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: b
     return prepared, is_filler
 
 
-def on_host(tokens: Tensor) -> Optional[Tensor]:
+def on_host(tokens: Tensor) -> Tensor | None:
     """The same ids in the host's memory; None where only the device has them, as they are now."""
-    known: Optional[Tuple[int, Tensor]] = _copies.get(tokens)
+    known: tuple[int, Tensor] | None = _copies.get(tokens)
     if known is not None and known[0] == tokens._version:
         return known[1]
     return tokens if tokens.device.type == "cpu" else None

@@ -1,7 +1,8 @@
 """Samples that are longer than a model reads: an evaluation leaves none of them out."""
 
 import logging
-from typing import Any, Callable, Optional
+from collections.abc import Callable
+from typing import Any
 
 from fairseq.tasks.language_modeling import LanguageModelingConfig
 
@@ -32,7 +33,7 @@ def evaluate_every_token(
     task: Any,
     dataset: Any,
     *args: Any,
-    max_positions: Optional[int] = None,
+    max_positions: int | None = None,
     context_window: int = 0,
     **options: Any,
 ) -> Any:

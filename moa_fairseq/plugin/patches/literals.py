@@ -10,7 +10,8 @@ import ast
 import operator
 import sys
 import types
-from typing import Any, Mapping, Optional
+from collections.abc import Mapping
+from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
@@ -70,7 +71,7 @@ class _Sums(ast.NodeTransformer):
 
 def _setting_name(text: str) -> str:
     """Which setting `text` is: its name in a configuration of the callers of `literal`."""
-    frame: Optional[types.FrameType] = sys._getframe(2)
+    frame: types.FrameType | None = sys._getframe(2)
     for _ in range(5):
         if frame is None:
             break

@@ -11,8 +11,9 @@ import argparse
 import contextlib
 import math
 import traceback
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import Any, Callable, ClassVar, Dict, Iterable, Iterator, List, Mapping, NoReturn, Optional, Set
+from typing import Any, ClassVar, NoReturn
 
 import torch
 from fairseq.modules.fairseq_dropout import FairseqDropout
@@ -73,17 +74,17 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
             raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
 
 
-def _parts(value: Any) -> List[Any]:
+def _parts(value: Any) -> list[Any]:
     """What a container holds; nothing for anything else."""
     value = vars(value) if isinstance(value, argparse.Namespace) else value
     value = value.values() if isinstance(value, dict) else value
     return list(value) if not isinstance(value, (str, bytes, Tensor)) and hasattr(value, "__iter__") else []
 
 
-def _check_tensors(state: Dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
+def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
     """All tensors together are no larger than the file: none repeats a number, or was made without one."""
-    seen: Set[int] = set()
-    pending: List[Any] = [state]
+    seen: set[int] = set()
+    pending: list[Any] = [state]
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):
@@ -99,7 +100,7 @@ def _check_tensors(state: Dict[Any, Any], size: int, refuse: Callable[[str], NoR
             pending += parts
 
 
-def _check_size_of_settings(values: List[Any], refuse: Callable[[str], NoReturn]) -> None:
+def _check_size_of_settings(values: list[Any], refuse: Callable[[str], NoReturn]) -> None:
     """One list that stands in ten places counts ten times: OmegaConf copies it for each."""
     pending = list(values)
     for _ in range(MAX_SETTINGS):
@@ -118,7 +119,7 @@ class Allowance(TorchDispatchMode):
     TIMES = 16
     FREE_NUMBERS = 1 << 26  # positions of small models
     FREE_TENSORS = 1000  # a million empty layers take hours as well
-    current: ClassVar[List[Allowance]] = []
+    current: ClassVar[list[Allowance]] = []
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
@@ -139,7 +140,7 @@ class Allowance(TorchDispatchMode):
             self.numbers += self.TIMES * weight.numel()
             self.tensors += self.TIMES
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Optional[Dict] = None) -> Any:
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
         sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args[-1:]
         needed = 0
         if args and not isinstance(args[0], Tensor) and all(isinstance(size, (int, float)) for size in sizes):
@@ -198,7 +199,7 @@ def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
 
 
 @patch("fairseq.checkpoint_utils:load_model_ensemble_and_task", _TEST)
-def explain_models(load: Callable, filenames: List[str], *args: Any, **options: Any) -> Any:
+def explain_models(load: Callable, filenames: list[str], *args: Any, **options: Any) -> Any:
     """fairseq builds whatever model the settings describe, and settings that it cannot build end in a
     traceback.
     """
@@ -213,7 +214,7 @@ def explain_models(load: Callable, filenames: List[str], *args: Any, **options: 
     return models, cfg, task
 
 
-def _check_use(task: Any, models: List[Any]) -> None:
+def _check_use(task: Any, models: list[Any]) -> None:
     """Raises ValueError for settings that fairseq does not look at before the model is used."""
     for model in models:
         for name, module in model.named_modules():
@@ -232,7 +233,7 @@ def _check_use(task: Any, models: List[Any]) -> None:
     "fairseq.models.fairseq_model:BaseFairseqModel.load_state_dict",
     "plugin/patches/test_generation.py::test_weights_of_another_kind_are_refused",
 )
-def refuse_other_kinds(load: Callable, model: Any, state: Dict[str, Any], *args: Any, **options: Any) -> Any:
+def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any) -> Any:
     """torch turns integers and complex numbers into weights without a word."""
     for name, parameter in model.named_parameters():
         weight = state.get(name)
@@ -269,7 +270,7 @@ def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, 
     return extra
 
 
-def _check_place(updates: Any, extra: Dict[str, Any]) -> None:
+def _check_place(updates: Any, extra: dict[str, Any]) -> None:
     """Raises ValueError for a count or a best loss that would end the training only when it is used."""
     place = extra["train_iterator"]
     counts = {"num_updates": updates, **{key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")}}

@@ -10,7 +10,8 @@ import copy
 import math
 import pickle
 from argparse import Namespace
-from typing import Any, Callable, Dict, List, NoReturn, Optional
+from collections.abc import Callable
+from typing import Any, NoReturn
 
 import numpy as np
 
@@ -20,7 +21,7 @@ MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens
 _TYPES = {"b1", "f2", "f4", "f8", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8))}
 
 
-def plain(value: Any, known: Optional[Dict[int, Any]] = None) -> Any:
+def plain(value: Any, known: dict[int, Any] | None = None) -> Any:
     """A copy with plain numbers, and lists of them, in place of NumPy's.
 
     known: for the function's own calls, the copies of containers by the id of the original.
@@ -36,7 +37,7 @@ def plain(value: Any, known: Optional[Dict[int, Any]] = None) -> Any:
         same.update({plain(key, known): plain(item, known) for key, item in value.items()})
         return same
     if isinstance(value, list):
-        items: List[Any] = []
+        items: list[Any] = []
         known[id(value)] = items
         items += [plain(item, known) for item in value]
         return items
@@ -50,7 +51,7 @@ def plain(value: Any, known: Optional[Dict[int, Any]] = None) -> Any:
     return value
 
 
-def numpy_stand_ins() -> List[type]:
+def numpy_stand_ins() -> list[type]:
     """What unpickling gets in place of NumPy's constructors; made for one file, whose numbers they count.
 
     A scalar becomes a number, and an array a list; one without dimensions a list of one. They raise

@@ -8,7 +8,8 @@ import functools
 import pkgutil
 import sys
 import types
-from typing import Any, Callable, Iterator, List, NamedTuple, Optional, Tuple
+from collections.abc import Callable, Iterator
+from typing import Any, NamedTuple
 
 
 class Patch(NamedTuple):
@@ -23,13 +24,13 @@ class Patch(NamedTuple):
     what: str
     test: str
     change: Callable
-    way: Optional[Callable[[Any, Callable], Any]]
+    way: Callable[[Any, Callable], Any] | None
 
     @property
     def reason(self) -> str:
         return " ".join((self.change.__doc__ or "").partition("\n\n")[0].split())
 
-    def places(self) -> Iterator[Tuple[Any, str]]:
+    def places(self) -> Iterator[tuple[Any, str]]:
         """(owner, name) of everything that this changes in this process."""
         modules, _, path = self.what.partition(":")
         *classes, name = path.split(".")
@@ -60,7 +61,7 @@ class Patch(NamedTuple):
                 names[name] = changed
 
 
-ROWS: List[Patch] = []
+ROWS: list[Patch] = []
 
 
 def around(original: Callable, change: Callable) -> Callable:
@@ -83,7 +84,7 @@ def made_of(original: Any, change: Callable) -> Any:
     return change(original)
 
 
-def patch(what: str, test: str, way: Optional[Callable[[Any, Callable], Any]] = around) -> Callable:
+def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = around) -> Callable:
     """Decorator: a row of the table; see Patch."""
 
     def add(change: Any) -> Any:

@@ -11,8 +11,9 @@ import math
 import os
 import sys
 import types
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Callable, Dict, List, Optional
+from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
@@ -232,7 +233,7 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
         ) from error
 
 
-def _program() -> Dict[str, Any]:
+def _program() -> dict[str, Any]:
     """The names of fairseq-train, called as a program or as a module; {} in another program."""
     modules = (sys.modules.get(name) for name in ("__main__", "fairseq_cli.train"))
     functions = (getattr(module, "should_stop_early", None) for module in modules)
@@ -258,7 +259,7 @@ _PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
 
 
 @patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
-def save_patience(save: Callable, trainer: Any, filename: str, extra_state: Dict[str, Any]) -> Any:
+def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict[str, Any]) -> Any:
     """--patience counts anew after each restart, so that a training that was interrupted goes on for longer:
     the count is saved with the checkpoint.
     """
@@ -282,7 +283,7 @@ def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any
     return extra_state, epoch_itr
 
 
-def _differences(state: Dict[str, Any], model: Any) -> List[str]:
+def _differences(state: dict[str, Any], model: Any) -> list[str]:
     """Each of the model's own flags whose value in the checkpoint is not that of this command."""
     before, now = (
         dict(settings.items()) if hasattr(settings, "items") else vars(settings)
@@ -343,7 +344,7 @@ def one_paragraph(hook: Callable) -> Callable:
     return print_user_errors if hook is sys.__excepthook__ else hook
 
 
-def print_user_errors(kind: type, error: BaseException, trace: Optional[types.TracebackType]) -> None:
+def print_user_errors(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
     """In place of `sys.excepthook`."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))

@@ -2,7 +2,7 @@
 
 import logging
 from dataclasses import dataclass
-from typing import Any, Dict, List, Optional
+from typing import Any
 
 from fairseq.data import BaseWrapperDataset, FairseqDataset, iterators
 from fairseq.tasks import register_task
@@ -26,7 +26,7 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
         "none, but chunks are still read in order)",
     )
     seed: int = II("common.seed")
-    update_freq: List[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
+    update_freq: list[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
     train_subset: str = II("dataset.train_subset")
 
 
@@ -44,7 +44,7 @@ class OrderedChunks(BaseWrapperDataset):
         self.rows = max(1, min(rows, len(dataset)))
         self.chunks, self.parts = -(-len(dataset) // self.rows), parts
 
-    def batches(self, num_shards: int) -> List[List[int]]:
+    def batches(self, num_shards: int) -> list[list[int]]:
         """Blocks of each batch, shard by shard. A shard keeps its parts; num_shards divides parts."""
         per_part, steps, total = self.rows // self.parts, self.parts // num_shards, len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
@@ -56,7 +56,7 @@ class OrderedChunks(BaseWrapperDataset):
             for shard in range(num_shards)
         ]
 
-    def collater(self, samples: List[Dict[str, Any]]) -> Dict[str, Any]:
+    def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.dataset.collater(samples)
         if batch:
             row, chunk = divmod(int(samples[0]["id"]), self.chunks)
@@ -80,7 +80,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
     """
 
     reads_any_length = True  # positions are relative, and no chunk is left out
-    _carried: Optional[Dict[str, Any]] = None  # what the next checkpoint will hold
+    _carried: dict[str, Any] | None = None  # what the next checkpoint will hold
 
     @classmethod
     def setup_task(cls, args: Any, **kwargs: Any) -> "TruncatedBPTTTask":
@@ -129,13 +129,13 @@ class TruncatedBPTTTask(LanguageModelingTask):
         if whole is not None:
             self._carried = {**self._texts(epoch_itr), "chunk": whole.chunk, "inputs": whole.inputs}
 
-    def get_checkpoint_dict(self) -> Dict[str, Any]:
+    def get_checkpoint_dict(self) -> dict[str, Any]:
         """fairseq's hook: what the first process adds to a checkpoint."""
         carried, self._carried = self._carried, None
         return {} if carried is None else {"carried_context": carried}
 
     def after_load(
-        self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: Dict[str, Any]
+        self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: dict[str, Any]
     ) -> None:
         """Give the context of its own texts back to this process, or warn that it is not there."""
         carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
@@ -163,7 +163,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         steps = epoch_itr.dataset.parts // epoch_itr.num_shards
         return range(epoch_itr.shard_id * steps, (epoch_itr.shard_id + 1) * steps)
 
-    def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> Dict[str, int]:
+    def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> dict[str, int]:
         """How the training's texts are cut; contexts fit those that are cut alike."""
         ordered: OrderedChunks = epoch_itr.dataset
         return {"texts": ordered.rows, "chunks": ordered.chunks, "length": self.args.tokens_per_sample}
@@ -180,8 +180,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
     def get_batch_iterator(
         self,
         dataset: FairseqDataset,
-        max_tokens: Optional[int] = None,
-        max_sentences: Optional[int] = None,
+        max_tokens: int | None = None,
+        max_sentences: int | None = None,
         *args: Any,
         num_shards: int = 1,
         shard_id: int = 0,

@@ -2,6 +2,7 @@
 
 import gzip
 import io
+import itertools
 import os
 import random
 import re
@@ -307,7 +308,7 @@ def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
 
     samples = [sample(fraction) for fraction in (0.0001, 0.05, 0.1, 0.25, 0.5, 0.743, 1.0)]
     assert [len(kept) for kept in samples] == [1, 5, 10, 25, 50, 75, 100]  # rounded up
-    assert all(small < large for small, large in zip(samples, samples[1:]))
+    assert all(small < large for small, large in itertools.pairwise(samples))
     assert sample(0.25) == samples[3] != sample(0.25, seed=2)
 
 

@@ -2,6 +2,7 @@
 
 import argparse
 import copy
+import itertools
 import json
 import math
 
@@ -51,7 +52,7 @@ def test_each_block_once_and_every_text_in_order(count, rows, shards, steps):
     assert sorted(block for batch in batches for block in batch) == list(range(count))
     for part in range(parts):  # all of them read one chunk, then the next; a shard has neighbouring parts
         mine = [batch for batch in batches[part % steps * shards + part // steps :: parts] if batch]
-        for before, after in zip(mine, mine[1:]):
+        for before, after in itertools.pairwise(mine):
             assert [block + 1 for block in before[: len(after)]] == after  # row by row, the next block
         for chunk, batch in enumerate(mine):
             given = ordered.collater([ordered[block] for block in batch])["net_input"]

@@ -5,7 +5,7 @@ there is little to compute, `sorted_rows` (torch's grouped_mm) where torch has a
 dtype, else `expert_loop`. Beside them stands `dense`, for K = E.
 """
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,8 +23,8 @@ class _Project(Function):
         ctx: Any,
         rows: Tensor,
         weight: Tensor,
-        bias: Optional[Tensor],
-        gates: Optional[Tensor],
+        bias: Tensor | None,
+        gates: Tensor | None,
         product: Any,
         plan: Any,
     ) -> Tensor:
@@ -35,7 +35,7 @@ class _Project(Function):
         return out
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         saved = ctx.saved_tensors  # once: checkpointing recomputes at each access
         needs = ctx.needs_input_grad[:4]
         if torch.is_grad_enabled():

@@ -1,6 +1,6 @@
 """K = E and one slot per narrow row: every token meets every expert in one ordinary GEMM without gathers."""
 
-from typing import Any, Optional, Tuple
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -14,7 +14,7 @@ from moa_fairseq.layers.experts.twice import differentiable_gradients
 _PIECE = 1024  # rows: a CPU multiplies two dtypes by copies in the wider one, which then stay small
 
 
-def up(rows: Tensor, weight: Tensor, bias: Optional[Tensor] = None) -> Tensor:
+def up(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
     """rows [N, C], weight [E, D, C], bias [E, D] → [N·E, D], slot k being expert k."""
     num_experts, expert_dim, _ = weight.shape
     flat_bias = None if bias is None else bias.reshape(-1)
@@ -36,7 +36,7 @@ class _Down(Function):
         return _by_token(_times_gate(slots, gate), weight) @ weight.flatten(0, 1)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         slots, gate, weight = ctx.saved_tensors
         if torch.is_grad_enabled():
             saved = (slots, gate, weight)
@@ -62,7 +62,7 @@ def _plain(slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
     return _by_token(gated, weight) @ weight.flatten(0, 1)
 
 
-def _times_gate(slots: Tensor, gate: Tensor, out: Optional[Tensor] = None) -> Tensor:
+def _times_gate(slots: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
     """gate · slots in the dtype of the slots, which need not be the gate's; out may be the slots."""
     out = torch.empty_like(slots) if out is None else out
     if slots.is_cuda or slots.dtype == gate.dtype:
@@ -77,7 +77,7 @@ def _by_token(slots: Tensor, weight: Tensor) -> Tensor:
     return slots.reshape(-1, weight.size(0) * weight.size(1))
 
 
-def down(slots: Tensor, weight: Tensor, gate: Optional[Tensor], uses_triton: bool = False) -> Tensor:
+def down(slots: Tensor, weight: Tensor, gate: Tensor | None, uses_triton: bool = False) -> Tensor:
     """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]. A gate in another dtype stays in it."""
     if gate is None:
         return _by_token(slots, weight) @ weight.flatten(0, 1)

@@ -5,7 +5,7 @@ as large as all slots is ever stored. An expert's slots belong to different rows
 collides. Each iteration needs the expert's row count on the host, so this is for the CPU.
 """
 
-from typing import Iterator, List, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
 
 import torch
 from torch import Tensor
@@ -28,9 +28,9 @@ class ExpertLoop:
     def __init__(self, order: SlotOrder, fan: int):
         self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
         self.order = order.order
-        self.experts: List[int] = []
-        self.unchosen: List[int] = []
-        self.lengths: List[int] = []
+        self.experts: list[int] = []
+        self.unchosen: list[int] = []
+        self.lengths: list[int] = []
         start = 0
         for expert, end in enumerate(order.offsets.tolist()):
             if end == start:
@@ -47,17 +47,17 @@ class ExpertLoop:
         )
 
     def _pieces(
-        self, gate: Optional[Tensor], is_up: bool
-    ) -> Iterator[Tuple[int, Tensor, Tensor, Optional[Tensor]]]:
+        self, gate: Tensor | None, is_up: bool
+    ) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
         """(expert, its rows, its sums, their gates [rows of the piece, 1] or None) of each piece."""
         sides = (self.wide_rows, self.narrow_rows)
-        gates: Sequence[Optional[Tensor]] = [None] * len(self.experts)
+        gates: Sequence[Tensor | None] = [None] * len(self.experts)
         if gate is not None:
             gates = torch.split(gate.index_select(0, self.order).unsqueeze(1), self.lengths)
         return zip(self.experts, *(sides if is_up else sides[::-1]), gates)
 
     def forward(
-        self, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], is_up: bool
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
         """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
         matrices = weight.transpose(1, 2) if is_up else weight
@@ -79,18 +79,18 @@ class ExpertLoop:
         grad: Tensor,
         rows: Tensor,
         weight: Tensor,
-        bias: Optional[Tensor],
-        gate: Optional[Tensor],
+        bias: Tensor | None,
+        gate: Tensor | None,
         is_up: bool,
         needs: Sequence[bool],
-    ) -> List[Optional[Tensor]]:
+    ) -> list[Tensor | None]:
         """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
         matrices = weight if is_up else weight.transpose(1, 2)
         per_row = self.per_wide if is_up else self.per_narrow
         grad_rows = _target(rows, rows.size(0), rows.size(1), per_row) if needs[0] else None
         grad_weight = torch.empty_like(weight) if needs[1] else None
         grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
-        grad_shares: List[Tensor] = []
+        grad_shares: list[Tensor] = []
         for expert in self.unchosen:  # its gradient is zero, not missing
             for each in (grad_weight, grad_bias):
                 if each is not None:

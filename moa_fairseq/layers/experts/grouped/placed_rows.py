@@ -3,8 +3,6 @@
 As `kernels.every_expert`, with gradients of its own: nothing is kept but what the product was given.
 """
 
-from typing import Optional
-
 import torch
 from torch import Tensor
 
@@ -19,7 +17,7 @@ class PlacedRows(SortedRows):
         self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
         self.tokens, self.num_experts, self.cell = order.tokens, order.num_experts, order.cell
 
-    def _up(self, wide: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    def _up(self, wide: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
         every = wide @ matrix if bias is None else torch.addmm(bias.flatten(), wide, matrix)
         return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]

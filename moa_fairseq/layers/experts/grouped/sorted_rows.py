@@ -5,7 +5,7 @@ gradient is the inverse permutation, and the slots of a row are neighbours, so t
 reduction. Results of the model's width are made in steps of rows or columns, never for all slots at once.
 """
 
-from typing import Iterator, List, Optional, Sequence, Tuple
+from collections.abc import Iterator, Sequence
 
 import torch
 import torch.nn.functional as F
@@ -33,7 +33,7 @@ def unsupported_reason(rows: Tensor, weight: Tensor) -> str:
     return ""
 
 
-def _steps(total: int, other: int, least: int) -> Iterator[Tuple[int, int]]:
+def _steps(total: int, other: int, least: int) -> Iterator[tuple[int, int]]:
     """(start, end) of steps through `total`: of _FREE_ELEMENTS // other, or of `least` if that is more."""
     most = max(_FREE_ELEMENTS // max(1, other), least)
     step = max(1, -(-most // _UNIT)) * _UNIT
@@ -55,7 +55,7 @@ class SortedRows:
         self.wide_row = self.order if self.per_wide == 1 else self.order // self.per_wide
 
     def forward(
-        self, rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], is_up: bool
+        self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
         """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
         if not is_up:
@@ -68,11 +68,11 @@ class SortedRows:
         grad: Tensor,
         rows: Tensor,
         weight: Tensor,
-        bias: Optional[Tensor],
-        gate: Optional[Tensor],
+        bias: Tensor | None,
+        gate: Tensor | None,
         is_up: bool,
         needs: Sequence[bool],
-    ) -> List[Optional[Tensor]]:
+    ) -> list[Tensor | None]:
         """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
         grad_rows = grad_weight = grad_bias = grad_gate = None
         narrow, wide = (grad, rows) if is_up else (rows, grad)
@@ -92,7 +92,7 @@ class SortedRows:
                 grad_rows = self._by_narrow_row(product, gate)
         return [grad_rows, grad_weight, grad_bias, grad_gate]
 
-    def _by_slot(self, narrow: Tensor, gate: Optional[Tensor]) -> Tensor:
+    def _by_slot(self, narrow: Tensor, gate: Tensor | None) -> Tensor:
         """gate[s] · narrow[s // per_narrow]: [S / per_narrow, D] → [S, D]"""
         if self.per_narrow == 1:
             return narrow if gate is None else narrow * gate.unsqueeze(1)
@@ -101,12 +101,12 @@ class SortedRows:
             slots = slots * gate.view(-1, self.per_narrow, 1)
         return slots.reshape(-1, narrow.size(1))
 
-    def _by_narrow_row(self, slots: Tensor, gate: Optional[Tensor]) -> Tensor:
+    def _by_narrow_row(self, slots: Tensor, gate: Tensor | None) -> Tensor:
         """Σ_{s of row} gate[s] · slots[s]: [S, D], which is overwritten → [S / per_narrow, D]"""
         slots = slots if gate is None else slots.mul_(gate.unsqueeze(1))
         return slots if self.per_narrow == 1 else slots.view(-1, self.per_narrow, slots.size(1)).sum(1)
 
-    def _up(self, wide: Tensor, weight: Tensor, bias: Optional[Tensor]) -> Tensor:
+    def _up(self, wide: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A_e(s) · wide[s // per_wide] + bias[e(s)] by flat slot: [S / per_wide, C] → [S, D].
 
         In steps of sorted positions: only the narrow product is kept.

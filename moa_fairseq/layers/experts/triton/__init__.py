@@ -8,9 +8,10 @@ imports without Triton, which is loaded when the first product runs.
 
 import importlib.util
 import os
+from collections.abc import Callable
 from functools import cache
 from types import SimpleNamespace
-from typing import Any, Callable, Dict, Optional, Tuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -63,7 +64,7 @@ def wrong_product() -> str:
     return "a product of 64 × 64 numbers comes out wrong: this Triton does not serve this GPU"
 
 
-def unfit(capability: Tuple[int, int], triton_version: str) -> str:
+def unfit(capability: tuple[int, int], triton_version: str) -> str:
     """Why this Triton does not serve an NVIDIA GPU of this compute capability, or ""."""
     major, minor = (int(part) for part in triton_version.split(".")[:2])
     if capability < (7, 0):
@@ -91,7 +92,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 
 def project(
-    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], order: SlotOrder, fan: Fan
+    rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, order: SlotOrder, fan: Fan
 ) -> Tensor:
     """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
     sums: Tensor
@@ -107,12 +108,12 @@ def project(
 _MOST_EXPERTS = 512  # that the routing kernels hold at once
 
 
-def sorted_slots(order: SlotOrder) -> Optional[Tuple[Tensor, Tensor]]:
+def sorted_slots(order: SlotOrder) -> tuple[Tensor, Tensor] | None:
     """What `SlotOrder.order` and `offsets` are, in three launches; None where torch has to sort."""
     if order.num_experts > _MOST_EXPERTS:
         return None
     # [S] → [N, K]
-    found: Tuple[Tensor, Tensor] = loaded("launch_routing").sort(
+    found: tuple[Tensor, Tensor] = loaded("launch_routing").sort(
         order.expert.view(-1, order.per_token), order.num_experts
     )
     return found
@@ -130,7 +131,7 @@ def _sums(rows: Tensor, weight: Tensor, *rest: Any) -> Tensor:
 
 
 # Function of `launch`, without gradients of its own → its schema as an operator, and its outputs uncomputed
-_LAUNCHES: Dict[str, Tuple[str, _Function]] = {
+_LAUNCHES: dict[str, tuple[str, _Function]] = {
     "products": (
         f"(Tensor rows, Tensor weight, Tensor? bias, Tensor? gate, {_EXPERTS}, {_FAN}) -> Tensor",
         _sums,
@@ -175,20 +176,20 @@ _OPERATORS = SimpleNamespace(
 
 
 def _project(
-    rows: Tensor, weight: Tensor, bias: Optional[Tensor], gate: Optional[Tensor], expert: Tensor, *rest: Any
+    rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, expert: Tensor, *rest: Any
 ) -> Tensor:
     """rest: order, offsets, into_experts, slots per row and per sum. `expert` is for the gradient."""
     sums: Tensor = loaded("launch").products(rows, weight, bias, gate, *rest)
     return sums
 
 
-def _keep_inputs(ctx: Any, inputs: Tuple[Any, ...], output: Tensor) -> None:
+def _keep_inputs(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
     *tensors, into_experts, per_row, per_sum = inputs
     ctx.save_for_backward(*tensors)
     ctx.fan = into_experts, per_row, per_sum
 
 
-def _gradients(ctx: Any, grad: Tensor, parts: Any) -> Tuple[Optional[Tensor], ...]:
+def _gradients(ctx: Any, grad: Tensor, parts: Any) -> tuple[Tensor | None, ...]:
     # once: checkpointing recomputes at each access
     rows, weight, bias, gate, expert, order, offsets = ctx.saved_tensors
     into_experts, per_row, per_sum = ctx.fan
@@ -227,7 +228,7 @@ class _Project(Function):
         return sums
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tuple[Optional[Tensor], ...]:
+    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         if torch.is_grad_enabled():  # once_differentiable says it later, and costs every pass ten calls
             raise RuntimeError(
                 "The gradient of Triton's kernels cannot be differentiated twice: build the layer with "

@@ -5,7 +5,8 @@ for it. Grids are upper bounds, and blocks beyond the last row of their expert e
 """
 
 import functools
-from typing import Any, Callable, Dict, Optional, Tuple, TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -56,14 +57,14 @@ def experts_pow2(experts: int) -> int:
     return max(16, 1 << (experts - 1).bit_length())  # triton.next_power_of_2 takes 10 µs
 
 
-def _routing(order: Tensor, offsets: Tensor) -> Dict[str, Any]:
+def _routing(order: Tensor, offsets: Tensor) -> dict[str, Any]:
     """Arguments that every kernel with expert blocks takes."""
     experts = offsets.numel()
     pow2 = experts_pow2(experts)
     return {"order": order, "offsets": offsets, "num_experts": experts, "EXPERTS_POW2": pow2}
 
 
-def _weight(weight: Tensor, rows: Tensor, order: Tensor, offsets: Tensor) -> Dict[str, Any]:
+def _weight(weight: Tensor, rows: Tensor, order: Tensor, offsets: Tensor) -> dict[str, Any]:
     """Arguments that every kernel takes that multiplies rows by weight [E, D, C]."""
     num_experts, expert_dim, model_dim = weight.shape
     sizes = {"EXPERT_DIM": expert_dim, "MODEL_DIM": model_dim, "TF32": may_use_tf32(rows)}
@@ -87,8 +88,8 @@ def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, 
 def products(
     rows: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
-    gate: Optional[Tensor],
+    bias: Tensor | None,
+    gate: Tensor | None,
     order: Tensor,
     offsets: Tensor,
     into_experts: bool,
@@ -123,7 +124,7 @@ def products(
     for first in range(0, full, width):
         now = min(width, full - first)
 
-        def grid(meta: Dict[str, Any], columns: int = now) -> Tuple[int, ...]:
+        def grid(meta: dict[str, Any], columns: int = now) -> tuple[int, ...]:
             return ((count // meta["BLOCK_M"] + num_experts) * -(-columns // meta["BLOCK_N"]),)
 
         start(kernels.product_kernel, grid, first_column=first, OUTER=now, **arguments)
@@ -152,14 +153,14 @@ def gate_grads(
     wide: Tensor,
     narrow: Tensor,
     weight: Tensor,
-    bias: Optional[Tensor],
+    bias: Tensor | None,
     gate: Tensor,
     order: Tensor,
     offsets: Tensor,
     per_wide: int,
     per_narrow: int,
     adds_products: bool,
-) -> Tuple[Tensor, Tensor, Tensor]:
+) -> tuple[Tensor, Tensor, Tensor]:
     """As `gate_kernel`: (grad_gate [S] in the gate's dtype, gate · narrow [S, D], the gated products).
 
     The products are added for each narrow row, [S / per_narrow, D], if adds_products, else empty [0, D].
@@ -222,7 +223,7 @@ def _cache_bytes(tensor: Tensor) -> int:
     return max(getattr(known, "L2_cache_size", 0), _LEAST_CACHE)
 
 
-def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> Tuple[int, int, int]:
+def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> tuple[int, int, int]:
     """(rows of a chunk, blocks to launch, parts to make room for)
 
     Only experts of more than one chunk leave parts: n rows are at most n / chunk + 1 of them, and less than
@@ -249,7 +250,7 @@ def outer(
     out = left.new_empty(experts, expert_dim, model_dim)
     partial = left.new_empty(parts, expert_dim, model_dim, dtype=torch.float32)
 
-    def grid(meta: Dict[str, int]) -> Tuple[int]:
+    def grid(meta: dict[str, int]) -> tuple[int]:
         return (blocks * -(-expert_dim // meta["BLOCK_D"]) * -(-model_dim // meta["BLOCK_C"]),)
 
     start(
@@ -274,7 +275,7 @@ def outer(
 
 
 @on_its_device
-def sum_rows(rows: Tensor, gate: Optional[Tensor], order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
+def sum_rows(rows: Tensor, gate: Tensor | None, order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
     """out[e] = Σ_{slots of e} gate · rows[slot // per_row]: rows [S / per_row, W] → [E, W] float32."""
     rows = rows.contiguous()
     width, experts = rows.size(1), offsets.numel()

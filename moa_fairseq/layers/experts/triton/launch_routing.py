@@ -1,7 +1,5 @@
 """Launches of the routing kernels: output tensors, grids and tile sizes. Nothing here is tuned."""
 
-from typing import Optional, Tuple
-
 import torch
 from torch import Tensor
 
@@ -20,8 +18,8 @@ def _tokens_per_block(num_experts: int) -> int:
 
 @on_its_device
 def route(
-    x: Tensor, weight: Tensor, per_token: int, normalizes: bool, padding: Optional[Tensor]
-) -> Tuple[Tensor, Tensor, Tensor, Optional[Tensor]]:
+    x: Tensor, weight: Tensor, per_token: int, normalizes: bool, padding: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `route_kernel`: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E)."""
     x, weight = x.contiguous(), weight.contiguous()
     tokens, experts = x.size(0), weight.size(0)
@@ -59,11 +57,11 @@ def route(
 @on_its_device
 def route_grad(
     probs: Tensor,
-    grad_logits: Optional[Tensor],
-    grad_probs: Optional[Tensor],
-    grad_gate: Optional[Tensor],
-    index: Optional[Tensor],
-    padding: Optional[Tensor],
+    grad_logits: Tensor | None,
+    grad_probs: Tensor | None,
+    grad_gate: Tensor | None,
+    index: Tensor | None,
+    padding: Tensor | None,
     per_token: int,
     normalizes: bool,
     detached: bool,
@@ -95,7 +93,7 @@ def route_grad(
 
 
 @on_its_device
-def sort(index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor]:
+def sort(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
     """index [N, K], different experts in a row → (order [N·K] int64, offsets [E] int32), as SlotOrder's."""
     index = index.contiguous()
     tokens, per_token = index.shape
@@ -115,7 +113,7 @@ def sort(index: Tensor, num_experts: int) -> Tuple[Tensor, Tensor]:
 
 
 @on_its_device
-def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> Tuple[Tensor, Tensor]:
+def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """As `gate_slots_kernel`: (gate · slots, grad_gate [S] in the gate's dtype); `product` is overwritten."""
     slots, gate = slots.contiguous(), gate.contiguous()
     gated = torch.empty_like(slots)

@@ -7,30 +7,31 @@ launch, and from then on its choice is passed to the kernel itself.
 
 import contextlib
 import threading
-from typing import Any, Callable, Dict, Hashable, Iterator, List, Optional, Tuple, Union
+from collections.abc import Callable, Hashable, Iterator
+from typing import Any
 
 from torch import Tensor
 
 # how many programs: numbers, or a function of the launch's constants
-Grid = Union[Tuple[int, ...], Callable[[Dict[str, Any]], Tuple[int, ...]]]
+Grid = tuple[int, ...] | Callable[[dict[str, Any]], tuple[int, ...]]
 
 # the autotuner times, and says which one it took, in two steps
 _tuning = threading.RLock()
-_chosen: Dict[Hashable, Dict[str, Any]] = {}
+_chosen: dict[Hashable, dict[str, Any]] = {}
 # kernel → a configuration to take instead of the tuned one; for checks of all of them
-forced: Dict[Any, Any] = {}
+forced: dict[Any, Any] = {}
 # (kernel, arguments) → the configurations to compile before a launch, which then takes the first of them
-_ahead: Optional[Callable[[Any, Dict[str, Any]], List[Any]]] = None
+_ahead: Callable[[Any, dict[str, Any]], list[Any]] | None = None
 
 
-def timed(kernel: Any, arguments: Dict[str, Any]) -> List[Any]:
+def timed(kernel: Any, arguments: dict[str, Any]) -> list[Any]:
     """The configurations that the autotuner would time for a launch."""
-    found: List[Any] = kernel.early_config_prune(kernel.configs, arguments)
+    found: list[Any] = kernel.early_config_prune(kernel.configs, arguments)
     return found
 
 
 @contextlib.contextmanager
-def compiling(configurations: Callable[[Any, Dict[str, Any]], List[Any]] = timed) -> Iterator[None]:
+def compiling(configurations: Callable[[Any, dict[str, Any]], list[Any]] = timed) -> Iterator[None]:
     """Inside, a launch of a tuned kernel compiles all of `configurations` for it, times none, and runs one.
 
     Triton's cache on disk keeps them for other processes: `compile_ahead` has many do this side by side.
@@ -43,15 +44,15 @@ def compiling(configurations: Callable[[Any, Dict[str, Any]], List[Any]] = timed
         _ahead = None
 
 
-def options(config: Any) -> Dict[str, Any]:
+def options(config: Any) -> dict[str, Any]:
     """A triton.Config as arguments of a plain launch."""
     return {**config.kwargs, "num_warps": config.num_warps, "num_stages": config.num_stages}
 
 
-def _kind(kernel: Any, arguments: Dict[str, Any]) -> Hashable:
+def _kind(kernel: Any, arguments: dict[str, Any]) -> Hashable:
     """What the choice may depend on: sizes known to the compiler, classes of sizes, dtypes, the device."""
     device = None
-    parts: List[Hashable] = [id(kernel)]
+    parts: list[Hashable] = [id(kernel)]
     for name, value in arguments.items():
         if isinstance(value, Tensor):
             device = value.device

@@ -7,8 +7,9 @@ kept on disk beside the compiled kernels. Under the interpreter there is nothing
 
 import inspect
 import os
+from collections.abc import Callable
 from functools import cache
-from typing import Any, Callable, Dict, List, Tuple
+from typing import Any
 
 import torch
 import triton
@@ -29,7 +30,7 @@ def rows_class(rows: int, num_experts: int) -> int:
     return next((size for size in ROW_CLASSES if average <= size), ROW_CLASSES[-1])
 
 
-def shared_limit(capability: Tuple[int, int]) -> int:
+def shared_limit(capability: tuple[int, int]) -> int:
     """Bytes of shared memory that a block may use on a GPU of this compute capability (major, minor)."""
     return 1024 * _SHARED_KIB.get(capability, _OTHER_SHARED_KIB)
 
@@ -41,7 +42,7 @@ def _limit_of(device: torch.device) -> int:
     return shared_limit(torch.cuda.get_device_capability(device))
 
 
-def _configs(names: str, *choices: Tuple[int, ...]) -> List[triton.Config]:
+def _configs(names: str, *choices: tuple[int, ...]) -> list[triton.Config]:
     keys = names.split()
     return [
         triton.Config(dict(zip(keys, sizes)), num_warps=warps, num_stages=stages)
@@ -111,7 +112,7 @@ gate_configs = [
 
 def shared_bytes(config: triton.Config, element_size: int) -> int:
     """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes."""
-    sizes: Dict[str, int] = config.kwargs
+    sizes: dict[str, int] = config.kwargs
     in_flight: int = config.num_stages
     if "BLOCK_R" in sizes:
         elements = sizes["BLOCK_R"] * (sizes["BLOCK_D"] + sizes["BLOCK_C"])
@@ -121,7 +122,7 @@ def shared_bytes(config: triton.Config, element_size: int) -> int:
     return in_flight * (elements * element_size + _SLACK)
 
 
-def fitting(configs: List[triton.Config], sample: torch.Tensor, tf32: bool) -> List[triton.Config]:
+def fitting(configs: list[triton.Config], sample: torch.Tensor, tf32: bool) -> list[triton.Config]:
     """Those whose tiles have room on the device of `sample`; the smallest if none has.
 
     The smallest alone for float32 without TF32: there are no matrix instructions for it, so that larger tiles
@@ -136,14 +137,14 @@ def fitting(configs: List[triton.Config], sample: torch.Tensor, tf32: bool) -> L
     return [config for config in configs if shared_bytes(config, size) <= limit] or [smallest]
 
 
-def _not_above(configs: List[triton.Config], name: str, size: int) -> List[triton.Config]:
+def _not_above(configs: list[triton.Config], name: str, size: int) -> list[triton.Config]:
     """Those whose tile is no larger than `size` needs; the smallest tiles if all are."""
     smallest = min(config.kwargs[name] for config in configs)
     needed = max(smallest, triton.next_power_of_2(size))
     return [config for config in configs if config.kwargs[name] <= needed]
 
 
-def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
+def prune_rows(configs: list[triton.Config], named: dict[str, Any], **meta: Any) -> list[triton.Config]:
     """What is worth timing for rows: tiles as high as the experts have rows, no wider than the product."""
     known = {**named, **meta}
     configs = fitting(configs, known["rows"], known["TF32"])
@@ -152,7 +153,7 @@ def prune_rows(configs: List[triton.Config], named: Dict[str, Any], **meta: Any)
     return _not_above(suited or configs, "BLOCK_N", known.get("OUTER") or known["EXPERT_DIM"])
 
 
-def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any) -> List[triton.Config]:
+def prune_outer(configs: list[triton.Config], named: dict[str, Any], **meta: Any) -> list[triton.Config]:
     """What is worth timing for weight gradients: tiles no larger than the weight."""
     known = {**named, **meta}
     configs = _not_above(
@@ -161,7 +162,7 @@ def prune_outer(configs: List[triton.Config], named: Dict[str, Any], **meta: Any
     return _not_above(configs, "BLOCK_C", known.get("MODEL_DIM", 128))
 
 
-def autotune(configs: List[triton.Config], prune: Callable[..., List[triton.Config]], key: List[str]) -> Any:
+def autotune(configs: list[triton.Config], prune: Callable[..., list[triton.Config]], key: list[str]) -> Any:
     """`triton.autotune` over `configs`, its outcome cached on disk where this Triton can.
 
     Under the interpreter the one configuration is simply set: some autotuners ask for a GPU even then.
