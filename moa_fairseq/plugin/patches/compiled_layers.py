@@ -47,7 +47,7 @@ _REFUSED = {
 
 @patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
-    """fairseq cannot compile a model. (This plugin is imported by what makes the parser's first part.)"""
+    """fairseq cannot compile a model (this plugin is imported by what makes the parser's first part)."""
     group = add(parser)
     group.add_argument(FLAG, action="store_true", help=HELP)
     return group
