@@ -2,7 +2,7 @@
 
     python benchmarks/sdpa.py
 
-Forward and backward of 8 heads over 8,192 tokens (2,048 on the CPU), as `attention.sdpa` calls it: without a
+Forward and backward of 8 heads over 8,192 tokens (2,048 on the CPU), as `layers.sdpa` calls it: without a
 mask, causal, with padded keys, and both. "refused" is a back end that does not serve the call. MoA's queries
 share one head of keys; "folded" is how they are computed for short sentences, as more queries of that head.
 """

@@ -9,7 +9,7 @@ from moa_fairseq.layers.experts import SlotOrder, project, resolve_backend
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps between the model's width C and the experts' width D (`kernels.project` has the sums).
+    """E linear maps between the model's width C and the experts' width D (`experts.project` has the sums).
 
     weight is [E, D, C] in either direction, so both are one product over E·D without a copy when K = E. Each
     expert is Xavier-uniform by its own widths, as in MoA's released code; biases [E, d_out] start at zero.

@@ -1,6 +1,6 @@
 """Every expert on every token in one product, then those that were chosen, for few tokens or small experts.
 
-As `kernels.every_expert`, with gradients of its own: nothing is kept but what the product was given.
+As `every_expert`, with gradients of its own: nothing is kept but what the product was given.
 """
 
 import torch

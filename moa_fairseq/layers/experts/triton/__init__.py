@@ -94,7 +94,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 def project(
     rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, order: SlotOrder, fan: Fan
 ) -> Tensor:
-    """As kernels.project; bias [E, D] into the experts or [E, C] into the model."""
+    """As experts.project; bias [E, D] into the experts or [E, C] into the model."""
     sums: Tensor
     if is_compiling():
         sums = expert_project(rows, weight, bias, gate, order.expert, order.order, order.offsets, *fan)

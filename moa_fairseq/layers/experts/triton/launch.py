@@ -96,7 +96,7 @@ def products(
     per_row: int,
     per_sum: int,
 ) -> Tensor:
-    """As kernels.project: rows [S / per_row, C or D], weight [E, D, C] → [S / per_sum, D or C].
+    """As experts.project: rows [S / per_row, C or D], weight [E, D, C] → [S / per_sum, D or C].
 
     The products of one sum come from different tiles. They are written side by side and added by a second
     kernel: deterministic, and cheaper than 32-bit atomic additions, which move twice the bytes. So that S
