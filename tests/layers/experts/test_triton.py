@@ -210,6 +210,7 @@ print(order.tolist(), offsets.tolist())
     assert done.stdout.split("\n")[0] == "[1, 2, 0, 3] [1, 2, 4]", done.stderr[-2000:]
 
 
+@pytest.mark.thorough
 def test_python_calls_of_a_step_stay_few():
     """Forward and backward. Each costs the host of a GPU as much as a kernel of a small batch."""
     pytest.importorskip("triton", reason="Triton is not installed")
