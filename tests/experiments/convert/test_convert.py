@@ -173,7 +173,7 @@ def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     ).stdout
     assert '"train_balance_loss"' in log
     path = tmp_path / "on" / "checkpoint_last.pt"
-    user_dir = ("--user-dir", os.path.join(os.path.dirname(__file__), "..", "..", "moa_fairseq"))
+    user_dir = ("--user-dir", os.path.join(os.path.dirname(__file__), *[".."] * 3, "moa_fairseq"))
     out = fairseq("generate", data, "--path", path, "--cpu", "--beam", 3, *user_dir).stdout
     assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
 
