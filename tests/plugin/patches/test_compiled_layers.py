@@ -23,7 +23,6 @@ from moa_fairseq.plugin.forward_context import collect_routings
 from moa_fairseq.plugin.patches import compiled_layers
 from moa_fairseq.plugin.patches.compiled_layers import can_compile, check, compile_layers
 
-counters = torch._dynamo.utils.counters
 SYMBOLS = 40
 WIDTHS = ("embed-dim", 16), ("ffn-embed-dim", 32), ("attention-heads", 4)
 NO_DROPOUT = ("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)
@@ -49,11 +48,11 @@ FAMILIES = {
 }
 
 
-@pytest.fixture(autouse=True)
+@pytest.fixture
 def as_before():
     """torch's settings and its compiled code are of a process."""
     torch.compiler.reset()
-    counters.clear()
+    torch._dynamo.utils.counters.clear()
     with torch._dynamo.config.patch(), torch._functorch.config.patch():
         yield
     torch.compiler.reset()
@@ -117,12 +116,13 @@ def compare(model, batches, tolerance, backend):
         assert found_names == names
         for a, b in zip(found, wanted):
             torch.testing.assert_close(a, b, rtol=tolerance, atol=tolerance)
-    assert not counters["graph_break"]
+    assert not torch._dynamo.utils.counters["graph_break"]
 
 
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("as_before")
 def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     """Ten shapes, with and without padding: output, losses, gradients, routings under their names, counts."""
     model, caught = build(*FAMILIES[family], layers=3), caplog.records
@@ -133,12 +133,13 @@ def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     # the last layer of a decoder, which returns weights, is a kind of its own
     kinds = len({type(m) for m in model.modules() if isinstance(m, compiled_layers.LAYERS)})
     kinds += hasattr(model, "encoder") and hasattr(model, "decoder")
-    assert kinds <= counters["stats"]["unique_graphs"] <= 2 * kinds
+    assert kinds <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * kinds
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
 @pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.usefixtures("as_before")
 def test_inductor_computes_the_same(family):
     """fairseq's gelu computes in float32, which Inductor rounds otherwise."""
     if family not in ("moa", "fairseq's lm") and "INDUCTOR" not in os.environ:
@@ -163,6 +164,7 @@ def stub(monkeypatch):
     return compiled
 
 
+@pytest.mark.usefixtures("as_before")
 def test_only_a_training_pass_is_compiled_and_a_copy_has_its_own_weights(monkeypatch):
     compiled, model, (src, prev) = stub(monkeypatch), build(*FAMILIES["moa"], layers=1), batch(1, 3, 9, 7)
     given = list(model.state_dict())
@@ -183,6 +185,7 @@ def test_only_a_training_pass_is_compiled_and_a_copy_has_its_own_weights(monkeyp
     assert len(compiled) == 6
 
 
+@pytest.mark.usefixtures("as_before")
 def test_checkpointed_activations_are_those_of_the_compiled_layer(monkeypatch):
     compiled, each = stub(monkeypatch), batch(1, 3, 9, 7)
     wanted = update(build(*FAMILIES["moa"], layers=1), *each)
@@ -194,6 +197,7 @@ def test_checkpointed_activations_are_those_of_the_compiled_layer(monkeypatch):
         torch.testing.assert_close(a, b)
 
 
+@pytest.mark.usefixtures("as_before")
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_why(monkeypatch, caplog):
     each = batch(1, 3, 9, 7)
     model = build(*FAMILIES["moa"], layers=1)
