@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, most valuable first: are the kernels right, are they fast, do the papers'
-# comparisons hold at a small budget, how fast are whole models. The first 20 minutes tell most of it.
+# Everything that only a GPU can tell, most valuable first: what bounds an update, are the kernels right and fast, do the
+# papers' comparisons hold at a small budget, how fast are whole models. The first half hour tells most of it.
 #
 #   bash scripts/gpu_check.sh [--minutes N] [--device cuda|cpu] [--multi30k DIR] [--wikitext DIR] [--output DIR]
 #

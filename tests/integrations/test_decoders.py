@@ -404,11 +404,13 @@ def test_fewer_heads_than_the_projection_reads_are_refused():
         logits(model, tokens())
 
 
-def test_a_call_that_passes_over_the_projection_is_refused():
+@pytest.mark.parametrize("names", [("o_proj",), ("o_proj", "q_proj")])
+def test_a_call_that_passes_over_projections_is_refused(names):
     model = mixture()
-    projection = model.model.layers[0].self_attn.o_proj
-    model.model.layers[0].self_attn.o_proj.__class__ = type(
-        "Fused", (torch.nn.Linear,), {"__call__": lambda self, x: x @ projection.weight.T}
-    )
+    attention = model.model.layers[0].self_attn
+    assert attention.mixture.router.reads_queries
+    for name in names:
+        product = {"__call__": lambda self, x: x @ self.weight.T}
+        getattr(attention, name).__class__ = type("Fused", (torch.nn.Linear,), product)
     with pytest.raises(UserError):
         logits(model, tokens())
