@@ -165,7 +165,7 @@ def test_compiled_without_a_break_and_exported(attention):
         torch.testing.assert_close(compiled, eager)
 
 
-@pytest.mark.thorough(keep="[dense]")
+@pytest.mark.thorough
 def test_exported_with_any_length(attention):
     x, options = torch.randn(B, T, C), {"padding": PADDING, "causal": True}
     length = torch.export.Dim("length", min=2, max=64)
@@ -179,7 +179,7 @@ def test_exported_with_any_length(attention):
         torch.testing.assert_close(exported(x, padding=padding, causal=True)[~padding], expected)
 
 
-@pytest.mark.thorough(keep="rope-dense")
+@pytest.mark.thorough
 @pytest.mark.parametrize("family", ["dense", "MoA", "MoH", "SwitchHead"])
 @pytest.mark.parametrize("positions", ["xl", "rope"])
 def test_positions_compile_without_a_break(family, positions):

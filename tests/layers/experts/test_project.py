@@ -135,6 +135,7 @@ def peak_bytes(step):
     return most
 
 
+@pytest.mark.thorough(keep="destination")
 @pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
 def test_switchheads_peak_of_memory_is_flat_in_k(use):
     """More slots need more indices and gates, but not one row more of either width."""
@@ -326,7 +327,7 @@ def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
     assert not torch.equal(slots * gate.bfloat16()[:, None], exact), "the case tells nothing"
 
 
-@pytest.mark.thorough(keep=("MoA outputs-random", "SwitchHead source-all"))
+@pytest.mark.thorough(keep="MoA outputs-all")
 @pytest.mark.parametrize("kind", ["random", "all"])
 @pytest.mark.parametrize("use", [use for use in USES if USES[use][2]])
 def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):

@@ -105,6 +105,7 @@ def test_any_number_of_data_workers_trains_the_same(train_masked_lm, tmp_path):
         torch.testing.assert_close(final[workers], final[0], rtol=0, atol=0)
 
 
+@pytest.mark.thorough
 def test_a_model_that_stands_still_shows_masks_that_move(train_masked_lm, tmp_path):
     """Learning rate 0, no dropout: only masks tell epochs apart, and validation's never change."""
     still = ("--lr", 0, "--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)

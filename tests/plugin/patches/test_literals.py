@@ -32,6 +32,7 @@ def calls_eval(tree):
     )
 
 
+@pytest.mark.thorough
 def test_no_module_of_fairseq_has_the_real_eval():
     """Of a new version, too: every module that calls eval is loaded with the plugin and reads literals."""
     names = []
