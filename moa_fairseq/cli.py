@@ -44,7 +44,10 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
-        level = f"{record.levelname}: " if record.levelno >= logging.WARNING else ""
+        if record.levelno >= logging.WARNING:
+            level = f"{record.levelname}: "
+        else:
+            level = ""
         self.write(printable(level + record.getMessage()))
 
 
@@ -52,7 +55,9 @@ class Console(logging.Handler):
 def reporting_to(handler: logging.Handler) -> Iterator[None]:
     """Inside the block, what the experiments report goes to `handler` only."""
     logger = logging.getLogger("moa_fairseq.experiments")
-    handlers, propagate, level = logger.handlers, logger.propagate, logger.level
+    handlers = logger.handlers
+    propagate = logger.propagate
+    level = logger.level
     logger.handlers = [handler]
     logger.propagate = False
     logger.setLevel(logging.INFO)
@@ -86,7 +91,10 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )
-    words = argv[2:] if argv[:1] == ["--user-dir"] else argv
+    if argv[:1] == ["--user-dir"]:
+        words = argv[2:]
+    else:
+        words = argv
     named = next((word for word in words if not word.startswith("-")), None)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
     for verb, (module_name, summary) in VERBS.items():

@@ -53,7 +53,12 @@ def atomic_write(
     if path.exists() and (special or not path.is_file()):
         # a folder, or a device such as /dev/null or /dev/stdout: renaming onto it would replace it
         raise UserError(f"Cannot write {path}: it exists and is not an ordinary file. Choose another name.")
-    encoding, newline = (None, None) if "b" in mode else ("utf-8", "\n")
+    if "b" in mode:
+        encoding = None
+        newline = None
+    else:
+        encoding = "utf-8"
+        newline = "\n"
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
         lock = -1
@@ -161,9 +166,11 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
         mode = os.stat(path).st_mode
         kind = _IRREGULAR.get(stat.S_IFMT(mode), "no file")
     except FileNotFoundError:
-        mode, kind = 0, "a link to a file that does not exist"
+        mode = 0
+        kind = "a link to a file that does not exist"
     if stat.S_ISREG(mode) and os.path.realpath(path).startswith(("/proc/", "/sys/")):
-        mode, kind = 0, "a file of the kernel, which can be endless"
+        mode = 0
+        kind = "a file of the kernel, which can be endless"
     if not stat.S_ISREG(mode):
         raise UserError(f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way.")
 
@@ -212,4 +219,6 @@ def shipped(name: str) -> Path:
     """A folder beside the package (configs, results): of the checkout, or what an installation has of it."""
     package = Path(__file__).resolve().parent
     installed = package / "share" / name  # setup.py copies it there
-    return installed if installed.is_dir() else package.parent / name
+    if installed.is_dir():
+        return installed
+    return package.parent / name

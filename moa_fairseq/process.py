@@ -30,7 +30,8 @@ MODULES = {
     "fairseq-validate": "fairseq_cli.validate",
     "moa-fairseq": "moa_fairseq.cli",
 }
-REDIRECT, ERRORS_TOO = ">", "2>&1"
+REDIRECT = ">"
+ERRORS_TOO = "2>&1"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 TAIL_LINES = 12
 STOP_SECONDS = 10
@@ -87,16 +88,24 @@ def unsafe_value(value: Any) -> str | None:
     An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and
     --user-dir, for example, runs Python code. Negative numbers are not taken for flags.
     """
-    items = value if isinstance(value, (list, tuple)) else []
+    if isinstance(value, (list, tuple)):
+        items = value
+    else:
+        items = []
     flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)
     if flag is not None:
         return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
-    return f"{REDIRECT!r} is not a value." if REDIRECT in (items or [value]) else None
+    if REDIRECT in (items or [value]):
+        return f"{REDIRECT!r} is not a value."
+    return None
 
 
 def to_argv(command: Sequence[str]) -> list[str]:
     """What is executed for a printed command: the same program by module, in this Python."""
-    words = command[: command.index(REDIRECT)] if REDIRECT in command else command
+    if REDIRECT in command:
+        words = command[: command.index(REDIRECT)]
+    else:
+        words = command
     return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
 
 
@@ -109,7 +118,9 @@ def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) 
 
 def positional(path: Path) -> str:
     """A path as an argument of its own: never one that begins like a flag."""
-    return f"./{path}" if str(path).startswith("-") else str(path)
+    if str(path).startswith("-"):
+        return f"./{path}"
+    return str(path)
 
 
 def environment_of_a_child() -> dict[str, str]:
@@ -140,7 +151,8 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     patience: seconds to wait for another holder: children of a run that was just killed take a moment to go.
     Raises UserError when another run, or a child that outlived one, works in the folder.
     """
-    file, key = folder / ".lock", folder.resolve()
+    file = folder / ".lock"
+    key = folder.resolve()
     if key in _held:
         yield
         return
@@ -192,10 +204,14 @@ class Executor:
         on_line: called with each line of standard output (errors_too: and of standard error). Raises
         UserError when the command fails.
         """
-        environment, locks = {**environment_of_a_child(), **self.environment}, held_locks()
+        environment = {**environment_of_a_child(), **self.environment}
+        locks = held_locks()
         with contextlib.ExitStack() as files:
             errors = _open_for(files, log, "ab", buffering=0)
-            record = _open_for(files, output, "wb") if output else errors
+            if output:
+                record = _open_for(files, output, "wb")
+            else:
+                record = errors
             with disk_errors(log):
                 errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
             with signals_held() as told:
@@ -229,7 +245,10 @@ class Executor:
         hint = next((f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), "")
         if status == -signal.SIGKILL and not hint:
             hint = " The system killed it, most often because the machine's memory was full."
-        how = f"was killed by signal {-status}" if status < 0 else f"failed with status {status}"
+        if status < 0:
+            how = f"was killed by signal {-status}"
+        else:
+            how = f"failed with status {status}"
         shown = "\n".join(f"    {line[:300]}" for line in tail)
         kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
         raise UserError(f"{command[0]} {how}.{hint} {kept}\n{shown}")
@@ -247,7 +266,8 @@ def die_with_parent() -> Callable[[], None] | None:
     """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
     if not sys.platform.startswith("linux"):
         return None
-    prctl, parent = ctypes.CDLL(None).prctl, os.getpid()
+    prctl = ctypes.CDLL(None).prctl
+    parent = os.getpid()
 
     def arrange() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)

@@ -32,7 +32,10 @@ def is_number(value: Any) -> bool:
 
 
 # The kinds of values, in the words of error messages.
-TEXT, NUMBER, MAPPING, LIST = "text", "a number", "a mapping", "a list"
+TEXT = "text"
+NUMBER = "a number"
+MAPPING = "a mapping"
+LIST = "a list"
 _KINDS: dict[str, Callable[[Any], bool]] = {
     TEXT: lambda value: isinstance(value, str),
     NUMBER: is_number,
@@ -137,7 +140,8 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
     Raises YAMLError where it holds itself, too many values, a key twice, or another kind of value.
     """
     if id(node) not in counted:
-        counted[id(node)], children = 0, []
+        counted[id(node)] = 0
+        children = []
         if isinstance(node, yaml.MappingNode):
             children = [part for pair in node.value for part in pair]
             known = set()

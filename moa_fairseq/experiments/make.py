@@ -22,7 +22,10 @@ from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_lef
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 
 OUT = "{out}"  # in a command: where it writes
-STATE, COMMANDS, PARTIAL, COMMENT = "state.json", "commands.sh", ".partial", "#   "
+STATE = "state.json"
+COMMANDS = "commands.sh"
+PARTIAL = ".partial"
+COMMENT = "#   "
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 
@@ -66,7 +69,10 @@ class Step:
         if callable(self.argv):
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
-        redirect = [REDIRECT, str(self.output)] if self.captured else []
+        if self.captured:
+            redirect = [REDIRECT, str(self.output)]
+        else:
+            redirect = []
         return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
 
 
@@ -89,7 +95,8 @@ def make(
     what functions make, stand below it as comments. Raises UserError where a step fails, or one that is not
     wanted was begun in place from other inputs; finished ones stay.
     """
-    executor, facts = executor or Executor(), {}
+    executor = executor or Executor()
+    facts = {}
     prefix = COMMENT if whole else ""
     if dry_run:
         if whole:
@@ -113,7 +120,8 @@ def make(
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
     known = marks(folder)
-    inputs, mark = _resolved(step, known), step.as_of_today(known.get(step.name, {}))
+    inputs = _resolved(step, known)
+    mark = step.as_of_today(known.get(step.name, {}))
     fingerprint = fingerprint_of(inputs, dict(step.goal))
     if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
         files = mark["files"]
@@ -188,7 +196,10 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
             return stamp(value)
         return value
 
-    found = step.inputs() if callable(step.inputs) else step.inputs
+    if callable(step.inputs):
+        found = step.inputs()
+    else:
+        found = step.inputs
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
 
 
@@ -221,7 +232,10 @@ def put_mark(folder: Path, name: str, **mark: Any) -> None:
 def keep_command(line: str, commands: Path) -> None:
     """Add a command to the script of what was run (once: a resumed run repeats it)."""
     refuse_link(commands)
-    kept = commands.read_text(encoding="utf-8").splitlines() if commands.is_file() else []
+    if commands.is_file():
+        kept = commands.read_text(encoding="utf-8").splitlines()
+    else:
+        kept = []
     kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
     if line not in kept:
         with atomic_write(commands) as stream:
@@ -244,7 +258,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
     """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
     found: dict[str, str] = {}
     for key in sorted(before.keys() | now.keys()):
-        old, new = before.get(key, "not set"), now.get(key, "not set")
+        old = before.get(key, "not set")
+        new = now.get(key, "not set")
         if isinstance(old, dict) and isinstance(new, dict):
             found.update(changes(old, new, f"{prefix}{key}."))
         elif old != new:

@@ -79,7 +79,8 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
 
     For a terminal (not markdown) headings are underlined and lines wrapped at `width` (None: the terminal's).
     """
-    room, parts = width or shutil.get_terminal_size().columns, []
+    room = width or shutil.get_terminal_size().columns
+    parts = []
     for block in blocks:
         if isinstance(block, Table):
             parts.append(block.text(markdown, width))

@@ -27,7 +27,10 @@ MIXTURES: dict[tuple[str, int], tuple[tuple[int, tuple[int, int, int]], ...]] = 
     ("XL", 90): ((9, (8, 8, 0)), (10, (16, 16, 0)), (9, (24, 16, 3))),
     ("XL", 75): ((9, (8, 8, 0)), (10, (16, 10, 2)), (9, (24, 14, 2))),
 }
-PATCH, CLASS_DROPOUT, FREQUENCIES = 2, 0.1, 256  # a side; share without a class in training; of a noise level
+# a side; share without a class in training; of a noise level
+PATCH = 2
+CLASS_DROPOUT = 0.1
+FREQUENCIES = 256
 
 
 def waves(places: Tensor, width: int) -> Tensor:
@@ -90,7 +93,8 @@ class DiT(nn.Module):
             raise UserError(
                 f"DiT-{size} has {depth} layers, not {len(by_depth)}, and patches of {PATCH} a side."
             )
-        self.side, self.classes = image_size // PATCH, classes
+        self.side = image_size // PATCH
+        self.classes = classes
         self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
         half = waves(torch.arange(self.side), width // 2)
         places = [half.repeat(self.side, 1), half.repeat_interleave(self.side, 0)]  # of columns, of rows

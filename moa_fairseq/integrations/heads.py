@@ -24,7 +24,9 @@ from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
-QUERIES, FUSED = "q_proj", "qkv"  # of queries; of [q | k | v], as timm has it
+# of queries; of [q | k | v], as timm has it
+QUERIES = "q_proj"
+FUSED = "qkv"
 
 
 @dataclass
@@ -71,8 +73,13 @@ class MixtureSettings:
             if not fits:
                 raise UserError(f"{name}={getattr(settings, name)!r} does not fit: {remedy}.")
 
-        layers, beta, norms = settings.layers, settings.balance, settings.router == "query-norm"
-        pairs = [each for each in layers if each is not None] if isinstance(layers, (list, tuple)) else []
+        layers = settings.layers
+        beta = settings.balance
+        norms = settings.router == "query-norm"
+        if isinstance(layers, (list, tuple)):
+            pairs = [each for each in layers if each is not None]
+        else:
+            pairs = []
         paired = all(isinstance(p, (list, tuple)) and len(p) == 2 and all(map(whole, p)) for p in pairs)
         need = "give a list of (shared heads, active), at least one, or None for what stays dense"
         check("layers", layers is None or (pairs and paired), need)
@@ -255,7 +262,8 @@ class HeadMixture(nn.Module):
 
 def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
     """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
-    mixtures, count = [], len(attentions)
+    mixtures = []
+    count = len(attentions)
     by_layer: Any = settings.layers or [(settings.shared_heads, settings.active)] * count
     if len(by_layer) != count:
         raise UserError(f"layers={by_layer} does not fit: give {count} entries, one for each attention.")
@@ -308,7 +316,10 @@ def balance_loss(
     """
     if not routings:
         raise UserError("No routings: let the block of collect_routings end first, and the model choose.")
-    padding = None if mask is None or mask.dim() != 2 else mask.reshape(-1) == 0
+    if mask is None or mask.dim() != 2:
+        padding = None
+    else:
+        padding = mask.reshape(-1) == 0
     total = torch.zeros((), device=device or routings[-1].probs.device)
     for routing in routings:
         if padding is not None and padding.numel() == routing.probs.size(0):

@@ -47,7 +47,10 @@ def to_mixture_of_heads(
         raise UserError(f"{kind} is no model of transformers: give that, before a wrapper has it.")
     if not _is_causal_lm(base):
         alone = type(model.config) in CAUSAL and not model.config.is_encoder_decoder
-        remedy = "load it with AutoModelForCausalLM" if alone else "leave it dense"
+        if alone:
+            remedy = "load it with AutoModelForCausalLM"
+        else:
+            remedy = "leave it dense"
         raise UserError(f"{kind} is no causal language model, which alone can be a mixture: {remedy}.")
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise UserError(f"{kind} is spread by tensor parallelism: load it on one device.")
@@ -70,11 +73,13 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise UserError(f"{type(model).__name__} is no decoder of text alone: only those can be mixtures.")
-    kind, heads = type(model).__name__, getattr(config, "num_attention_heads", None)
+    kind = type(model).__name__
+    heads = getattr(config, "num_attention_heads", None)
     attentions = {path: m for path, m in model.named_modules() if "Attention" in type(m).__name__}
     if not attentions or heads is None:
         raise UserError(f"{kind} has no attention with heads, which a mixture is made of: leave it dense.")
-    names, found = (settings.output,) if settings.output else OUTPUTS, []
+    names = (settings.output,) if settings.output else OUTPUTS
+    found = []
     for module in attentions.values():
         own = getattr(module, "num_heads", heads)  # Laguna's differ; Bart's config has the encoder's
         found += [(module, name, config.hidden_size, own) for name in names if hasattr(module, name)][:1]
@@ -84,7 +89,8 @@ def _install(model: PreTrainedModel, config: Any) -> None:
             f"{kind} has no {' or '.join(names)} in its attentions, but {', '.join(sorted(parts))}: give the "
             "output projection's name as output, or leave the model dense if it is none of these."
         )
-    depth, count = config.num_hidden_layers, len(found)
+    depth = config.num_hidden_layers
+    count = len(found)
     if count != depth and settings.layers is None:
         raise UserError(
             f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): in place "
@@ -139,7 +145,8 @@ def mixture_class(base: Any) -> Any:
                 out = super().forward(*args, **kwargs)
             if not routings:  # every head is shared
                 return out
-            loss, items = out[0], given.get("num_items_in_batch")
+            loss = out[0]
+            items = given.get("num_items_in_batch")
             term = beta * balance_loss(routings, given.get("attention_mask"), loss.device)
             if items is not None:  # Trainer adds up micro-batches, each divided by the number of all labels
                 term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
@@ -184,7 +191,10 @@ for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
 
 def __getattr__(name: str) -> Any:
     """The class MoH<Name>, which a pickle asks for before anything has made it."""
-    base = getattr(transformers, name[len(_PREFIX) :], None) if name.startswith(_PREFIX) else None
+    if name.startswith(_PREFIX):
+        base = getattr(transformers, name[len(_PREFIX) :], None)
+    else:
+        base = None
     if base in CAUSAL:  # a config
         base = CAUSAL[base]
     if not _is_causal_lm(base):

@@ -37,7 +37,8 @@ def to_mixture_of_heads(
     Raises:
         UserError: for a model that cannot be one, which is then unchanged.
     """
-    kind, modules = type(model).__name__, [*model.modules()]
+    kind = type(model).__name__
+    modules = [*model.modules()]
     for name in sorted(settings.keys() & {"balance", "output", "queries"}):
         raise UserError(
             f"{name}={settings[name]!r}: timm's models have no loss, and one table of names. Leave it out, "

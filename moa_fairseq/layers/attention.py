@@ -136,7 +136,10 @@ class Attention(nn.Module, abc.ABC):
         self.head_dim = head_dim
         self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
-        self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
+        if isinstance(dropout, nn.Module):
+            self.dropout_module = dropout
+        else:
+            self.dropout_module = nn.Dropout(dropout)
         self.head_gate: HeadGate | None = None
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
@@ -194,7 +197,9 @@ class Attention(nn.Module, abc.ABC):
         """The probability with which attention weights are dropped in this pass."""
         module = self.dropout_module
         drops = self.training or getattr(module, "apply_during_inference", False)
-        return float(getattr(module, "p", 0.0)) if drops else 0.0
+        if drops:
+            return float(getattr(module, "p", 0.0))
+        return 0.0
 
     @property
     def is_non_causal(self) -> bool:
@@ -374,7 +379,10 @@ class Attention(nn.Module, abc.ABC):
         projections that follow), the heads in dense attention and in SwitchHead (its App. A.2). Where
         `keys_by_expert`, the experts' indices, too, of eight bytes each.
         """
-        indices = 8 * self.key_heads if self.keys_by_expert else 0
+        if self.keys_by_expert:
+            indices = 8 * self.key_heads
+        else:
+            indices = 0
         return 2 * self.key_heads * self.head_dim * number_bytes + indices
 
     @torch.no_grad()
@@ -430,7 +438,10 @@ class Attention(nn.Module, abc.ABC):
             src_len = held + tgt_len
             lengths = [(batch, tgt_len), (batch, src_len)]
         else:
-            src_len = held if memory is None else memory.size(1)
+            if memory is None:
+                src_len = held
+            else:
+                src_len = memory.size(1)
             lengths = [(batch, src_len)]
         if padding is not None:
             _check_mask("padding", padding, lengths, False)
@@ -450,7 +461,10 @@ class Attention(nn.Module, abc.ABC):
             if mask is None:
                 mask = later
             else:
-                mask = mask.masked_fill(later, -torch.inf) if mask.is_floating_point() else mask | later
+                if mask.is_floating_point():
+                    mask = mask.masked_fill(later, -torch.inf)
+                else:
+                    mask = mask | later
         if is_self and padding is not None:
             query_padding = padding[:, padding.size(1) - tgt_len :]
         if query_padding is not None:
@@ -473,7 +487,10 @@ class Attention(nn.Module, abc.ABC):
     def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool) -> None:
         k_proj = getattr(self, "k_proj", None)
         v_proj = getattr(self, "v_proj", None)
-        default = self.embed_dim if memory is None else memory.size(-1)
+        if memory is None:
+            default = self.embed_dim
+        else:
+            default = memory.size(-1)
         kdim = getattr(k_proj, "in_features", getattr(k_proj, "d_in", default))
         vdim = getattr(v_proj, "in_features", getattr(v_proj, "d_in", default))
         if kdim != vdim and (is_self or memory is not None):
@@ -482,14 +499,21 @@ class Attention(nn.Module, abc.ABC):
                 "memory: build it with equal kdim and vdim"
             )
         weight = getattr(k_proj, "weight", None)
-        expected = weight.dtype if isinstance(weight, Tensor) else None  # quantised: a method
+        # quantised: a method
+        if isinstance(weight, Tensor):
+            expected = weight.dtype
+        else:
+            expected = None
         if expected is not None and not expected.is_floating_point:
             expected = None
         for name, given, width in (("x", x, self.embed_dim), ("memory", memory, kdim)):
             if given is None:
                 continue
             if given.dim() != 3 or given.size(2) != width:
-                letters = "[B, T, C] with C" if name == "x" else "[B, S, kdim] with kdim"
+                if name == "x":
+                    letters = "[B, T, C] with C"
+                else:
+                    letters = "[B, S, kdim] with kdim"
                 raise ValueError(f"{name} is {list(given.shape)}, not {letters} = {width}")
             if given.dtype == expected:
                 continue
@@ -511,7 +535,10 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
         if self.is_non_causal:
             raise ValueError("this attention decides by the whole sequence: build it with causal=True")
-        rows = None if cache.keys is None else cache.keys.size(0) * cache.beam_size
+        if cache.keys is None:
+            rows = None
+        else:
+            rows = cache.keys.size(0) * cache.beam_size
         if rows not in (None, x.size(0)):
             raise ValueError(
                 f"cache holds {rows} sequences, x is {list(x.shape)}: reorder it, or make a new one"
@@ -531,7 +558,10 @@ class Attention(nn.Module, abc.ABC):
 
     def _unread(self, name: str) -> str:
         takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
-        here = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
+        if name in _ELSEWHERE:
+            here = f" It is {_ELSEWHERE[name]} here."
+        else:
+            here = ""
         names = ", ".join([*takes, *sorted(self.reads)])
         return f"{type(self).__name__}'s call does not read {name}.{here} It takes {names}."
 
@@ -541,7 +571,10 @@ def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], addi
         expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
         raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
     if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
-        meaning = "True = blocked, or additive float" if additive else "True = padding"
+        if additive:
+            meaning = "True = blocked, or additive float"
+        else:
+            meaning = "True = padding"
         raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
 
 

@@ -140,7 +140,8 @@ class DenseAttention(DenseHeadsAttention):
 
     def __init__(self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any):
         settings = DenseSettings.of(settings, options)
-        key_heads, head_dim = settings.key_heads, settings.attention_head_dim
+        key_heads = settings.key_heads
+        head_dim = settings.attention_head_dim
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
             raise UserError(
                 f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "

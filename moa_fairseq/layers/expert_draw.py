@@ -23,7 +23,9 @@ class ExpertDraw:
     """
 
     def __init__(self, sequence_ids: Tensor, seed: int, update: int):
-        self.sequence_ids, self.seed, self.update = sequence_ids, seed, update
+        self.sequence_ids = sequence_ids
+        self.seed = seed
+        self.update = update
 
     def uniform(self, name: str) -> Tensor:
         """One number in [0, 1) per sequence for the module `name`, float32 [B]."""

@@ -41,7 +41,12 @@ class ExpertLinear(nn.Module):
         self.is_up = is_up
         self.backend = resolve_backend(expert_backend)
         self.fan_in = fan_in or d_in
-        expert_dim, model_dim = (d_out, d_in) if is_up else (d_in, d_out)
+        if is_up:
+            expert_dim = d_out
+            model_dim = d_in
+        else:
+            expert_dim = d_in
+            model_dim = d_out
         self.weight = nn.Parameter(torch.empty(num_experts, expert_dim, model_dim))
         self.bias = nn.Parameter(torch.empty(num_experts, d_out)) if bias else None
         self.reset_parameters()

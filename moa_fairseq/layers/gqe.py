@@ -75,7 +75,8 @@ class GroupedQueryExperts(MixtureOfAttention):
 
     def __init__(self, embed_dim: int, settings: GQESettings | None = None, **options: Any):
         settings = GQESettings.of(settings, options)
-        groups, shared_heads = settings.gqe_groups, settings.gqe_shared_heads
+        groups = settings.gqe_groups
+        shared_heads = settings.gqe_shared_heads
         check_choice("--gqe-output", settings.gqe_output, OUTPUTS)
         if groups < 1 or shared_heads not in (0, 1):
             raise UserError(

@@ -16,7 +16,8 @@ class HeadGate(nn.Module):
 
     def __init__(self, embed_dim: int, heads: int, head_dim: int, kind: str):
         super().__init__()
-        self.heads, self.width = heads, head_dim if kind == "element" else 1
+        self.heads = heads
+        self.width = head_dim if kind == "element" else 1
         self.projection = nn.Linear(embed_dim, heads * self.width, bias=False)
         self.reset_parameters()
 

@@ -36,7 +36,10 @@ def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
     """
     for module in root.modules():
         if isinstance(module, (nn.Linear, ExpertLinear)):
-            fan_in = module.fan_in if isinstance(module, ExpertLinear) else module.in_features
+            if isinstance(module, ExpertLinear):
+                fan_in = module.fan_in
+            else:
+                fan_in = module.in_features
             module.weight.normal_(std=scale / math.sqrt(fan_in))
             if module.bias is not None:
                 module.bias.zero_()

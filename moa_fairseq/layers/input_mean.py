@@ -60,7 +60,10 @@ def running_mean(
 def _rows(x: Tensor, padding: Tensor | None) -> Tensor:
     """[B, T, C + 1]: the inputs, zero at padding, and a last column of 1 for real inputs, 0 for padding."""
     x = x if x.dtype == torch.float64 else x.float()
-    real = x.new_ones(x.shape[:2]) if padding is None else (~padding).to(x.dtype)
+    if padding is None:
+        real = x.new_ones(x.shape[:2])
+    else:
+        real = (~padding).to(x.dtype)
     real = real.unsqueeze(-1)
     return torch.cat([x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0), real], dim=-1)
 

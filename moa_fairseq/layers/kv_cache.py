@@ -34,7 +34,9 @@ class KVCache:
     @property
     def length(self) -> int:
         """How many positions of keys it holds, S."""
-        return 0 if self.keys is None else self.keys.size(2)
+        if self.keys is None:
+            return 0
+        return self.keys.size(2)
 
     def of_memory(self, memory: Tensor) -> None:
         """Note that the keys are made of a memory."""
@@ -50,7 +52,9 @@ class KVCache:
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
         """Append keys and values [B, G, S', D], and the experts [B, S', K] that made them, if any did."""
         if self.keys is None or self.values is None:
-            self.keys, self.values, self.key_experts = k, v, experts
+            self.keys = k
+            self.values = v
+            self.key_experts = experts
             return
         self.keys = torch.cat([self.keys, k], dim=2)
         self.values = torch.cat([self.values, v], dim=2)
@@ -66,11 +70,15 @@ class KVCache:
         """
         if self.keys is None:
             return padding
-        length, batch = self.length, self.keys.size(0)
+        length = self.length
+        batch = self.keys.size(0)
         known = self.padding
         if padding is not None and padding.size(1) < length:
             before = length - padding.size(1)
-            earlier = padding.new_zeros(batch, before) if known is None else known[:, :before]
+            if known is None:
+                earlier = padding.new_zeros(batch, before)
+            else:
+                earlier = known[:, :before]
             padding = torch.cat([earlier, padding], dim=1)
         elif padding is None and known is not None:
             padding = torch.cat([known, known.new_zeros(batch, length - known.size(1))], dim=1)

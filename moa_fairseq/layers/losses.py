@@ -19,7 +19,9 @@ def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
 
     @functools.wraps(loss)
     def either(routed: Routing | RoutingSums) -> Tensor:
-        return loss(routed) if isinstance(routed, RoutingSums) else loss(RoutingSums([routed])).squeeze(0)
+        if isinstance(routed, RoutingSums):
+            return loss(routed)
+        return loss(RoutingSums([routed])).squeeze(0)
 
     return either
 
@@ -31,7 +33,8 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     1 when the load is even, E when one expert gets everything, 0 when all tokens are padding. Only P
     carries a gradient.
     """
-    experts, groups = routed.load.size(-1), routed.groups
+    experts = routed.load.size(-1)
+    groups = routed.groups
     return (routed.load * routed.shares(routed.sums.mass)).sum((1, 2)) * (experts / groups)
 
 

@@ -136,7 +136,11 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         self.scale = num_heads / (num_heads - dropped_heads)
         self.gate: SequenceGate | None = None
         if settings.mae_gate == "learned":
-            norm = "earlier" if causal else settings.gate_norm  # a causal gate must not see later positions
+            # a causal gate must not see later positions
+            if causal:
+                norm = "earlier"
+            else:
+                norm = settings.gate_norm
             sizes = (self.num_experts, settings.gate_hidden_dim, settings.gate_dropout)
             self.gate = SequenceGate(embed_dim, *sizes, norm)
         self.reset_parameters()
@@ -161,22 +165,32 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
 
     def responsibilities(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
         """g and its logits, [B, T, E] of a causal gate, else [B, 1, E]; which rows are real, or None."""
-        x, padding = call.x, call.query_padding
+        x = call.x
+        padding = call.query_padding
         batch, tgt_len, width = x.shape
         if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
-            wide = torch.float64 if x.dtype == torch.float64 else torch.float32
+            if x.dtype == torch.float64:
+                wide = torch.float64
+            else:
+                wide = torch.float32
             logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
         if self.causal:
             mean = running_mean(x, padding, self.gate_window, None if call.cache is None else call.cache.sums)
             length = tgt_len
-            real = None if padding is None else ~padding.reshape(-1)
+            if padding is None:
+                real = None
+            else:
+                real = ~padding.reshape(-1)
         else:
             mean = sequence_mean(x, padding)
             length = 1
-            real = None if padding is None else ~padding.all(1)
+            if padding is None:
+                real = None
+            else:
+                real = ~padding.all(1)
         probs, logits = self.gate(mean.reshape(-1, width), real)
         shape = (batch, length, self.num_experts)
         return probs.view(shape), logits.view(shape), real
@@ -194,7 +208,10 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return favourite
 
     def _routing(self, probs: Tensor, logits: Tensor, chosen: Tensor | None, real: Tensor | None) -> Routing:
-        scope = "tokens" if self.causal and self.gate is not None else "sequences"
+        if self.causal and self.gate is not None:
+            scope = "tokens"
+        else:
+            scope = "sequences"
         probs = probs.flatten(0, 1)  # [B, T or 1, E] → [N, E]
         if chosen is None:
             expert_ids = every_index(self.num_experts, device=probs.device).expand(probs.size(0), -1)
@@ -213,7 +230,10 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         probs = routing.probs
         dropped = _dropped(self.num_heads, self.dropped_heads, device=probs.device).to(probs.dtype)
         # [N, E] · [E, H]
-        left_out = probs @ dropped if routing.chooses_all else dropped[routing.expert_ids[:, 0]]
+        if routing.chooses_all:
+            left_out = probs @ dropped
+        else:
+            left_out = dropped[routing.expert_ids[:, 0]]
         return self.scale * (1.0 - left_out).view(shape[0], shape[1], self.num_heads, 1)
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:

@@ -119,7 +119,8 @@ class MixtureOfAttention(Attention):
         **options: Any,
     ):
         settings = MoASettings.of(settings, options)
-        num_experts, per_token = settings.num_experts, settings.experts_per_token
+        num_experts = settings.num_experts
+        per_token = settings.experts_per_token
         for name in ("expert_dim", "heads_per_expert"):
             size = getattr(settings, name)
             if size is None or size < 1:
@@ -147,7 +148,8 @@ class MixtureOfAttention(Attention):
         self.router = router or TopKRouter(embed_dim, settings)
         self.reads = token_ids_of(self.router)
         width = heads * settings.expert_dim
-        bias, backend = settings.expert_bias, settings.expert_backend
+        bias = settings.expert_bias
+        backend = settings.expert_backend
         self.q_experts = ExpertLinear(num_experts, embed_dim, width, True, bias, backend)
         fan_in = per_token * width
         self.out_experts = ExpertLinear(num_experts, width, embed_dim, False, bias, backend, fan_in)
@@ -178,7 +180,8 @@ class MixtureOfAttention(Attention):
 
     def keys_values(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
         """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
-        memory, values = call.memory, call.values
+        memory = call.memory
+        values = call.values
         if memory is None or values is None:
             return None, None
         shape = (*memory.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
@@ -188,7 +191,10 @@ class MixtureOfAttention(Attention):
         pays = pays and memory is values and is_plain(self.k_proj, nn.Linear)
         if pays and is_plain(self.v_proj, nn.Linear):
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
-            bias = None if self.k_proj.bias is None else torch.cat([self.k_proj.bias, self.v_proj.bias])
+            if self.k_proj.bias is None:
+                bias = None
+            else:
+                bias = torch.cat([self.k_proj.bias, self.v_proj.bias])
             both = F.linear(memory, weight, bias)  # [B, S, 2·G·D]
             k, v = both.view(*shape[:2], 2, *shape[2:]).unbind(2)
         else:

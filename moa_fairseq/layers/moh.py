@@ -97,7 +97,8 @@ class MixtureOfHeads(DenseHeadsAttention):
         settings = MoHSettings.of(settings, options)
         check_choice("--moh-skip", settings.moh_skip, SKIPPING)
         check_choice("--moh-router", settings.moh_router, ROUTERS)
-        shared_heads, per_token = settings.moh_shared_heads, settings.experts_per_token
+        shared_heads = settings.moh_shared_heads
+        per_token = settings.experts_per_token
         if settings.moh_router == "query-norm" and settings.router_choice != "learned":
             raise UserError(
                 f"--router-choice {settings.router_choice} is for routers with weights, which --moh-router "
@@ -122,7 +123,11 @@ class MixtureOfHeads(DenseHeadsAttention):
 
     def compute(self, call: Call) -> Computed:
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
-        queries = self.q_proj(rows) if self.router.reads_queries else None  # of every head, [N, H·D]
+        # of every head, [N, H·D]
+        if self.router.reads_queries:
+            queries = self.q_proj(rows)
+        else:
+            queries = None
         routed_by = rows if queries is None else queries
         routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
@@ -144,7 +149,8 @@ class MixtureOfHeads(DenseHeadsAttention):
     ) -> tuple[Tensor, Tensor | None]:
         """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
         batch, tgt_len, _ = call.x.shape
-        queries = self.q_proj(rows) if queries is None else queries
+        if queries is None:
+            queries = self.q_proj(rows)
         heads, weights = self.attend(
             call, self.split(queries.view(batch, tgt_len, self.num_heads * self.head_dim)), k, v
         )
@@ -171,7 +177,9 @@ class MixtureOfHeads(DenseHeadsAttention):
     ) -> Tensor:
         """The shared heads and a token's chosen ones; skips_projections: of queries and outputs, too."""
         batch, tgt_len, _ = call.x.shape
-        shared, dim, active = self.shared_heads, self.head_dim, self.active_heads
+        shared = self.shared_heads
+        dim = self.head_dim
+        active = self.active_heads
         order = SlotOrder(
             routing.expert_ids[:, shared:] - shared,  # head 0 is the first routed one
             self.num_heads - shared,
@@ -180,7 +188,8 @@ class MixtureOfHeads(DenseHeadsAttention):
         if skips_projections and queries is None:
             slots = self._chosen_queries(rows, order)
         else:
-            queries = self.q_proj(rows) if queries is None else queries
+            if queries is None:
+                queries = self.q_proj(rows)
             index = routing.expert_ids.unsqueeze(-1).expand(-1, -1, dim)
             slots = queries.view(-1, self.num_heads, dim).gather(1, index)  # [N, H, D] → [N, h_s + K, D]
         q = slots.view(batch, tgt_len, active, dim).transpose(1, 2)  # [B, h_s + K, T, D]
@@ -215,7 +224,8 @@ class MixtureOfHeads(DenseHeadsAttention):
 
     def _chosen_queries(self, rows: Tensor, order: SlotOrder) -> Tensor:
         """Queries of the shared heads and of the chosen ones alone, [N, (h_s + K)·D]."""
-        width, bias = self.shared_heads * self.head_dim, self.q_proj.bias
+        width = self.shared_heads * self.head_dim
+        bias = self.q_proj.bias
         routed = project(
             rows,
             self._by_head(self.q_proj.weight),
@@ -255,7 +265,10 @@ class MixtureOfHeads(DenseHeadsAttention):
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         learned = not self.router.reads_queries
         inputs = self.k_proj.in_features + self.v_proj.in_features
-        working = self.active_heads if self._may_skip else self.num_heads
+        if self._may_skip:
+            working = self.active_heads
+        else:
+            working = self.num_heads
         asked = working if learned else self.num_heads
         return {
             "router": queries * self.router.projection.weight.numel() if learned else 0,

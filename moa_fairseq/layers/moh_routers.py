@@ -40,8 +40,10 @@ class _Router(nn.Module):
                 f"chooses among the other {routed}."
             )
         self.token_hash: TokenHash | None = None  # chooses in place of the probabilities
-        self.num_heads, self.shared_heads = num_heads, shared_heads
-        self.routed_heads, self.routed_per_token = routed, routed_per_token
+        self.num_heads = num_heads
+        self.shared_heads = shared_heads
+        self.routed_heads = routed
+        self.routed_per_token = routed_per_token
 
     def _top_heads(self, probs: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
         """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
@@ -96,7 +98,8 @@ class SharedAndRoutedRouter(_Router):
     """
 
     def __init__(self, model_dim: int, num_heads: int, settings: Any):
-        shared_heads, choice = settings.moh_shared_heads, settings.router_choice
+        shared_heads = settings.moh_shared_heads
+        choice = settings.router_choice
         super().__init__(num_heads, shared_heads, settings.experts_per_token)
         check_choice("--router-choice", choice, CHOICES)
         check_choice("--moh-scaling", settings.moh_scaling, SCALINGS)
@@ -130,15 +133,18 @@ class SharedAndRoutedRouter(_Router):
         routed, shared, stage = logits.split(self.rows, dim=-1)
         if self.shared_heads == 1:
             shared = logits.new_zeros(logits.size(0), 1)
-        shared_probs, routed_probs = torch.softmax(shared, -1), torch.softmax(routed, -1)
-        shared_gate, (routed_gate, routed_index) = shared_probs, self._top_heads(routed_probs, token_ids)
+        shared_probs = torch.softmax(shared, -1)
+        routed_probs = torch.softmax(routed, -1)
+        shared_gate = shared_probs
+        (routed_gate, routed_index) = self._top_heads(routed_probs, token_ids)
         if released:
             shared_gate = self.shared_heads * shared_gate
             total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
             routed_gate = self.routed_per_token * routed_gate / total
         if self.two_stages:
             alpha = torch.softmax(stage, -1) * (2 if released else 1)
-            shared_gate, routed_gate = alpha[:, :1] * shared_gate, alpha[:, 1:] * routed_gate
+            shared_gate = alpha[:, :1] * shared_gate
+            routed_gate = alpha[:, 1:] * routed_gate
         return self._routing(
             [shared_gate, routed_gate],
             routed_index,
@@ -169,7 +175,10 @@ class QueryNormRouter(_Router):
         """
         queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):
-            dtype = torch.float64 if queries.dtype == torch.float64 else torch.float32
+            if queries.dtype == torch.float64:
+                dtype = torch.float64
+            else:
+                dtype = torch.float32
             heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
             logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
             if self.routed_heads > 1 and logits.numel():

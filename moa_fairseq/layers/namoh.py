@@ -86,8 +86,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
                 "--positions xl needs every key in every head, and NAMOH's heads see only the tokens that "
                 "chose them: choose --positions rope or sinusoidal."
             )
-        num_experts, dim = settings.num_experts, settings.expert_dim
-        bias, backend = settings.expert_bias, settings.expert_backend
+        num_experts = settings.num_experts
+        dim = settings.expert_dim
+        bias = settings.expert_bias
+        backend = settings.expert_backend
         super().__init__(
             embed_dim,
             MoASettings(
@@ -124,7 +126,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             source = self._route_keys(call, routing)
             if source.side == "keys":
                 routings = (routing, source)
-            own = order if source is routing else source.order()
+            if source is routing:
+                own = order
+            else:
+                own = source.order()
             k = self._heads(self.k_proj(call.memory.reshape(-1, call.memory.size(2)), own), call.memory)
             v = self._heads(self.v_proj(call.values.reshape(-1, call.values.size(2)), own), call.values)
             key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])  # [B·S, K] → [B, S, K]
@@ -144,7 +149,8 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
     def _route_keys(self, call: Call, routing: Routing) -> Routing:
         """The routing of keys: in self-attention the queries' own, unless a context was carried."""
-        own, memory = self.source_router, call.memory
+        own = self.source_router
+        memory = call.memory
         assert memory is not None
         if own is None and call.same_tokens:
             return routing
@@ -154,7 +160,9 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
         # without a router of its own it is the text again, behind its context: its tokens are counted already
         found: Routing = (own or self.router)(rows, padding, observed=own is not None)
-        return found if own is None else replace(found, side="keys")
+        if own is None:
+            return found
+        return replace(found, side="keys")
 
     def _attend_by_head(
         self,
@@ -174,14 +182,16 @@ class NativeMixtureOfHeads(MixtureOfAttention):
                 they are then more queries of one row.
             key_experts: the heads of the keys' slots, [B, S, K].
         """
-        rows, compact = k.size(0), is_readable(k)
+        rows = k.size(0)
+        compact = is_readable(k)
         beam = q.size(0) // rows if rows else 1
         index = routing.expert_ids.view(rows, beam * q.size(2), self.experts_per_token)
         of_queries = HeadBlocks(index, routing.padding, self.num_experts, compact)
         of_keys = HeadBlocks(key_experts, masks.padding, self.num_experts, compact)
         mask = masks.mask
         if mask is not None:  # [T, S] or [B, T, S] → [B·E, M, M']
-            queries, keys = of_queries.position, of_keys.position
+            queries = of_queries.position
+            keys = of_keys.position
             if mask.dim() == 2:
                 mask = mask.repeat(beam, 1)[queries[:, :, None], keys[:, None, :]]
             else:
@@ -201,7 +211,10 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         inputs = sum(self.key_widths.values())
-        of_keys = 0 if self.source_router is None else keys * self.source_router.projection.weight.numel()
+        if self.source_router is None:
+            of_keys = 0
+        else:
+            of_keys = keys * self.source_router.projection.weight.numel()
         return {
             "router": queries * self.embed_dim * self.num_experts + of_keys,
             "projections": (2 * queries * self.embed_dim + keys * inputs) * self.num_heads * self.head_dim,

@@ -36,7 +36,8 @@ class Observer(nn.Module):
             wide = before[name]
             if buffer is not None and wide is not None and buffer.dtype in (torch.float16, torch.bfloat16):
                 self._buffers[name] = wide.to(buffer.device)
-        pending, was = self._buffers.get("pending"), before.get("pending")
+        pending = self._buffers.get("pending")
+        was = before.get("pending")
         if pending is not None and was is not None and was.is_meta and not pending.is_meta:
             pending.zero_()  # no checkpoint has it, so nothing else would fill it
         return self

@@ -66,7 +66,8 @@ class RotaryPositions(Positions):
             return q, torch.cat([before, own], dim=2)
         position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
         angle = position[:, None] * _speed(self.rotary_dim, self.base, device=q.device)
-        cos, sin = angle.cos(), angle.sin()
+        cos = angle.cos()
+        sin = angle.sin()
         return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
 
 
@@ -102,7 +103,8 @@ class HalfRotaryPositions(RotaryPositions):
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """x [B, H, T, D]; cos and sin [T, D / 2]. In float32 or wider: half precision loses far positions."""
     wide = x if x.dtype == torch.float64 else x.float()
-    cos, sin = cos.to(wide.dtype), sin.to(wide.dtype)
+    cos = cos.to(wide.dtype)
+    sin = sin.to(wide.dtype)
     first, second = wide.chunk(2, dim=-1)
     return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
 
@@ -117,7 +119,9 @@ class RelativePositions(Positions):
 
     def __init__(self, embed_dim: int, key_heads: int, head_dim: int):
         super().__init__()
-        self.embed_dim, self.key_heads, self.head_dim = embed_dim, key_heads, head_dim
+        self.embed_dim = embed_dim
+        self.key_heads = key_heads
+        self.head_dim = head_dim
         self.projection = nn.Linear(embed_dim, key_heads * head_dim, bias=False)
         self.content_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # u
         self.position_bias = nn.Parameter(torch.empty(key_heads, head_dim))  # v
@@ -141,7 +145,8 @@ class RelativePositions(Positions):
         if not tgt_len:
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
-        largest, smallest = first_query + tgt_len - 1, first_query - key_length + 1
+        largest = first_query + tgt_len - 1
+        smallest = first_query - key_length + 1
         columns = largest, smallest, self.embed_dim, q.device, self.content_bias.dtype
         if is_compiling():  # which looks into no cache, and knows no inference mode
             encoded = _sinusoids(*columns)

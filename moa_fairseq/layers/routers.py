@@ -210,7 +210,10 @@ class TopKRouter(Observer):
         x = x.reshape(-1, x.size(-1))
         if padding is not None:
             padding = padding.reshape(-1)
-        noise = self.noise_projection if self.training else None
+        if self.training:
+            noise = self.noise_projection
+        else:
+            noise = None
         per_token = self.experts_per_token
         chooses = per_token < self.num_experts or self.groups > 1
         routed = None
@@ -219,7 +222,10 @@ class TopKRouter(Observer):
             routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
         if routed is not None:
             logits, probs, gates, chosen = routed
-            expert_ids = self._every_expert(x) if chosen is None else chosen
+            if chosen is None:
+                expert_ids = self._every_expert(x)
+            else:
+                expert_ids = chosen
         else:
             logits = self.projection(x)
             if noise is not None:
@@ -234,7 +240,10 @@ class TopKRouter(Observer):
                 scores = probs.detach()
                 if self.bias_rate:
                     scores = scores + self.selection_bias
-                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
+                if self.groups > 1:
+                    expert_ids = self._largest(scores)
+                else:
+                    expert_ids = scores.topk(per_token).indices
             gates = probs  # all of them stay as they are where nothing is chosen
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
@@ -248,7 +257,10 @@ class TopKRouter(Observer):
                 even = self.activate(torch.zeros_like(logits))
                 if chooses:
                     even = renormalized(even.gather(-1, expert_ids))
-                gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
+                if self.gate_values == "uniform":
+                    gates = even
+                else:
+                    gates = even + (gates - gates.detach())
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
         every = self.groups * self.num_experts

@@ -98,7 +98,8 @@ class RoutingSums:
         for place, decision in enumerate(decisions):
             places[decision.probs.size(0)].append(place)
         self.order = [place for same in places.values() for place in same]
-        self.groups, self.auxiliary = decisions[0].groups, decisions[0].auxiliary
+        self.groups = decisions[0].groups
+        self.auxiliary = decisions[0].auxiliary
         self._decisions = [decisions[place] for place in self.order]
         self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
         self._padding = self._joint_padding()
@@ -188,7 +189,9 @@ class RoutingSums:
     def _real_rows(self, name: str) -> Tensor:
         """`_rows`, with zeros for padding: a NaN there would stay a NaN in a sum, even times zero."""
         rows = self._rows(name)
-        return rows if self._padding is None else rows.masked_fill(self._padding.unsqueeze(1), 0.0)
+        if self._padding is None:
+            return rows
+        return rows.masked_fill(self._padding.unsqueeze(1), 0.0)
 
     def _over_tokens(self, columns: list[Tensor]) -> tuple[Tensor, ...]:
         """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
@@ -218,12 +221,17 @@ class _SquaredLogSumExp(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Tensor | None) -> Tensor:
-        filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+        if padding is None:
+            filled = x
+        else:
+            filled = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(filled, -1)
         lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
         ctx.save_for_backward(x, padding, log_probs, lse)
         squares = lse.square()
-        return squares.mean(-1) if squares.size(1) > 1 else squares.squeeze(1)
+        if squares.size(1) > 1:
+            return squares.mean(-1)
+        return squares.squeeze(1)
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, None]:
@@ -231,7 +239,10 @@ class _SquaredLogSumExp(Function):
         if torch.is_grad_enabled():
 
             def plain(x: Tensor) -> Tensor:
-                filled = x if padding is None else x.masked_fill(padding[:, None, None], 0.0)
+                if padding is None:
+                    filled = x
+                else:
+                    filled = x.masked_fill(padding[:, None, None], 0.0)
                 return torch.logsumexp(filled, -1).square().mean(-1)
 
             (found,) = differentiable_gradients(plain, (x,), (True,), grad)
@@ -241,7 +252,9 @@ class _SquaredLogSumExp(Function):
 
 
 def _cat(tensors: list[Tensor]) -> Tensor:
-    return tensors[0] if len(tensors) == 1 else torch.cat(tensors)
+    if len(tensors) == 1:
+        return tensors[0]
+    return torch.cat(tensors)
 
 
 def _real_tokens(decisions: Sequence[Routing], padding: Tensor | None) -> Tensor:

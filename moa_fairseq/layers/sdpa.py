@@ -62,7 +62,10 @@ def merge_masks(
     """
     additive = blocked = None
     if mask is not None:
-        mask = mask.unsqueeze(-3) if mask.dim() == 3 else mask[None, None]
+        if mask.dim() == 3:
+            mask = mask.unsqueeze(-3)
+        else:
+            mask = mask[None, None]
         if not mask.is_floating_point():
             blocked = mask.bool()
         else:
@@ -73,7 +76,10 @@ def merge_masks(
             additive = _additive(blocked, dtype)
         return additive, None
     padding = padding[:, None, None, :]
-    blocked = padding if blocked is None else blocked | padding
+    if blocked is None:
+        blocked = padding
+    else:
+        blocked = blocked | padding
     blind = blocked.all(-1, keepdim=True)
     merged = _additive(blocked & ~blind, dtype)
     if additive is not None:
@@ -136,12 +142,17 @@ def attend(
     else:
         mask = None
     if bias is not None:
-        mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
+        if mask is None:
+            mask = bias.to(q.dtype)
+        else:
+            mask = mask + bias.to(q.dtype)
     if q.size(1) == k.size(1):
         out = fused_attention(q, k, v, mask, dropout)
     else:
         out = _shared_head_attention(q, k, v, mask, dropout)
-    return out if blind is None else out.masked_fill(blind, 0.0)
+    if blind is None:
+        return out
+    return out.masked_fill(blind, 0.0)
 
 
 def attend_with_weights(
@@ -158,7 +169,10 @@ def attend_with_weights(
         return both
     mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     if bias is not None:
-        mask = bias.to(q.dtype) if mask is None else mask + bias.to(q.dtype)
+        if mask is None:
+            mask = bias.to(q.dtype)
+        else:
+            mask = mask + bias.to(q.dtype)
     if blind is None and mask is not None:  # a mask or bias alone may block a whole row
         blind = torch.isneginf(mask).all(-1, keepdim=True)
         mask = mask.masked_fill(blind, 0.0)
@@ -166,7 +180,10 @@ def attend_with_weights(
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))  # [B, H, T, S]
     if mask is not None:
         scores = scores + mask
-    wide = torch.float64 if q.dtype == torch.float64 else torch.float32
+    if q.dtype == torch.float64:
+        wide = torch.float64
+    else:
+        wide = torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide)
     if blind is not None:
         weights = weights.masked_fill(blind, 0.0)
@@ -190,7 +207,8 @@ def _for_beams(
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Keys and values repeated for each query head; views where there is one key head."""
-    heads, groups = q.size(1), k.size(1)
+    heads = q.size(1)
+    groups = k.size(1)
     if groups == heads:
         return k, v
     if groups == 1:
@@ -226,7 +244,10 @@ def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None,
     if mask is not None and mask.size(2) > 1:
         mask = mask.repeat_interleave(sharing, dim=2)
     # [B, H, T, D] → [B, H / G, G, T, D] → [B, G, T·H / G, D], and back
-    q = q.view(batch, sharing, groups, tgt_len, dim) if groups > 1 else q.unsqueeze(2)
+    if groups > 1:
+        q = q.view(batch, sharing, groups, tgt_len, dim)
+    else:
+        q = q.unsqueeze(2)
     q = q.permute(0, 2, 3, 1, 4).reshape(batch, groups, tgt_len * sharing, dim)
     out = fused_attention(q, k, v, mask, dropout)
     out = out.reshape(batch, groups, tgt_len, sharing, dim).permute(0, 3, 1, 2, 4)

@@ -25,8 +25,10 @@ def attend_selected(
     the largest number of them in one sequence; shorter rows are filled up. Little is wasted if all sequences
     have about equally many.
     """
-    (batch, heads, _, dim), (_, columns, tgt_len, _) = k.shape, q.shape
-    per_token, slots = order.per_token, order.expert.numel()
+    (batch, heads, _, dim) = k.shape
+    (_, columns, tgt_len, _) = q.shape
+    per_token = order.per_token
+    slots = order.expert.numel()
     token = order.order // per_token  # of each sorted slot
     cell = order.expert.index_select(0, order.order) * batch + token // tgt_len
     counts = torch.bincount(cell, minlength=heads * batch)
@@ -45,9 +47,11 @@ def attend_selected(
     mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
     mask_rows = None
     if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
-        owner = owner if mask.size(0) > 1 else owner % tgt_len
+        if mask.size(0) <= 1:
+            owner = owner % tgt_len
         mask_rows = mask.reshape(-1, mask.size(-1))
-    parts, start = [], 0
+    parts = []
+    start = 0
     for head, width in enumerate(widths):
         if width:
             end = start + batch * width
@@ -55,7 +59,8 @@ def attend_selected(
             if mask_rows is not None:
                 own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
             block = blocks[start:end].view(batch, 1, width, dim)  # [B·M, D] → [B, 1, M, D]
-            keys, values = k[:, head : head + 1], v[:, head : head + 1]
+            keys = k[:, head : head + 1]
+            values = v[:, head : head + 1]
             out = fused_attention(block, keys, values, own, dropout)
             parts.append(out.reshape(-1, dim))
             start = end
@@ -100,13 +105,16 @@ class HeadBlocks:
         if padding is not None:
             real = ~padding.view(batch, length, 1).bool()
         tokens = torch.arange(length, device=index.device).view(1, length, 1)
-        place, width = tokens.expand_as(index), length
+        place = tokens.expand_as(index)
+        width = length
         if compact and index.numel():
             chosen = torch.zeros(batch, length, heads, dtype=torch.bool, device=index.device)
             rank = chosen.scatter_(2, index, real.expand_as(index)).cumsum(1)
-            place, width = rank.gather(2, index) - 1, max(1, int(rank[:, -1].max()))
+            place = rank.gather(2, index) - 1
+            width = max(1, int(rank[:, -1].max()))
         first = torch.arange(batch, device=index.device).view(batch, 1, 1) * heads + index
-        self._rows, self._slots = batch * heads * width, index.shape
+        self._rows = batch * heads * width
+        self._slots = index.shape
         self._shape = (batch * heads, width)
         # of each slot, token by token; those of padding share one that is left out
         self._place = torch.where(real, first * width + place, self._rows).flatten()

@@ -54,7 +54,10 @@ class GateNorm(nn.BatchNorm1d, Observer):
             self._add_up(x.detach(), real)
         if not own or self.statistics != "batch":
             return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
-        no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool) if real is None else ~real.unsqueeze(-1)
+        if real is None:
+            no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool)
+        else:
+            no_row = ~real.unsqueeze(-1)
         count = (~no_row).sum().to(x.dtype)
         mean = x.masked_fill(no_row, 0.0).sum(0) / count.clamp_min(1.0)
         variance = (x - mean).masked_fill(no_row, 0.0).square().sum(0) / count.clamp_min(1.0)

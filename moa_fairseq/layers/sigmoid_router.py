@@ -49,9 +49,12 @@ class SigmoidTopKRouter(nn.Module):
             )
         if not 0 <= expert_dropout < 1:
             raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")
-        self.num_experts, self.experts_per_token, self.groups = num_experts, experts_per_token, groups
+        self.num_experts = num_experts
+        self.experts_per_token = experts_per_token
+        self.groups = groups
         self.expert_dropout = expert_dropout
-        self.side, self.auxiliary = side, auxiliary
+        self.side = side
+        self.auxiliary = auxiliary
         self.projection = WideLinear(model_dim, groups * num_experts, copies=True)
         self.reset_parameters()
 
@@ -69,7 +72,8 @@ class SigmoidTopKRouter(nn.Module):
         choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
         if self.training and self.expert_dropout:
             dropped = torch.rand_like(choice) < self.expert_dropout
-            gate, choice = gate.masked_fill(dropped, 0.0), choice.masked_fill(dropped, -math.inf)
+            gate = gate.masked_fill(dropped, 0.0)
+            choice = choice.masked_fill(dropped, -math.inf)
         if self.experts_per_token < self.num_experts:
             chosen = choice.topk(self.experts_per_token, dim=-1).indices
             gate = gate.gather(-1, chosen)

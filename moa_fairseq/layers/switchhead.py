@@ -99,7 +99,8 @@ class SwitchHeadAttention(Attention):
         self.experts_per_token = settings.experts_per_token
         self.expert_dropout = settings.expert_dropout
         self._backend = settings.expert_backend
-        kdim, vdim = kdim or embed_dim, vdim or embed_dim
+        kdim = kdim or embed_dim
+        vdim = vdim or embed_dim
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
                 f"SwitchHead's source side decides about keys and values together, and keys of width {kdim} "
@@ -129,14 +130,21 @@ class SwitchHeadAttention(Attention):
         self.reset_parameters()
 
     def _projection(self, letter: str, model_dim: int) -> Projection:
-        is_up, width = letter != "o", self.num_heads * self.head_dim
+        is_up = letter != "o"
+        width = self.num_heads * self.head_dim
         if letter in self.experts:
-            sizes = (model_dim, self.head_dim) if is_up else (self.head_dim, model_dim)
+            if is_up:
+                sizes = (model_dim, self.head_dim)
+            else:
+                sizes = (self.head_dim, model_dim)
             fan_in = None if is_up else width
             return ExpertLinear(
                 self.num_heads * self.num_experts, *sizes, is_up, expert_backend=self._backend, fan_in=fan_in
             )
-        sizes = (model_dim, width) if is_up else (width, model_dim)
+        if is_up:
+            sizes = (model_dim, width)
+        else:
+            sizes = (width, model_dim)
         return nn.Linear(*sizes, bias=False)
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
@@ -161,10 +169,12 @@ class SwitchHeadAttention(Attention):
         q = self._into_heads("q", self.q_proj, call.x, routing, order)
         k = v = None
         if call.memory is not None and call.values is not None:
-            source, of_keys = routing, order
+            source = routing
+            of_keys = order
             if not (self.shares_selection and call.same_tokens):
                 source, of_keys = self._route_keys(call.memory, call.masks.padding)
-                routings += [] if source is None else [source]
+                if source is not None:
+                    routings.append(source)
             k = self._into_heads("k", self.k_proj, call.memory, source, of_keys)
             v = self._into_heads("v", self.v_proj, call.values, source, of_keys)
         heads, weights = self.attend(call, q, k, v)
@@ -180,7 +190,10 @@ class SwitchHeadAttention(Attention):
 
     def _route_keys(self, memory: Tensor, padding: Tensor | None) -> tuple[Routing | None, SlotOrder | None]:
         """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
-        router = self.router if self.shares_selection else self.source_router
+        if self.shares_selection:
+            router = self.router
+        else:
+            router = self.source_router
         if router is None:
             return None, None
         if padding is not None:
@@ -217,7 +230,10 @@ class SwitchHeadAttention(Attention):
             model_dim = module.weight.size(
                 0 if module is self.out_proj and letter not in self.experts else -1
             )
-            used = self.experts_per_token if letter in self.experts else 1
+            if letter in self.experts:
+                used = self.experts_per_token
+            else:
+                used = 1
             projections += tokens * model_dim * self.num_heads * self.head_dim * used
         routers = ((self.router, queries), (self.source_router, keys))
         macs = sum(

@@ -68,8 +68,14 @@ class CarriedContext:
         if self._now is None or len(self._now) != index:
             return None
         x = args[0]
-        before = None if self._before is None else self._before[index]
-        read = x.detach() if before is None else torch.cat([before, x.detach()])
+        if self._before is None:
+            before = None
+        else:
+            before = self._before[index]
+        if before is None:
+            read = x.detach()
+        else:
+            read = torch.cat([before, x.detach()])
         self._now.append(read[-self.chunks * x.size(0) :])
         return args, {**kwargs, "context": before}
 
@@ -83,9 +89,11 @@ def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
     """
     group = distributed.get_data_parallel_group()
     mine: Any = [None if one is None else (one.chunk, [tuple(x.shape) for x in one.inputs]) for one in own]
-    rank, sizes = 0, [mine]
+    rank = 0
+    sizes = [mine]
     if distributed.get_world_size(group) > 1:
-        rank, sizes = distributed.get_rank(group), sizes * distributed.get_world_size(group)
+        rank = distributed.get_rank(group)
+        sizes = sizes * distributed.get_world_size(group)
         dist.all_gather_object(sizes, mine, group=group)
     first = sizes[0][0]
     if first is None:
@@ -103,11 +111,14 @@ def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
             for part in parts:
                 dist.send(part.contiguous(), 0, group=group)
             continue
-        like, parts = parts[0], [part.cpu() for part in parts]
+        like = parts[0]
+        parts = [part.cpu() for part in parts]
         for sender in range(1, len(sizes)):
             for size in filter(fits, sizes[sender]):
                 part = like.new_empty(size[1][layer])
                 dist.recv(part, sender, group=group)
                 parts.append(part.cpu())
         inputs.append(torch.cat(parts, 1))
-    return None if rank else ChunkContext(first[0], inputs)
+    if rank:
+        return None
+    return ChunkContext(first[0], inputs)

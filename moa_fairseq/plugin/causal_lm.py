@@ -42,7 +42,8 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         without layers, and the mixture's decoder is then built on the same embeddings.
         """
         args = cls.completed(args)
-        layers, args.decoder_layers = args.decoder_layers, 0
+        layers = args.decoder_layers
+        args.decoder_layers = 0
         bare = super().build_model(args, task).decoder
         args.decoder_layers = layers
         cfg = TransformerConfig.from_namespace(args)

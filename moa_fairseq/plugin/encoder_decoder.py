@@ -45,7 +45,11 @@ def swiglu(inner: Tensor) -> Tensor:
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
     """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
-    parts: dict[str, Any] = dict(module.named_children()) if getattr(cfg, "rms_norm", False) else {}
+    parts: dict[str, Any]
+    if getattr(cfg, "rms_norm", False):
+        parts = dict(module.named_children())
+    else:
+        parts = {}
     for name, norm in parts.items():
         if name.endswith("layer_norm"):  # torch's, or apex's
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
@@ -111,7 +115,8 @@ class MixtureFeedForward(Extended):
             raise UserError(
                 "--scale-fc normalises the inside of a feed-forward that --sigma-moe-num-experts replaces."
             )
-        self.activation_fn, self.activation_dropout_module = nn.Identity(), nn.Identity()
+        self.activation_fn = nn.Identity()
+        self.activation_dropout_module = nn.Identity()
         return mixture
 
     @own_random_numbers()
@@ -226,7 +231,11 @@ class MixtureEncoder(TransformerEncoderBase):
         with forward_context(token_ids=src_tokens):
             for layer in self.layers:
                 found = layer(x, encoder_padding_mask=padding if is_padded else None)
-                x, fc_result = found if isinstance(found, tuple) else (found, None)
+                if isinstance(found, tuple):
+                    x, fc_result = found
+                else:
+                    x = found
+                    fc_result = None
                 if return_all_hiddens:
                     states.append(x)
                     fc_results.append(fc_result)
@@ -255,22 +264,30 @@ class MixtureEncoder(TransformerEncoderBase):
         orders exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no
         wait, nothing is copied then.
         """
-        rows, kept = encoder_out["encoder_out"][0].size(1), _BEAM in encoder_out
-        beam = encoder_out[_BEAM][0].size(0) if kept else new_order.numel() // max(rows, 1)
+        rows = encoder_out["encoder_out"][0].size(1)
+        kept = _BEAM in encoder_out
+        if kept:
+            beam = encoder_out[_BEAM][0].size(0)
+        else:
+            beam = new_order.numel() // max(rows, 1)
         if beam < 2 or (kept and new_order.is_cuda):
             return super().reorder_encoder_out(encoder_out, new_order)
         numbers = torch.arange(new_order.numel(), device=new_order.device)
         if not kept:
             result = super().reorder_encoder_out(encoder_out, new_order)
             is_beam = torch.equal(new_order, numbers // beam) and new_order.numel() == rows * beam
-            return {**result, _BEAM: [new_order.new_empty(beam, 0)]} if is_beam else result
+            if is_beam:
+                return {**result, _BEAM: [new_order.new_empty(beam, 0)]}
+            return result
         sentence = new_order // beam
         if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
             return encoder_out
         result = super().reorder_encoder_out(encoder_out, new_order)
         # a sentence that is finished leaves with all of its hypotheses
         together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
-        return {**result, _BEAM: encoder_out[_BEAM]} if together else result
+        if together:
+            return {**result, _BEAM: encoder_out[_BEAM]}
+        return result
 
 
 class MixtureDecoder(TransformerDecoderBase):
@@ -319,7 +336,10 @@ class MixtureDecoder(TransformerDecoderBase):
                 "--carried-chunks keeps a context for each layer, and --decoder-layerdrop leaves layers out "
                 "at random: leave one of the two flags out."
             )
-        self.context = CarriedContext(self.layers, chunks) if chunks else None
+        if chunks:
+            self.context = CarriedContext(self.layers, chunks)
+        else:
+            self.context = None
 
     def forward(
         self,
@@ -348,7 +368,10 @@ class MixtureDecoder(TransformerDecoderBase):
         *args,
         **kwargs,
     ):
-        beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
+        if encoder_out and _BEAM in encoder_out:
+            beam = encoder_out[_BEAM][0].size(0)
+        else:
+            beam = 1
         changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
         whole = incremental_state is None
         if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it

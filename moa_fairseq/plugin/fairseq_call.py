@@ -64,7 +64,10 @@ class FairseqCall(Attention):
         tgt_len, batch, _ = query.shape
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()
-        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        if key_padding_mask is None:
+            padding = None
+        else:
+            padding = key_padding_mask.bool()
         own = padding if self.self_attention else None
         query_padding = self._query_padding(query_padding_mask, context.padding, own, batch, tgt_len)
         # Batch first from here on: queries and attention results then change shape without a copy.
@@ -81,15 +84,18 @@ class FairseqCall(Attention):
                 carried = context.carried.transpose(0, 1).to(x.dtype)
                 memory = values = torch.cat([carried, memory], dim=1)
                 before = (carried.size(1), 0)  # all of it may be seen, none of it is padding
-                attn_mask = None if attn_mask is None else F.pad(attn_mask, before)
-                padding = None if padding is None else F.pad(padding, before)
+                if attn_mask is not None:
+                    attn_mask = F.pad(attn_mask, before)
+                if padding is not None:
+                    padding = F.pad(padding, before)
         else:
             assert key is not None, "no keys are given, and none are cached"
             memory = key.transpose(0, 1)
             if self.encoder_decoder_attention and cache is not None and static_kv and context.beam_size > 1:
                 cache.beam_size = context.beam_size
                 memory = memory[:: cache.beam_size]
-                padding = None if padding is None else padding[:: cache.beam_size]
+                if padding is not None:
+                    padding = padding[:: cache.beam_size]
             memory = values = without_padding(memory, padding)
             if not self.encoder_decoder_attention:
                 assert value is not None, "keys are given without values"
@@ -100,7 +106,10 @@ class FairseqCall(Attention):
             is_causal=attn_mask is not None and attn_mask is context.causal_mask,
             right_padded=context.right_padded,
         )
-        token_ids = None if context.token_ids is None else context.token_ids[:, -tgt_len:]
+        if context.token_ids is None:
+            token_ids = None
+        else:
+            token_ids = context.token_ids[:, -tgt_len:]
         if token_ids is not None and token_ids.shape != (batch, tgt_len):
             token_ids = None  # of another pass
         out, weights, routings = self.compute(
@@ -120,7 +129,10 @@ class FairseqCall(Attention):
         for routing in routings:
             context.record(self, routing)
         if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
-            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
+            if need_head_weights:
+                weights = weights.transpose(0, 1)
+            else:
+                weights = weights.mean(dim=1)
         return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
 
     def _query_padding(
@@ -154,7 +166,9 @@ class FairseqCall(Attention):
     def _get_input_buffer(self, incremental_state: IncrementalState | None) -> dict[str, Tensor]:
         """fairseq's decoder layer calls this to see whether keys are cached."""
         cache = self.cache_in(incremental_state)
-        return {} if cache is None or cache.keys is None else {"prev_key": cache.keys}
+        if cache is None or cache.keys is None:
+            return {}
+        return {"prev_key": cache.keys}
 
     def reorder_incremental_state(
         self, incremental_state: IncrementalState | None, new_order: Tensor

@@ -60,7 +60,10 @@ class _Named(list[tuple[str, Routing]]):
 
     def append(self, found: tuple[Any, Routing]) -> None:
         module, routing = found
-        side = "" if routing.side == "queries" else f".{routing.side}"
+        if routing.side == "queries":
+            side = ""
+        else:
+            side = f".{routing.side}"
         super().append((f"{module.name}{side}", routing))
 
 

@@ -5,7 +5,9 @@ import os
 import sys
 
 # mallopt's names, from malloc.h
-_TRIM_THRESHOLD, _TOP_PAD, _MMAP_MAX = -1, -2, -4
+_TRIM_THRESHOLD = -1
+_TOP_PAD = -2
+_MMAP_MAX = -4
 _NEVER = 2**31 - 1
 _GROWTH = 64 * 2**20  # bytes
 

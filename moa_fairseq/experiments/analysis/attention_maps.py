@@ -49,8 +49,12 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         if not 1 <= args.layer <= layers:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
         maps = [each for each in maps if each.layer == args.layer]
-    draw = draw_layers if args.layer is None else draw_heads
-    lines, modules = [], []
+    if args.layer is None:
+        draw = draw_layers
+    else:
+        draw = draw_heads
+    lines = []
+    modules = []
     for each in maps:
         heads, queries, keys = each.weights.shape
         share = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
@@ -100,7 +104,8 @@ def measure_attention(
     if not 0 <= sentence < len(dataset):
         raise UserError(f"--sentence {sentence}: {subset} has sentences 0 to {len(dataset) - 1:,}.")
     sample = dataset.collater([dataset[sentence]])
-    sample = utils.move_to_cuda(sample) if device.type == "cuda" else sample
+    if device.type == "cuda":
+        sample = utils.move_to_cuda(sample)
     model = model.to(device).eval()
     weights_by_name: dict[str, Tensor] = {}
     hooks = []
@@ -128,12 +133,21 @@ def measure_attention(
         raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
     tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
-    target = [] if previous is None else [task.target_dictionary[index] for index in previous[0].tolist()]
+    if previous is None:
+        target = []
+    else:
+        target = [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
     for name, weights in weights_by_name.items():
         # The decoder of a language model reads the source tokens.
-        queries = target if target and name.startswith("decoder.") else source
-        keys = source if name.endswith(".encoder_attn") else queries
+        if target and name.startswith("decoder."):
+            queries = target
+        else:
+            queries = source
+        if name.endswith(".encoder_attn"):
+            keys = source
+        else:
+            keys = queries
         own = [
             routing
             for named, routing in routings
@@ -200,7 +214,9 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     )
     for panel in panels.flat:
         panel.set_axis_off()
-    main, queries, keys = panels[0][-1], panels[0][0], panels[-1][-1]
+    main = panels[0][-1]
+    queries = panels[0][0]
+    keys = panels[-1][-1]
     _show(main, each.weights[head], [] if wide else each.queries, [] if tall else each.keys)
     main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
     most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0

@@ -28,7 +28,8 @@ from moa_fairseq.files import refuse_overwriting
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
 # Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
 KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps)
-OF_LOGS, WITHOUT_PICTURE = (learning_curve,), (expert_tokens,)
+OF_LOGS = (learning_curve,)
+WITHOUT_PICTURE = (expert_tokens,)
 
 # what a recipe writes into its run folder
 OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")

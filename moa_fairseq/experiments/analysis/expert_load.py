@@ -62,7 +62,8 @@ def summary(use: RouterUse) -> dict[str, Any]:
     load: of all choices, the percentages of Fig. 3. gate_share: of all gate weight, which can be uneven even
     if K = E.
     """
-    num_experts, load = use.counts.numel(), use.counts / use.counts.sum()
+    num_experts = use.counts.numel()
+    load = use.counts / use.counts.sum()
     entropy = torch.special.entr(load).sum().item()
     return {
         "name": use.name,

@@ -60,7 +60,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
-    spelling, join = gpt2_pieces(task, args.data), args.words
+    spelling = gpt2_pieces(task, args.data)
+    join = args.words
     if spelling:
         counter = TokenCounter(spelling.words if join else spelling.pieces)
     else:
@@ -75,9 +76,12 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         attention = dict(model.named_modules())[name]
         if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        tokens, dictionary = sample["net_input"]["src_tokens"], task.source_dictionary  # [B, T]
+        # [B, T]
+        tokens = sample["net_input"]["src_tokens"]
+        dictionary = task.source_dictionary
         if name.startswith("decoder") and "prev_output_tokens" in sample["net_input"]:
-            tokens, dictionary = sample["net_input"]["prev_output_tokens"], task.target_dictionary
+            tokens = sample["net_input"]["prev_output_tokens"]
+            dictionary = task.target_dictionary
         experts = attributed(named[name], *tokens.shape).cpu()
         hidden = None
         if masked_out is not None:
@@ -143,7 +147,10 @@ class TokenCounter:
         count.
         """
         shares = experts.double().numpy()
-        masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
+        if hidden is None:
+            masked = np.zeros(shares.shape[:2], bool)
+        else:
+            masked = hidden.cpu().numpy()
         for row, symbols in enumerate(sequences):
             for token, positions in self.segment(symbols):
                 if not masked[row, positions].any():
@@ -188,19 +195,27 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
     if routing.chooses_all:
         index = routing.probs.argmax(-1, keepdim=True)
     choices = torch.zeros_like(routing.probs, dtype=torch.bool).scatter_(1, index, True)
-    per_sequence = 1 if routing.scope == "sequences" else length
+    if routing.scope == "sequences":
+        per_sequence = 1
+    else:
+        per_sequence = length
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
 def _lists(report: dict[str, Any]) -> list[str]:
-    unit, hidden = "words" if report["words"] else "tokens", report["masked_out"]
-    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
+    unit = "words" if report["words"] else "tokens"
+    hidden = report["masked_out"]
+    if hidden is None:
+        masked = ""
+    else:
+        masked = f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         shown = []
         for token in tokens:
             text = token["token"]  # in quotes if it holds what a reader would not see
-            text = text if text == text.strip() and text.isprintable() else repr(text)
+            if not (text == text.strip() and text.isprintable()):
+                text = repr(text)
             shown.append(f"{text} ({token['pmi']:.2f})")
         lines.append(f"expert {expert} ({share:.1%}): {', '.join(shown) or '-'}")
     return lines

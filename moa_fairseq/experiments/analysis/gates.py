@@ -57,7 +57,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
-    kind = "Gates" if args.untrained is None else "Untrained gates"
+    if args.untrained is None:
+        kind = "Gates"
+    else:
+        kind = "Untrained gates"
     lines = _tables(summaries, means)
     if args.untrained is not None:
         lines.append(
@@ -76,7 +79,10 @@ def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
 
     A uniform gate (not learned) has no shares.
     """
-    shares = (use.favourites / use.favourites.sum()).tolist() if learned else None
+    if learned:
+        shares = (use.favourites / use.favourites.sum()).tolist()
+    else:
+        shares = None
     return {
         "name": use.name,
         "num_experts": use.counts.numel(),
@@ -105,7 +111,8 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
     """A line per gate, and then the paper's number: H(g) averaged over the layers."""
     rows = []
     for row in summaries:
-        shares, shown = row["shares"], "(uniform)"
+        shares = row["shares"]
+        shown = "(uniform)"
         if shares and len(shares) <= FEW:
             shown = " ".join(f"{100 * share:.1f}" for share in shares)
         elif shares:

@@ -35,20 +35,28 @@ class Gpt2Pieces:
     def words(self, symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
         """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
         positions: list[int] = []
-        spelled, begun = "", not self.cut_samples
+        spelled = ""
+        begun = not self.cut_samples
         for position, symbol in enumerate(symbols):
-            piece = None if symbol is None else self._spelled(symbol)
+            if symbol is None:
+                piece = None
+            else:
+                piece = self._spelled(symbol)
             if positions and (piece is None or piece.startswith(_SPACE)):
                 yield self._text(spelled).strip(), positions
-                spelled, positions = "", []
+                spelled = ""
+                positions = []
             # The symbol at position 0 is <s>, which stands before every sample; a later None ends a line.
             begun = begun or (piece.startswith(_SPACE) if piece is not None else position > 0)
             if piece is not None and begun:
-                spelled, positions = spelled + piece, [*positions, position]
+                spelled = spelled + piece
+                positions = [*positions, position]
 
     def _spelled(self, symbol: str) -> str:
         """The encoding's own spelling of an id, one character for each byte; other symbols as they are."""
-        return self.encoder.decoder.get(int(symbol), symbol) if symbol.isdigit() else symbol
+        if symbol.isdigit():
+            return self.encoder.decoder.get(int(symbol), symbol)
+        return symbol
 
     def _text(self, spelled: str) -> str:
         letters = self.encoder.byte_decoder

@@ -70,7 +70,10 @@ def analyze(args: argparse.Namespace) -> Analysis:
     lines = []
     for curve in curves:
         if curve.valid:
-            choose = max if args.metric == "accuracy" else min
+            if args.metric == "accuracy":
+                choose = max
+            else:
+                choose = min
             best = choose(curve.valid, key=lambda point: point.value)
             lines.append(
                 f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
@@ -82,7 +85,9 @@ def _place(path: Path) -> Path:
     """What a curve is named after: the run folder, or the log file without its ending."""
     if path.name == "train.jsonl":
         path = path.parent
-    return path.resolve() if path.is_dir() else path.resolve().with_suffix("")
+    if path.is_dir():
+        return path.resolve()
+    return path.resolve().with_suffix("")
 
 
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
@@ -112,23 +117,28 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
         elif metric in record and "num_updates" in record:
             if (wall := finite(record.get("wall"))) is not None:
                 earlier += last if wall < last else 0.0
-                now, last = earlier + wall, wall
+                now = earlier + wall
+                last = wall
             if shown:
                 _append(curve.train, record["num_updates"], now, record[metric])
         elif f"train_{metric}" in record and shown:
             _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
     curve.train = curve.train or epochs
     if not curve.train and not curve.valid:
-        which, remedy = "any update", "was it written with --log-format json?"
+        which = "any update"
+        remedy = "was it written with --log-format json?"
         if from_epoch > 1:
-            which, remedy = f"epoch {from_epoch} or later", "lower --from-epoch."
+            which = f"epoch {from_epoch} or later"
+            remedy = "lower --from-epoch."
         raise UserError(f"{file} holds no {metric} of {which}: {remedy}")
     return curve
 
 
 def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
     try:
-        position, number = int(float(updates)), float(value)  # the value may be infinite
+        # the value may be infinite
+        position = int(float(updates))
+        number = float(value)
     except (TypeError, ValueError, OverflowError):
         return  # not a measurement
     while points and points[-1].updates >= position:
@@ -147,17 +157,26 @@ def draw_learning_curves(
     times = [point.seconds for curve in curves for point in curve.train + curve.valid]
     longest = max((seconds or 0 for seconds in times), default=0)
     timed = None not in times and longest >= 60  # the clock counts whole seconds
-    unit, seconds = ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+    if longest >= 2 * 3600:
+        unit = "hours"
+        seconds = 3600
+    else:
+        unit = "minutes"
+        seconds = 60
     figure = Figure(figsize=(10.5 if timed else 6, 4), layout="constrained")
     panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
     for curve, colour in zip(curves, cycle(COLOURS)):
-        dot = "o" if len(curve.valid) <= MARKED_POINTS else None
+        if len(curve.valid) <= MARKED_POINTS:
+            dot = "o"
+        else:
+            dot = None
         thick = {"linewidth": 1.8, "marker": dot, "markersize": 3.5}
         for kind, points, look in (
             ("training", curve.train, {"linewidth": 0.8, "alpha": 0.45}),
             ("validation", curve.valid, thick),
         ):
-            values, line = [point.value for point in points], {"color": colour, **look}
+            values = [point.value for point in points]
+            line = {"color": colour, **look}
             if points:
                 label = f"{curve.name}, {kind}"
                 panels[0].plot([point.updates for point in points], values, label=label, **line)
@@ -176,6 +195,10 @@ def draw_learning_curves(
             panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
             panel.yaxis.set_minor_locator(NullLocator())
     handles, labels = panels[0].get_legend_handles_labels()
-    columns = 2 if max(map(len, labels)) <= 32 else 1  # as many letters as half the picture holds
+    # as many letters as half the picture holds
+    if max(map(len, labels)) <= 32:
+        columns = 2
+    else:
+        columns = 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return figure

@@ -63,9 +63,10 @@ def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> Non
         foreign = [box for box in taken if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
             offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
-            line = (
-                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
-            )
+            if distance > 9:
+                line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
+            else:
+                line = None
             text = panel.annotate(name, (x, y), offset, arrowprops=line, **settings)
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line

@@ -31,7 +31,8 @@ def forward_passes(
     args: subset, max_tokens (of a batch) and cpu. The model is put in evaluation mode on the device. Raises
     UserError if the model has no router, or if the subset does not exist or is empty.
     """
-    device, empty = device_for(args.cpu), True
+    device = device_for(args.cpu)
+    empty = True
     model = model.to(device).eval()
     for sample in batches(task, model, args.subset, args.max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
@@ -67,7 +68,8 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
     """The use of each router over several forward passes, in the order in which the routers first ran."""
     uses: dict[str, RouterUse] = {}
     for name, routing in chain.from_iterable(passes):
-        padding, shared = routing.padding, routing.shared
+        padding = routing.padding
+        shared = routing.shared
         real = slice(None) if padding is None else ~padding
         index, gate, probs = (
             values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
@@ -76,7 +78,8 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
             counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
             favourites = torch.zeros(probs.size(1), dtype=torch.float64)
             uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, routing.scope)
-        use, mass = uses[name], gate.new_zeros(routing.num_experts, dtype=torch.float64)
+        use = uses[name]
+        mass = gate.new_zeros(routing.num_experts, dtype=torch.float64)
         use.counts += routing.expert_counts.double().cpu()
         use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
         use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
@@ -91,7 +94,8 @@ def kind_of(name: str) -> str:
     "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; its choice for keys and values, whose name
     ends in ".keys", is "decoder cross-attention, keys"; a name that fits nowhere is "other".
     """
-    path, side = name.removesuffix(".keys").split("."), ", keys" if name.endswith(".keys") else ""
+    path = name.removesuffix(".keys").split(".")
+    side = ", keys" if name.endswith(".keys") else ""
     return KINDS_OF_ATTENTION.get((path[0], path[-1]), "other") + side
 
 

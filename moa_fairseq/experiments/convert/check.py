@@ -20,7 +20,8 @@ from moa_fairseq.experiments.convert.models import Checkpoint
 from moa_fairseq.experiments.scoring.trained_model import batches, shortened
 from moa_fairseq.plugin.patches.adaptive_loss import WholeAdaptiveLoss
 
-_PAD, _FIRST_WORD = 1, 4
+_PAD = 1
+_FIRST_WORD = 4
 _LENGTHS = (9, 5, 1)
 
 
@@ -52,7 +53,8 @@ def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: arg
             logits = model(padded)[0]
         return logits[~right]
 
-    first, second = output(one), output(other)
+    first = output(one)
+    second = output(other)
     return ((first - second).abs().max() / first.abs().max().clamp_min(1e-12)).item()
 
 
@@ -93,7 +95,8 @@ def mean_losses(
     elif getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
         criterion = WholeAdaptiveLoss(task, False)
     models = [model.float().eval() for model in models]
-    sums, tokens = [0.0] * len(models), 0
+    sums = [0.0] * len(models)
+    tokens = 0
     with torch.no_grad():
         for number, sample in enumerate(batches(task, models[0], subset, max_tokens, torch.device("cpu"))):
             if number == most:

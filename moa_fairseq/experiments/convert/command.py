@@ -57,8 +57,12 @@ def convert(
     origin, job = models.kind_of(settings)
     if origin == family:
         raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
-    state, reason = source.state_dict(), None
-    known = {} if family == DENSE else {f.name: f.default for f in dataclasses.fields(FAMILIES[family])}
+    state = source.state_dict()
+    reason = None
+    if family == DENSE:
+        known = {}
+    else:
+        known = {f.name: f.default for f in dataclasses.fields(FAMILIES[family])}
     for name in values_by_flag:
         if name not in known:
             raise UserError(f"{_flag(name)} is not a flag of --to {family}: leave it out.")

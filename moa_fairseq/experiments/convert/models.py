@@ -67,7 +67,8 @@ def read(path: Path) -> Checkpoint:
             f"{path} is one of several shards that --ddp-backend fully_sharded wrote: save the whole model "
             "first (without --use-sharded-state)."
         )
-    cfg, args = state.get("cfg"), state.get("args")
+    cfg = state.get("cfg")
+    args = state.get("args")
     if args is not None:
         return Checkpoint(state["model"], {"model": args}, is_old=True)
     if cfg is None or cfg.get("model") is None:
@@ -128,7 +129,10 @@ def settings_for(
     if family != DENSE:
         positions = getattr(settings, "positions", None)
         if job == "causal LM" and positions is None:  # an architecture may have others
-            positions = "learned" if common.get("decoder_learned_pos") else "sinusoidal"
+            if common.get("decoder_learned_pos"):
+                positions = "learned"
+            else:
+                positions = "sinusoidal"
         common.update(positions=positions, head_gate=getattr(settings, "head_gate", None))
     return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
 

@@ -38,7 +38,10 @@ def default_values(
             f"--moh-shared-heads {shared} leaves heads to choose on one side only: {numbers}. Give at most "
             f"{fewest - 1}."
         )
-    routed = max(1, (fewest - shared) // 2) if fewest > shared else 0
+    if fewest > shared:
+        routed = max(1, (fewest - shared) // 2)
+    else:
+        routed = 0
     return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
 
 
@@ -81,7 +84,8 @@ def fill(model: nn.Module, dense: State) -> str | None:
 
 def _fill_heads(attention: MixtureOfHeads) -> str | None:
     """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
-    router, routed = attention.router, attention.num_heads - attention.shared_heads
+    router = attention.router
+    routed = attention.num_heads - attention.shared_heads
     every_head = attention.experts_per_token == routed
     if not router.reads_queries:
         if every_head:  # with even logits, a choice of heads would be a tie
@@ -95,7 +99,8 @@ def _fill_heads(attention: MixtureOfHeads) -> str | None:
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:
     """[H]: the gates of a learned router whose logits are all zero, of those heads that are chosen."""
-    router, shared = attention.router, attention.shared_heads
+    router = attention.router
+    shared = attention.shared_heads
     gates = torch.ones(attention.num_heads)
     if router.scaling != "released":
         stage = 0.5 if router.two_stages else 1.0
@@ -143,10 +148,14 @@ def dense_weights(model: nn.Module) -> State:
 
 def _constant_gates(attention: Attention) -> Tensor:
     """[H]: the gates of the heads, where all of them work and no gate depends on the input."""
-    name, reason = attention.name, ""
+    name = attention.name
+    reason = ""
     dense = "but dense attention weights its heads equally for every input"
     if isinstance(attention, MixtureOfAttentiveExperts):
-        last = None if attention.gate is None else attention.gate.fc2
+        if attention.gate is None:
+            last = None
+        else:
+            last = attention.gate.fc2
         if attention.evaluate_with != MIXTURE:
             reason = f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
         elif last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):

@@ -82,7 +82,10 @@ def build(
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
-    files = manifest.get("files", {}) if manifest.get("rules") == rules and not manifest["missing"] else {}
+    if manifest.get("rules") == rules and not manifest["missing"]:
+        files = manifest.get("files", {})
+    else:
+        files = {}
     if files and all((output / name).is_file() and checksum(output / name) == files[name] for name in files):
         return {**manifest, "built": False}
     # Somebody else's corpus is left alone.

@@ -45,7 +45,10 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
                     if default:
                         english = default[1].replace('\\"', '"').replace("\\n", "\n")
                     else:
-                        english = entry.msgid if " " in entry.msgid.strip() else ""
+                        if " " in entry.msgid.strip():
+                            english = entry.msgid
+                        else:
+                            english = ""
                     if not english or entry.obsolete or "fuzzy" in entry.flags:
                         continue
                     pairs = [(english, entry.msgstr)]
@@ -74,7 +77,9 @@ def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile
     try:
         if member.lower().endswith(".mo"):
             # polib opens a file if its argument names one: a real catalogue's first bytes rule that out.
-            return polib.mofile(data) if data[:4] in _MO_MAGIC else []
+            if data[:4] in _MO_MAGIC:
+                return polib.mofile(data)
+            return []
         charset = _CHARSET.search(data[:4096])
         text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
         # For the same reason a line break goes in front of the text.
@@ -90,7 +95,10 @@ def read_licence(wheel: Path) -> str:
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)]
-        text = archive.read(names[0]).decode("utf-8", "replace") if names else ""
+        if names:
+            text = archive.read(names[0]).decode("utf-8", "replace")
+        else:
+            text = ""
     metadata = email.parser.Parser().parsestr(text, headersonly=True)
     if metadata["License-Expression"]:
         return metadata["License-Expression"].strip()
@@ -99,4 +107,6 @@ def read_licence(wheel: Path) -> str:
     if classifiers:
         return "; ".join(sorted(classifiers))
     lines = (metadata["License"] or "").strip().splitlines()
-    return lines[0].strip() if lines and lines[0].strip().upper() != "UNKNOWN" else "not stated"
+    if lines and lines[0].strip().upper() != "UNKNOWN":
+        return lines[0].strip()
+    return "not stated"

@@ -69,7 +69,8 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
     spaces. Every pair that is yielded has passed `is_translation`.
     """
     english, german = _strip_tags(english, german)
-    sources, targets = _paragraphs(english), _paragraphs(german)
+    sources = _paragraphs(english)
+    targets = _paragraphs(german)
     for source, target in zip(sources, targets) if len(sources) == len(targets) else ():
         whole = _strip_dress(_tidy(source), _tidy(target))
         if is_translation(*whole):

@@ -52,7 +52,10 @@ def summary_text(summary: dict) -> str:
     ]
     sizes = Table([Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits).text()
     total = sum(size["pairs"] for size in summary["splits"].values())
-    state = "built" if summary["built"] else "already built, nothing to do"
+    if summary["built"]:
+        state = "built"
+    else:
+        state = "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
     lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]

@@ -13,7 +13,8 @@ from moa_fairseq.errors import UserError
 
 DICTIONARY = "dict.txt"  # of data in one language
 # What `sentence_prediction` calls the folders of the sentences and of their classes.
-INPUT, LABEL = "input0", "label"
+INPUT = "input0"
+LABEL = "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
 # sizes (int32) and byte offsets (int64) of all sentences.
 _MAGIC = b"MMIDIDX\x00\x00"
@@ -33,7 +34,12 @@ class Prepared:
 
 def check_place(folder: Path) -> None:
     """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
-    bad = "," if "," in str(folder) else ":" if ":" in str(folder.resolve()) else ""
+    if "," in str(folder):
+        bad = ","
+    elif ":" in str(folder.resolve()):
+        bad = ":"
+    else:
+        bad = ""
     if bad:
         why = f"fairseq takes a {bad!r} in its path for the end of that path"
         raise UserError(f"The data folder {folder} cannot be used: {why}. Give it another name or place.")
@@ -101,7 +107,8 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
     if not languages:
         sides = (INPUT, LABEL) if is_classification(folder) else ("",)
         return {side: folder / side / subset for side in sides}
-    straight, reverse = "-".join(languages), "-".join(reversed(languages))
+    straight = "-".join(languages)
+    reverse = "-".join(reversed(languages))
     turned = not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
     return {side: folder / f"{subset}.{reverse if turned else straight}.{side}" for side in languages}
 

@@ -15,8 +15,10 @@ from moa_fairseq.experiments.text import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
 # Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
-TRANSLATION, LANGUAGE_MODELING = "translation", "language_modeling"
-MASKED_LM, CLASSIFICATION = "masked_lm", "classification"
+TRANSLATION = "translation"
+LANGUAGE_MODELING = "language_modeling"
+MASKED_LM = "masked_lm"
+CLASSIFICATION = "classification"
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
 # Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.
@@ -193,7 +195,9 @@ class Dataset:
         """This data set made of train, valid and test of one's own. raw: through its line functions."""
         own = datasets()["parallel"]
         steps = {"other": self.steps.get("test", ()), **self.steps}
-        return dataclasses.replace(own, steps=steps, clean=self.clean) if raw else own
+        if raw:
+            return dataclasses.replace(own, steps=steps, clean=self.clean)
+        return own
 
     def cleaning(self, stage: str, split: str) -> Cleaning | None:
         """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""

@@ -91,9 +91,13 @@ def run(args: argparse.Namespace) -> int:
     with terminate_as_interrupt():
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
         folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
-        settings, whole = _settings(dataset, args), shlex.join(["moa-fairseq", *sys.argv[1:]])
+        settings = _settings(dataset, args)
+        whole = shlex.join(["moa-fairseq", *sys.argv[1:]])
         Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=whole).run()
-    folder = output / "binarised" if dataset.kind == MASKED_LM else output
+    if dataset.kind == MASKED_LM:
+        folder = output / "binarised"
+    else:
+        folder = output
     manifest = read_manifest(folder)
     if args.json:
         print(json.dumps(manifest, indent=1))
@@ -106,7 +110,10 @@ def run(args: argparse.Namespace) -> int:
 
 def _dataset(args: argparse.Namespace) -> Dataset:
     """The data set that is asked for, with the sizes and the seed that are."""
-    name = f"{args.name}_{args.flavour}" if args.flavour else args.name
+    if args.flavour:
+        name = f"{args.name}_{args.flavour}"
+    else:
+        name = args.name
     if name not in names():
         flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
         known = f"it has {', '.join(flavours) or 'none'}"
@@ -121,9 +128,11 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
-    name, one_language = dataset.name, dataset.kind != TRANSLATION
+    name = dataset.name
+    one_language = dataset.kind != TRANSLATION
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
-    drawn, pair = bool(names()[name].generated), (args.source, args.target)
+    drawn = bool(names()[name].generated)
+    pair = (args.source, args.target)
     refusals = [
         (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
         (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),

@@ -28,7 +28,8 @@ from moa_fairseq.files import checksum, disk_errors
 BLOCK = 1 << 20
 TIMEOUT = 30
 # A server that sends fewer bytes a second over so many seconds is one that broke off.
-SLOWEST, WATCHED = 1024, 60
+SLOWEST = 1024
+WATCHED = 60
 # Tries for each address after the first; what was received is kept between them.
 PAUSES = (1, 5, 20)
 # Some servers refuse Python's own name; others would send a .gz as text that was compressed on its way.
@@ -67,11 +68,13 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
         head = stream.read(512)
     if _HTML.match(head):
         return "is a web page instead of the file (a login, an error or a confirmation page)"
-    size, kind = path.stat().st_size, source.name.rpartition(".")[2]
+    size = path.stat().st_size
+    kind = source.name.rpartition(".")[2]
     if source.size is not None and size != source.size:
         return f"has {size:,} bytes instead of {source.size:,}"
     if kind in ("gz", "tgz"):
-        good, kind = head.startswith(b"\x1f\x8b"), "gzip"
+        good = head.startswith(b"\x1f\x8b")
+        kind = "gzip"
     else:
         opens = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind)
         good = opens(path) if opens else bool(head)
@@ -81,7 +84,9 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
         expected = getattr(source, algorithm)
         if expected:
             found = digest(path, algorithm)
-            return "" if found == expected else f"has the {algorithm} {found} instead of {expected}"
+            if found == expected:
+                return ""
+            return f"has the {algorithm} {found} instead of {expected}"
     return ""
 
 
@@ -108,7 +113,10 @@ def obtain(
         flaw = path.is_file() and find_flaw(path, source, digest)
         if flaw:
             archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
-            unpacked = "; or unpack it in its place: unpacked files are taken, too" if archive else ""
+            if archive:
+                unpacked = "; or unpack it in its place: unpacked files are taken, too"
+            else:
+                unpacked = ""
             problem = f"{path} is not the file that the recipe knows: it {flaw}"
             raise Unavailable(
                 f"{problem}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}."
@@ -134,7 +142,8 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
     known, and else starts again. The final name appears when the file was found right. pauses: seconds before
     each new try of an address (PAUSES). Raises Unavailable naming every address that failed, and what to do.
     """
-    target, failures = folder / source.name, []
+    target = folder / source.name
+    failures = []
     part = target.with_name(target.name + ".part")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
@@ -174,7 +183,10 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             inner = error.args[0] if error.args else error
             why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
-            received = part.stat().st_size if part.is_file() and source.pinned else 0
+            if part.is_file() and source.pinned:
+                received = part.stat().st_size
+            else:
+                received = 0
             raise _Refused(why + (f" ({received:,} bytes were received and are kept)" if received else ""))
         time.sleep(pause)
     flaw = find_flaw(part, source)
@@ -188,8 +200,14 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
 
 def _receive(url: str, source: PublicFile, part: Path) -> None:
     """One request, which goes on from what the part file has of a file whose checksum is known."""
-    received = part.stat().st_size if part.is_file() and source.pinned else 0
-    asked = {"Range": f"bytes={received}-"} if received else {}
+    if part.is_file() and source.pinned:
+        received = part.stat().st_size
+    else:
+        received = 0
+    if received:
+        asked = {"Range": f"bytes={received}-"}
+    else:
+        asked = {}
     with _ask(url, {**HEADERS, **asked}) as answer:
         status = answer.status_code
         if status != 416 or not received:
@@ -202,15 +220,22 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
         if status == 206 and (not span or span[1] != str(received)):
             raise _Refused("it answers with another part of the file than was asked for")
-        total = int(span[2]) if span else 0 if status == 416 else int(length)
+        if span:
+            total = int(span[2])
+        elif status == 416:
+            total = 0
+        else:
+            total = int(length)
         if source.size and total not in (0, source.size):
             raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
         if status == 416:
             return  # nothing is left to send: the check that follows says whether this is the file
         # Without a size in its head an answer may have no end.
-        most, rule = source.size, "the file has"
+        most = source.size
+        rule = "the file has"
         if not most and source.about:
-            most, rule = 2 * source.about, "are twice its known size"
+            most = 2 * source.about
+            rule = "are twice its known size"
         begin = received if status == 206 else 0
         bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
         # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
@@ -252,14 +277,16 @@ def _ask(url: str, headers: dict[str, str]) -> requests.Response:
 
 def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
     """What arrives, when it arrives. Raises ConnectionError where that is next to nothing."""
-    began, received = time.monotonic(), 0
+    began = time.monotonic()
+    received = 0
     while block := raw.read1(BLOCK, decode_content=False):
         yield block
         received += len(block)
         if (seconds := time.monotonic() - began) >= WATCHED:
             if received < SLOWEST * seconds:
                 raise requests.ConnectionError(f"it sent {received:,} bytes in {seconds:.0f} seconds")
-            began, received = time.monotonic(), 0
+            began = time.monotonic()
+            received = 0
 
 
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:

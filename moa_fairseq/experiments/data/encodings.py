@@ -15,7 +15,9 @@ _SHOWN = 20  # letters before and after the place that a sample shows
 # What no text holds, but the line end of some old computers: Windows' quotes and € when taken for Latin-1.
 CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _WIDE = "\u3000-\u303f\uff01-\uff65"  # marks of Chinese and Japanese
-_WEST, _EAST, _BALTIC = "CP1252 ISO-8859-15 CP850 MACINTOSH", "CP1250 ISO-8859-2 CP852", "CP1257 ISO-8859-13"
+_WEST = "CP1252 ISO-8859-15 CP850 MACINTOSH"
+_EAST = "CP1250 ISO-8859-2 CP852"
+_BALTIC = "CP1257 ISO-8859-13"
 _CYRILLIC = "CP1251 KOI8-R ISO-8859-5 CP866 MAC-CYRILLIC"
 # Language → its usual encodings, by iconv's names, and its letters beside ASCII's, for a regular expression.
 _HABITS = {
@@ -57,7 +59,9 @@ _HABITS = {
     )
     for lang in languages.split()
 }
-_QUOTES, _SIGNS = "„“”‚‘’«»‹›–—…¿¡\xa0\xad", "€£§°½²³·•©®™†"  # marks that touch words; and others
+# marks that touch words; and others
+_QUOTES = "„“”‚‘’«»‹›–—…¿¡\xa0\xad"
+_SIGNS = "€£§°½²³·•©®™†"
 # What charset-normalizer may guess and iconv does not know.
 _NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
 _ICONV = {
@@ -76,12 +80,14 @@ def through(path: Path, *programs: str) -> str:
 
 def encoding_remedy(path: Path) -> str:
     """How a file that is not UTF-8 becomes it, by what its bytes suggest; for the end of an error."""
-    foreign, mixed = b"", False
+    foreign = b""
+    mixed = False
     with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
         for line in stream:
             if b"\0" in line:  # UTF-16 or UTF-32, whose lines end otherwise
                 stream.seek(0)
-                foreign, mixed = stream.read(_SAMPLE), False
+                foreign = stream.read(_SAMPLE)
+                mixed = False
                 if foreign.count(b"\0") < len(foreign) / 10:
                     remedy = through(path, "tr -d '\\000'")
                     return f"Take it out: {remedy}"
@@ -128,7 +134,10 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 holds one
     guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
     likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
-    names = [*usual.split(), *likely[:1]] if letters else [*likely[:3], *usual.split()]
+    if letters:
+        names = [*usual.split(), *likely[:1]]
+    else:
+        names = [*likely[:3], *usual.split()]
     texts: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(LookupError, UnicodeDecodeError):
@@ -150,8 +159,10 @@ def _odd(text: str, fits: re.Pattern[str]) -> int:
     """How many letters beside ASCII's are not of the language, or stand where no text has them."""
     count = 0
     for match in re.finditer(r"[^\x00-\x7f]", text):
-        letter, place = match[0], match.start()
-        before, after = text[place - 1 : place], text[place + 1 : place + 2]
+        letter = match[0]
+        place = match.start()
+        before = text[place - 1 : place]
+        after = text[place + 1 : place + 2]
         if fits.match(letter):
             odd = letter.isupper() and before.islower()
         elif letter in _QUOTES:

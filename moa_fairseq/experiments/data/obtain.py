@@ -51,12 +51,15 @@ class Store:
         Of text that lies in no archive, splits are left out that are not required and not in that folder.
         Raises a UserError that lists all files that are missing and cannot be fetched.
         """
-        parts, wanted, missing = dataset.parts(languages), {}, []
+        parts = dataset.parts(languages)
+        wanted = {}
+        missing = []
         plain = {split: [part for part in some if not part.archive] for split, some in parts.items()}
         train, valid = (
             [path for part in plain.get(s, ()) if (path := self._find(part))] for s in ("train", "valid")
         )
-        unpacked, lacks = [path.name for path in train if path.suffix != ".gz"], plain.get("valid")
+        unpacked = [path.name for path in train if path.suffix != ".gz"]
+        lacks = plain.get("valid")
         if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
             problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
             remedy = "say data.recipe=parallel (moa-fairseq prepare parallel)"
@@ -155,7 +158,9 @@ class Store:
 
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
     """Checksum of a file; one whose name, size and time are in the JSON file `memory` is not read again."""
-    known, key, now = saved_json(memory), f"{path.resolve()} {algorithm}", stamp(path)
+    known = saved_json(memory)
+    key = f"{path.resolve()} {algorithm}"
+    now = stamp(path)
     entry = known.get(key)
     if not isinstance(entry, list) or entry[:-1] != now:
         entry = [*now, checksum(path, algorithm)]
@@ -171,7 +176,8 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
-    size, whole = sum(file.bytes for file in missing), dataset.disk * 1e9
+    size = sum(file.bytes for file in missing)
+    whole = dataset.disk * 1e9
     log.info(
         f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
         f"prepared, the data set takes about {human(whole)} of disk, downloads included"
@@ -194,8 +200,15 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
 
 def human(size: float) -> str:
     """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
-    unit, divisor = ("GB", 1e9) if size >= 1e9 else ("MB", 1e6)
-    return f"{size / divisor:.0f} {unit}" if size >= 10 * divisor else f"{size / divisor:.1f} {unit}"
+    if size >= 1e9:
+        unit = "GB"
+        divisor = 1e9
+    else:
+        unit = "MB"
+        divisor = 1e6
+    if size >= 10 * divisor:
+        return f"{size / divisor:.0f} {unit}"
+    return f"{size / divisor:.1f} {unit}"
 
 
 def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
@@ -206,7 +219,10 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:
         if source is None:
-            bring = dataset.bring.format(**settings) if dataset else "Give --data the folder made by it."
+            if dataset:
+                bring = dataset.bring.format(**settings)
+            else:
+                bring = "Give --data the folder made by it."
             raise UserError(f"--data is missing: data.recipe {settings['recipe']} needs your files. {bring}")
         return source
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():

@@ -23,9 +23,14 @@ BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UT
 SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
-SPLIT, WHOLE = "split", "whole"  # hyphens
+# hyphens
+SPLIT = "split"
+WHOLE = "whole"
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
-_LOOKED_AT, _ACCIDENTS, _MOST_ODD = 1000, 2, 0.02  # lines
+# lines
+_LOOKED_AT = 1000
+_ACCIDENTS = 2
+_MOST_ODD = 0.02
 _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
@@ -54,9 +59,11 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
         with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
             for number, raw in enumerate(stream, start=1):
                 if len(raw) > MAX_LINE_BYTES:
-                    reason, story = LONG, f"{len(raw):,} bytes long; that is not a sentence."
+                    reason = LONG
+                    story = f"{len(raw):,} bytes long; that is not a sentence."
                 elif b"\0" in raw:
-                    reason, story = NUL, "holds a NUL byte; this is not a UTF-8 text file."
+                    reason = NUL
+                    story = "holds a NUL byte; this is not a UTF-8 text file."
                 else:
                     try:
                         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -67,9 +74,13 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
                         continue
                     except UnicodeDecodeError as error:
                         place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-                        reason, story = FOREIGN, f"{place} is not UTF-8."
+                        reason = FOREIGN
+                        story = f"{place} is not UTF-8."
                 if not mark_bad:
-                    remedy = "Check the file." if reason == LONG else encoding_remedy(path)
+                    if reason == LONG:
+                        remedy = "Check the file."
+                    else:
+                        remedy = encoding_remedy(path)
                     raise UserError(f"{path}, line {number}: {story} {remedy}")
                 yield BAD + reason
             if number < _LOOKED_AT:
@@ -124,7 +135,8 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
     one of UTF-8: then its encoding is named.
     """
     for one, other in files:
-        count, lines = 0, (one.lines(mark_bad), other.lines(mark_bad))
+        count = 0
+        lines = (one.lines(mark_bad), other.lines(mark_bad))
         bad = 0
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
@@ -132,7 +144,12 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
                     for piece in (one, other):
                         collections.deque(piece.lines(), maxlen=0)  # an error, which names its encoding
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
-                shorter, longer = (one, other) if source is None else (other, one)
+                if source is None:
+                    shorter = one
+                    longer = other
+                else:
+                    shorter = other
+                    longer = one
                 problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
                 raise UserError(
                     f"{problem}: parallel files have one translation a line. Find the line where they part."
@@ -153,16 +170,24 @@ def is_raw(lines: Iterable[str]) -> bool:
 
 def hyphens(lines: Iterable[str]) -> str:
     """How compounds are written: SPLIT (`a @-@ b`, as `tokenizer.perl -a` does), WHOLE (`a-b`), or ""."""
-    split, whole = 0, 0
+    split = 0
+    whole = 0
     for line in lines:
         split += f" {line} ".count(" @-@ ")
         whole += len(_COMPOUND.findall(line))
-    return "" if split == whole else SPLIT if split > whole else WHOLE
+    if split == whole:
+        return ""
+    if split > whole:
+        return SPLIT
+    return WHOLE
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
     """The file of that name in a folder (or of the last part of its name), as it stands, plain or .gz."""
-    places = [folder / name, folder / Path(name).name] if folder else []
+    if folder:
+        places = [folder / name, folder / Path(name).name]
+    else:
+        places = []
     plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
     packed = [place.with_name(f"{place.name}.gz") for place in plain]
     return next((path for path in (*plain, *packed) if path.is_file()), None)

@@ -65,7 +65,9 @@ from moa_fairseq.files import atomic_write
 from moa_fairseq.process import Executor, flags
 
 CODES = "codes"
-SHOWN, SAMPLE = 3, 1000  # pairs of the training text that are shown, that are looked at
+# pairs of the training text that are shown, that are looked at
+SHOWN = 3
+SAMPLE = 1000
 log = logging.getLogger(__name__)
 
 
@@ -136,11 +138,17 @@ class Preparation:
     def data(self) -> Dataset:
         """The data set; `parallel` where the source holds text of one's own in place of archives."""
         dataset = self.dataset or datasets()[self.settings["recipe"]]
-        own = [f"train.{language}" for language in self.languages] if dataset.archives else []
+        if dataset.archives:
+            own = [f"train.{language}" for language in self.languages]
+        else:
+            own = []
         if self.source and own and all(find_file(self.source, name) for name in own):
             raw = bool(self.settings.get("tokenize"))
             form = f"raw text, which goes through the steps of {dataset.name}"
-            what = form if raw else "tokenised and cleaned"
+            if raw:
+                what = form
+            else:
+                what = "tokenised and cleaned"
             log.info("%s holds %s: taken as %s", self.source, " and ".join(own), what)
             return dataset.of_own_text(raw)
         return dataset
@@ -163,7 +171,8 @@ class Preparation:
     def texts(self) -> dict[str, list[Piece]]:
         """split → its files, fetched and extracted where necessary; those of two languages alternate."""
         # All together, so that an archive is gone through once.
-        flat, codes = [*itertools.chain.from_iterable(self.parts.values())], self.data.codes
+        flat = [*itertools.chain.from_iterable(self.parts.values())]
+        codes = self.data.codes
         pieces = self.store.pieces(flat, [codes] if codes else [], self.data, self.root)
         if codes in pieces:
             # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
@@ -203,13 +212,17 @@ class Preparation:
         splits: all but train and valid are tests. name: of the folder of sentences or of classes. finish:
         puts what else belongs there into the new folder.
         """
-        folder, kind = text.output / name, self.data.kind
+        folder = text.output / name
+        kind = self.data.kind
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
         if self.languages:
             sides: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
         else:
             # By a dictionary of its own, a class keeps its number, whatever was drawn.
-            given = str(folder / DICTIONARY) if kind in (MASKED_LM, CLASSIFICATION) else None
+            if kind in (MASKED_LM, CLASSIFICATION):
+                given = str(folder / DICTIONARY)
+            else:
+                given = None
             sides = {"only-source": True, "srcdict": given}
         values = {
             **sides,
@@ -241,9 +254,10 @@ class Preparation:
         """manifest.json of what the steps up to `last` made."""
 
         def write(new: Path) -> None:
-            described = (
-                {**self.settings, **settings} if self.languages else {"recipe": self.data.name, **settings}
-            )
+            if self.languages:
+                described = {**self.settings, **settings}
+            else:
+                described = {"recipe": self.data.name, **settings}
             origins = self.store.origins
             write_json(new, manifest_of(self.root, described, origins, self.texts, self.data))
 
@@ -252,9 +266,12 @@ class Preparation:
 
 def _translation(job: Preparation) -> list[Step]:
     """tokens → bpe → sample → binarised."""
-    settings, languages, data = job.settings, job.languages, job.data
+    settings = job.settings
+    languages = job.languages
+    data = job.data
     tokens = text = job.root / "tokens"
-    merges, given = settings["bpe"], settings.get("codes")
+    merges = settings["bpe"]
+    given = settings.get("codes")
     splits = list(job.parts or job.subsets)
     if data.hold_out and data.hold_out.split not in splits:
         splits.insert(1, data.hold_out.split)
@@ -272,7 +289,8 @@ def _translation(job: Preparation) -> list[Step]:
             steps = [data.steps_for(split, language, settings) for language in languages]
             treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
             train = split == "train"
-            own, hold_out = not data.downloadable, data.hold_out if train else None
+            own = not data.downloadable
+            hold_out = data.hold_out if train else None
             found.append(Split(split, pairs(split), treatment, hold_out, train, own))
         return found
 
@@ -290,8 +308,14 @@ def _translation(job: Preparation) -> list[Step]:
         taken = not data.steps and not data.codes and settings.get("tokenize") is None
         if taken and is_raw(itertools.chain(*sample)):
             way = datasets()[asked.raw or asked.name]
-            sets = f"--set data.recipe={way.name} --set data.bpe={way.merges} " if asked.raw else ""
-            what = "Moses' tokeniser" if way.name == "parallel" else f"the steps of {way.name}"
+            if asked.raw:
+                sets = f"--set data.recipe={way.name} --set data.bpe={way.merges} "
+            else:
+                sets = ""
+            if way.name == "parallel":
+                what = "Moses' tokeniser"
+            else:
+                what = f"the steps of {way.name}"
             raise UserError(
                 f"{pairs('train')[0][0].path} looks like raw text: `moa-fairseq prepare {way.name}` with "
                 f"--tokenize (in a recipe: {sets}--set data.tokenize=true) takes it through {what}, "
@@ -319,16 +343,22 @@ def _translation(job: Preparation) -> list[Step]:
     def segment_inputs() -> dict[str, Any]:
         if given and not Path(given).is_file():
             raise UserError(f"data.codes: there is no file {given} with BPE merges.")
-        learned = job.checksum(Path(given)) if given else merges
+        if given:
+            learned = job.checksum(Path(given))
+        else:
+            learned = merges
         return {"tokens": steps[0], "codes": learned, "cleaning": cleaning}
 
     steps = [Step("tokens", tokens, tokenise, token_inputs)]
     if merges is not None or given:
-        text, cleaning = job.root / "bpe", {split: data.cleaning("bpe", split) for split in splits}
+        text = job.root / "bpe"
+        cleaning = {split: data.cleaning("bpe", split) for split in splits}
         steps.append(Step("bpe", text, segment, segment_inputs))
-    fraction, seed = settings.get("train_fraction"), settings.get("train_fraction_seed", 1)
+    fraction = settings.get("train_fraction")
+    seed = settings.get("train_fraction_seed", 1)
     if fraction not in (None, 1):
-        whole, text = text, job.root / "sample"
+        whole = text
+        text = job.root / "sample"
 
         def sample(new: Path) -> dict[str, int]:
             new.mkdir()
@@ -363,7 +393,8 @@ def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, see
 
 def _language_modeling(job: Preparation) -> list[Step]:
     """Text in a vocabulary of its own: (model →) text (→ binarised)."""
-    data, folder = job.data, job.root / "model"
+    data = job.data
+    folder = job.root / "model"
     steps: list[Step] = []
     pieces = job.settings.get("bpe") or data.pieces
 
@@ -396,7 +427,8 @@ def _language_modeling(job: Preparation) -> list[Step]:
 
 def _masked_lm(job: Preparation) -> list[Step]:
     """Running text in GPT-2's encoding: bpe → binarised, whose folder has the manifest."""
-    data, bpe = job.data, job.root / "bpe"
+    data = job.data
+    bpe = job.root / "bpe"
 
     @functools.cache
     def encoding() -> Any:
@@ -413,8 +445,12 @@ def _masked_lm(job: Preparation) -> list[Step]:
         for path, name in ((files.encoder, ENCODER), (files.vocab, VOCAB), (files.dictionary, DICTIONARY)):
             shutil.copyfile(path, new / name)
         for split, fact in facts.items():
-            words, expected = fact["words"] + fact["lines"], data.words.get(split)
-            warning = f"; WARNING: {expected:,} words were expected" if expected not in (None, words) else ""
+            words = fact["words"] + fact["lines"]
+            expected = data.words.get(split)
+            if expected not in (None, words):
+                warning = f"; WARNING: {expected:,} words were expected"
+            else:
+                warning = ""
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
                 f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "
@@ -473,7 +509,10 @@ _KINDS: dict[str, Callable[[Preparation], list[Step]]] = {
 def given_fingerprint(source: Path) -> str:
     """Of a binarised folder that was made elsewhere."""
     # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-    place = source / INPUT if is_classification(source) else source
+    if is_classification(source):
+        place = source / INPUT
+    else:
+        place = source
     files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
     return fingerprint_of("given", {path.name: path.stat().st_size for path in files if path.is_file()})
 

@@ -26,7 +26,8 @@ from moa_fairseq.experiments.make import STATE, marks
 from moa_fairseq.experiments.text import STEPS
 from moa_fairseq.files import checksum
 
-KEPT, BINARISED = "text", "binarised"
+KEPT = "text"
+BINARISED = "binarised"
 _DICTIONARIES = (DICTIONARY, "dict.*.txt", f"{INPUT}/{DICTIONARY}", f"{LABEL}/{DICTIONARY}", ENCODER, VOCAB)
 _BESIDE = (f"bpe/{CODES}", CODES, f"model/{MODEL}")  # the binarised folder
 _REMEDY = "Put the original back, or delete this one and prepare the data again."
@@ -39,7 +40,10 @@ def text_files(data: Path) -> dict[str, Path]:
     Merges and pieces belong to it where a manifest.json lies beside it.
     """
     within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
-    beside = [data.parent / name for name in _BESIDE] if (data.parent / MANIFEST).is_file() else []
+    if (data.parent / MANIFEST).is_file():
+        beside = [data.parent / name for name in _BESIDE]
+    else:
+        beside = []
     named = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
     return {**named, **{str(path.relative_to(data.parent)): path for path in beside if path.is_file()}}
 
@@ -51,12 +55,15 @@ def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.
     """
     where = f"The {MANIFEST} of the data"
     check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
-    rules, settings = manifest.get("rules"), manifest.get("settings") or {}
+    rules = manifest.get("rules")
+    settings = manifest.get("settings") or {}
     if rules is None:
         kinds = {key: TEXT for key in ("recipe", "source", "target")}
         check_kinds(settings, kinds, f"{where}: settings", remedy)
         dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
-        return _rules(dataset, settings) if dataset else {}
+        if dataset:
+            return _rules(dataset, settings)
+        return {}
     kinds = {key: TEXT for key in ("kind", "encoder", "source", "target")}
     check_kinds(rules, kinds, f"{where}: rules", remedy)
     steps = rules.get("steps", [])
@@ -75,7 +82,8 @@ def _is_step(step: Any) -> bool:
 
 
 def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    source, target = settings.get("source"), settings.get("target")
+    source = settings.get("source")
+    target = settings.get("target")
     merges = bool(settings.get("bpe") or settings.get("codes"))
     said = {"kind": dataset.kind, "encoder": dataset.encoder, "merges": merges}
     if source is None or target is None:
@@ -125,7 +133,8 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
     Raises UserError for files that are others, or changed since they were made.
     """
-    kept, unknown = kept_text(checkpoint), check_text(data)
+    kept = kept_text(checkpoint)
+    unknown = check_text(data)
     files = text_files(data)
     if kept:
         for name, path in text_files(kept).items():
@@ -136,8 +145,14 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
                 raise UserError(f"{data} has another {name}, or none, than {path}, of training. {remedy}.")
         return []
     run = _run_of(checkpoint)
-    trained = marks(run).get("prepare", {}).get("facts") if run else None
-    trained = trained.get("fingerprint") if isinstance(trained, dict) else None
+    if run:
+        trained = marks(run).get("prepare", {}).get("facts")
+    else:
+        trained = None
+    if isinstance(trained, dict):
+        trained = trained.get("fingerprint")
+    else:
+        trained = None
     known = marks(data.parent)
     made = known.get(BINARISED) or known.get(f"{BINARISED}-{LABEL}")
     if trained and made and made.get("fingerprint") == trained:
@@ -161,9 +176,13 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
 
     Returns those that it does not list. remedy: ends the message.
     """
-    manifest, found = data.parent / MANIFEST, text_files(data)
+    manifest = data.parent / MANIFEST
+    found = text_files(data)
     outputs = read_manifest(data.parent, remedy).get("outputs") or {}
-    patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES] if data.name == BINARISED else []
+    if data.name == BINARISED:
+        patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES]
+    else:
+        patterns = []
     listed = {
         name: fact["sha256"]
         for name, fact in outputs.items()

@@ -90,7 +90,9 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     if treatment.codes:
         sides = [load_codes(treatment.codes).process_line(side) for side in sides]
     source, target = sides
-    return clean(source, target, treatment.cleaning) if treatment.cleaning else (source, target)
+    if treatment.cleaning:
+        return clean(source, target, treatment.cleaning)
+    return (source, target)
 
 
 def write_splits(
@@ -170,7 +172,9 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
     single spaces, then the limits of `rules` count.
     """
     if rules.max is None:
-        return (source, target) if source.strip() and target.strip() else "empty side"
+        if source.strip() and target.strip():
+            return (source, target)
+        return "empty side"
     source, target = (_SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target))
     if not source or not target:
         return "empty side"
@@ -206,7 +210,10 @@ def _load(path: str, size: int, time: int) -> BPE:
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
         lines.pop()
-    header = 1 if lines and lines[0].startswith("#version:") else 0
+    if lines and lines[0].startswith("#version:"):
+        header = 1
+    else:
+        header = 0
     if header and not _VERSION.fullmatch(lines[0]):
         raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
     if len(lines) == header:

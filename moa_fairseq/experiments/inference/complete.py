@@ -35,7 +35,10 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
         if value is not None and not args.sample:
             raise UserError(f"{flag} has no effect where nothing is drawn: add --sample N.")
-    temperature = 1.0 if args.temperature is None else args.temperature
+    if args.temperature is None:
+        temperature = 1.0
+    else:
+        temperature = args.temperature
     if temperature <= 0:
         raise UserError(f"--temperature {temperature} must be positive.")
     torch.manual_seed(1 if args.seed is None else args.seed)

@@ -27,13 +27,20 @@ class TranslationCodec(NamedTuple):
     def encode(self, line: str) -> str:
         """A raw sentence of the source language as subwords with spaces between them."""
         tokens = words_of(line, self.steps)
-        return load_codes(self.codes).process_line(tokens) if self.codes else tokens
+        if self.codes:
+            return load_codes(self.codes).process_line(tokens)
+        return tokens
 
     def decode(self, symbols: str) -> str:
         """Subwords of the target language as raw text; tokens where the data set came tokenised."""
-        tokens = (symbols + " ").replace("@@ ", "").strip() if self.codes else symbols
+        if self.codes:
+            tokens = (symbols + " ").replace("@@ ", "").strip()
+        else:
+            tokens = symbols
         is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
-        return detokenize(tokens, self.target) if is_tokenised_here else tokens
+        if is_tokenised_here:
+            return detokenize(tokens, self.target)
+        return tokens
 
 
 class PieceCodec(NamedTuple):
@@ -88,12 +95,16 @@ def codec_of(data: Path, kind: str) -> Any:
 
     Raises UserError for a folder of another origin, and for another kind of data.
     """
-    root, remedy = data.parent, "Give text that is tokenised and segmented as the model's, with --segmented."
+    root = data.parent
+    remedy = "Give text that is tokenised and segmented as the model's, with --segmented."
     rules = rules_of(read_manifest(root))
     if not rules:
         raise UserError(f"No {MANIFEST} beside {data} says how its text was prepared. {remedy}")
     if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
-        verb = "translate" if rules.get("kind") == TRANSLATION else "complete"
+        if rules.get("kind") == TRANSLATION:
+            verb = "translate"
+        else:
+            verb = "complete"
         other = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
         raise UserError(f"{root / MANIFEST} is not of data for {kind}: {other}")
     found = text_files(data)
@@ -104,7 +115,9 @@ def codec_of(data: Path, kind: str) -> Any:
         steps = tuple((name, options) for name, options in rules.get("steps", ()))
         return TranslationCodec(steps, codes, rules["target"])
     if rules.get("encoder") != "sentencepiece":
-        return ByteCodec() if rules.get("encoder") == "bytes" else WordCodec()
+        if rules.get("encoder") == "bytes":
+            return ByteCodec()
+        return WordCodec()
     if f"model/{MODEL}" not in found:
         raise UserError(f"{root}/model/{MODEL} is missing, by which the text was segmented. {remedy}")
     return PieceCodec(str(found[f"model/{MODEL}"]))

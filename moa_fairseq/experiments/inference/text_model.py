@@ -71,21 +71,31 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     data = kept if kept and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
-        gone = f"{missing} is not a folder" if missing else f"{args.run_dir} does not tell its data"
+        if missing:
+            gone = f"{missing} is not a folder"
+        else:
+            gone = f"{args.run_dir} does not tell its data"
         raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
     warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
     data = kept or data.resolve()
-    codec = WordCodec() if args.segmented else codec_of(data, kind)
+    if args.segmented:
+        codec = WordCodec()
+    else:
+        codec = codec_of(data, kind)
     overrides = {"data": str(data)}
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
-    config.dataset.max_tokens, config.dataset.batch_size = 4096, BATCH
+    config.dataset.max_tokens = 4096
+    config.dataset.batch_size = BATCH
     return TextModel(config, task, models, codec).to(device_for(args.cpu)).eval()
 
 
 def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
     """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
     if args.file is not None and (args.file.is_dir() or not args.file.exists()):
-        why = "is a folder" if args.file.is_dir() else "does not exist"
+        if args.file.is_dir():
+            why = "is a folder"
+        else:
+            why = "does not exist"
         raise UserError(f"{args.file} {why}: name a text file, or none for standard input.")
     if args.file is None and sys.stdin is None:  # `<&-`
         raise UserError("Standard input is closed: name a text FILE, or redirect one with `< FILE`.")
@@ -93,7 +103,10 @@ def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
     # nor does a byte that is no UTF-8: its line alone is left out
     text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
-    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
+    if args.file is None:
+        source = contextlib.nullcontext(sys.stdin)
+    else:
+        source = args.file.open(**text)
     with source as stream:
         if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
             stream.reconfigure(**text)
@@ -147,7 +160,8 @@ def hypotheses(
             log.warning("line %d is left out: it is not UTF-8; convert it with iconv", number)
             left_out[number] = torch.empty(0, dtype=torch.long)
             continue
-        symbols, story = model.encode(line), ""
+        symbols = model.encode(line)
+        story = ""
         if len(symbols) > most:
             story = f"it has {len(symbols)} symbols, the model reads {most}; split it"
         elif borders.intersection(symbols[:-1].tolist()):

@@ -80,7 +80,10 @@ def run(args: argparse.Namespace) -> int:
         for batch in lines_of(args):
             for symbols, found in hypotheses(model, batch, settings):
                 for hypothesis in found[: args.n_best]:
-                    score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
+                    if args.n_best > 1:
+                        score = f"{hypothesis['score'].item():.3f}\t"
+                    else:
+                        score = ""
                     print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
                 left_out += symbols is not None and not found
                 if not found:
@@ -111,7 +114,10 @@ def _generation(args: argparse.Namespace) -> dict[str, Any]:
     used = {"beam": 5, "lenpen": 1.0, **found}
     used.update({key: value for key, value in given.items() if value is not None})
     for key, least in (("beam", 1), ("lenpen", -math.inf)):
-        where = f"{recipe}: generate.{key}" if given[key] is None else f"--{key}"
+        if given[key] is None:
+            where = f"{recipe}: generate.{key}"
+        else:
+            where = f"--{key}"
         if not (least <= used[key] and math.isfinite(used[key])):
             raise UserError(f"{where} {used[key]}: give a number{', at least 1' if key == 'beam' else ''}.")
     return used
@@ -150,12 +156,17 @@ def _layer(name: str) -> int:
 
 
 def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> list[str]:
-    chosen, gates = routing.expert_ids[:, routing.shared :], routing.gates[:, routing.shared :]
+    chosen = routing.expert_ids[:, routing.shared :]
+    gates = routing.gates[:, routing.shared :]
     order = gates.argsort(dim=-1, descending=True, stable=True)
     rows = chosen.gather(-1, order).tolist()
     marked = []
     for word, experts in zip(words if routing.scope == "tokens" else ["sentence"], rows):
         text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
-        colour: int | None = _COLOURS[experts[0] % len(_COLOURS)] if coloured and experts else None
+        colour: int | None
+        if coloured and experts:
+            colour = _COLOURS[experts[0] % len(_COLOURS)]
+        else:
+            colour = None
         marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
     return marked

@@ -57,7 +57,10 @@ class BatchPlan:
             f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
             f"{self.max_tokens:,} = {self.effective:,} tokens per update"
         )
-        deviation = self.effective / self.wanted - 1 if self.wanted else 0.0
+        if self.wanted:
+            deviation = self.effective / self.wanted - 1
+        else:
+            deviation = 0.0
         if deviation:
             line += f" ({self.wanted:,} asked for, {deviation:+.2%} by rounding)"
         if abs(deviation) > LOUD_DEVIATION:
@@ -90,7 +93,8 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     if recipe.train.min_tokens is None:
         longest = _longest(recipe, data)
         recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
-    train, world = recipe.train, hardware.world
+    train = recipe.train
+    world = hardware.world
     if not train.min_tokens or not train.effective_batch_tokens:
         return recipe, hardware, ""
     most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
@@ -103,9 +107,15 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     if hardware.shared:
         remedy = f"start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
         raise UserError(f"{hardware.devices} devices are too many: {why}; {remedy}.")
-    smaller = dataclasses.replace(world, size=most, here=most) if world and most > 1 else None
+    if world and most > 1:
+        smaller = dataclasses.replace(world, size=most, here=most)
+    else:
+        smaller = None
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
-    assumed = "" if data else " (That length is assumed until the data is prepared.)"
+    if data:
+        assumed = ""
+    else:
+        assumed = " (That length is assumed until the data is prepared.)"
     left_out = f"{most} of {hardware.devices} devices are used: {why}"
     return recipe, fewer, f"{left_out}. A smaller share would leave sentences out.{assumed}"
 
@@ -156,7 +166,10 @@ class CorpusSize:
 
 def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> int | None:
     """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
-    limits = [train.max_update] if train.max_update else []
+    if train.max_update:
+        limits = [train.max_update]
+    else:
+        limits = []
     if train.max_epoch and size:
         limits.append(train.max_epoch * size.updates_per_epoch(batch))
     return min(limits, default=None)
@@ -170,7 +183,10 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     """
     if updates is None:
         return None
-    key = "warmup_steps" if args.lr_scheduler == "tri_stage" else "warmup_updates"
+    if args.lr_scheduler == "tri_stage":
+        key = "warmup_steps"
+    else:
+        key = "warmup_updates"
     if (warmup := getattr(args, key, 0) or 0) >= updates:
         flag = f"train.flags.{key.replace('_', '-')}"
         rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
@@ -188,7 +204,8 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
     schedule.step_begin_epoch(1)
     rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
-    peak, (name, remedy) = max(config.optimization.lr), SCHEDULES[args.lr_scheduler]
+    peak = max(config.optimization.lr)
+    (name, remedy) = SCHEDULES[args.lr_scheduler]
     minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
     # a schedule of few updates is still some steps from its end
     if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
@@ -201,7 +218,9 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
 
 def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
     """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
-    return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens) if data else known_size(recipe)
+    if data:
+        return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens)
+    return known_size(recipe)
 
 
 def known_size(recipe: Recipe) -> CorpusSize | None:
@@ -213,7 +232,9 @@ def known_size(recipe: Recipe) -> CorpusSize | None:
         for beginning in entry.pop("experiments")
         if any(name.startswith(beginning) for name in names)
     }
-    return CorpusSize(**found[max(found, key=len)]) if found else None
+    if found:
+        return CorpusSize(**found[max(found, key=len)])
+    return None
 
 
 def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
@@ -227,7 +248,10 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
     source, target = sentence_sizes(recipe, folder, "train")
     language = recipe.data.target
-    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
+    if recipe.kind == CLASSIFICATION:
+        place = folder / INPUT
+    else:
+        place = folder
     dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
@@ -235,7 +259,8 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
-    batches, total = None, int(target.sum())
+    batches = None
+    total = int(target.sum())
     if language or recipe.kind == CLASSIFICATION:
         longer = numpy.maximum(source, target)
         if longer.max(initial=0) > max_tokens:
@@ -251,7 +276,10 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             required_batch_size_multiple=8,
         )
         batches = len(cut)
-    fill = total / (batches * max_tokens) if batches else 1.0
+    if batches:
+        fill = total / (batches * max_tokens)
+    else:
+        fill = 1.0
     counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
     origin = f"measured in {folder}"
     return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)

@@ -18,7 +18,8 @@ from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
 from moa_fairseq.plugin.patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
 
-LAST, BEST = "checkpoint_last.pt", "checkpoint_best.pt"
+LAST = "checkpoint_last.pt"
+BEST = "checkpoint_best.pt"
 log = logging.getLogger(__name__)
 
 
@@ -34,7 +35,9 @@ def trained_checkpoint(folder: Path) -> Path:
 def pretrained_checkpoint(pretrained: str) -> Path:
     """The checkpoint file that `pretrained` stands for: itself, or what a run folder has to show."""
     path = Path(pretrained)
-    return path if path.suffix == ".pt" else trained_checkpoint(path)
+    if path.suffix == ".pt":
+        return path
+    return trained_checkpoint(path)
 
 
 def is_whole(checkpoint: Path) -> bool:
@@ -88,7 +91,9 @@ def complete_the_last(folder: Path) -> None:
 def prepared_data(run_folder: Path) -> Path | None:
     """The binarised folder that a run was made on, if it is still there."""
     folder = prepare_facts(run_folder).get("folder")
-    return Path(folder) if isinstance(folder, str) and Path(folder).is_dir() else None
+    if isinstance(folder, str) and Path(folder).is_dir():
+        return Path(folder)
+    return None
 
 
 def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Path | None]:
@@ -111,7 +116,9 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
 def prepare_facts(run_folder: Path) -> dict[str, Any]:
     """What the prepare stage left in a run folder: folder, sentences, fingerprint, source, settings."""
     facts = marks(run_folder).get("prepare", {}).get("facts")
-    return facts if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict) else {}
+    if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict):
+        return facts
+    return {}
 
 
 def finetuned(recipe: Recipe) -> Recipe:
@@ -123,7 +130,8 @@ def finetuned(recipe: Recipe) -> Recipe:
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
-    flags, data = dict(recipe.train.flags), recipe.data
+    flags = dict(recipe.train.flags)
+    data = recipe.data
     if recipe.finetune != "noft":
         checkpoint = pretrained_checkpoint(recipe.pretrained)
         flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
@@ -138,7 +146,10 @@ def finetuned(recipe: Recipe) -> Recipe:
         sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
         named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
         data = dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
-    average = None if recipe.finetune == "noft" else recipe.average
+    if recipe.finetune == "noft":
+        average = None
+    else:
+        average = recipe.average
     train = dataclasses.replace(recipe.train, flags=flags)
     return dataclasses.replace(recipe, data=data, train=train, average=average)
 

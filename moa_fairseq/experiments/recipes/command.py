@@ -149,13 +149,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Run one recipe, with each of --seeds, or tell what it would do. Returns the exit status."""
-    config, headlines = find_recipe(args.config), []
+    config = find_recipe(args.config)
+    headlines = []
     for one in [args] if args.seeds is None else _with_seeds(args, config.stem):
         if result := _run_once(one, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
     if len(headlines) > 1 and None not in headlines:  # None: a model that diverged
-        mean, deviation = statistics.mean(headlines), statistics.stdev(headlines)
+        mean = statistics.mean(headlines)
+        deviation = statistics.stdev(headlines)
         log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
     return 0
 
@@ -180,9 +182,11 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json where it was scored."""
     # The row of a paper is that of the file, with whatever it is fine-tuned from.
     kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
-    recipe, row = load_recipe(config, args.overrides), load_recipe(config, kept)
+    recipe = load_recipe(config, args.overrides)
+    row = load_recipe(config, kept)
     if recipe.finetune:
-        recipe, row = finetuned(recipe), finetuned(row)
+        recipe = finetuned(recipe)
+        row = finetuned(row)
     folder = args.save_dir or Path("runs") / recipe.experiment
     if ":" in str(folder):
         why = "fairseq takes a ':' in the path of a model for the end of that path"
@@ -198,10 +202,14 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     world = find_world(hardware.gpus, args.nodes, args.node_rank, args.master)
     hardware = dataclasses.replace(hardware, world=world)
     check_sharding(recipe, hardware)
-    plugin = Path(args.user_dir).absolute() if args.user_dir else None
+    if args.user_dir:
+        plugin = Path(args.user_dir).absolute()
+    else:
+        plugin = None
     if plugin:
         _check_plugin(plugin)
-    training, data = check_flags(recipe), args.data
+    training = check_flags(recipe)
+    data = args.data
     if data and is_binarised(data / "binarised"):  # where `moa-fairseq prepare` made it
         data = data / "binarised"
     # beside configs/, or beside a recipe that lies elsewhere
@@ -219,7 +227,10 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         print(json.dumps(report, indent=1) if args.json else f"{head}\n{planner.as_text(report)}")
         return None
     installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
-    kind = "throughput" if args.stage == "train" else "measured"
+    if args.stage == "train":
+        kind = "throughput"
+    else:
+        kind = "measured"
     copy = (Path("results") if installed else results) / kind / f"{args.record or config.stem}.json"
     here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
     given = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
@@ -247,10 +258,14 @@ def _check_plugin(user_dir: Path) -> None:
         "import argparse, sys; from fairseq.utils import import_user_module; "
         "import_user_module(argparse.Namespace(user_dir=sys.argv[1])); print('moa_fairseq' in sys.modules)"
     )
-    command, environment = [sys.executable, "-c", code, str(user_dir)], environment_of_a_child()
+    command = [sys.executable, "-c", code, str(user_dir)]
+    environment = environment_of_a_child()
     done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
     if done.stdout.split()[-1:] != ["True"]:
-        why = done.stderr.splitlines()[-1] if done.returncode else "it does not import this package"
+        if done.returncode:
+            why = done.stderr.splitlines()[-1]
+        else:
+            why = "it does not import this package"
         problem = f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}"
         raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")
 
@@ -267,9 +282,13 @@ def run_recipe(
     Raises UserError; what was finished before stays and is not done again next time.
     """
     folder = options.save_dir or Path("runs") / recipe.experiment
-    run, executor = Run(recipe, hardware, folder, options), executor_class(hardware.environment)
+    run = Run(recipe, hardware, folder, options)
+    executor = executor_class(hardware.environment)
     if options.record and options.stage != "train" and not (options.wants("score") and recipe.score):
-        why = f"--stage {options.stage} does not score" if recipe.score else "the recipe has no score section"
+        if recipe.score:
+            why = f"--stage {options.stage} does not score"
+        else:
+            why = "the recipe has no score section"
         raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
     if options.stage in STAGES[2:] and not getattr(recipe, options.stage):
         log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
@@ -291,7 +310,11 @@ def run_recipe(
         _check_shared(run)
     if options.wants("train"):
         check_files(recipe, first_start=not (recipe.finetune or (run.checkpoints / LAST).exists()))
-    started, patience = time.time(), HANDOVER_SECONDS if hardware.shared else PATIENCE_SECONDS
+    started = time.time()
+    if hardware.shared:
+        patience = HANDOVER_SECONDS
+    else:
+        patience = PATIENCE_SECONDS
     with terminate_as_interrupt(), locked(folder, patience) if hardware.leads else contextlib.nullcontext():
         recall = not options.wants("prepare") and (options.data is None or hardware.shared)
         run = _fitted(run, _recalled(run) if recall or not hardware.leads else _prepared(run, executor))
@@ -317,10 +340,15 @@ def run_recipe(
 
 def _fitted(run: Run, prepared: Prepared) -> Run:
     """The run on its data, on as many devices as can share an update; says what follows from the data."""
-    known = prepared.folder if prepared.folder.is_dir() else None
+    if prepared.folder.is_dir():
+        known = prepared.folder
+    else:
+        known = None
     recipe, hardware, fewer = fit(run.recipe, run.hardware, known)
     run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
-    cell, options, sentences = recipe.reproduces, run.options, prepared.sentences
+    cell = recipe.reproduces
+    options = run.options
+    sentences = prepared.sentences
     if not hardware.leads:
         return run
     if known and options.training:
@@ -338,7 +366,10 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
         if known:
             check_ending(recipe, batch, known)
         if options.training:
-            size = training_set(recipe, known) if recipe.train.max_epoch else None
+            if recipe.train.max_epoch:
+                size = training_set(recipe, known)
+            else:
+                size = None
             if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):
                 log.info(warning)
         if world := hardware.world:
@@ -348,7 +379,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
             with contextlib.suppress(UserError):
                 sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
         row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-        done, data = settings(recipe), data_differences(options.published, known, sentences, claim=True)
+        done = settings(recipe)
+        data = data_differences(options.published, known, sentences, claim=True)
         if found := differences(options.published, done, data):
             log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
         else:
@@ -360,7 +392,8 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
 
 def _check_shared(run: Run) -> None:
     """Several programs train together; anything else is for one of them alone. Raises UserError."""
-    folder, options = run.folder, run.options
+    folder = run.folder
+    options = run.options
     if options.stage != "train":
         raise UserError(
             f"--stage {options.stage}: several processes share the train stage only. Run --stage prepare on "
@@ -380,13 +413,19 @@ def _check_shared(run: Run) -> None:
 
 def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
     """The prepare stage; what was done before is found again. dry_run: its commands are shown."""
-    options, commands, data = run.options, run.folder / COMMANDS, dataclasses.asdict(run.recipe.data)
-    before = prepare_facts(run.folder) if run.folder.exists() else {}
+    options = run.options
+    commands = run.folder / COMMANDS
+    data = dataclasses.asdict(run.recipe.data)
+    if run.folder.exists():
+        before = prepare_facts(run.folder)
+    else:
+        before = {}
     source = options.data or (Path(before["source"]) if before.get("source") else None)
     corpus_root = options.data_root / "embedded_en_de"
     embedded = data["recipe"] in EMBEDDED and source in (None, corpus_root)
     source = corpus_root if embedded else source
-    root, downloads = prepared_folder(data, source, options.data_root), options.data_root / "downloads"
+    root = prepared_folder(data, source, options.data_root)
+    downloads = options.data_root / "downloads"
     places: dict[str, Any] = {"downloads": downloads, "commands": commands, "unread": dry_run}
     places["whole"] = options.preparation
     job = Preparation(data, run.recipe.splits, source, root, executor, **places)
@@ -395,10 +434,16 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
         if data["recipe"] == "binarised" or (source and is_binarised(source)):
             return Prepared(source or Path("DATA-BIN"), {}, "")
         if options.wants("prepare"):
-            first = [Step("corpus", corpus_root, corpus)] if embedded else []
+            if embedded:
+                first = [Step("corpus", corpus_root, corpus)]
+            else:
+                first = []
             whole = options.preparation
             make([*first, *job.steps()], root, executor=executor, dry_run=True, whole=whole)
-        done = prepared_data(run.folder) if before and not options.data else None
+        if before and not options.data:
+            done = prepared_data(run.folder)
+        else:
+            done = None
         return Prepared(done or root / "binarised", {}, "")
     require_source(data, source)
     if embedded:  # a second time that does nothing
@@ -421,11 +466,14 @@ def _prepared(run: Run, executor: Executor, dry_run: bool = False) -> Prepared:
 
 def _recalled(run: Run) -> Prepared:
     """The data that an earlier prepare stage made. Raises UserError when the recipe now asks for other."""
-    folder, known, now = run.folder, prepare_facts(run.folder), dataclasses.asdict(run.recipe.data)
+    folder = run.folder
+    known = prepare_facts(run.folder)
+    now = dataclasses.asdict(run.recipe.data)
     place = prepared_data(folder)
     if "sentences" not in known or place is None:
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
-    settings, sentences = known.get("settings", {}), known["sentences"]
+    settings = known.get("settings", {})
+    sentences = known["sentences"]
     changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
     found = [f"{key}: {change}" for key, change in changed.items()]
     found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]

@@ -31,12 +31,18 @@ def unmet(
     """
     if recipe.finetune == "noft":  # nothing is trained
         return
-    flags, average, train = recipe.training_flags, recipe.average, recipe.train
+    flags = recipe.training_flags
+    average = recipe.average
+    train = recipe.train
 
     def number(flag: str, default: int = 0) -> int:
-        return value if isinstance(value := flags.get(flag), int) and value > 0 else default
+        if isinstance(value := flags.get(flag), int) and value > 0:
+            return value
+        return default
 
-    updates, every, interval = updates or train.max_update, number("save-interval", 1), number(INTERVAL)
+    updates = updates or train.max_update
+    every = number("save-interval", 1)
+    interval = number(INTERVAL)
     ends = [train.max_epoch] if train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)
@@ -58,21 +64,34 @@ def unmet(
                 f"{why}: leave the flag out, or average checkpoints (average.epochs).",
             )
     elif average.epochs:
-        saved = average.epochs if epochs is None else epochs // every
+        if epochs is None:
+            saved = average.epochs
+        else:
+            saved = epochs // every
         if flags.get("no-epoch-checkpoints"):
             why = f"no epoch would leave a checkpoint, and {average.epochs} are averaged (average.epochs)"
             yield "train.flags.no-epoch-checkpoints", f"{why}: leave the flag out; {_BEST}."
         elif saved < average.epochs:
-            size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if updates and per_epoch else ""
+            if updates and per_epoch:
+                size = f" ({updates:,} updates, {per_epoch:,} in an epoch)"
+            else:
+                size = ""
             why = f"{average.epochs} checkpoints are averaged, and the training would leave {saved}{size}"
-            fewer = f"--set average.epochs={saved} averages these; " if saved > 1 else ""
+            if saved > 1:
+                fewer = f"--set average.epochs={saved} averages these; "
+            else:
+                fewer = ""
             yield "average.epochs", f"{why}. Train longer; {fewer}{_BEST}."
     elif average.updates and updates and interval:
-        last, first = updates, max(1, number("validate-after-updates"))
+        last = updates
+        first = max(1, number("validate-after-updates"))
 
         def written(interval: int) -> int:
             """How many there are: fairseq writes none of an update that ends an epoch."""
-            both = math.lcm(interval, per_epoch) if per_epoch else last + 1
+            if per_epoch:
+                both = math.lcm(interval, per_epoch)
+            else:
+                both = last + 1
             return (last // interval - (first - 1) // interval) - max(0, last // both - (first - 1) // both)
 
         if written(interval) < average.updates:
@@ -80,7 +99,10 @@ def unmet(
             enough = next((width for width in widths if width and written(width) >= average.updates), None)
             why = f"{average.updates} checkpoints are averaged, and of {updates:,} updates one every "
             why += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
-            oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
+            if enough:
+                oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; "
+            else:
+                oftener = ""
             yield "average.updates", f"{why}. Train longer; {oftener}{_BEST}."
 
 

@@ -115,7 +115,9 @@ class Hardware:
     @property
     def devices(self) -> int:
         """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
-        return self.world.size if self.world else max(1, self.gpus)
+        if self.world:
+            return self.world.size
+        return max(1, self.gpus)
 
     @property
     def leads(self) -> bool:
@@ -131,7 +133,9 @@ class Hardware:
     def environment(self) -> dict[str, str]:
         """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
         used = self.visible[: self.gpus]
-        return {"CUDA_VISIBLE_DEVICES": ",".join(used)} if 0 < len(used) < len(self.visible) else {}
+        if 0 < len(used) < len(self.visible):
+            return {"CUDA_VISIBLE_DEVICES": ",".join(used)}
+        return {}
 
     def describe(self) -> str:
         """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores.
@@ -140,20 +144,28 @@ class Hardware:
         """
         if self.gpus:
             return f"{self.devices} x {self.name}"
-        return f"{self.devices} processes, {self.name} on each machine" if self.world else self.name
+        if self.world:
+            return f"{self.devices} processes, {self.name} on each machine"
+        return self.name
 
 
 def detect_hardware() -> Hardware:
     """The GPUs that torch sees (CUDA_VISIBLE_DEVICES respected), else the CPU."""
     import torch
 
-    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
+    if torch.cuda.is_available():
+        count = torch.cuda.device_count()
+    else:
+        count = 0
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return _cpu(f"{cores} CPU cores")
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    identifiers = tuple(visible.split(",")) if visible else tuple(str(index) for index in range(count))
+    if visible:
+        identifiers = tuple(visible.split(","))
+    else:
+        identifiers = tuple(str(index) for index in range(count))
     names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
     return Hardware(count, " or ".join(names), capability, identifiers[:count])
 
@@ -215,7 +227,9 @@ def find_world(
         return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
     if "TORCHELASTIC_RUN_ID" in environment:
         raise UserError("torchrun knows --nodes, --node-rank and --master: leave them out under torchrun.")
-    nodes, node_rank, here = nodes or 1, node_rank or 0, max(1, gpus)
+    nodes = nodes or 1
+    node_rank = node_rank or 0
+    here = max(1, gpus)
     if not 0 <= node_rank < nodes:
         numbers = f"{nodes} machine(s) have the numbers 0 to {nodes - 1} (--nodes)"
         raise UserError(f"--node-rank {node_rank}: {numbers}.")
@@ -225,7 +239,10 @@ def find_world(
         return None
     # A port must be the same on all machines, so it is never chosen at random.
     address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
-    port = int(address.group(2) or DEFAULT_PORT) if address else 0
+    if address:
+        port = int(address.group(2) or DEFAULT_PORT)
+    else:
+        port = 0
     if not address or not 0 < port < 65536:
         raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
     meeting = f"tcp://{address.group(1)}:{port}"
@@ -253,9 +270,15 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
         if adaptive and precision == "amp":
             raise UserError("train.precision amp fails with adaptive inputs: use fp32, fp16 or bf16.")
         if on_cpu:
-            return "amp" if max(widths) >= _AMP_WIDTH and not adaptive else "fp32"
+            if max(widths) >= _AMP_WIDTH and not adaptive:
+                return "amp"
+            return "fp32"
     if precision == "auto":
-        return "bf16" if capability >= (8, 0) else "fp16" if capability >= (7, 0) else "fp32"
+        if capability >= (8, 0):
+            return "bf16"
+        if capability >= (7, 0):
+            return "fp16"
+        return "fp32"
     if precision in ("fp16", "bf16") and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
     if precision == "bf16" and capability < (8, 0):
@@ -267,14 +290,18 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
     """Settings that fairseq would only refuse, or break on, once every process runs. Raises UserError."""
     asked = recipe.training_flags
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
-    backend, sharded = asked.get("ddp-backend"), asked.get("zero-sharding") == "os"
+    backend = asked.get("ddp-backend")
+    sharded = asked.get("zero-sharding") == "os"
     flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
     for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
         if asked.get(name) and precision != name[-4:]:
             has = f"this run has {precision} on {hardware.describe()}: change one of them"
             raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}; {has}.")
     if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
-        what = "zero-sharding os" if sharded else f"ddp-backend {backend}"
+        if sharded:
+            what = "zero-sharding os"
+        else:
+            what = f"ddp-backend {backend}"
         raise UserError(
             f"train.flags.{what} needs the package fairscale: pip install fairscale, or save memory with "
             "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."

@@ -39,7 +39,8 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
             f"and for {JOINED!r} alone: say \"score.flags.post-process='{JOINED}'\", or leave it out."
         )
     limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
-    block, window = evaluation.tokens_per_sample, evaluation.context_window
+    block = evaluation.tokens_per_sample
+    window = evaluation.context_window
     if hasattr(evaluation, "carried_chunks"):
         if window:
             raise UserError(
@@ -80,11 +81,17 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
 
 def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str, tuple[int, int], str]]:
     """(subset, tokens that its source and target sentences may have, how to raise that)."""
-    evaluated = [] if recipe.generate and recipe.generate.flags.get(SKIP) else recipe.subsets
+    if recipe.generate and recipe.generate.flags.get(SKIP):
+        evaluated = []
+    else:
+        evaluated = recipe.subsets
     subsets = [*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])]
     if getattr(training, "shorten_method", "none") != "none":
         cut = training.shorten_data_split_list.split(",")
-        subsets = [] if cut == [""] else [subset for subset in subsets if subset not in cut]
+        if cut == [""]:
+            subsets = []
+        else:
+            subsets = [subset for subset in subsets if subset not in cut]
     if recipe.kind in (TRANSLATION, CLASSIFICATION):
         names = ["max_source_positions", "max_target_positions"]
         if recipe.kind == CLASSIFICATION:
@@ -97,16 +104,24 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
         before = f"say {' and '.join(flags)} before the training"
         rest = f"generate.flags.{SKIP}=true, which scores the others and stands for no row of a paper"
         for subset in dict.fromkeys(subsets):
-            leave_out = f", or at any time {rest}" if recipe.generate and subset in recipe.subsets else ""
+            if recipe.generate and subset in recipe.subsets:
+                leave_out = f", or at any time {rest}"
+            else:
+                leave_out = ""
             yield subset, (source, target), before + leave_out
         return
     block = training.tokens_per_sample
     for subset in dict.fromkeys(subsets):
-        section, flags_of_mode = "train", recipe.training_flags
+        section = "train"
+        flags_of_mode = recipe.training_flags
         if (
             subset in recipe.subsets and recipe.score
         ):  # a masked LM's text is cut as in training unless it says
-            as_trained = flags_of_mode if recipe.kind == MASKED_LM else {}
-            section, flags_of_mode = "score", {**as_trained, **recipe.score.flags}
+            if recipe.kind == MASKED_LM:
+                as_trained = flags_of_mode
+            else:
+                as_trained = {}
+            section = "score"
+            flags_of_mode = {**as_trained, **recipe.score.flags}
         if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
             yield subset, (block, block), f"say {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

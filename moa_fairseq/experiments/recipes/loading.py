@@ -62,7 +62,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     if recipe.experiment != path.stem:
         given = reprlib.repr(recipe.experiment)
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
-    row, cell = FINETUNING.get(recipe.finetune or ""), recipe.reproduces
+    row = FINETUNING.get(recipe.finetune or "")
+    cell = recipe.reproduces
     if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
         recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
     for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
@@ -74,13 +75,17 @@ def _layers(
     path: Path, above: Sequence[Path] = (), layers: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
     """`layers` and the mappings of a recipe file: those of its bases, lowest first, then its own."""
-    mapping, layers = read_mapping(path, "recipe"), [] if layers is None else layers
+    mapping = read_mapping(path, "recipe")
+    layers = [] if layers is None else layers
     names = mapping.pop("base", [])
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
         near = path.parent / name
-        found = near if near.is_file() else shipped("configs") / name
+        if near.is_file():
+            found = near
+        else:
+            found = shipped("configs") / name
         if not found.is_file():
             fail(str(path), "base", f"{near.resolve()} is not a file, nor {name!r} a shipped recipe.")
         if found.resolve() in (path.resolve(), *above):
@@ -136,7 +141,11 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
         fail(file, name, f"unknown key{did_you_mean(str(error.key)[:100], known)}.")
     except OmegaConfBaseException as error:
         holder: Any = error.object_type or cls
-        kind: Any = typing.get_type_hints(holder).get(str(error.key)) if error.full_key else None
+        kind: Any
+        if error.full_key:
+            kind = typing.get_type_hints(holder).get(str(error.key))
+        else:
+            kind = None
         kind = next((part for part in typing.get_args(kind) or [kind] if part in _IN_WORDS), kind)
         wanted = _IN_WORDS.get(typing.get_origin(kind) or kind, "")
         why = f"must be {wanted}. " if wanted else ""
@@ -169,9 +178,11 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     reserved; for a training that fairseq's parser refuses, with its complaint; and for an evaluation of
     blocks that are longer than the model.
     """
-    refusal, asked = "fairseq does not accept the recipe's flags", recipe.task_flags
+    refusal = "fairseq does not accept the recipe's flags"
+    asked = recipe.task_flags
     line = {**asked, **recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
-    training, evaluation = options.get_training_parser(), options.get_generation_parser()
+    training = options.get_training_parser()
+    evaluation = options.get_generation_parser()
     if recipe.kind == CAUSAL_LM:
         evaluation = options.get_eval_lm_parser()
     args = parse_training_flags(["DATA", *flags({**line, "tensorboard-logdir": None})], refusal, training)
@@ -183,7 +194,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
         programs["score"] = argparse.ArgumentParser()
         score.add_arguments(programs["score"])
     for section, program in programs.items():
-        known, values = program._option_string_actions, getattr(recipe, section)
+        known = program._option_string_actions
+        values = getattr(recipe, section)
         for name in (name for name, value in values.flags.items() if value is not None) if values else ():
             if f"--{name}" not in known:
                 near = did_you_mean(name, [word[2:] for word in known if word.startswith("--")])
@@ -191,7 +203,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
     if recipe.kind == CAUSAL_LM and recipe.score:
-        words, parser = flags({**asked, **recipe.score.flags}), options.get_eval_lm_parser()
+        words = flags({**asked, **recipe.score.flags})
+        parser = options.get_eval_lm_parser()
         check_blocks(recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser))
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
     if per_token and experts and per_token > experts:
@@ -205,7 +218,9 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
 def did_you_mean(name: str, known: Collection[str]) -> str:
     """' (did you mean x?)' for the nearest known names, else the list of them."""
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    return f" (did you mean {' or '.join(near)}?)" if near else f" (known: {', '.join(sorted(known))[:300]})"
+    if near:
+        return f" (did you mean {' or '.join(near)}?)"
+    return f" (known: {', '.join(sorted(known))[:300]})"
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
@@ -214,7 +229,10 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
         near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
-        hint = did_you_mean(path.stem, near) if near else ""
+        if near:
+            hint = did_you_mean(path.stem, near)
+        else:
+            hint = ""
         raise UserError(f"There is no {kind} file {path}{hint}.") from None
     if not isinstance(mapping, dict):
         raise UserError(f"{path} must hold a mapping of keys to values.")

@@ -89,7 +89,10 @@ class Workload(NamedTuple):
 def workload(recipe: Recipe, data: Path | None) -> Workload:
     """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
     size = training_set(recipe, data)
-    vocabulary = size.vocabulary if size else recipe.data.bpe or FALLBACK_VOCABULARY
+    if size:
+        vocabulary = size.vocabulary
+    else:
+        vocabulary = recipe.data.bpe or FALLBACK_VOCABULARY
     line = process.flags({**recipe.model.as_flags(), "arch": None})
     model = build_skeleton(recipe.model.arch, vocabulary, "separate", line)
     sample = recipe.training_flags.get("tokens-per-sample")
@@ -122,12 +125,22 @@ def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: P
 def _plan_for(
     recipe: Recipe, machine: Hardware, data: Path | None, work: Workload, speeds: list[Any]
 ) -> dict[str, Any]:
-    asked, (recipe, machine, left_out) = machine.devices, fit(recipe, machine, data)
+    asked = machine.devices
+    (recipe, machine, left_out) = fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     updates = planned_updates(recipe.train, batch, work.size)
-    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
-    epochs = updates // per_epoch if updates and per_epoch else None
-    kind = device_kind(machine.name) if machine.gpus else "CPU"
+    if work.size:
+        per_epoch = work.size.updates_per_epoch(batch)
+    else:
+        per_epoch = None
+    if updates and per_epoch:
+        epochs = updates // per_epoch
+    else:
+        epochs = None
+    if machine.gpus:
+        kind = device_kind(machine.name)
+    else:
+        kind = "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
     device = DEVICES.get(kind)
     at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
@@ -155,7 +168,10 @@ def _plan_for(
         if recorded:
             seconds = [tokens / (recorded["tokens_per_second"] * batch.devices / recorded["count"])] * 2
         elif device:
-            peak = device.peak_single if precision == "fp32" else device.peak_half
+            if precision == "fp32":
+                peak = device.peak_single
+            else:
+                peak = device.peak_half
             operations = OPERATIONS_PER_MAC * work.macs_per_target_token * tokens / (peak * batch.devices)
             host = updates * batch.update_freq * _layers(work.model)
             seconds = [
@@ -219,18 +235,24 @@ def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> str:
         text += f", of the generation of {kind}"
     if tokens := row.get("batch_tokens"):
         text += f", in batches of {tokens:,} tokens: smaller ones (train.max_tokens) may be slower"
-    return text if batch.devices == row["count"] else f"{text}; other numbers of devices: each as fast"
+    if batch.devices == row["count"]:
+        return text
+    return f"{text}; other numbers of devices: each as fast"
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
     """Bytes that training keeps of a parameter on each of the devices."""
     half = precision in ("fp16", "bf16")
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
-    weight, adam = 2 if half else 4, OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    weight = 2 if half else 4
+    adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
     whole = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
     if flags.get("ddp-backend") == "fully_sharded":
         return -(-whole // devices)
-    sharded = adam - adam // devices if flags.get("zero-sharding") == "os" else 0
+    if flags.get("zero-sharding") == "os":
+        sharded = adam - adam // devices
+    else:
+        sharded = 0
     return whole - sharded + (weight if devices > 1 else 0)
 
 
@@ -244,7 +266,8 @@ def disk(
     training, None if that is not known. "checkpoint": of one file, two more of which are there while a new
     one is written; "total" is None where nothing limits their number.
     """
-    flags, own = recipe.training_flags, dict(model.named_parameters())
+    flags = recipe.training_flags
+    own = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
     state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
     weights = sum(values.numel() * values.element_size() for values in state)
@@ -256,15 +279,27 @@ def disk(
     def number(most: float, done: int | None, interval: int) -> float:
         return min(most, math.inf if done is None else done // interval)
 
-    keep, interval = flags.get("keep-interval-updates", -1), flags.get("save-interval-updates")
+    keep = flags.get("keep-interval-updates", -1)
+    interval = flags.get("save-interval-updates")
     last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
     kept = 1.0  # checkpoint_last.pt
-    kept += 0 if flags.get("disable-validation") else 1 + flags.get("keep-best-checkpoints", 0)
-    kept += 0 if flags.get("no-epoch-checkpoints") else last_epochs
-    kept += number(keep if keep > 0 else math.inf, updates, interval) if interval else 0
+    if not flags.get("disable-validation"):
+        kept += 1 + flags.get("keep-best-checkpoints", 0)
+    if not flags.get("no-epoch-checkpoints"):
+        kept += last_epochs
+    if interval:
+        kept += number(keep if keep > 0 else math.inf, updates, interval)
     saves = recipe.finetune != "noft" and not flags.get("no-save")
-    files = 0 if not saves else None if kept == math.inf else int(kept)
-    total = None if files is None else files * size + (weights if recipe.average else 0)
+    if not saves:
+        files = 0
+    elif kept == math.inf:
+        files = None
+    else:
+        files = int(kept)
+    if files is None:
+        total = None
+    else:
+        total = files * size + (weights if recipe.average else 0)
     return {"checkpoint": size, "files": files, "total": total}
 
 
@@ -279,9 +314,15 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
         try:
             row = read_json(path, "")
             found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
-            count, kind = (int(found[1]), device_kind(found[2])) if found else (1, "CPU")
+            if found:
+                count = int(found[1])
+                kind = device_kind(found[2])
+            else:
+                count = 1
+                kind = "CPU"
             shared = {"device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
-            shared["precision"], measured = row.get("precision"), {row.get("experiment"): row}
+            shared["precision"] = row.get("precision")
+            measured = {row.get("experiment"): row}
             if path.parent.name == "benchmarks":
                 shared |= {
                     "precision": _PRECISIONS[row["dtype"]],
@@ -301,13 +342,17 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
 def as_text(report: dict[str, Any]) -> str:
     """The plan as a table for people."""
     source, target = report["mean_lengths"]
-    corpus, entries = report["corpus"], report["hardware"]
+    corpus = report["corpus"]
+    entries = report["hardware"]
     size = "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
     if corpus:
         tokens = f"{corpus['source_tokens']:,} source and {corpus['target_tokens']:,} target tokens"
         size = f"{corpus['name']}: {tokens}, {corpus['vocabulary']:,} symbols; {corpus['origin']}"
     macs = f"{report['macs_per_target_token']:,} per target token, forward ({source} source, {target} target)"
-    missing = f"; not those of {', '.join(report['not_counted'])}" if report["not_counted"] else ""
+    if report["not_counted"]:
+        missing = f"; not those of {', '.join(report['not_counted'])}"
+    else:
+        missing = ""
     table = [
         {
             "devices": f"{entry['count']} {entry['device']}",
@@ -346,4 +391,8 @@ def _two_digits(number: int) -> int:
 
 
 def _gigabytes(size: int | None) -> str:
-    return "?" if size is None else f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"
+    if size is None:
+        return "?"
+    if size < 1e9:
+        return f"{size / 1e9:.2g}"
+    return f"{size / 1e9:.1f}"

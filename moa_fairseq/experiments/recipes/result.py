@@ -39,29 +39,48 @@ log = logging.getLogger(__name__)
 
 def settings(recipe: Recipe) -> dict[str, Any]:
     """What a finished run of the recipe has done, whatever carried it out."""
-    section, count = recipe.generate or recipe.score, recipe.average.count if recipe.average else 1
-    evaluation = dataclasses.asdict(section) if section else {}
-    scoring = recipe.score.flags if recipe.generate and recipe.score else {}
+    section = recipe.generate or recipe.score
+    count = recipe.average.count if recipe.average else 1
+    if section:
+        evaluation = dataclasses.asdict(section)
+    else:
+        evaluation = {}
+    if recipe.generate and recipe.score:
+        scoring = recipe.score.flags
+    else:
+        scoring = {}
     return _done(recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring)
 
 
 def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
     """The same, of the finished steps in a run folder that follow from each other."""
-    made, kind = marks(folder), "generate" if recipe.generate else "score"
-    train, average = as_of_today(made.get("train", {})), made.get("average", {})
+    made = marks(folder)
+    kind = "generate" if recipe.generate else "score"
+    train = as_of_today(made.get("train", {}))
+    average = made.get("average", {})
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
-        said, scoring = made[f"{kind}-{recipe.subsets[0]}"]["inputs"], {}
+        said = made[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+        scoring = {}
         if recipe.generate and recipe.score:
             scoring = made[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
         if recipe.finetune == "noft":  # nothing is trained
             return {**settings(recipe), **_done({}, {}, 1, None, said["settings"], scoring)}
         averaged = said["made"][0] == average.get("fingerprint") is not None
-        origin = average["inputs"]["train"][0] if averaged else said["made"][0]
+        if averaged:
+            origin = average["inputs"]["train"][0]
+        else:
+            origin = said["made"][0]
         finished = origin is not None and origin == train.get("fingerprint")
-        count = average["inputs"]["count"] if averaged else 1
+        if averaged:
+            count = average["inputs"]["count"]
+        else:
+            count = 1
         inputs = train["inputs"] if finished else {}
         of_updates = averaged and average["inputs"]["checkpoints"][0][0].startswith("checkpoint_")
-        interval = train["facts"].get(INTERVAL) if of_updates else None
+        if of_updates:
+            interval = train["facts"].get(INTERVAL)
+        else:
+            interval = None
         return _done(inputs, train.get("goal", {}), count, interval, said["settings"], scoring)
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
@@ -78,7 +97,9 @@ def _done(
     done: dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
     if interval:  # of checkpoints of updates
         done["averaged_every"] = interval
-    return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done} if said else done
+    if said:
+        return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done}
+    return done
 
 
 def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
@@ -92,7 +113,8 @@ def data_differences(
 
     claim: for a row of a paper, where what cannot be told counts as a difference.
     """
-    name, dataset = recipe.data.recipe, datasets().get(recipe.data.recipe)
+    name = recipe.data.recipe
+    dataset = datasets().get(recipe.data.recipe)
     if claim and not (dataset and dataset.downloadable):
         return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
     manifest: dict[str, Any] = {}
@@ -102,8 +124,16 @@ def data_differences(
     said = manifest.get("settings")
     said = said if isinstance(said, dict) else {}
     made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))
-    row: dict[str, Any] = {} if name == "binarised" else {"recipe": name}
-    found: dict[str, Any] = {"recipe": made} if made is not None else {}
+    row: dict[str, Any]
+    if name == "binarised":
+        row = {}
+    else:
+        row = {"recipe": name}
+    found: dict[str, Any]
+    if made is not None:
+        found = {"recipe": made}
+    else:
+        found = {}
     if recipe.kind == TRANSLATION:
         row.update(_text_facts(vars(recipe.data)))
         found.update(_text_facts(said))
@@ -115,7 +145,10 @@ def data_differences(
             row[f"steps of {split}"] = dataset.treatment(split, vars(recipe.data))
         part = recipe.data.train_fraction or 1
         for split, number in dataset.expected.items():
-            row[f"lines of {split}"] = max(1, math.ceil(number * part)) if split == "train" else number
+            if split == "train":
+                row[f"lines of {split}"] = max(1, math.ceil(number * part))
+            else:
+                row[f"lines of {split}"] = number
         row.update({f"words of {split}": number for split, number in dataset.words.items()})
     found.update({f"lines of {split}": number for split, number in lines.items()})
     with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
@@ -141,12 +174,14 @@ def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
     """What a data section, of a recipe or in a manifest, says of text in two languages."""
     facts = {key: said[key] for key in _TEXT if key in said}
     if facts:
-        flags, fraction = said.get("flags") or {}, said.get("train_fraction") or 1
+        flags = said.get("flags") or {}
+        fraction = said.get("train_fraction") or 1
         facts["flags"] = {key: flags[key] for key in flags if key != "workers"}
         facts["codes"] = said.get("codes")
-        facts["train_fraction"] = (
-            fraction if fraction == 1 else [fraction, said.get("train_fraction_seed", 1)]
-        )
+        if fraction == 1:
+            facts["train_fraction"] = fraction
+        else:
+            facts["train_fraction"] = [fraction, said.get("train_fraction_seed", 1)]
     return facts
 
 
@@ -160,7 +195,9 @@ def record(run: Run, started: float) -> Path | None:
 
     started: as time.time() gives it. Returns result.json, None where nothing was scored.
     """
-    recipe, folder, options = run.recipe, run.folder, run.options
+    recipe = run.recipe
+    folder = run.folder
+    options = run.options
     summary = summarise(folder / "train.jsonl")
     trained: dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
     hardware = trained.get("hardware", run.hardware.describe())
@@ -188,7 +225,9 @@ def record(run: Run, started: float) -> Path | None:
     folder_of_data = run.prepared.folder
     scores = {name: scores_in(path, recipe, folder_of_data, name) for name, path in outputs.items()}
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
-    subset, cell, done = recipe.subsets[0], None, settings_made(folder, recipe)
+    subset = recipe.subsets[0]
+    cell = None
+    done = settings_made(folder, recipe)
     found: list[str] = []
     left_out: dict[str, int] = {}
     for name in outputs:
@@ -202,7 +241,10 @@ def record(run: Run, started: float) -> Path | None:
             data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
         found = differences(options.published, done, data)
         found += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
-        cell = None if found else dataclasses.asdict(recipe.reproduces)
+        if found:
+            cell = None
+        else:
+            cell = dataclasses.asdict(recipe.reproduces)
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
     updated = 0 if recipe.finetune == "noft" else trained.get("updated")
@@ -227,7 +269,10 @@ def record(run: Run, started: float) -> Path | None:
         "hardware": hardware,
     }
     result = write_record(folder / "result.json", values, options.command_line)
-    paper = cell["value"] if cell and is_number(cell["value"]) else None
+    if cell and is_number(cell["value"]):
+        paper = cell["value"]
+    else:
+        paper = None
     log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
     if options.record:
         with atomic_write(options.record) as stream:
@@ -267,4 +312,6 @@ def commit() -> str | None:
         )
     except (OSError, subprocess.SubprocessError):
         return named or None
-    return (named or f"{head.stdout.strip()}-dirty") if status.stdout.strip() else head.stdout.strip()
+    if status.stdout.strip():
+        return named or f"{head.stdout.strip()}-dirty"
+    return head.stdout.strip()

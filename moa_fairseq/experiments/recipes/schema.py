@@ -284,7 +284,9 @@ class Recipe:
     @property
     def averaged_interval(self) -> Optional[int]:
         """Updates between two of the checkpoints that are averaged, where these are not of epochs."""
-        return self.train.flags.get(INTERVAL) if self.average and self.average.updates else None
+        if self.average and self.average.updates:
+            return self.train.flags.get(INTERVAL)
+        return None
 
     @property
     def subsets(self) -> List[str]:
@@ -339,13 +341,20 @@ def reserved(section: str, flag: str) -> str:
         return f"changes nothing in a trained model: say model.flags.{flag} before the training."
     owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
     owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
-    instead = f"say {owner.__name__.lower()}.{key}" if owner else "the runner sets it"
+    if owner:
+        instead = f"say {owner.__name__.lower()}.{key}"
+    else:
+        instead = "the runner sets it"
     free = flag not in OWN and not owner
-    return "" if free else f"is not a free flag; {_INSTEAD.get(flag, instead)}."
+    if free:
+        return ""
+    return f"is not a free flag; {_INSTEAD.get(flag, instead)}."
 
 
 def _values(recipe: Recipe) -> Problems:
-    data, train, model = recipe.data, recipe.train, recipe.model
+    data = recipe.data
+    train = recipe.train
+    model = recipe.model
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
         yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
     for section in (*SECTIONS, "average"):
@@ -377,7 +386,10 @@ def _values(recipe: Recipe) -> Problems:
         why = f"one embedding for both languages needs one dictionary for both: {remedy}"
         yield "model.share_all_embeddings", why
     if data.tokenize and not (data.recipe in datasets() and datasets()[data.recipe].takes_raw):
-        other = datasets()[data.recipe].raw if data.recipe in datasets() else ""
+        if data.recipe in datasets():
+            other = datasets()[data.recipe].raw
+        else:
+            other = ""
         remedy = f"use data.recipe {other or 'parallel'}"
         yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text: {remedy}, or leave it out."
     if data.bpe and data.codes:
@@ -391,10 +403,12 @@ def _values(recipe: Recipe) -> Problems:
 
 
 def _average(recipe: Recipe) -> Problems:
-    average, train = recipe.average, recipe.train
+    average = recipe.average
+    train = recipe.train
     if average is None:
         return
-    epochs, updates = average.epochs, average.updates
+    epochs = average.epochs
+    updates = average.updates
     if (epochs is None) == (updates is None):
         yield "average.epochs", "say either average.epochs or average.updates."
     if average.count < 2:
@@ -414,7 +428,10 @@ def _average(recipe: Recipe) -> Problems:
 
 def _kind(recipe: Recipe) -> Problems:
     """What a translation needs and other models have no use for, and the other way round."""
-    data, score, task, method = recipe.data, recipe.score, recipe.train.task, recipe.finetune
+    data = recipe.data
+    score = recipe.score
+    task = recipe.train.task
+    method = recipe.finetune
     kinds = (TRANSLATION, *KINDS)
     if not task.startswith(kinds):
         why = "is not a task of recipes: its name, also that of a task of your own, must begin with"
@@ -427,7 +444,8 @@ def _kind(recipe: Recipe) -> Problems:
         yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
     if name:
         keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
-        keys += [] if data.recipe == "text_sp" else ["bpe"]
+        if data.recipe != "text_sp":
+            keys.append("bpe")
         unused = {f"data.{key}": getattr(data, key) for key in keys}
         for key, value in {**unused, "generate": recipe.generate}.items():
             if value:
@@ -470,7 +488,10 @@ def _flags(recipe: Recipe) -> Problems:
                 dictionary = False
             if not dictionary:
                 yield key, f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
-        path = Path(value) if isinstance(value, str) else Path("/")
+        if isinstance(value, str):
+            path = Path(value)
+        else:
+            path = Path("/")
         if name == "tensorboard-logdir" and (path.is_absolute() or ".." in path.parts):
             yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
         for item in value if isinstance(value, list) else [value]:

@@ -47,7 +47,8 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
 
     wanted: tokens of the data. Raises UserError if it holds no perplexity, or one of fewer tokens.
     """
-    found, tokens = _PERPLEXITY.search(text), _TOKENS.search(text)
+    found = _PERPLEXITY.search(text)
+    tokens = _TOKENS.search(text)
     if not found:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
     said = recipe.score.flags if recipe.score else {}

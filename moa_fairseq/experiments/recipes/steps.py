@@ -95,7 +95,9 @@ class Run:
         """The checkpoint that is evaluated."""
         if self.recipe.pretrained and self.recipe.finetune == "noft":
             return pretrained_checkpoint(self.recipe.pretrained)
-        return self.folder / "average.pt" if self.recipe.average else self.checkpoints / "checkpoint_best.pt"
+        if self.recipe.average:
+            return self.folder / "average.pt"
+        return self.checkpoints / "checkpoint_best.pt"
 
     def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
         """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
@@ -107,7 +109,10 @@ class Run:
 def steps(run: Run) -> list[Step]:
     """All steps of a run, in order: what --dry-run shows and what a run makes."""
     recipe = run.recipe
-    made = [] if recipe.finetune == "noft" else [_train(run)]
+    if recipe.finetune == "noft":
+        made = []
+    else:
+        made = [_train(run)]
     before = [_text(run)] if made else []
     if recipe.average:
         made.append(_average(run, recipe.average, made[0]))
@@ -135,8 +140,11 @@ def _text(run: Run) -> Step:
 
 
 def _train(run: Run) -> Step:
-    recipe, hardware = run.recipe, run.hardware
-    train, world, batch = recipe.train, hardware.world, plan_batch(recipe.train, hardware.devices)
+    recipe = run.recipe
+    hardware = run.hardware
+    train = recipe.train
+    world = hardware.world
+    batch = plan_batch(recipe.train, hardware.devices)
     precision = precision_name(train.precision, hardware, recipe.model)
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
     # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
@@ -194,7 +202,8 @@ def _train(run: Run) -> Step:
 
 
 def _average(run: Run, average: Average, train: Step) -> Step:
-    by_updates, count = average.updates is not None, average.count
+    by_updates = average.updates is not None
+    count = average.count
     values = {
         "inputs": str(run.checkpoints),
         "num-epoch-checkpoints": average.epochs,
@@ -207,9 +216,13 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:
-            key, kept = "average.epochs", len(numbered_checkpoints(run.checkpoints, by_updates))
+            key = "average.epochs"
+            kept = len(numbered_checkpoints(run.checkpoints, by_updates))
             key = "average.updates" if by_updates else key
-            fewer = f"--set {key}={kept} averages those, " if kept > 1 else ""
+            if kept > 1:
+                fewer = f"--set {key}={kept} averages those, "
+            else:
+                fewer = ""
             fewer += "--set average=null evaluates the best checkpoint."
             raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
@@ -226,7 +239,10 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
 
     def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
-            missing = "average" if run.recipe.average else "train"
+            if run.recipe.average:
+                missing = "average"
+            else:
+                missing = "train"
             remedy = f"run --stage {missing} first"
             if missing == "train" and (run.checkpoints / LAST).exists():  # which would find itself done
                 remedy = "if the training is done, average its checkpoints: --set average.epochs=N"
@@ -252,7 +268,8 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
     }
     translated: set[str] = set()  # ids of sentences, which have --nbest lines
     known = run.prepared.sentences.get(subset, 0)
-    pace, goal = max(100, (known or 1000) // 10), f" of {known:,}" if known else ""
+    pace = max(100, (known or 1000) // 10)
+    goal = f" of {known:,}" if known else ""
 
     def watch(line: str) -> None:
         found = re.match(r"H-\d+\t", line)
@@ -272,9 +289,12 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
                 f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
                 f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
             )
-        return {LEFT_OUT: left_out} if left_out > 0 else {}
+        if left_out > 0:
+            return {LEFT_OUT: left_out}
+        return {}
 
-    output, line = run.folder / f"generate-{subset}.txt", run.command("fairseq-generate", values)
+    output = run.folder / f"generate-{subset}.txt"
+    line = run.command("fairseq-generate", values)
     inputs = _evaluated(run, section, subset, made)
     return Step(output.stem, output, line, inputs, captured="out", watch=watch, finish=finish)
 
@@ -294,14 +314,20 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
 
 def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     """A language model's perplexity or a classifier's accuracy, in fp32 as translations are."""
-    kind, name, model = run.recipe.kind, f"score-{subset}", str(run.model)
+    kind = run.recipe.kind
+    name = f"score-{subset}"
+    model = str(run.model)
     inputs = _evaluated(run, section, subset, made)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
         # Its log goes where whoever configured logging first wants it.
         return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
-    data, user_dir = str(run.prepared.folder), run.options.user_dir
-    flag = "classifier" if kind == CLASSIFICATION else "masked-lm"
+    data = str(run.prepared.folder)
+    user_dir = run.options.user_dir
+    if kind == CLASSIFICATION:
+        flag = "classifier"
+    else:
+        flag = "masked-lm"
     values = {flag: model, "data": data, "subset": subset, **section.flags, "json": True}
     line = ["moa-fairseq", *flags({"user-dir": user_dir}), "score"]
     line += flags({**values, "cpu": not run.hardware.gpus})

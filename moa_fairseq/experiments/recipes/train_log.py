@@ -41,7 +41,9 @@ def parse_record(line: str) -> dict[str, Any] | None:
         record = json.loads(text)
     except (ValueError, RecursionError):
         return None
-    return record if isinstance(record, dict) and "epoch" in record else None
+    if isinstance(record, dict) and "epoch" in record:
+        return record
+    return None
 
 
 def wrong_number(record: dict[str, Any]) -> str | None:
@@ -52,7 +54,10 @@ def wrong_number(record: dict[str, Any]) -> str | None:
 def finite(value: Any) -> float | None:
     """A number that fairseq wrote, as a number or as text; None for anything else, infinity and NaN too."""
     try:
-        number = float(value) if isinstance(value, (int, float, str)) else math.nan
+        if isinstance(value, (int, float, str)):
+            number = float(value)
+        else:
+            number = math.nan
     except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
@@ -97,7 +102,8 @@ def summarise(path: Path) -> dict[str, Any]:
     epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
     tokens = seconds = before = 0.0
     for record in epochs.values():  # by speed and batch size: fairseq's times are whole seconds
-        updates, speed = updates_of(record), finite(record.get("train_wps")) or 0.0
+        updates = updates_of(record)
+        speed = finite(record.get("train_wps")) or 0.0
         in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
         before = updates
         if speed:
@@ -156,16 +162,23 @@ class TrainLog:
                 print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: dict[str, Any]) -> None:
-        epoch, updates = int(finite(record["epoch"]) or 0), updates_of(record)
+        epoch = int(finite(record["epoch"]) or 0)
+        updates = updates_of(record)
         if "valid_loss" in record:
-            name = "accuracy" if "valid_accuracy" in record else "ppl"
+            if "valid_accuracy" in record:
+                name = "accuracy"
+            else:
+                name = "ppl"
             score = record.get(f"valid_{name}", "?")
             self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
         elif "train_loss" in record:
             speed = record.get("train_wps", "?")
             self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
         else:
-            end = f" of {self.max_update:,}" if self.max_update else f" (of {self.max_epoch} epochs)"
+            if self.max_update:
+                end = f" of {self.max_update:,}"
+            else:
+                end = f" (of {self.max_epoch} epochs)"
             state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
             left = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
             self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)

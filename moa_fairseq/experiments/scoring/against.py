@@ -45,7 +45,10 @@ def against(
         )
         scores = [[score(run) for run in runs.sum(axis=1)] for runs in (ours, theirs)]
         differences = [x - y for x, y in zip(*scores)]
-        tested = paired(differences, 0) if len(first) == len(second) > 1 else None
+        if len(first) == len(second) > 1:
+            tested = paired(differences, 0)
+        else:
+            tested = None
         means = [float(np.mean(system)) for system in scores]
         rows.append(
             {
@@ -63,4 +66,6 @@ def against(
 
 def interval_of(row: Mapping[str, Any]) -> str | None:
     """The interval of a row of `against` as text; None where it has none."""
-    return f"{row['low']:+.2f} … {row['high']:+.2f}" if "low" in row else None
+    if "low" in row:
+        return f"{row['low']:+.2f} … {row['high']:+.2f}"
+    return None

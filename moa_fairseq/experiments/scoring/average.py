@@ -46,15 +46,18 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     leaders: dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
         state = load_checkpoint(path)
-        model, state["last_optimizer_state"] = state.pop("model"), None
+        model = state.pop("model")
+        state["last_optimizer_state"] = None
         own = shared_storage(model)
         if not sums:
-            leaders, sums = own, {key: _widened(model[key], copy=True) for key in own if own[key] == key}
+            leaders = own
+            sums = {key: _widened(model[key], copy=True) for key in own if own[key] == key}
         else:
             _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
             for key, leader in list(leaders.items()):
                 if key != leader and own[key] != own[leader]:
-                    sums[key], leaders[key] = sums[leader].clone(), key
+                    sums[key] = sums[leader].clone()
+                    leaders[key] = key
             for key, total in sums.items():
                 total += _widened(model[key])
         del model  # one at a time is in memory
@@ -73,7 +76,10 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
 def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
-            where = "lacks" if key not in model else "alone has"
+            if key not in model:
+                where = "lacks"
+            else:
+                where = "alone has"
             raise UserError(
                 f"{path} {where} the parameter {key}: it belongs to another model than the checkpoints "
                 f"before it. Average checkpoints of one training only."
@@ -109,7 +115,10 @@ def last_checkpoints(
         numbered = [(position, path) for position, path in numbered if position <= upper_bound]
     if len(numbered) < number:
         kind = "update" if by_updates else "epoch"
-        bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
+        if upper_bound is None:
+            bound = ""
+        else:
+            bound = f" up to {kind} {upper_bound}"
         names = ", ".join(path.name for _, path in numbered) or "none"
         raise UserError(
             f"{folder} holds {len(numbered)} {kind} checkpoints{bound} ({names}), but {number} are to be "
@@ -124,7 +133,10 @@ def shared_storage(model: State) -> dict[str, str]:
     leaders = {}
     for key, tensor in model.items():
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        leaders[key] = first.setdefault(view, key) if tensor.numel() else key
+        if tensor.numel():
+            leaders[key] = first.setdefault(view, key)
+        else:
+            leaders[key] = key
     return leaders
 
 
@@ -151,8 +163,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
     by_updates = args.num_update_checkpoints is not None
-    number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
-    flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
+    if by_updates:
+        number = args.num_update_checkpoints
+        flag = "--num-update-checkpoints"
+    else:
+        number = args.num_epoch_checkpoints
+        flag = "--num-epoch-checkpoints"
     folders = [path for path in args.inputs if path.is_dir()]
     if number is None and args.checkpoint_upper_bound is not None:
         raise UserError(f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}.")

@@ -178,10 +178,16 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
     if own_rule and (name == BLEU.TOKENIZER_DEFAULT or _usable(name)):
         return name, ""
     extra = _EXTRAS.get(name)
-    remedy = f"pip install 'sacrebleu[{extra}]'" if extra else "see https://github.com/mjpost/sacrebleu"
+    if extra:
+        remedy = f"pip install 'sacrebleu[{extra}]'"
+    else:
+        remedy = "see https://github.com/mjpost/sacrebleu"
     if wanted:
         raise UserError(f"--sacrebleu-tokenizer {name}: sacreBLEU cannot load it here ({remedy}).")
-    other = "flores200" if _FLORES200.is_file() and _usable("flores200") else "char"
+    if _FLORES200.is_file() and _usable("flores200"):
+        other = "flores200"
+    else:
+        other = "char"
     if not own_rule:
         return other, ""
     why = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
@@ -205,7 +211,8 @@ def running_text(texts: Texts) -> RunningText:
     others are scored on does not come back. Raises UserError for a tokeniser that cannot be had.
     """
     tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
-    hypotheses, references = texts.hypotheses, texts.raw_references or texts.references
+    hypotheses = texts.hypotheses
+    references = texts.raw_references or texts.references
     given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)

@@ -29,7 +29,8 @@ def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu
             f"{checkpoint} is not a classifier of sentences: it was trained for {type(task).__name__}."
         )
     device = device_for(cpu)
-    model, head = model.to(device).eval(), next(iter(heads))
+    model = model.to(device).eval()
+    head = next(iter(heads))
     by_place: dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
     for sample in batches(task, model, subset, max_tokens, device):
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)

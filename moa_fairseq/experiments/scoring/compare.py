@@ -36,7 +36,9 @@ from moa_fairseq.files import shipped
 SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # of --json: results/FORMAT.md
 # What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.
 STATUSES = ("not run", "running", "OOM", "diverged")
-MEASURED, COMPUTED, NO_RECIPE = "measured", "computed", "no recipe"
+MEASURED = "measured"
+COMPUTED = "computed"
+NO_RECIPE = "no recipe"
 
 # What a run may say about itself: how its number came about, in this order, and more.
 _FACTS = {
@@ -144,7 +146,8 @@ def load_comparison(
         check_choice("--paper", paper, [each["paper"] for each in papers])
         papers = [each for each in papers if each["paper"] == paper]
     runs = [_read_run(path) for path in run_files or sorted((results / "measured").glob("*.json"))]
-    tables, counted = [], []
+    tables = []
+    counted = []
     for each in papers:
         about = {key: each.get(key, each["paper"]) for key in ("paper", "name", "title", "citation")}
         for table in each["tables"]:
@@ -173,11 +176,14 @@ def load_comparison(
             bar.set_postfix_str(model[0])
             _count(*model)
     for cell, model in counted:
-        counts, quantity = _count(*model), cell.quantity or ""
-        cell.ours, cell.status = counts[quantity], COMPUTED
+        counts = _count(*model)
+        quantity = cell.quantity or ""
+        cell.ours = counts[quantity]
+        cell.status = COMPUTED
         cell.difference = counts[quantity] - cell.paper
         if quantity.startswith("macs"):
-            cell.plain, cell.attention = counts["macs"], counts["attention_macs"]
+            cell.plain = counts["macs"]
+            cell.attention = counts["attention_macs"]
             cell.cache = counts["cache_bytes"]
         elif cell.quantity == "switchhead_layer_macs":
             cell.plain = counts["switchhead_layer_plain_macs"]
@@ -212,7 +218,10 @@ def _read_run(path: Path) -> dict:
 def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     target = run.get("reproduces") or {}
     same_table = str(target.get("table")) == table["table"] and "row" in target
-    stands = target.get("row") == row["row"] if same_table else run["experiment"] in row["experiments"]
+    if same_table:
+        stands = target.get("row") == row["row"]
+    else:
+        stands = run["experiment"] in row["experiments"]
     return stands and target.get("paper") == paper
 
 
@@ -240,8 +249,13 @@ def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tup
                 cell.status = (own[-1].get("status") if own else None) or "not run"
                 scores = [run["metrics"].get(metric) for run in own]
                 if values := [score for score in scores if score is not None]:
-                    cell.ours, cell.runs, cell.status = statistics.mean(values), len(values), MEASURED
-                    cell.spread = statistics.stdev(values) if len(values) > 1 else None
+                    cell.ours = statistics.mean(values)
+                    cell.runs = len(values)
+                    cell.status = MEASURED
+                    if len(values) > 1:
+                        cell.spread = statistics.stdev(values)
+                    else:
+                        cell.spread = None
                     cell.difference = cell.ours - paper
             yield cell, ()
 
@@ -315,7 +329,10 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
         # The printed number is compared with several chains.
         line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"
     if cell.ours is not None:
-        spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
+        if cell.spread is None:
+            spread = ""
+        else:
+            spread = f" ± {cell.spread:.2f} ({cell.runs} runs)"
         line.update(ours=f"{cell.ours:.2f}{spread}", difference=f"{cell.difference:+.2f}")
     return [line]
 
@@ -333,18 +350,25 @@ def _other(runs: list[dict]) -> list[Table]:
     for group in alike.values():
         first = group[0]
         line = {"run": first["name"] if len(group) == 1 else f"{first['experiment']} ({len(group)} seeds)"}
-        line["status"], found = first.get("status"), []
+        line["status"] = first.get("status")
+        found = []
         for metric in SCORES:
             values = [score for run in group if (score := run["metrics"].get(metric)) is not None]
             if values:
-                spread = f" ± {statistics.stdev(values):.2f}" if len(values) > 1 else ""
+                if len(values) > 1:
+                    spread = f" ± {statistics.stdev(values):.2f}"
+                else:
+                    spread = ""
                 line[metric] = f"{statistics.mean(values):.2f}{spread}"
                 found.append(metric)
         if first.get("parameters"):
             line["size"] = f"{first['parameters'] / 1e6:.1f}M"
         if first.get("train_seconds") is not None:
             minutes = statistics.mean(run.get("train_seconds") or 0 for run in group) / 60
-            line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
+            if minutes < 60:
+                line["time"] = f"{minutes:.1f} min"
+            else:
+                line["time"] = f"{minutes / 60:.1f} h"
         tables[tuple(found)].append(line)
     columns = [Column("run", "Run"), *(Column(key, head, ">") for key, head in SCORES.items())]
     columns += [Column("size", "#Params", ">"), Column("time", "Training", ">"), Column("status", "Status")]
@@ -355,12 +379,16 @@ def _evidence(runs: list[dict]) -> str:
     """How each number came about: a score never travels alone."""
     lines = []
     for run in runs:
-        metrics, headline = run["metrics"], run.get("headline") or ""
+        metrics = run["metrics"]
+        headline = run.get("headline") or ""
         facts = {key: run.get(key) for key in _FACTS}
         facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
         facts.update({**(run.get("generation") or {}), **(run.get("evaluation") or {})})
         facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
-        said = [f"{SCORES.get(headline, headline)} {metrics[headline]:.2f}"] if metrics.get(headline) else []
+        if metrics.get(headline):
+            said = [f"{SCORES.get(headline, headline)} {metrics[headline]:.2f}"]
+        else:
+            said = []
         for key, value in facts.items():
             if value not in (None, "") and not isinstance(value, dict):  # dicts are of groups of sentences
                 said.append(f"{key.replace('_', ' ')} {value}")
@@ -370,7 +398,9 @@ def _evidence(runs: list[dict]) -> str:
 
 def default_results() -> Path:
     """results/ of this package, else of the working directory."""
-    return shipped("results") if shipped("results").is_dir() else Path("results")
+    if shipped("results").is_dir():
+        return shipped("results")
+    return Path("results")
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:

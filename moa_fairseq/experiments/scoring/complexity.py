@@ -115,27 +115,38 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     unknown: set[str] = set()
     stated: set[nn.Module] = set()  # the cost of these is part of what the attention around them states
     for name, module in modules.items():
-        path, part = name.split("."), part_of(name, module)
+        path = name.split(".")
+        part = part_of(name, module)
         cross = "encoder_attn" in path
         of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
         queries = src_len if of_source else tgt_len
         keys = src_len if cross else queries
         if isinstance(module, (Attention, MultiheadAttention)) and path[0] == "decoder" and not cross:
             own = isinstance(module, Attention)
-            cost.cache_bytes = module.cache_bytes() if own else 2 * 2 * module.embed_dim
+            if own:
+                cost.cache_bytes = module.cache_bytes()
+            else:
+                cost.cache_bytes = 2 * 2 * module.embed_dim
         if isinstance(module, (Attention, SigmaMoE)):
             if isinstance(module, SigmaMoE):
                 macs = module.macs(queries)
             else:
-                chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
+                if carries and isinstance(module.positions, RelativePositions):
+                    chunks = 2
+                else:
+                    chunks = 1
                 macs = module.macs(queries, keys * chunks)
-                published = published_cost(module, queries, chunks) if cost.layer is None else None
+                if cost.layer is None:
+                    published = published_cost(module, queries, chunks)
+                else:
+                    published = None
                 if published is not None:
                     cost.layer = {**published, "plain_macs": sum(macs.values())}
             cost.macs["router"] += macs["router"]
             cost.macs[part] += macs["projections"]
             cost.macs["attention_matmul"] += macs.get("scores", 0)
-            cost.attention_macs += sum(macs.values()) if isinstance(module, Attention) else 0
+            if isinstance(module, Attention):
+                cost.attention_macs += sum(macs.values())
             stated.update(module.modules())
         elif module in stated:
             continue
@@ -146,7 +157,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
             macs_of_all = module.get_parameter("weight").numel() * queries
             cost.macs[part] += macs_of_all
-            cost.attention_macs += macs_of_all if part in _ATTENTIONS else 0
+            if part in _ATTENTIONS:
+                cost.attention_macs += macs_of_all
         elif not isinstance(module, nn.Embedding):
             matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
             unknown.update([type(module).__name__] if matrices else [])
@@ -168,11 +180,18 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
     attended to, 2 with a carried one. None for a setting for which they have no formula.
     """
-    n, d, C, T = attention.num_heads, attention.head_dim, chunks, length
-    width, relative = attention.embed_dim, isinstance(attention.positions, RelativePositions)
-    macs, floats = 2 * C * n * d * T**2, 2 * C * n * T**2
+    n = attention.num_heads
+    d = attention.head_dim
+    C = chunks
+    T = length
+    width = attention.embed_dim
+    relative = isinstance(attention.positions, RelativePositions)
+    macs = 2 * C * n * d * T**2
+    floats = 2 * C * n * T**2
     if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
-        k, experts = 2, attention.num_experts  # their script has k = 2 for every n
+        # their script has k = 2 for every n
+        k = 2
+        experts = attention.num_experts
         macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
         return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
     if not isinstance(attention, SwitchHeadAttention) or attention.shares_selection:
@@ -182,7 +201,8 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
         return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
     if attention.experts != "vo":
         return None
-    k, experts = attention.experts_per_token, attention.num_experts
+    k = attention.experts_per_token
+    experts = attention.num_experts
     macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
     macs += relative * 2 * n * d * width * T
     return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + 2 * experts * C * T}
@@ -202,7 +222,9 @@ def part_of(name: str, module: nn.Module) -> str:
     if "encoder_attn" in path:
         return "cross_attention"
     if "self_attn" in path:
-        return "encoder_attention" if path[0] == "encoder" else "decoder_self_attention"
+        if path[0] == "encoder":
+            return "encoder_attention"
+        return "decoder_self_attention"
     if {"fc1", "fc2"} & set(path):
         return "feed_forward"
     return "other"
@@ -311,7 +333,8 @@ def as_text(title: str, cost: Cost) -> str:
         "  numbers stored": ("switchhead_layer_floats", ""),
     }
     for label, (key, note) in notes.items():
-        table += [{"part": label, "macs": report[key], "note": note}] if key in report else []
+        if key in report:
+            table += [{"part": label, "macs": report[key], "note": note}]
     for method, parameters in cost.updated.items():
         table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
     columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
@@ -352,7 +375,10 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None:
             model_flags += ["--" + name.replace("_", "-"), str(value)]
     cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
-    branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags) if args.branch else None
+    if args.branch:
+        branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags)
+    else:
+        branch = None
     if args.json:
         names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
         setting = {name: getattr(args, name) for name in names}

@@ -31,7 +31,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("Give a text with exactly one <mask>, and --top 1 or more.")
     kept = kept_text(args.checkpoint)
     model, task = load_masked_lm(args.checkpoint, args.data or kept)
-    data, dictionary = kept or Path(task.cfg.data).resolve(), task.source_dictionary
+    data = kept or Path(task.cfg.data).resolve()
+    dictionary = task.source_dictionary
     if not kept:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))

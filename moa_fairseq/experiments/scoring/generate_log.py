@@ -40,10 +40,13 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
     not UTF-8, a sentence that occurs twice, or a log without targets or translations.
     """
     entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
-    language, complete = None, False
+    language = None
+    complete = False
     for number, line in enumerate(read_lines(path), 1):
         if match := _ENTRY.match(line):
-            kind, sentence, text = match.group(1), int(match.group(2)), match.group(3) or ""
+            kind = match.group(1)
+            sentence = int(match.group(2))
+            text = match.group(3) or ""
             if kind in "HD":
                 # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
                 entries[kind].setdefault(sentence, text.partition("\t")[2])
@@ -59,7 +62,8 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         elif dictionary := _DICTIONARY.search(line):
             # The source's dictionary is announced first, the target's last.
             language = dictionary.group(1)
-    targets, hypotheses = entries["T"], entries["H"]
+    targets = entries["T"]
+    hypotheses = entries["H"]
     if not hypotheses:
         raise UserError(
             f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
@@ -70,7 +74,8 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
             f"{path} holds no reference (no line T-...): the data was binarised without its target side. "
             f"Score the H- lines as a text file with --hypothesis and --reference."
         )
-    ids, lonely = sorted(targets.keys() & hypotheses.keys()), sorted(targets.keys() ^ hypotheses.keys())
+    ids = sorted(targets.keys() & hypotheses.keys())
+    lonely = sorted(targets.keys() ^ hypotheses.keys())
     if (lonely or not complete) and not (allow_partial and ids):
         reason = "has no closing line 'Generate ... with beam=...'"
         if complete:
@@ -96,8 +101,13 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     """
     given = Path(path)
     folder = given if given.is_dir() else given.parent
-    file, remedy = folder / "recipe.yaml", "Restore it; or remove it, and say --target-lang."
-    recipe: Any = read_yaml(file, remedy) if file.is_file() else {}
+    file = folder / "recipe.yaml"
+    remedy = "Restore it; or remove it, and say --target-lang."
+    recipe: Any
+    if file.is_file():
+        recipe = read_yaml(file, remedy)
+    else:
+        recipe = {}
     check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
     data, generate = (recipe.get(section) or {} for section in ("data", "generate"))
     check_kinds(data, {"target": TEXT}, f"{file}: data", remedy)

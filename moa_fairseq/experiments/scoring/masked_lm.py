@@ -65,11 +65,13 @@ def measure(
     Raises UserError for a subset that does not exist or is empty, and for samples that are too long.
     """
     task.cfg.seed = seed
-    result, samples = Masking(), 0
+    result = Masking()
+    samples = 0
     dictionary = task.source_dictionary
 
     def add_up(sums: dict[str, Any], tokens: Tensor, values: Tensor) -> None:
-        start, end = tokens.eq(dictionary.bos()), tokens.eq(dictionary.eos())
+        start = tokens.eq(dictionary.bos())
+        end = tokens.eq(dictionary.eos())
         for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
             sums[kind] += values[chosen].sum().item()
 
@@ -134,7 +136,8 @@ def score(
     if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
         values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
-    tokens, warnings = results[0].tokens, []
+    tokens = results[0].tokens
+    warnings = []
     if not facts:
         warnings.append(
             f"{task.cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
@@ -182,7 +185,10 @@ def score(
 def run(args: argparse.Namespace) -> int:
     """Print the perplexities of one model. Raises UserError on bad input."""
     if args.maskings < 1 or args.max_tokens < 1:
-        flag = "--maskings" if args.maskings < 1 else "--max-tokens"
+        if args.maskings < 1:
+            flag = "--maskings"
+        else:
+            flag = "--max-tokens"
         raise UserError(f"{flag} must be at least 1.")
     seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
     how = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
@@ -194,7 +200,10 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name, summary in scores.items():
         if name != "meta":
-            spread = "" if summary["sd"] is None else f" ± {summary['sd']:.3f}"
+            if summary["sd"] is None:
+                spread = ""
+            else:
+                spread = f" ± {summary['sd']:.3f}"
             print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
     evaluation = ", ".join(f"{key} {value}" for key, value in scores["meta"]["evaluation"].items())
     print(f"{args.subset}: {evaluation}; base: e^(nats per token)")

@@ -93,7 +93,9 @@ SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq score`."""
-    add, chains, repeated = parser.add_argument, list(KEYS), "can be repeated"
+    add = parser.add_argument
+    chains = list(KEYS)
+    repeated = "can be repeated"
     add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed, or a run folder")
     text = "instead of a log: one translation per line"
     add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
@@ -135,7 +137,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Print the scores asked for. Raises UserError on bad input."""
     if args.masked_lm or args.classifier:
-        flag = "--masked-lm" if args.masked_lm else "--classifier"
+        if args.masked_lm:
+            flag = "--masked-lm"
+        else:
+            flag = "--classifier"
         if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
             raise UserError(
                 f"{flag} scores one checkpoint: leave out GENERATE_OUTPUT, --hypothesis, --reference and "
@@ -188,7 +193,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         for name in chains:
             result = scores[KEYS[name]]
-            signature = f", {result['signature']}" if "signature" in result else ""
+            if "signature" in result:
+                signature = f", {result['signature']}"
+            else:
+                signature = ""
             print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
     return 0
 
@@ -226,7 +234,8 @@ def join_subwords(line: str, kind: str) -> str:
 
 def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
     file, language = beside_recipe(path)
-    path, log = str(file), read_generate_log(file, args.allow_partial)
+    path = str(file)
+    log = read_generate_log(file, args.allow_partial)
     language = args.target_lang or log.target_lang or language
     wanted = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, wanted)
@@ -251,7 +260,10 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
             "--reference"
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
-        what = "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
+        if skipped == 1:
+            what = "1 sentence of the test set is"
+        else:
+            what = f"{skipped} sentences of the test set are"
         story = (
             f"{path}: {what} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
@@ -279,14 +291,19 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
     # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
     hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
     references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
-    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    lang = meta["target_lang"]
+    tokenizer = args.sacrebleu_tokenizer
     return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
 
 
 def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
-    raws = [args.raw_reference] if args.raw_reference else []
+    if args.raw_reference:
+        raws = [args.raw_reference]
+    else:
+        raws = []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
-    hypotheses, wanted = texts[path], args.remove_bpe or "none"
+    hypotheses = texts[path]
+    wanted = args.remove_bpe or "none"
     for file, lines in texts.items():
         if not any(line.strip() for line in lines):
             raise UserError(f"{file} is empty: there is nothing to score.")
@@ -307,12 +324,17 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
         "known_lang": language,
         "warnings": [] if language else [f"{path} {_GERMAN}"],
     }
-    raw, sides = [texts[file] for file in raws] or None, [lines for lines, _ in references]
-    lang, tokenizer = meta["target_lang"], args.sacrebleu_tokenizer
+    raw = [texts[file] for file in raws] or None
+    sides = [lines for lines, _ in references]
+    lang = meta["target_lang"]
+    tokenizer = args.sacrebleu_tokenizer
     return Texts(joined, sides, lang, args.detokenized, raw, tokenizer), meta
 
 
 def _joined(lines: list[str], wanted: str) -> tuple[list[str], str]:
     """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
-    kind = subword_kind(lines) if wanted == "auto" else wanted
+    if wanted == "auto":
+        kind = subword_kind(lines)
+    else:
+        kind = wanted
     return [join_subwords(line, kind) for line in lines], kind

@@ -12,8 +12,12 @@ from scipy import optimize, stats
 
 from moa_fairseq.errors import UserError
 
-ALPHA, POWER = 0.05, 0.8
-GAIN, LOSS, EQUIVALENT, UNDECIDED = "gain", "loss", "equivalent", "undecided"
+ALPHA = 0.05
+POWER = 0.8
+GAIN = "gain"
+LOSS = "loss"
+EQUIVALENT = "equivalent"
+UNDECIDED = "undecided"
 
 
 class Difference(NamedTuple):
@@ -44,7 +48,8 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
         raise UserError("A difference is not a number: each system needs a run that did not diverge.")
     if n < 2:
         raise UserError(f"{n} paired runs: a difference needs at least two seeds to have an interval.")
-    mean, error = float(np.mean(differences)), float(stats.sem(differences))
+    mean = float(np.mean(differences))
+    error = float(stats.sem(differences))
     half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * error
     if error == 0:
         return Difference(n, mean, mean, mean, float(mean == 0), float(abs(mean) >= margin), 0.0)
@@ -56,7 +61,8 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
 
 def smallest_visible(deviation: float, n: int) -> float:
     """The mean of n differences of this deviation that a two-sided t test at 5 % finds with power 80 %."""
-    critical, error = stats.t.ppf(1 - ALPHA / 2, n - 1), deviation / math.sqrt(n)
+    critical = stats.t.ppf(1 - ALPHA / 2, n - 1)
+    error = deviation / math.sqrt(n)
 
     def missing(shift: float) -> float:  # the other tail is beyond what counts
         return float(stats.nct.sf(critical, n - 1, shift)) - POWER
@@ -87,7 +93,9 @@ def verdict(difference: Difference, p: float, p_equivalent: float, lower_is_bett
         return EQUIVALENT
     if not p < ALPHA:
         return UNDECIDED
-    return GAIN if (difference.mean < 0) == lower_is_better else LOSS
+    if (difference.mean < 0) == lower_is_better:
+        return GAIN
+    return LOSS
 
 
 def approximate_randomisation(
@@ -105,15 +113,19 @@ def approximate_randomisation(
     covers the choice of sentences. A run that is better in all of them is dealt away: for that see `paired`.
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
-    ours, (runs, sentences, counts) = len(first), pooled.shape
-    flat, place = pooled.reshape(-1, counts), np.arange(sentences)  # rows: faster than take_along_axis
+    ours = len(first)
+    (runs, sentences, counts) = pooled.shape
+    # rows: faster than take_along_axis
+    flat = pooled.reshape(-1, counts)
+    place = np.arange(sentences)
     random = np.random.default_rng(seed)
 
     def difference(dealt: NDArray[np.float64]) -> float:
         totals = [score(run) for run in dealt.sum(axis=1)]
         return abs(float(np.mean(totals[:ours]) - np.mean(totals[ours:])))
 
-    real, as_large = difference(pooled), 0
+    real = difference(pooled)
+    as_large = 0
     for _ in range(trials):
         order = random.random((runs, sentences)).argsort(axis=0)
         as_large += difference(flat.take(order * sentences + place, axis=0)) >= real - 1e-12

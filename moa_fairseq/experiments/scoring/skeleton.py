@@ -45,11 +45,16 @@ def task_of(arch: str) -> str:
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
         close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=4)
-        hint = f" Did you mean {', '.join(close)}?" if close else ""
+        if close:
+            hint = f" Did you mean {', '.join(close)}?"
+        else:
+            hint = ""
         raise UserError(f"--arch {arch}: no such architecture.{hint}")
     if issubclass(model, FairseqEncoderDecoderModel):
         return "translation"
-    return "language_modeling" if issubclass(model, FairseqLanguageModel) else "masked_lm"
+    if issubclass(model, FairseqLanguageModel):
+        return "language_modeling"
+    return "masked_lm"
 
 
 def build_skeleton(
@@ -113,7 +118,11 @@ class _WithoutValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.FILLING:
-            tensor = args[0] if args else kwargs["tensor"]  # of torch.nn.init
+            # of torch.nn.init
+            if args:
+                tensor = args[0]
+            else:
+                tensor = kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)
@@ -143,7 +152,8 @@ def parse_training_flags(
     """
     complaint = io.StringIO()
     # fairseq looks for --user-dir in sys.argv while it builds the parser.
-    argv, sys.argv = sys.argv, ["fairseq-train"]
+    argv = sys.argv
+    sys.argv = ["fairseq-train"]
     try:
         # Its usage text is hundreds of lines long: only the last one says what is wrong.
         with quiet(), contextlib.redirect_stderr(complaint):

@@ -3,8 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 
-TOKENISED, RUNNING = "tokenised already", "untokenised"
-_SUBWORD, _PIECE = re.compile(r"\S@@(?: |$)"), "\u2581"
+TOKENISED = "tokenised already"
+RUNNING = "untokenised"
+_SUBWORD = re.compile(r"\S@@(?: |$)")
+_PIECE = "\u2581"
 # Signs at their word, and alone. Commas stand in numbers, too, and full stops in abbreviations.
 _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
@@ -49,7 +51,9 @@ def subword_kind(lines: Sequence[str]) -> str:
         return "subword_nmt"
     # A stray ▁ is a character of the text: sentencepiece begins every line with one.
     marks = [line.lstrip().startswith(_PIECE) for line in lines if line.strip()]
-    return "sentencepiece" if sum(marks) > len(marks) / 2 else "none"
+    if sum(marks) > len(marks) / 2:
+        return "sentencepiece"
+    return "none"
 
 
 def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
@@ -66,6 +70,9 @@ def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str
         look = RUNNING if attached > alone else TOKENISED
         wrong = ", ".join(name for name, wants in chains.items() if wants[number] not in ("", look))
         if wrong and attached != alone:
-            remedy = "detokenise" if look == TOKENISED else "tokenise"
+            if look == TOKENISED:
+                remedy = "detokenise"
+            else:
+                remedy = "tokenise"
             warnings.append(f"{wrong}: the {side} look {look}, which makes the score wrong: {remedy} them")
     return warnings

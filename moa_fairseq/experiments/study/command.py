@@ -63,11 +63,13 @@ def run(args: argparse.Namespace) -> int:
     """Carry out a study, or report it. Returns the exit status."""
     above = args.study.resolve().parents  # of configs/studies/NAME.yaml, or of a file near the root
     root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
-    study, name = load_study(args.study, root, args.tune), "report"
+    study = load_study(args.study, root, args.tune)
+    name = "report"
     if args.seeds is not None:
         if not args.report or not 0 < args.seeds <= study.seeds:
             raise UserError(f"--seeds {args.seeds} goes with --report, and the study has {study.seeds}.")
-        study, name = dataclasses.replace(study, seeds=args.seeds), f"report-{args.seeds}-seeds"
+        study = dataclasses.replace(study, seeds=args.seeds)
+        name = f"report-{args.seeds}-seeds"
     if args.references and not args.report:
         raise UserError("--references goes with --report.")
     runs = runs_of(study, args.study.parent, root)

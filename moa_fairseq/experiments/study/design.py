@@ -139,13 +139,19 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     """
     file = str(path)
     study = build(Study, read_mapping(path, "study"), file)
-    tuning = None if study.tuning is None else build(Tuning, study.tuning, file, "tuning")
+    if study.tuning is None:
+        tuning = None
+    else:
+        tuning = build(Tuning, study.tuning, file, "tuning")
     _check(study, tuning, file)
     if tune and not tuning:
         fail(file, "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
     rows = {key: build(System, row, file, f"systems.{key}") for key, row in study.systems.items()}
     rows = {key: dataclasses.replace(row, set={**study.set, **row.set}) for key, row in rows.items()}
-    grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()} if tuning else {}
+    if tuning:
+        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
+    else:
+        grids = {}
     if tuning:
         trials = {name: system for grid in grids.values() for name, (system, _) in grid.items()}
         trial = dataclasses.replace(
@@ -247,7 +253,8 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
 
     def said(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(section):
-            value, key = getattr(section, field.name), f"{dot}{field.name}"
+            value = getattr(section, field.name)
+            key = f"{dot}{field.name}"
             if dataclasses.is_dataclass(value):
                 yield from said(value, f"{key}.")
             elif field.name == "flags":
@@ -283,7 +290,11 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
             check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", _REMEDY)
         now = {"study": study.study, "system": run.system, "seed": run.seed}
         made = {key: record[key] for key in now}
-        remedy = _ANEW if made == now else _REMEDY  # that of another run was copied here
+        # that of another run was copied here
+        if made == now:
+            remedy = _ANEW
+        else:
+            remedy = _REMEDY
         if made == now and record.get("settings"):
             made = record["settings"]
             now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)

@@ -99,7 +99,8 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     Raises UserError where no seed is complete.
     """
     records = fitting_records(study, runs)
-    planned, left = runs, Counter(run.block for run in runs if run.record not in records)
+    planned = runs
+    left = Counter(run.block for run in runs if run.record not in records)
     runs = [run for run in planned if run.block not in left]
     for block, number in left.items():
         if number < sum(run.block == block for run in planned):
@@ -160,7 +161,9 @@ def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
     """Training and validation loss at each validation, means over the seeds that did not diverge."""
     curves = [record["curve"] for record in records if record["end"] != DIVERGED]
     pairs = [[(row["train"], row["valid"]) for row in curve if "train" in row] for curve in curves]
-    return np.mean(pairs, axis=0).tolist() if pairs else []
+    if pairs:
+        return np.mean(pairs, axis=0).tolist()
+    return []
 
 
 def _dropout(run: Run) -> dict[str, Any]:
@@ -172,7 +175,8 @@ def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> 
     """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
     judged = {}
     for name, of_system in losses.items():
-        first, second = of_system[study.contrasts[name].first], of_system[study.contrasts[name].second]
+        first = of_system[study.contrasts[name].first]
+        second = of_system[study.contrasts[name].second]
         if len(seeds := first.keys() & second.keys()) > 1:
             judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
@@ -207,7 +211,8 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
         texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
     rows = []
     for name, contrast in study.contrasts.items():
-        first, second = texts[contrast.first], texts[contrast.second]
+        first = texts[contrast.first]
+        second = texts[contrast.second]
         if seeds := sorted(first.keys() & second.keys()):
             log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
             found = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
@@ -224,7 +229,8 @@ def _attention(run: Run) -> dict[str, float]:
     """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts."""
     recipe = run.load()
     check_flags(recipe)  # before they build a model
-    model, length = recipe.model.as_flags(), int(recipe.train.flags.get("tokens-per-sample", 20))
+    model = recipe.model.as_flags()
+    length = int(recipe.train.flags.get("tokens-per-sample", 20))
     words = flags({key: value for key, value in model.items() if key != "arch"})
     return dict(_attention_of(recipe.model.arch, length, tuple(words)))
 
@@ -306,7 +312,10 @@ def _differences(study: Study, content: dict[str, Any], colours: dict[str, str])
     for row in others:
         seeds = row["by_seed"].keys() & base["by_seed"].keys()
         dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
-        interval = paired(dots, study.margin)._asdict() if len(dots) > 1 else None
+        if len(dots) > 1:
+            interval = paired(dots, study.margin)._asdict()
+        else:
+            interval = None
         marks.append((row["label"], colours[row["family"]], dots, interval))
     axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
     axis += "\ngrey: ± 2 deviations of its seeds"
@@ -337,7 +346,11 @@ def _against(study: Study, content: dict[str, Any], colours: dict[str, str], nam
     base = content["systems"][0]
     figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    key_of_name = "label" if len(names) == 1 else "system"  # where there is space
+    # where there is space
+    if len(names) == 1:
+        key_of_name = "label"
+    else:
+        key_of_name = "system"
     labels: dict[str, list[tuple[float, float, str]]] = {key: [] for key in names}
     for panel, (key, name) in zip(panels, names.items()):
         style(panel)

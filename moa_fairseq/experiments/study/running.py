@@ -64,7 +64,8 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     records = fitting_records(place.study, runs, strict=True)
-    now, elsewhere = commit(), set()
+    now = commit()
+    elsewhere = set()
     not_looked_at = {run.block for run in runs if not run.record.is_file()}
     for run in runs:
         record = records.get(run.record)
@@ -101,12 +102,14 @@ def work(runs: list[Run], place: Place) -> None:
 
 def _carry_out(run: Run, place: Place) -> None:
     """Train, and write the record. Raises UserError where training fails, unless it diverged."""
-    folder, environment = place.folders / run.record.stem, {"OMP_NUM_THREADS": str(place.study.threads)}
+    folder = place.folders / run.record.stem
+    environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
     for key, value in {**run.overrides, "train.seed": run.seed}.items():
         command += ["--set", f"{key}={json.dumps(value)}"]
-    diverged, settings = False, settings_of(run, place.study.stage)
+    diverged = False
+    settings = settings_of(run, place.study.stage)
     try:
         Executor(environment).run(command, folder / "study.log")
     except UserError:
@@ -114,7 +117,8 @@ def _carry_out(run: Run, place: Place) -> None:
         diverged = log_file.is_file() and bool(_NOT_FINITE.search(log_file.read_text("utf-8", "replace")))
         if not diverged:
             raise
-    curve, scores = curve_of(folder / "train.jsonl"), saved_json(folder / "result.json")
+    curve = curve_of(folder / "train.jsonl")
+    scores = saved_json(folder / "result.json")
     for path in folder.glob("generate-*.txt"):
         subset = path.stem.removeprefix("generate-")
         with atomic_write(run.record.parent / "outputs" / f"{run.record.stem}.{subset}.txt") as stream:
@@ -143,12 +147,16 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     train: list[float] = []
     for record in read_records(path):
-        name = "nll_loss" if any(key.endswith("nll_loss") for key in record) else "loss"
+        if any(key.endswith("nll_loss") for key in record):
+            name = "nll_loss"
+        else:
+            name = "loss"
         if f"valid_{name}" in record:
             row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
             if train:
                 row["train"] = round(sum(train) / len(train), 4)
-            rows, train = [*(r for r in rows if r["updates"] < row["updates"]), row], []
+            rows = [*(r for r in rows if r["updates"] < row["updates"]), row]
+            train = []
         elif "num_updates" in record and (loss := finite(record.get(name))) is not None:
             train.append(loss)
     return rows

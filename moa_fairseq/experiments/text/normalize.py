@@ -93,7 +93,10 @@ def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str
     text = line + "\n"
     for needed, pattern, replacement in _normalization_rules(lang, edition):
         if needed in text:
-            text = pattern.sub(replacement, text) if pattern else text.replace(needed, replacement)
+            if pattern:
+                text = pattern.sub(replacement, text)
+            else:
+                text = text.replace(needed, replacement)
     return text[:-1]
 
 
@@ -138,7 +141,10 @@ def _normalization_rules(lang: str, edition: str) -> list[Rule]:
         rows += _COMMA_BEFORE_QUOTE
     elif lang not in ("cs", "cz"):
         rows += _COMMA_AFTER_QUOTE
-    mark = "," if lang in ("de", "es", "cz", "cs", "fr") else "."
+    if lang in ("de", "es", "cz", "cs", "fr"):
+        mark = ","
+    else:
+        mark = "."
     rows = [*rows, ("\u00a0", "(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
     return [
         (needed, re.compile(pattern, re.ASCII) if pattern else None, replacement)

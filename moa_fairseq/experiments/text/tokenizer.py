@@ -18,7 +18,9 @@ from moa_fairseq.experiments.text.normalize import EDITIONS, MULTI30K_EDITION
 # Languages whose special rules (colons, middle dots, glottal stops) are not restated here.
 UNSUPPORTED_LANGUAGES = ("ca", "fi", "so", "sv", "tdt")
 
-_ALPHA, _ALNUM, _NUMBER = r"\p{Alphabetic}", r"\p{Alphabetic}\p{Nd}", r"\p{N}"
+_ALPHA = r"\p{Alphabetic}"
+_ALNUM = r"\p{Alphabetic}\p{Nd}"
+_NUMBER = r"\p{N}"
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0E, 0x20)])
 _SPECIAL = regex.compile(rf"([^{_ALNUM}\s.'`,\-])")
 _HYPHEN = regex.compile(rf"([{_ALNUM}])-(?=[{_ALNUM}])")
@@ -44,7 +46,8 @@ _DOT = "\x00"
 
 def _apostrophe_rules(between_letters: str, after_other: str) -> list[tuple[regex.Pattern, str]]:
     """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
-    other, letter = rf"([^{_ALPHA}])", rf"([{_ALPHA}])"
+    other = rf"([^{_ALPHA}])"
+    letter = rf"([{_ALPHA}])"
     return [
         (regex.compile(f"{other}'{other}"), r"\1 ' \2"),
         (regex.compile(f"([^{after_other}])'{letter}"), r"\1 ' \2"),
@@ -80,7 +83,10 @@ def tokenize(
             f"Moses' tokenizer for language {lang!r}, edition {edition!r} is not available: choose an "
             f"edition of {', '.join(EDITIONS)} and a language other than {', '.join(UNSUPPORTED_LANGUAGES)}."
         )
-    text = line if line.isprintable() else line.translate(_CONTROLS)
+    if line.isprintable():
+        text = line
+    else:
+        text = line.translate(_CONTROLS)
     if not text.strip():
         return line if text == line else ""
     text = " ".join(text.split())
@@ -114,7 +120,8 @@ def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
     for i, word in enumerate(words):
         if len(word) < 2 or word[-1] != ".":
             continue
-        stem, following = word[:-1], words[i + 1] if i < last else ""
+        stem = word[:-1]
+        following = words[i + 1] if i < last else ""
         keep = (
             ("." in stem and _HAS_ALPHA.search(stem))
             or stem in always

@@ -14,7 +14,8 @@ def run(build: Callable[..., None], cases: Sequence[tuple[Any, ...]], processes:
     `build` is a module's function; it runs the kernels under `triton.table.compiling`, and all that stays is
     Triton's cache on disk. A case that fails is named and left to whoever needs the kernels.
     """
-    start, processes = time.perf_counter(), min(processes or os.cpu_count() or 1, len(cases))
+    start = time.perf_counter()
+    processes = min(processes or os.cpu_count() or 1, len(cases))
     if not cases:
         return
     with ProcessPoolExecutor(processes, multiprocessing.get_context("spawn")) as pool:

@@ -30,7 +30,9 @@ def unsupported_reason(product: "Product") -> str:
     """Why one product over all of weight [E, D, C] is not faster than those that are asked for, or ""."""
     if is_compiling():
         return "a graph must not depend on numbers of tokens"
-    weight, tokens, per_token = product.weight, product.order.tokens, product.order.per_token
+    weight = product.weight
+    tokens = product.order.tokens
+    per_token = product.order.per_token
     num_experts, dim, model_dim = weight.shape
     surplus = tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
     device = weight.device.type
@@ -46,9 +48,13 @@ def unsupported_reason(product: "Product") -> str:
 
 def run(product: "Product") -> Tensor:
     """As `experts.up` and `experts.down` of kernels: the product of all rows and experts, then a choice."""
-    weight, order = product.weight, product.order
+    weight = product.weight
+    order = product.order
     num_experts, dim, _ = weight.shape
-    gates = None if product.gates is None else product.gates.to(product.rows.dtype).unsqueeze(1)
+    if product.gates is None:
+        gates = None
+    else:
+        gates = product.gates.to(product.rows.dtype).unsqueeze(1)
     if product.is_up:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
         if product.bias is None:
@@ -57,9 +63,12 @@ def run(product: "Product") -> Tensor:
             every = torch.addmm(product.bias.flatten(), product.rows, matrix)
         slots = every.view(-1, dim).index_select(0, order.cell)  # [N·E, D] → [N·K, D]
         slots = slots if gates is None else slots * gates
-        return slots if product.fan == 1 else slots.view(-1, product.fan, dim).sum(1)
+        if product.fan == 1:
+            return slots
+        return slots.view(-1, product.fan, dim).sum(1)
     slots = product.rows.unsqueeze(1).expand(-1, product.fan, -1)  # a view
-    slots = slots if gates is None else slots * gates.view(-1, product.fan, 1)
+    if gates is not None:
+        slots = slots * gates.view(-1, product.fan, 1)
     slots = slots.reshape(-1, dim)
     every = slots.new_zeros(order.tokens * num_experts, dim).index_copy(0, order.cell, slots)
     return every.view(order.tokens, num_experts * dim) @ weight.flatten(0, 1)  # [N, E·D] · [E·D, C]

@@ -17,7 +17,10 @@ from moa_fairseq.layers.experts.slot_order import SlotOrder
 
 logger = logging.getLogger(__name__)
 
-_GROUPED_BY = "torch grouped_mm where it applies" if hasattr(F, "grouped_mm") else "one mm per expert"
+if hasattr(F, "grouped_mm"):
+    _GROUPED_BY = "torch grouped_mm where it applies"
+else:
+    _GROUPED_BY = "one mm per expert"
 _KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
@@ -36,7 +39,11 @@ def resolve_backend(name: str) -> str:
             f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
             """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
         )
-    chosen, reason = _automatic() if name == "auto" else (name, "")
+    if name == "auto":
+        chosen, reason = _automatic()
+    else:
+        chosen = name
+        reason = ""
     return _announce(name, chosen, reason)
 
 
@@ -141,7 +148,10 @@ def project(
         ValueError: where the sizes do not fit each other.
     """
     experts, dim, model_dim = weight.shape
-    expected = (order.tokens, model_dim) if is_up else (order.slots // fan, dim)
+    if is_up:
+        expected = (order.tokens, model_dim)
+    else:
+        expected = (order.slots // fan, dim)
     if rows.shape != expected or experts != order.num_experts or order.per_token % fan:
         raise ValueError(
             f"rows {list(rows.shape)}, weight [E, D, C] = {list(weight.shape)} and fan {fan} do not fit "
@@ -159,7 +169,10 @@ def project(
     if bias is not None:
         bias = bias.to(rows.dtype)
     product = Product(rows, weight, bias, gates, order, is_up, fan)
-    ways = _IN_ORDER if order.in_order and fan == 1 and not (is_up and gates is not None) else _WAYS
+    if order.in_order and fan == 1 and not (is_up and gates is not None):
+        ways = _IN_ORDER
+    else:
+        ways = _WAYS
     sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
     way: Way | None = order.ways.get(sizes)
     if way is None:  # asked once for the products of a routing
@@ -170,7 +183,10 @@ def project(
         order.ways[sizes] = way
     run = way.run
     # last of all the numbers, which an exported length must not be compared with
-    keeps_less = way.keeps_less if torch.is_grad_enabled() and not _no_function(product) else None
+    if torch.is_grad_enabled() and not _no_function(product):
+        keeps_less = way.keeps_less
+    else:
+        keeps_less = None
     if keeps_less is not None and order.tokens * experts * dim > _KEPT_RESULTS:
         run = keeps_less
     out = run(product)
@@ -178,7 +194,10 @@ def project(
         return out
     # The biases of a token's slots in one small product, [N, E] · [E, C].
     chosen = order.expert.view(order.tokens, order.per_token)
-    share = out.new_ones(chosen.shape) if gates is None else gates.view(chosen.shape).to(out.dtype)
+    if gates is None:
+        share = out.new_ones(chosen.shape)
+    else:
+        share = gates.view(chosen.shape).to(out.dtype)
     return out + out.new_zeros(order.tokens, experts).scatter_add(1, chosen, share) @ bias
 
 
@@ -219,12 +238,19 @@ def _no_triton(product: Product) -> str:
 
 
 def _not_checked(product: Product) -> str:
-    return _no_triton(product) if product.rows.dtype in _checked else f"not checked in {product.rows.dtype}"
+    if product.rows.dtype in _checked:
+        return _no_triton(product)
+    return f"not checked in {product.rows.dtype}"
 
 
 def _by_triton(product: Product) -> Tensor:
     rows, weight, bias, gates, order, is_up, fan = product
-    per_row, per_sum = (order.per_token, fan) if is_up else (fan, order.per_token)
+    if is_up:
+        per_row = order.per_token
+        per_sum = fan
+    else:
+        per_row = fan
+        per_sum = order.per_token
     out: Tensor = triton.project(rows, weight, bias, gates, order, (is_up, per_row, per_sum))
     return out
 

@@ -39,8 +39,14 @@ class _WideProduct(Function):
 
 def _product_grads(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
-    grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype) if ctx.needs_input_grad[0] else None
-    grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype) if ctx.needs_input_grad[1] else None
+    if ctx.needs_input_grad[0]:
+        grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
+    else:
+        grad_x = None
+    if ctx.needs_input_grad[1]:
+        grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
+    else:
+        grad_weight = None
     return grad_x, grad_weight
 
 

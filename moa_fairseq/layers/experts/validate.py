@@ -74,8 +74,16 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
     scores[: round(skew * tokens), :, :k] += 1.0
     index = scores.topk(k, dim=-1).indices + experts * torch.arange(heads).view(1, heads, 1)
     is_up, fan, gated = USES[use]
-    per_row, per_sum = (heads * k, fan(k)) if is_up else (fan(k), heads * k)
-    in_width, out_width = (model_dim, dim) if is_up else (dim, model_dim)
+    if is_up:
+        per_row = heads * k
+        per_sum = fan(k)
+        in_width = model_dim
+        out_width = dim
+    else:
+        per_row = fan(k)
+        per_sum = heads * k
+        in_width = dim
+        out_width = model_dim
     leaves = {
         "rows": torch.randn(index.numel() // per_row, in_width, generator=g),
         "weight": torch.randn(heads * experts, dim, model_dim, generator=g) / in_width**0.5,
@@ -112,8 +120,12 @@ def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[st
     found = []
     for name, truth in exact.items():
         got = fast[name].double()
-        error, allowed = (got - truth).abs().max().item(), (plain[name].double() - truth).abs().max().item()
-        roundings = 8 if fast[name].dtype == torch.float32 else 1
+        error = (got - truth).abs().max().item()
+        allowed = (plain[name].double() - truth).abs().max().item()
+        if fast[name].dtype == torch.float32:
+            roundings = 8
+        else:
+            roundings = 1
         allowed = 2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
         if not error <= allowed:  # also true for NaN
             found.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
@@ -180,8 +192,12 @@ def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
             else:
                 logits = leaves[0] @ leaves[1].t()
                 probs = logits.softmax(-1)
-                gate = probs if index is None else probs.gather(1, index)
-                gate = gate if index is None else gate / gate.sum(1, keepdim=True).detach()
+                if index is None:
+                    gate = probs
+                else:
+                    gate = probs.gather(1, index)
+                if index is not None:
+                    gate = gate / gate.sum(1, keepdim=True).detach()
             grads = torch.autograd.grad(gate, leaves, upstream.to(dtype))
             outcomes.append({"logits": logits, "gate": gate, "x": grads[0], "weight": grads[1]})
         wrong = []
@@ -259,7 +275,8 @@ def main() -> None:
         sys.exit(f"The Triton kernels cannot run here: {reason}.")
     dtypes = args.dtypes or (list(validation.DTYPES) if args.device == "cuda" else ["float32"])
     outcome = _check(dtypes, args.device, args.repeats or (20 if args.device == "cuda" else 1))
-    checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))
+    checked = sum(outcome.groups.values())
+    failed = sum(map(len, outcome.failed.values()))
     print(f"{checked} cases, {failed} failed, {', '.join(outcome.dtypes)}; see {validation.path()}")
     sys.exit(bool(failed))
 

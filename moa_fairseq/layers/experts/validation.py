@@ -31,7 +31,10 @@ def machine() -> dict[str, str]:
     digest = hashlib.sha256()
     for source in sorted((Path(__file__).parent / "triton").glob("*.py")):
         digest.update(source.read_bytes())
-    gpu = torch.cuda.get_device_name() if torch.cuda.is_available() else "none, interpreted"
+    if torch.cuda.is_available():
+        gpu = torch.cuda.get_device_name()
+    else:
+        gpu = "none, interpreted"
     versions = {"torch": torch.__version__, "triton": triton.__version__}
     return {"gpu": gpu, **versions, "kernels": digest.hexdigest()[:12]}
 
@@ -82,7 +85,8 @@ def read(file: Path | None = None) -> tuple[Outcome, str]:
             list(found["dtypes"]),
             list(found.get("refused", [])),
         )
-        since, _ = f"on {where} on {found['date']}", sum(outcome.groups.values())
+        since = f"on {where} on {found['date']}"
+        _ = sum(outcome.groups.values())
     except FileNotFoundError:
         return Outcome(), (
             f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
@@ -114,7 +118,9 @@ def known() -> tuple[Outcome, str]:
 def _distrusted(outcome: Outcome) -> tuple[str, ...]:
     """The dtypes in which something failed; all of them where it was no dtype's own group."""
     failed = tuple(group.partition(",")[0] for group in outcome.failed)
-    return failed if set(failed) <= set(DTYPES) else DTYPES
+    if set(failed) <= set(DTYPES):
+        return failed
+    return DTYPES
 
 
 def is_open(dtype: str) -> bool:
@@ -126,10 +132,14 @@ def is_open(dtype: str) -> bool:
 def verdict() -> tuple[tuple[str, ...], str]:
     """(the dtypes in which the kernels may be trusted here, why)"""
     outcome, since = known()
-    checked, failed = sum(outcome.groups.values()), sum(map(len, outcome.failed.values()))
+    checked = sum(outcome.groups.values())
+    failed = sum(map(len, outcome.failed.values()))
     trusted = tuple(dtype for dtype in outcome.dtypes if dtype not in _distrusted(outcome))
     if failed:
-        file = path() if path().is_file() else shipped_path()
+        if path().is_file():
+            file = path()
+        else:
+            file = shipped_path()
         return trusted, f"{failed} of {checked} checks failed {since}, see {file}"
     if not checked:
         return (), since

@@ -69,7 +69,9 @@ class GateSGD:
     MOST_SKIPPED = 20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
 
     def __init__(self, lr: float, clip_norm: float):
-        self.lr, self.clip_norm, self.skipped = lr, clip_norm, 0
+        self.lr = lr
+        self.clip_norm = clip_norm
+        self.skipped = 0
 
     def step(self, gradients: GateGradients, finite: bool, may_overflow: bool) -> None:
         """Update the gates, or skip that.
@@ -114,7 +116,10 @@ def sgd_step(
     Returns the norm before clipping.
     """
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-    factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0) if clip_norm else 1.0
+    if clip_norm:
+        factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0)
+    else:
+        factor = 1.0
     for parameter, gradient in zip(parameters, gradients):
         parameter.sub_(lr * factor * gradient)
     return norm

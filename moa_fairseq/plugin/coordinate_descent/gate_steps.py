@@ -27,7 +27,8 @@ class GStep:
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
-        self.trainer, self.sgd = trainer, GateSGD(lr, clip_norm)
+        self.trainer = trainer
+        self.sgd = GateSGD(lr, clip_norm)
         self._done: list[dict[str, Any]] | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> None:
@@ -55,7 +56,8 @@ class GStep:
     ) -> GateGradients:
         """Forward and backward passes of all micro-batches, all with the same state of the gates."""
         trainer = self.trainer
-        model, criterion = trainer.get_model(), trainer.get_criterion()
+        model = trainer.get_model()
+        criterion = trainer.get_criterion()
         trainer._set_seed()
         model.train()
         criterion.train()
@@ -89,7 +91,8 @@ class JointStep:
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float):
         self.parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
-        self.sgd, self.sample_size = GateSGD(lr, clip_norm), 0.0
+        self.sgd = GateSGD(lr, clip_norm)
+        self.sample_size = 0.0
 
     def begin(self) -> None:
         """Drop what an incomplete update has left."""

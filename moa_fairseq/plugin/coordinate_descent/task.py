@@ -117,7 +117,9 @@ class BlockCoordinateDescent(Extended):
     @property
     def cfg_of_bcd(self) -> Any:
         """The task's configuration, which fairseq's older tasks call `args`."""
-        return self.cfg if getattr(self, "cfg", None) is not None else self.args
+        if getattr(self, "cfg", None) is not None:
+            return self.cfg
+        return self.args
 
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
         """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
@@ -157,12 +159,18 @@ class BlockCoordinateDescent(Extended):
         if self.finetune == "ftg":
             steps = "G steps by fairseq's optimizer (FTG)"
         elif not self.alternates:
-            by = "plain SGD" if self.steps_jointly else "fairseq's optimizer"
+            if self.steps_jointly:
+                by = "plain SGD"
+            else:
+                by = "fairseq's optimizer"
             steps = f"joint updates of gates and experts (NOBCD), gates by {by}"
         elif not parameters:
             steps = "F steps (uniform gates)"
         else:
-            steps = "G and F steps" if self.takes_g_steps(epoch) else "F steps"
+            if self.takes_g_steps(epoch):
+                steps = "G and F steps"
+            else:
+                steps = "F steps"
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
     def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:

@@ -113,7 +113,10 @@ class RoutingLossMixin(Extended):
         if held:
             auxiliary = self.routing.load_balance_coef * _row([balance[place] for place in held])
             auxiliary = auxiliary.add(_row([z[place] for place in held]), alpha=self.routing.z_loss_coef)
-            auxiliary = auxiliary.mean() if str(self.routing.aux_loss_reduce) == "mean" else auxiliary.sum()
+            if str(self.routing.aux_loss_reduce) == "mean":
+                auxiliary = auxiliary.mean()
+            else:
+                auxiliary = auxiliary.sum()
         else:
             auxiliary = z[0].new_zeros(())
         with torch.no_grad():
@@ -124,7 +127,8 @@ class RoutingLossMixin(Extended):
             statistics = [load_statistics(sums) for sums in kinds]
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
             values = torch.stack([_row(parts) for parts in rows.values()])  # [statistics, modules]
-            names, means = list(rows), values.mean(1)
+            names = list(rows)
+            means = values.mean(1)
             means[names.index("dead_experts")].mul_(len(routings))
             if str(self.routing.router_log) == "modules":
                 modules = [routings[place][0] for sums in kinds for place in sums.order]
@@ -143,4 +147,6 @@ class RoutingLossMixin(Extended):
 
 def _row(parts: list[Tensor]) -> Tensor:
     """Values of the modules of each kind, one row of all modules: [M]."""
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+    if len(parts) == 1:
+        return parts[0]
+    return torch.cat(parts)

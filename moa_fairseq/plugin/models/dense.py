@@ -37,7 +37,11 @@ def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "x
     dropout of embeddings, residuals and output, and how weights start, are those of the authors' settings
     and code; that of a feed-forward's inner units (App. A.5) has no effect on sigma-MoE.
     """
-    dropout = 0.2 if embed_dim >= 1024 else 0.1  # App. A.5
+    # App. A.5
+    if embed_dim >= 1024:
+        dropout = 0.2
+    else:
+        dropout = 0.1
     return {
         "decoder_layers": layers,
         "decoder_embed_dim": embed_dim,

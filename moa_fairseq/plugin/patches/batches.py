@@ -15,7 +15,8 @@ from moa_fairseq.plugin.patches.table import made_of, patch
 
 logger = logging.getLogger(__name__)
 
-_COMPAT, _EPOCHS = "plugin/test_fairseq_compat.py::", "plugin/patches/test_epochs.py::"
+_COMPAT = "plugin/test_fairseq_compat.py::"
+_EPOCHS = "plugin/patches/test_epochs.py::"
 _ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
 
 
@@ -105,7 +106,8 @@ def restore_the_place_of_all_processes(
     load_state_dict: Callable, iterator: Any, state: dict[str, Any]
 ) -> None:
     """The same, where it is read: the place is converted to this number of processes."""
-    place, shards = state.get("iterations_in_epoch", 0), state.get("num_shards")
+    place = state.get("iterations_in_epoch", 0)
+    shards = state.get("num_shards")
     if place and shards:
         batches = len(iterator.frozen_batches)
         now = converted_place(place, shards, state["batches_in_epoch"], iterator.num_shards, batches)

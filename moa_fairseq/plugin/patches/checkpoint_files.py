@@ -58,7 +58,8 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     try:
         check_sums(stream)
         # torch's own reader takes a `bytearray` for data, and makes it as large as ten bytes of a file say.
-        start, end = stream.tell(), b""
+        start = stream.tell()
+        end = b""
         while chunk := stream.read(_CHUNK):
             if _BYTEARRAY in end + chunk:
                 raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
@@ -86,7 +87,9 @@ def _load_plain(source: Any, **options: Any) -> Any:
 def _offender(error: pickle.UnpicklingError) -> str:
     """The name of what torch's reader refused."""
     found = _GLOBAL_PATTERN.search(str(error))
-    return found.group(1) if found else str(error).splitlines()[0]
+    if found:
+        return found.group(1)
+    return str(error).splitlines()[0]
 
 
 def check_sums(stream: IO[bytes]) -> None:
@@ -251,7 +254,10 @@ def _write_checked(
                 write(stream)
             return
         except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
-            reason = str(error) if isinstance(error, UserError) else _first_sentence(error)
+            if isinstance(error, UserError):
+                reason = str(error)
+            else:
+                reason = _first_sentence(error)
             if attempt == ATTEMPTS:
                 raise UserError(
                     f"{filename} could not be written ({reason.rstrip('.')}): is the disk full? Earlier "

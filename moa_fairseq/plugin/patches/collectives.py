@@ -62,9 +62,11 @@ class TimedDist(StandIn):
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
-            place, flag = options.get("init_method"), "--distributed-init-method"
+            place = options.get("init_method")
+            flag = "--distributed-init-method"
             if place in (None, "env://"):
-                place, flag = ":".join(os.environ.get(name, "?") for name in _TORCHRUN[2:]), "MASTER_PORT"
+                place = ":".join(os.environ.get(name, "?") for name in _TORCHRUN[2:])
+                flag = "MASTER_PORT"
             raise UserError(
                 f"{place}: its port is taken by another program, perhaps another training on this machine. "
                 f"Give every process of this one another port ({flag})."
@@ -96,7 +98,8 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
-        silent, text = _silent_ranks(), str(error).lower()
+        silent = _silent_ranks()
+        text = str(error).lower()
         who = " and ".join(map(str, silent)) or "another process"
         if any(sign in text for sign in _CUT_OFF):
             raise UserError(
@@ -126,7 +129,8 @@ def _silent_ranks() -> list[int]:
     The processes report it in the store through which they connected. Process 0 holds it: if the store does
     not answer, process 0 is the silent one.
     """
-    size, rank = dist.get_world_size(), dist.get_rank()
+    size = dist.get_world_size()
+    rank = dist.get_rank()
     silent = [0]
 
     def ask() -> None:
@@ -155,7 +159,10 @@ def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distr
     """Where fairseq takes the number of processes to be 1 (on a CPU, or with one GPU per machine), torchrun's
     processes train independent models that overwrite each other's files: refused, or joined on CPUs.
     """
-    size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
+    if all(name in os.environ for name in _TORCHRUN):
+        size = int(os.environ["WORLD_SIZE"])
+    else:
+        size = 1
     if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
         return infer_init_method(cfg, force_distributed)
     on_cpu = not torch.cuda.is_available()

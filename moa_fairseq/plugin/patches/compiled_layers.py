@@ -85,7 +85,9 @@ def compile_for_training(
 )
 def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, key: str) -> Any:
     """fairseq makes a layer's own key where there is no state, too: layers would not share compiled code."""
-    return None if state is None else get(module, state, key)
+    if state is None:
+        return None
+    return get(module, state, key)
 
 
 def check(cfg: Any, task: Any, model: nn.Module) -> None:
@@ -204,11 +206,15 @@ def _whole(layer: Any, context: Any, x: Tensor, options: Any) -> Any:
 
 def _first_dense(out: Any) -> Any:
     """The layer's output as the next one wants it, which costs a compiled layer nothing."""
-    return out.contiguous() if isinstance(out, Tensor) else (out[0].contiguous(), *out[1:])
+    if isinstance(out, Tensor):
+        return out.contiguous()
+    return (out[0].contiguous(), *out[1:])
 
 
 def _dense(value: Any) -> Any:
-    return value.contiguous() if isinstance(value, Tensor) else value
+    if isinstance(value, Tensor):
+        return value.contiguous()
+    return value
 
 
 def _pad_both(x: Tensor, options: dict[str, Any]) -> None:

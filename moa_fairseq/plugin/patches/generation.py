@@ -41,9 +41,15 @@ def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any =
     for side, text in texts.items():
         matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
         known = sorted({int(match.group(1)) for match in matches if match})
-        words = [word.strip() for word in text.split(",")] if text else [*map(str, known)]
+        if text:
+            words = [word.strip() for word in text.split(",")]
+        else:
+            words = [*map(str, known)]
         if len(set(words)) < len(words) or not {*words} <= {*map(str, known)}:
-            choice = f"write some of {known}, each once, with commas" if known else "that side has no layers"
+            if known:
+                choice = f"write some of {known}, each once, with commas"
+            else:
+                choice = "that side has no layers"
             raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
         with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
             setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
@@ -64,7 +70,9 @@ def check_flags_of_search(
     chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
     if len(chosen) > 1:
         raise ManySearches(f"{' and '.join(chosen)} are different searches: give one of them.")
-    beam, groups, nbest = said("beam") or 5, said("diverse_beam_groups") or -1, said("nbest") or 1
+    beam = said("beam") or 5
+    groups = said("diverse_beam_groups") or -1
+    nbest = said("nbest") or 1
     if groups > 0 and beam % groups:
         raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")
     if nbest > beam and not said("score_reference"):

@@ -51,7 +51,10 @@ def takes_kernels(cfg: Any) -> bool:
 
     What evaluates has no model in its settings: it is the checkpoint's.
     """
-    sigma_moe = "auto" if getattr(cfg.model, "sigma_moe_num_experts", 0) else None
+    if getattr(cfg.model, "sigma_moe_num_experts", 0):
+        sigma_moe = "auto"
+    else:
+        sigma_moe = None
     backend = getattr(cfg.model, "expert_backend", None) or sigma_moe
     may = backend == "auto" and not getattr(cfg.model, "no_kernel_check", False)
     return may and not cfg.common.cpu and torch.cuda.is_available() and not triton.why_not()
@@ -61,7 +64,9 @@ def multiplied_dtype(cfg: Any) -> str:
     """The dtype of a training's products on a GPU, as `validation.DTYPES` calls it."""
     if cfg.common.bf16:
         return "bfloat16"
-    return "float16" if cfg.common.fp16 or cfg.common.amp else "float32"
+    if cfg.common.fp16 or cfg.common.amp:
+        return "float16"
+    return "float32"
 
 
 def _check(dtype: str) -> None:
@@ -71,7 +76,8 @@ def _check(dtype: str) -> None:
             sys.exit(128 + signal.SIGTERM)
         if not validation.is_open(dtype):
             return
-        gpu, log = validation.machine()["gpu"], validation.path().with_suffix(".log")
+        gpu = validation.machine()["gpu"]
+        log = validation.path().with_suffix(".log")
         logger.info(
             f"checking the Triton kernels in {dtype} on {gpu}: once for this kind of GPU, about two minutes "
             f"with 16 cores, longer with fewer (--no-kernel-check: train without them; log: {log})"
@@ -85,7 +91,10 @@ def _check(dtype: str) -> None:
         if dtype in trusted:
             logger.info(f"checked the Triton kernels: {why}")
         else:
-            left = f"; the check ended with status {status}, see {log}" if validation.is_open(dtype) else ""
+            if validation.is_open(dtype):
+                left = f"; the check ended with status {status}, see {log}"
+            else:
+                left = ""
             logger.warning(f"the Triton kernels stay off: {why}{left}")
 
 

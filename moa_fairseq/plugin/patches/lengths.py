@@ -56,7 +56,10 @@ def evaluate_every_token(
             logger.info(f"--tokens-per-sample {max_positions}: the model's own")
         if longest() > max_positions and not getattr(task, "reads_any_length", False):
             whole = str(task.args.sample_break_mode or "none") == "none"
-            remedy = "" if whole else "--sample-break-mode none, which cuts lines to fit, and "
+            if whole:
+                remedy = ""
+            else:
+                remedy = "--sample-break-mode none, which cuts lines to fit, and "
             raise UserError(
                 f"--gen-subset {subset}: a block has {longest():,} tokens, and the model reads "
                 f"{max_positions:,}; fairseq would leave such blocks out. Give {remedy}"

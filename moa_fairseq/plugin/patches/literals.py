@@ -41,7 +41,10 @@ def literal(text: Any, *_: Any) -> Any:
     try:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
-        shown = text if len(text) <= 80 else f"{text[:77]}..."
+        if len(text) <= 80:
+            shown = text
+        else:
+            shown = f"{text[:77]}..."
         raise UserError(
             f"The setting {_setting_name(text)} is refused: {shown!r} is not a plain value. "
             "fairseq would run it as Python code, and it may come from a checkpoint that somebody else "
@@ -59,7 +62,8 @@ class _Sums(ast.NodeTransformer):
         left, right = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
         lengths = [len(side) if isinstance(side, (list, tuple, str, bytes)) else 0 for side in (left, right)]
         if isinstance(node.op, ast.Mult):
-            self.items -= max(lengths) * max(left if lengths[1] else right, 0) if any(lengths) else 0
+            if any(lengths):
+                self.items -= max(lengths) * max(left if lengths[1] else right, 0)
         else:
             self.items -= sum(lengths)
         if self.items < 0:

@@ -52,7 +52,8 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     check_weights(
         state["model"], f"Checkpoint {name} holds", "Use an earlier checkpoint of it, if there is one."
     )
-    cfg, args = state.get("cfg"), state.get("args")
+    cfg = state.get("cfg")
+    args = state.get("args")
     _check_size_of_settings([cfg, args], refuse)
     if args is not None and not isinstance(args, argparse.Namespace):
         refuse(f"its settings (args) are of the type {type(args).__name__}")
@@ -70,15 +71,22 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
         if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
             weight = weight.float()
         if not weight.isfinite().all():
-            kind = "NaN" if weight.isnan().any() else "infinity"
+            if weight.isnan().any():
+                kind = "NaN"
+            else:
+                kind = "infinity"
             raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
 
 
 def _parts(value: Any) -> list[Any]:
     """What a container holds; nothing for anything else."""
-    value = vars(value) if isinstance(value, argparse.Namespace) else value
-    value = value.values() if isinstance(value, dict) else value
-    return list(value) if not isinstance(value, (str, bytes, Tensor)) and hasattr(value, "__iter__") else []
+    if isinstance(value, argparse.Namespace):
+        value = vars(value)
+    if isinstance(value, dict):
+        value = value.values()
+    if not isinstance(value, (str, bytes, Tensor)) and hasattr(value, "__iter__"):
+        return list(value)
+    return []
 
 
 def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
@@ -91,7 +99,8 @@ def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoR
             if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
                 refuse(f"it holds a tensor that is not dense ({value.layout}, on {value.device})")
             storage = value.untyped_storage()
-            size -= 0 if storage.data_ptr() in seen else storage.nbytes()
+            if storage.data_ptr() not in seen:
+                size -= storage.nbytes()
             seen.add(storage.data_ptr())
             if value.numel() * value.element_size() > storage.nbytes() or size < 0:
                 refuse(f"a tensor of the shape {list(value.shape)} is larger than what the file holds")
@@ -123,7 +132,8 @@ class Allowance(TorchDispatchMode):
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
         super().__init__()
-        self.numbers, self.tensors = self.FREE_NUMBERS, self.FREE_TENSORS
+        self.numbers = self.FREE_NUMBERS
+        self.tensors = self.FREE_TENSORS
         self.grant(weights)
 
     def __enter__(self) -> Allowance:
@@ -141,7 +151,10 @@ class Allowance(TorchDispatchMode):
             self.tensors += self.TIMES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
-        sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args[-1:]
+        if args and isinstance(args[0], (list, tuple)):
+            sizes = args[0]
+        else:
+            sizes = args[-1:]
         needed = 0
         if args and not isinstance(args[0], Tensor) and all(isinstance(size, (int, float)) for size in sizes):
             # a new tensor: empty([3, 4]), arange(7)

@@ -37,7 +37,9 @@ def tell_the_others(local_time: Callable, trainer: Any) -> float:
 
     It is infinite once a process was told.
     """
-    return math.inf if was_asked() and trainer._sync_stats() else local_time(trainer)
+    if was_asked() and trainer._sync_stats():
+        return math.inf
+    return local_time(trainer)
 
 
 def saving_when_told(validate_and_save: Callable) -> Callable:

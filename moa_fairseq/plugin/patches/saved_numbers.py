@@ -64,7 +64,10 @@ def numpy_stand_ins() -> list[type]:
 
     class Dtype:
         def __init__(self, code: str, *_: Any) -> None:
-            self.code = code if code in _TYPES else refuse("dtype")
+            if code in _TYPES:
+                self.code = code
+            else:
+                self.code = refuse("dtype")
 
         def __setstate__(self, state: Any) -> None:
             _, order, *fields = state
@@ -77,7 +80,9 @@ def numpy_stand_ins() -> list[type]:
         if not isinstance(dtype, Dtype) or not isinstance(raw, bytes) or len(raw) > left:
             refuse("ndarray")
         left -= len(raw)
-        return np.frombuffer(raw, dtype.code) if raw else np.empty(0, dtype.code)
+        if raw:
+            return np.frombuffer(raw, dtype.code)
+        return np.empty(0, dtype.code)
 
     class Array(list):
         def __init__(self, *_: Any) -> None:

@@ -29,7 +29,8 @@ from moa_fairseq.plugin.patches.table import made_of, patch
 logger = logging.getLogger(__name__)
 
 _MOST = 8  # differences that are listed
-_COMPAT, _RESUME = "plugin/test_fairseq_compat.py::", "test_resume.py::"
+_COMPAT = "plugin/test_fairseq_compat.py::"
+_RESUME = "test_resume.py::"
 _BEST = "plugin/patches/test_best_checkpoint.py::"
 _CONTEXT = "plugin/tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
 
@@ -178,7 +179,10 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
     save = checkpoint_utils.save_checkpoint
     if not _can_be_best(getattr(save, "best", 0.0), cfg):
         path = os.path.join(cfg.save_dir, f"checkpoint_best{trainer.checkpoint_suffix}.pt")
-        state = load_checkpoint(path) if os.path.exists(path) else {}
+        if os.path.exists(path):
+            state = load_checkpoint(path)
+        else:
+            state = {}
         del save.best
         best = state.get("extra_state", {}).get("val_loss")
         if best is not None and _can_be_best(best, cfg):
@@ -190,14 +194,19 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
 def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
     """If the first validation is NaN, no later one is better: --patience ends the training."""
     if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
-        valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
+        if cfg.checkpoint.maximize_best_checkpoint_metric:
+            valid_loss = -math.inf
+        else:
+            valid_loss = math.inf
     return should_stop_early(cfg, valid_loss)
 
 
 def _can_be_best(value: float, cfg: Any) -> bool:
     """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
     maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)  # a caller may have fewer settings
-    return value < math.inf if maximize else value > -math.inf
+    if maximize:
+        return value < math.inf
+    return value > -math.inf
 
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
@@ -252,7 +261,8 @@ def end_at_the_goal() -> None:
             return [None], True
         return original(cfg, trainer, *args, **options)
 
-    original, program["train"] = program["train"], train
+    original = program["train"]
+    program["train"] = train
 
 
 _PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
@@ -275,7 +285,8 @@ def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any
     forgets its best value, too.
     """
     extra_state, epoch_itr = load(cfg, trainer, **options)
-    program, count = _program(), (extra_state or {}).get("patience")
+    program = _program()
+    count = (extra_state or {}).get("patience")
     forgets = cfg.reset_meters or cfg.reset_optimizer
     if program and isinstance(count, dict) and trainer.get_num_updates() and not forgets:
         program["should_stop_early"].best = count["best"]
@@ -328,7 +339,10 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            shape = value.shape if torch.is_tensor(value) else None
+            if torch.is_tensor(value):
+                shape = value.shape
+            else:
+                shape = None
             if isinstance(value, str) or (name in moments and value is not None and shape != parameter.shape):
                 return False
             # flattened parameters (--fp16) have whatever length the model's have together
@@ -341,7 +355,9 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
 @patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
 def one_paragraph(hook: Callable) -> Callable:
     """An error that the user can put right ends in a traceback: it is printed as one paragraph."""
-    return print_user_errors if hook is sys.__excepthook__ else hook
+    if hook is sys.__excepthook__:
+        return print_user_errors
+    return hook
 
 
 def print_user_errors(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
@@ -351,7 +367,10 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
     if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
         error = UserError(str(error))
     if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
-        how = f"was killed ({error.signal_name})" if error.signal_name else f"ended with {error.exit_code}"
+        if error.signal_name:
+            how = f"was killed ({error.signal_name})"
+        else:
+            how = f"ended with {error.exit_code}"
         remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
         error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags

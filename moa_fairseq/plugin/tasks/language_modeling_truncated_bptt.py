@@ -42,11 +42,14 @@ class OrderedChunks(BaseWrapperDataset):
     def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
         super().__init__(dataset)
         self.rows = max(1, min(rows, len(dataset)))
-        self.chunks, self.parts = -(-len(dataset) // self.rows), parts
+        self.chunks = -(-len(dataset) // self.rows)
+        self.parts = parts
 
     def batches(self, num_shards: int) -> list[list[int]]:
         """Blocks of each batch, shard by shard. A shard keeps its parts; num_shards divides parts."""
-        per_part, steps, total = self.rows // self.parts, self.parts // num_shards, len(self.dataset)
+        per_part = self.rows // self.parts
+        steps = self.parts // num_shards
+        total = len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
         texts = [first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)]
         return [
@@ -122,7 +125,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
 
     def before_save(self, trainer: Any, epoch_itr: iterators.EpochBatchIterator) -> None:
         """Collect the contexts of all processes, unless the next chunk begins an epoch."""
-        context, self._carried = trainer.get_model().decoder.context, None
+        context = trainer.get_model().decoder.context
+        self._carried = None
         if context is None or epoch_itr.end_of_epoch():
             return
         whole = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
@@ -131,27 +135,36 @@ class TruncatedBPTTTask(LanguageModelingTask):
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """fairseq's hook: what the first process adds to a checkpoint."""
-        carried, self._carried = self._carried, None
-        return {} if carried is None else {"carried_context": carried}
+        carried = self._carried
+        self._carried = None
+        if carried is None:
+            return {}
+        return {"carried_context": carried}
 
     def after_load(
         self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: dict[str, Any]
     ) -> None:
         """Give the context of its own texts back to this process, or warn that it is not there."""
         carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
-        context, place = trainer.get_model().decoder.context, epoch_itr.iterations_in_epoch
+        context = trainer.get_model().decoder.context
+        place = epoch_itr.iterations_in_epoch
         if context is None or place == 0:
             return
-        own, texts = self._own_parts(epoch_itr), self._texts(epoch_itr)
+        own = self._own_parts(epoch_itr)
+        texts = self._texts(epoch_itr)
         here = {**texts, "chunk": place / len(own) - 1}
         if not isinstance(carried, dict) or {key: carried.get(key) for key in here} != here:
-            why = "holds none" if carried is None else "holds that of texts which were cut otherwise"
+            if carried is None:
+                why = "holds none"
+            else:
+                why = "holds that of texts which were cut otherwise"
             logger.warning(
                 f"the next chunk is read without the --carried-chunks before it: the checkpoint {why}. The "
                 "training will differ a little from one that was not interrupted"
             )
             return
-        rows, longest = texts["texts"] // epoch_itr.dataset.parts, context.chunks * texts["length"]
+        rows = texts["texts"] // epoch_itr.dataset.parts
+        longest = context.chunks * texts["length"]
         for part in own:
             mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
             inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
@@ -198,7 +211,10 @@ class TruncatedBPTTTask(LanguageModelingTask):
             raise UserError(
                 f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}."
             )
-        steps = self._micro_batches() if dataset is self.datasets.get(self.args.train_subset) else 1
+        if dataset is self.datasets.get(self.args.train_subset):
+            steps = self._micro_batches()
+        else:
+            steps = 1
         parts = num_shards * steps
         per_part = max(1, min(per_shard, len(dataset) // parts))
         ordered = OrderedChunks(dataset, per_part * parts, parts)

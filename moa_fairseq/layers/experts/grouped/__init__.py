@@ -51,9 +51,13 @@ class _Project(Function):
 def run(product: Any, kind: Any) -> Tensor:
     """A product by a plan of the class `kind`: PlacedRows, SortedRows or ExpertLoop."""
     plan = product.order.plan(kind, product.fan)
-    rows, weight = product.rows, product.weight
+    rows = product.rows
+    weight = product.weight
     bias = product.bias if product.is_up else None
-    gates = None if product.gates is None else product.gates.to(rows.dtype)
+    if product.gates is None:
+        gates = None
+    else:
+        gates = product.gates.to(rows.dtype)
     out: Tensor
     if torch.is_grad_enabled():
         out = _Project.apply(rows, weight, bias, gates, product, plan)

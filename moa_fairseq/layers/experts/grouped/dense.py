@@ -51,7 +51,8 @@ class _Down(Function):
                 grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
                 _times_gate(grad_slots, gate, grad_slots)
         if ctx.needs_input_grad[2]:
-            gated = _times_gate(slots, gate) if gated is None else gated
+            if gated is None:
+                gated = _times_gate(slots, gate)
             grad_weight = (_by_token(gated, weight).t() @ grad).view_as(weight)
         return grad_slots, grad_gate, grad_weight, None
 

@@ -26,7 +26,9 @@ class ExpertLoop:
     """
 
     def __init__(self, order: SlotOrder, fan: int):
-        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
+        self.slots = order.slots
+        self.per_wide = order.per_token
+        self.per_narrow = fan
         self.order = order.order
         self.experts: list[int] = []
         self.unchosen: list[int] = []
@@ -60,15 +62,23 @@ class ExpertLoop:
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
         """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
-        matrices = weight.transpose(1, 2) if is_up else weight
-        per_sum = self.per_narrow if is_up else self.per_wide
+        if is_up:
+            matrices = weight.transpose(1, 2)
+            per_sum = self.per_narrow
+        else:
+            matrices = weight
+            per_sum = self.per_wide
         out = _target(rows, self.slots // per_sum, matrices.size(2), per_sum)
         for expert, source, target, share in self._pieces(gate, is_up):
-            inputs, matrix = rows.index_select(0, source), matrices[expert]
+            inputs = rows.index_select(0, source)
+            matrix = matrices[expert]
             if share is not None and not is_up:  # the gate is applied on the narrow side
                 inputs.mul_(share)
             # [rows of the piece, C or D] · [C or D, D or C]
-            product = inputs @ matrix if bias is None else torch.addmm(bias[expert], inputs, matrix)
+            if bias is None:
+                product = inputs @ matrix
+            else:
+                product = torch.addmm(bias[expert], inputs, matrix)
             if share is not None and is_up:
                 product.mul_(share)
             _put(out, target, product, per_sum)
@@ -85,11 +95,24 @@ class ExpertLoop:
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
         """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
-        matrices = weight if is_up else weight.transpose(1, 2)
-        per_row = self.per_wide if is_up else self.per_narrow
-        grad_rows = _target(rows, rows.size(0), rows.size(1), per_row) if needs[0] else None
-        grad_weight = torch.empty_like(weight) if needs[1] else None
-        grad_bias = grad.new_empty(weight.shape[:2]) if needs[2] else None
+        if is_up:
+            matrices = weight
+            per_row = self.per_wide
+        else:
+            matrices = weight.transpose(1, 2)
+            per_row = self.per_narrow
+        if needs[0]:
+            grad_rows = _target(rows, rows.size(0), rows.size(1), per_row)
+        else:
+            grad_rows = None
+        if needs[1]:
+            grad_weight = torch.empty_like(weight)
+        else:
+            grad_weight = None
+        if needs[2]:
+            grad_bias = grad.new_empty(weight.shape[:2])
+        else:
+            grad_bias = None
         grad_shares: list[Tensor] = []
         for expert in self.unchosen:  # its gradient is zero, not missing
             for each in (grad_weight, grad_bias):
@@ -98,21 +121,26 @@ class ExpertLoop:
         previous = -1
         for expert, source, target, share in self._pieces(gate, is_up):
             upstream = grad.index_select(0, target)
-            inputs = rows.index_select(0, source) if needs[3] else None
+            if needs[3]:
+                inputs = rows.index_select(0, source)
+            else:
+                inputs = None
             if needs[0] or needs[3]:
                 product = upstream @ matrices[expert]  # [rows of the piece, D or C] · [D or C, C or D]
                 if inputs is not None:
                     shares = (product * inputs).sum(1)
                     grad_shares.append(shares if bias is None else shares + upstream @ bias[expert])
                 if grad_rows is not None:
-                    product = product if share is None else product.mul_(share)
+                    if share is not None:
+                        product = product.mul_(share)
                     _put(grad_rows, source, product, per_row)
             if needs[1] and inputs is None:  # not earlier: the cache has room for two such buffers
                 inputs = rows.index_select(0, source)
             narrow, wide = (upstream, inputs) if is_up else (inputs, upstream)
             if share is not None and narrow is not None:
                 narrow.mul_(share)
-            is_first, previous = expert != previous, expert
+            is_first = expert != previous
+            previous = expert
             if grad_weight is not None and narrow is not None and wide is not None:
                 if is_first:  # [D, rows of the piece] · [rows of the piece, C]
                     torch.mm(narrow.t(), wide, out=grad_weight[expert])

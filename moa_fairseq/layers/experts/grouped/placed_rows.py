@@ -14,12 +14,19 @@ class PlacedRows(SortedRows):
     """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
 
     def __init__(self, order: SlotOrder, fan: int):
-        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
-        self.tokens, self.num_experts, self.cell = order.tokens, order.num_experts, order.cell
+        self.slots = order.slots
+        self.per_wide = order.per_token
+        self.per_narrow = fan
+        self.tokens = order.tokens
+        self.num_experts = order.num_experts
+        self.cell = order.cell
 
     def _up(self, wide: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]
-        every = wide @ matrix if bias is None else torch.addmm(bias.flatten(), wide, matrix)
+        if bias is None:
+            every = wide @ matrix
+        else:
+            every = torch.addmm(bias.flatten(), wide, matrix)
         return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]
 
     def _arrange(self, slots: Tensor) -> Tensor:

@@ -48,11 +48,18 @@ class SortedRows:
     """
 
     def __init__(self, order: SlotOrder, fan: int):
-        self.slots, self.per_wide, self.per_narrow = order.slots, order.per_token, fan
-        self.expert, self.order, self.offsets = order.expert, order.order, order.offsets
+        self.slots = order.slots
+        self.per_wide = order.per_token
+        self.per_narrow = fan
+        self.expert = order.expert
+        self.order = order.order
+        self.offsets = order.offsets
         self.inverse = torch.empty_like(self.order)
         self.inverse[self.order] = torch.arange(self.slots, device=self.order.device)
-        self.wide_row = self.order if self.per_wide == 1 else self.order // self.per_wide
+        if self.per_wide == 1:
+            self.wide_row = self.order
+        else:
+            self.wide_row = self.order // self.per_wide
 
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
@@ -75,7 +82,12 @@ class SortedRows:
     ) -> list[Tensor | None]:
         """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
         grad_rows = grad_weight = grad_bias = grad_gate = None
-        narrow, wide = (grad, rows) if is_up else (rows, grad)
+        if is_up:
+            narrow = grad
+            wide = rows
+        else:
+            narrow = rows
+            wide = grad
         if needs[1] or needs[2] or (needs[0] and is_up):
             arranged = self._arrange(self._by_slot(narrow, gate))
             if needs[0] and is_up:
@@ -95,7 +107,9 @@ class SortedRows:
     def _by_slot(self, narrow: Tensor, gate: Tensor | None) -> Tensor:
         """gate[s] · narrow[s // per_narrow]: [S / per_narrow, D] → [S, D]"""
         if self.per_narrow == 1:
-            return narrow if gate is None else narrow * gate.unsqueeze(1)
+            if gate is None:
+                return narrow
+            return narrow * gate.unsqueeze(1)
         slots = narrow.unsqueeze(1).expand(-1, self.per_narrow, -1)
         if gate is not None:
             slots = slots * gate.view(-1, self.per_narrow, 1)
@@ -103,20 +117,30 @@ class SortedRows:
 
     def _by_narrow_row(self, slots: Tensor, gate: Tensor | None) -> Tensor:
         """Σ_{s of row} gate[s] · slots[s]: [S, D], which is overwritten → [S / per_narrow, D]"""
-        slots = slots if gate is None else slots.mul_(gate.unsqueeze(1))
-        return slots if self.per_narrow == 1 else slots.view(-1, self.per_narrow, slots.size(1)).sum(1)
+        if gate is not None:
+            slots = slots.mul_(gate.unsqueeze(1))
+        if self.per_narrow == 1:
+            return slots
+        return slots.view(-1, self.per_narrow, slots.size(1)).sum(1)
 
     def _up(self, wide: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
         """A_e(s) · wide[s // per_wide] + bias[e(s)] by flat slot: [S / per_wide, C] → [S, D].
 
         In steps of sorted positions: only the narrow product is kept.
         """
-        matrices, parts = weight.transpose(1, 2), []
+        matrices = weight.transpose(1, 2)
+        parts = []
         for start, end in _steps(self.slots, wide.size(1), self.slots * weight.size(1) // wide.size(1)):
             whole = end - start == self.slots
-            ends = self.offsets if whole else (self.offsets - start).clamp(0, end - start)
+            if whole:
+                ends = self.offsets
+            else:
+                ends = (self.offsets - start).clamp(0, end - start)
             parts.append(F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends))
-        rows = parts[0] if len(parts) == 1 else torch.cat(parts)
+        if len(parts) == 1:
+            rows = parts[0]
+        else:
+            rows = torch.cat(parts)
         if bias is not None:
             rows = rows + bias.index_select(0, self.expert.index_select(0, self.order))
         return rows.index_select(0, self.inverse)
@@ -132,7 +156,9 @@ class SortedRows:
             rows = F.grouped_mm(arranged, weight[:, :, start:end], offs=self.offsets)
             rows = rows.index_select(0, self.inverse)
             parts.append(rows.view(-1, self.per_wide, end - start).sum(1))  # [S, step] → [S / per_wide, step]
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 1)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, 1)
 
     def _weight_grad(self, arranged: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s]ᵀ · wide[s // per_wide], [E, D, C]; zeros for an expert without slots.
@@ -143,7 +169,9 @@ class SortedRows:
         for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
             rows = wide[:, start:end].index_select(0, self.wide_row)
             parts.append(F.grouped_mm(arranged.t(), rows, offs=self.offsets))
-        return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+        if len(parts) == 1:
+            return parts[0]
+        return torch.cat(parts, 2)
 
     def _bias_grad(self, arranged: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s], [E, D]."""

@@ -49,11 +49,13 @@ def why_not() -> str:
 @cache
 def wrong_product() -> str:
     """What is wrong with a 64 × 64 product in float16, or "": old compilers silently err on old GPUs."""
-    device, g = "cpu" if INTERPRETED else "cuda", torch.Generator().manual_seed(0)
+    device = "cpu" if INTERPRETED else "cuda"
+    g = torch.Generator().manual_seed(0)
     rows, weight = (
         torch.randn(size, generator=g).to(device, torch.float16) for size in ((64, 64), (1, 64, 64))
     )
-    order, offsets = torch.arange(64, device=device), torch.tensor([64], device=device, dtype=torch.int32)
+    order = torch.arange(64, device=device)
+    offsets = torch.tensor([64], device=device, dtype=torch.int32)
     try:
         got = loaded("launch").products(rows, weight, None, None, order, offsets, True, 1, 1)
     except Exception as error:  # whatever the compiler has to say
@@ -70,7 +72,12 @@ def unfit(capability: tuple[int, int], triton_version: str) -> str:
     if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
     if capability < (8, 0):
-        last, brought_by = ((3, 1), "2.5") if capability < (7, 5) else ((3, 2), "2.6")
+        if capability < (7, 5):
+            last = (3, 1)
+            brought_by = "2.5"
+        else:
+            last = (3, 2)
+            brought_by = "2.6"
         if (major, minor) > last:
             return (
                 f"Triton {triton_version} has no matrix instructions for compute capability "
@@ -195,17 +202,27 @@ def _gradients(ctx: Any, grad: Tensor, parts: Any) -> tuple[Tensor | None, ...]:
     into_experts, per_row, per_sum = ctx.fan
     needs_rows, needs_weight, needs_bias, needs_gate = ctx.needs_input_grad[:4]
     grad = grad.contiguous()
-    narrow, wide = (grad, rows) if into_experts else (rows, grad)
-    per_narrow, per_wide = (per_sum, per_row) if into_experts else (per_row, per_sum)
+    if into_experts:
+        narrow = grad
+        wide = rows
+        per_narrow = per_sum
+        per_wide = per_row
+    else:
+        narrow = rows
+        wide = grad
+        per_narrow = per_row
+        per_wide = per_sum
     grad_rows = grad_weight = grad_bias = grad_gate = None
-    left, per_left = narrow, per_narrow
+    left = narrow
+    per_left = per_narrow
     if gate is not None and (needs_weight or needs_gate):
         adds_products = needs_rows and not into_experts
         own_bias = bias if into_experts else None
         grad_gate, left, products = parts.gate_grads(
             wide, narrow, weight, own_bias, gate, order, offsets, per_wide, per_narrow, adds_products
         )
-        per_left, grad_rows = 1, products if adds_products else None
+        per_left = 1
+        grad_rows = products if adds_products else None
         if needs_gate and bias is not None and not into_experts:
             by_expert = grad @ bias.to(grad.dtype).t()  # [M, C] · [C, E], then [M, E] → [S]
             grad_gate = grad_gate + by_expert.gather(1, expert.view(-1, per_sum)).view(-1)

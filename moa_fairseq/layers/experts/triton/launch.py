@@ -20,7 +20,9 @@ _LEAST_CACHE = 16 * 2**20  # bytes; a buffer of this size is never cut: launches
 _SUM_TILE = (8, 128)  # rows × columns of a program that adds slots
 _ROWS_TILE = (32, 128)  # rows × columns that a program holds while it sums an expert's rows
 _CHUNK_SUM_TILE = 1024
-_MIN_CHUNK, _CHUNK_UNIT = 256, 128  # rows
+# rows
+_MIN_CHUNK = 256
+_CHUNK_UNIT = 128
 
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
@@ -102,16 +104,21 @@ def products(
     kernel: deterministic, and cheaper than 32-bit atomic additions, which move twice the bytes. So that S
     products of width C never exist at once, it goes through C in steps of `columns_at_once`.
     """
-    rows, weight = rows.contiguous(), weight.contiguous()
+    rows = rows.contiguous()
+    weight = weight.contiguous()
     num_experts, expert_dim, model_dim = weight.shape
-    count, full = order.numel(), expert_dim if into_experts else model_dim
+    count = order.numel()
+    full = expert_dim if into_experts else model_dim
     out = rows.new_empty(count // per_sum, full)
     if count == 0:
         return out
     width = full
     if per_sum > 1:
         width = columns_at_once(count, expert_dim, full, rows.element_size(), _cache_bytes(rows))
-    buffer = out if per_sum == 1 else rows.new_empty(count * width)
+    if per_sum == 1:
+        buffer = out
+    else:
+        buffer = rows.new_empty(count * width)
     arguments = dict(
         rows=rows,
         bias=None if bias is None else bias.contiguous(),
@@ -166,8 +173,10 @@ def gate_grads(
     The products are added for each narrow row, [S / per_narrow, D], if adds_products, else empty [0, D].
     bias [E, D] belongs to them.
     """
-    wide, narrow = wide.contiguous(), narrow.contiguous()
-    weight, gate = weight.contiguous(), gate.contiguous()
+    wide = wide.contiguous()
+    narrow = narrow.contiguous()
+    weight = weight.contiguous()
+    gate = gate.contiguous()
     num_experts, expert_dim, _ = weight.shape
     count = order.numel()
     grad_gate = torch.empty_like(gate, dtype=torch.float32)
@@ -190,7 +199,8 @@ def gate_grads(
         **_weight(weight, wide, order, offsets),
     )
     if adds_products and per_narrow > 1:
-        slots, product = product, torch.empty_like(narrow)
+        slots = product
+        product = torch.empty_like(narrow)
         _sum_slots(slots, product, 0, expert_dim, per_narrow)
     return grad_gate.to(gate.dtype), gated, product
 
@@ -219,7 +229,10 @@ def _processors(tensor: Tensor) -> int:
 
 def _cache_bytes(tensor: Tensor) -> int:
     """Size of the device's second-level cache; old torch does not know it."""
-    known = _properties(tensor.device) if tensor.is_cuda else None
+    if tensor.is_cuda:
+        known = _properties(tensor.device)
+    else:
+        known = None
     return max(getattr(known, "L2_cache_size", 0), _LEAST_CACHE)
 
 
@@ -242,9 +255,12 @@ def outer(
 
     left [S / per_left, D], right [S / per_right, C] → [E, D, C]. An expert without slots gets zeros.
     """
-    left, right = left.contiguous(), right.contiguous()
-    expert_dim, model_dim = left.size(1), right.size(1)
-    experts, count = offsets.numel(), order.numel()
+    left = left.contiguous()
+    right = right.contiguous()
+    expert_dim = left.size(1)
+    model_dim = right.size(1)
+    experts = offsets.numel()
+    count = order.numel()
     tiles = -(-expert_dim // _COLUMN_TILE) * -(-model_dim // _COLUMN_TILE)
     chunk, blocks, parts = _chunks(count, experts, tiles, left)
     out = left.new_empty(experts, expert_dim, model_dim)
@@ -278,7 +294,8 @@ def outer(
 def sum_rows(rows: Tensor, gate: Tensor | None, order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
     """out[e] = Σ_{slots of e} gate · rows[slot // per_row]: rows [S / per_row, W] → [E, W] float32."""
     rows = rows.contiguous()
-    width, experts = rows.size(1), offsets.numel()
+    width = rows.size(1)
+    experts = offsets.numel()
     block_r, block_c = _ROWS_TILE
     tiles = -(-width // block_c)
     chunk, blocks, parts = _chunks(order.numel(), experts, tiles, rows)

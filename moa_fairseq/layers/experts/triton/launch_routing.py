@@ -21,14 +21,22 @@ def route(
     x: Tensor, weight: Tensor, per_token: int, normalizes: bool, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
     """As `route_kernel`: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E)."""
-    x, weight = x.contiguous(), weight.contiguous()
-    tokens, experts = x.size(0), weight.size(0)
+    x = x.contiguous()
+    weight = weight.contiguous()
+    tokens = x.size(0)
+    experts = weight.size(0)
     logits = x.new_empty(tokens, experts, dtype=torch.float32)
     probs = torch.empty_like(logits)
     chooses = per_token < experts
-    index = x.new_empty(tokens, per_token, dtype=torch.int64) if chooses else None
+    if chooses:
+        index = x.new_empty(tokens, per_token, dtype=torch.int64)
+    else:
+        index = None
     writes_gate = chooses or padding is not None
-    gate = probs.new_empty(tokens, per_token) if writes_gate else probs
+    if writes_gate:
+        gate = probs.new_empty(tokens, per_token)
+    else:
+        gate = probs
     if tokens == 0:
         return logits, probs, gate, index
     block, columns = _ROUTE_TILE
@@ -115,7 +123,8 @@ def sort(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 @on_its_device
 def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
     """As `gate_slots_kernel`: (gate · slots, grad_gate [S] in the gate's dtype); `product` is overwritten."""
-    slots, gate = slots.contiguous(), gate.contiguous()
+    slots = slots.contiguous()
+    gate = gate.contiguous()
     gated = torch.empty_like(slots)
     grad_gate = torch.empty_like(gate, dtype=torch.float32)
     rows, columns = _GATE_TILE

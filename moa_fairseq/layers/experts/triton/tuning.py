@@ -130,7 +130,8 @@ def fitting(configs: list[triton.Config], sample: torch.Tensor, tf32: bool) -> l
     """
     if not configs:
         return []
-    limit, size = _limit_of(sample.device), sample.element_size()
+    limit = _limit_of(sample.device)
+    size = sample.element_size()
     smallest = min(configs, key=lambda config: shared_bytes(config, size))
     if size == 4 and not tf32:
         return [smallest]
@@ -171,7 +172,8 @@ def autotune(configs: list[triton.Config], prune: Callable[..., list[triton.Conf
         return triton.heuristics(
             {name: lambda _, size=size: size for name, size in configs[0].kwargs.items()}
         )
-    options = (
-        {"cache_results": True} if "cache_results" in inspect.signature(triton.autotune).parameters else {}
-    )
+    if "cache_results" in inspect.signature(triton.autotune).parameters:
+        options = {"cache_results": True}
+    else:
+        options = {}
     return triton.autotune(configs, key, prune_configs_by={"early_config_prune": prune}, **options)
