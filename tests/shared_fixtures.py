@@ -25,7 +25,7 @@ from omegaconf import OmegaConf
 import moa_fairseq
 from moa_fairseq import process
 from moa_fairseq.cli import Console, reporting_to
-from moa_fairseq.experiments.data import prepare
+from moa_fairseq.experiments.data import language_model_steps
 from moa_fairseq.experiments.data.gpt2_files import Gpt2Files
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.process import Executor, flags
@@ -235,7 +235,7 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
         (source / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
     root = tmp_path_factory.mktemp("toy_wiki")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(prepare, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+        patch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
         return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
 
 

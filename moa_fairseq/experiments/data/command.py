@@ -33,8 +33,9 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import check_place
 from moa_fairseq.experiments.data.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
+from moa_fairseq.experiments.data.job import default_workers
 from moa_fairseq.experiments.data.manifest import read_manifest, summary
-from moa_fairseq.experiments.data.prepare import Preparation, default_workers
+from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.process import Executor, terminate_as_interrupt
 
 # OUT may stand anywhere on the command line.

@@ -18,9 +18,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, LABEL
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
+from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.monolingual import MODEL
-from moa_fairseq.experiments.data.prepare import CODES, given_fingerprint
+from moa_fairseq.experiments.data.prepare import given_fingerprint
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, marks
 from moa_fairseq.experiments.text import STEPS
@@ -35,9 +36,15 @@ log = logging.getLogger(__name__)
 
 
 def text_files(data: Path) -> dict[str, Path]:
-    """The name in a prepared folder → the file, of what a binarised folder has for reading and writing text.
+    """What a binarised folder has for reading and writing text.
 
     Merges and pieces belong to it where a manifest.json lies beside it.
+
+    Args:
+        data: the binarised folder.
+
+    Returns:
+        The name in a prepared folder, such as "binarised/dict.en.txt" → the file.
     """
     within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
     if (data.parent / MANIFEST).is_file():
@@ -51,7 +58,16 @@ def text_files(data: Path) -> dict[str, Path]:
 def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
     """How text becomes symbols by a manifest: kind, encoder; for translation languages and line functions.
 
-    {} where it does not tell. Raises UserError, which ends with `remedy`, for one that no program wrote.
+    Args:
+        manifest: of a prepared folder, or of the copy that a run keeps.
+        remedy: a sentence that ends the error.
+
+    Returns:
+        kind, encoder, merges (whether there are any); of translation source, target and steps; {} where it
+        does not tell.
+
+    Raises:
+        UserError: for one that no program wrote.
     """
     where = f"The {MANIFEST} of the data"
     check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
@@ -93,10 +109,17 @@ def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
-    """Write `new`, a run's copy of its data's text files, with their checksums and the rules.
+    """Write a run's copy of its data's text files, with their checksums and the rules.
 
-    fingerprint: of the data. Raises UserError for files that changed since the data was prepared, and where
-    the run was trained on other data.
+    Args:
+        data: the binarised folder.
+        run_folder: whose state.json tells what the run was trained on, if it was.
+        fingerprint: of the data.
+        new: the folder of the copy.
+
+    Raises:
+        UserError: for files that changed since the data was prepared, and where the run was trained on other
+            data.
     """
     trained = marks(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
     if trained != fingerprint:
@@ -116,7 +139,10 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
 def kept_text(checkpoint: Path) -> Path | None:
     """The copy of its data's text files, as a binarised folder, in the run folder of a checkpoint.
 
-    None where no run keeps one. Raises UserError where it was changed.
+    None where no run keeps one.
+
+    Raises:
+        UserError: where it was changed.
     """
     run = _run_of(checkpoint)
     if run is None or not (run / KEPT / MANIFEST).is_file():
@@ -128,10 +154,18 @@ def kept_text(checkpoint: Path) -> Path | None:
 
 
 def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
-    """Which text files of binarised `data` nobody can tell to be those that the model was trained with.
+    """Check that data has the text files that a model was trained with.
 
-    named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
-    Raises UserError for files that are others, or changed since they were made.
+    Args:
+        checkpoint: of the model, in its run folder or elsewhere.
+        data: the binarised folder.
+        named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
+
+    Returns:
+        Those files of which nobody can tell, by their names in a prepared folder.
+
+    Raises:
+        UserError: for files that are others, or changed since they were made.
     """
     kept = kept_text(checkpoint)
     unknown = check_text(data)
@@ -172,9 +206,17 @@ def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
 
 
 def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
-    """Raises UserError for text files that the manifest.json beside a binarised folder lists otherwise.
+    """Check a binarised folder's text files by the manifest.json beside it.
 
-    Returns those that it does not list. remedy: ends the message.
+    Args:
+        data: the binarised folder.
+        remedy: a sentence that ends the error.
+
+    Returns:
+        The names of those that it does not list.
+
+    Raises:
+        UserError: for one that it lists otherwise, or that is missing.
     """
     manifest = data.parent / MANIFEST
     found = text_files(data)

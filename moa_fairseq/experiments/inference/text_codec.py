@@ -8,9 +8,9 @@ from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import TRANSLATION
+from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.monolingual import MODEL
-from moa_fairseq.experiments.data.prepare import CODES
 from moa_fairseq.experiments.data.text_files import rules_of, text_files
 from moa_fairseq.experiments.data.text_stages import load_codes, words_of
 from moa_fairseq.experiments.text import Step
@@ -18,7 +18,13 @@ from moa_fairseq.experiments.text.tokenizer import detokenize
 
 
 class TranslationCodec(NamedTuple):
-    """Line functions and merges. steps: those of the source language. codes: a file, or "" for none."""
+    """Line functions and merges.
+
+    Args:
+        steps: those of the source language.
+        codes: the file of the merges, or "" for none.
+        target: the target language, which text that was tokenised here is detokenised by.
+    """
 
     steps: tuple[Step, ...] = ()
     codes: str = ""
@@ -44,7 +50,11 @@ class TranslationCodec(NamedTuple):
 
 
 class PieceCodec(NamedTuple):
-    """SentencePiece's pieces by the model of a file."""
+    """SentencePiece's pieces.
+
+    Args:
+        model: the file that has them.
+    """
 
     model: str
 
@@ -91,9 +101,14 @@ def _processor(model: str) -> Any:
 
 
 def codec_of(data: Path, kind: str) -> Any:
-    """The codec of a binarised folder that `moa-fairseq prepare` or a recipe made. kind: the data set's.
+    """What turns raw text into symbols and back, by a folder that `moa-fairseq prepare` or a recipe made.
 
-    Raises UserError for a folder of another origin, and for another kind of data.
+    Args:
+        data: the binarised folder, beside its manifest.json.
+        kind: of its data set: TRANSLATION or LANGUAGE_MODELING of `catalogue`.
+
+    Raises:
+        UserError: for a folder of another origin or kind of data, and where its merges or pieces are missing.
     """
     root = data.parent
     remedy = "Give text that is tokenised and segmented as the model's, with --segmented."

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.prepare import CODES
+from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.text_files import same_text
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes.schema import Recipe

@@ -11,8 +11,7 @@ import zipfile
 
 import pytest
 
-from moa_fairseq.experiments.data import catalogue, command
-from moa_fairseq.experiments.data import prepare as prepare_module
+from moa_fairseq.experiments.data import catalogue, command, language_model_steps
 from moa_fairseq.experiments.data.catalogue import TRANSLATION, datasets
 from moa_fairseq.experiments.data.prepare import Preparation
 
@@ -220,7 +219,7 @@ def tables(monkeypatch):
 def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
     """prepare(name, source, ...) → (Prepared, output folder): in this process, offline, from small tables."""
     tables()
-    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
 
     def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
         said.clear()

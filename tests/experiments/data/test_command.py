@@ -12,8 +12,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.cli import build_parser, main
-from moa_fairseq.experiments.data import command
-from moa_fairseq.experiments.data import prepare as prepare_module
+from moa_fairseq.experiments.data import command, language_model_steps
 from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE, hyphens, is_raw
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -27,7 +26,7 @@ HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 def prepare(tables, in_process, toy_gpt2, tmp_path, capsys, monkeypatch):
     """prepare(*words) → (status, output, complaint)."""
     tables()
-    monkeypatch.setattr(prepare_module, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
     monkeypatch.chdir(tmp_path)
 
     def run(*words):

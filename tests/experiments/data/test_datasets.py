@@ -13,9 +13,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import download
 from moa_fairseq.experiments.data.catalogue import datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest, summary
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.text import STEPS
 
 CONFIGS = Path(__file__).resolve().parents[3] / "configs"

@@ -21,7 +21,6 @@ from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.experiments.data.encodings import encoding_remedy
 from moa_fairseq.experiments.data.monolingual import write_bytes, write_lines
 from moa_fairseq.experiments.data.parallel_text import BAD, Piece, read_lines, read_pairs
-from moa_fairseq.experiments.data.prepare import sample_pairs
 from moa_fairseq.experiments.data.text_stages import (
     Split,
     Treatment,
@@ -31,6 +30,7 @@ from moa_fairseq.experiments.data.text_stages import (
     treat,
     write_splits,
 )
+from moa_fairseq.experiments.data.translation_steps import sample_pairs
 
 TREATMENT = Treatment(cleaning=Cleaning())
 RULES = Cleaning(1, 5, 1.5)

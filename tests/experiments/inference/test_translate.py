@@ -362,7 +362,7 @@ def language_model(tmp_path_factory, fairseq):
         from moa_fairseq.experiments.data.catalogue import datasets
 
         small = {**datasets(), "wikitext2_sp512": _with_pieces(datasets()["wikitext2_sp512"], 30)}
-        patch.setattr("moa_fairseq.experiments.data.prepare.datasets", lambda: small)
+        patch.setattr("moa_fairseq.experiments.data.job.datasets", lambda: small)
         settings = {"recipe": "wikitext2_sp512", "flags": {}}
         data = Preparation(settings, ["train", "valid", "test"], root, root / "data").run().folder
     fairseq(

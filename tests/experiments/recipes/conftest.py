@@ -10,9 +10,10 @@ import pytest
 import yaml
 
 from moa_fairseq.cli import Console, reporting_to
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.steps import Options
 
 SMALL = {
     "experiment": "small",

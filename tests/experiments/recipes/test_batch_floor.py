@@ -10,10 +10,11 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import batch as batch_module
 from moa_fairseq.experiments.recipes.batch import fit, plan_batch
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Train
+from moa_fairseq.experiments.recipes.steps import Options
 
 
 def gpus(count):

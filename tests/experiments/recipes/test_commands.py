@@ -10,7 +10,6 @@ from moa_fairseq import process
 from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.batch import plan_batch
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import (
     Hardware,
     World,
@@ -21,7 +20,9 @@ from moa_fairseq.experiments.recipes.hardware import (
     precision_name,
 )
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Model, Train
+from moa_fairseq.experiments.recipes.steps import Options
 
 CPU, AMX = Hardware(), Hardware(bfloat16_units=True)
 V100 = Hardware(1, "V100", (7, 0), ("0",))

@@ -12,10 +12,10 @@ import yaml
 from omegaconf import OmegaConf
 
 from moa_fairseq.experiments.recipes.batch import plan_batch
-from moa_fairseq.experiments.recipes.command import Options
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
+from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.complexity import complexity
 
 ROOT = Path(__file__).resolve().parents[3]

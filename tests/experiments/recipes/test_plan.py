@@ -11,7 +11,6 @@ from fairseq.utils import move_to_cpu
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.planner import (
@@ -27,6 +26,8 @@ from moa_fairseq.experiments.recipes.planner import (
     read_speeds,
     workload,
 )
+from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.skeleton import build_skeleton
 from moa_fairseq.process import flags
 

@@ -17,11 +17,12 @@ from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes import checkpoints, command
-from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.planner import read_speeds
+from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.scores import headline_of
+from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.process import Executor
 
 pytestmark = pytest.mark.usefixtures("forked_commands")

@@ -1,0 +1,192 @@
+"""What the steps of every kind of data need: the files of a data section, binarising and the manifest."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import itertools
+import logging
+import os
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.experiments.data.binarised import DICTIONARY, check_binarised, check_stem
+from moa_fairseq.experiments.data.catalogue import (
+    CLASSIFICATION,
+    MASKED_LM,
+    TRANSLATION,
+    Dataset,
+    Part,
+    datasets,
+)
+from moa_fairseq.experiments.data.manifest import MANIFEST, manifest_of
+from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
+from moa_fairseq.experiments.data.parallel_text import Piece, find_file, read_lines
+from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.make import OUT, Step
+from moa_fairseq.files import atomic_write
+from moa_fairseq.process import Executor, flags
+
+CODES = "codes"
+log = logging.getLogger(__name__)
+
+
+def default_workers() -> int:
+    """As many processes as there are processors, at most 8."""
+    return min(8, os.cpu_count() or 1)
+
+
+@dataclasses.dataclass(frozen=True)
+class PreparationJob:
+    """One data section of a recipe: its files, and the steps that every kind of data has.
+
+    settings: the recipe's `data` section as a mapping. subsets: those that training and scoring need. source:
+    the --data folder, or None for a data set that is downloaded or drawn. root: where the stages are kept.
+    downloads: where public files are kept (beside `root` unless given). dataset: in place of the table's row.
+    commands: the file that keeps the commands. whole: the line that makes all of it. unread: the steps are
+    only shown, and the source may not be there yet.
+    """
+
+    settings: Mapping[str, Any]
+    subsets: Sequence[str]
+    source: Path | None
+    root: Path
+    executor: Executor = dataclasses.field(default_factory=Executor)
+    downloads: Path | None = None
+    offline: bool = False
+    workers: int = dataclasses.field(default_factory=default_workers)
+    dataset: Dataset | None = None
+    commands: Path | None = None
+    whole: str = ""
+    unread: bool = False
+
+    @functools.cached_property
+    def data(self) -> Dataset:
+        """The data set; `parallel` where the source holds text of one's own in place of archives."""
+        dataset = self.dataset or datasets()[self.settings["recipe"]]
+        if dataset.archives:
+            own = [f"train.{language}" for language in self.languages]
+        else:
+            own = []
+        if self.source and own and all(find_file(self.source, name) for name in own):
+            raw = bool(self.settings.get("tokenize"))
+            form = f"raw text, which goes through the steps of {dataset.name}"
+            if raw:
+                what = form
+            else:
+                what = "tokenised and cleaned"
+            log.info("%s holds %s: taken as %s", self.source, " and ".join(own), what)
+            return dataset.of_own_text(raw)
+        return dataset
+
+    @functools.cached_property
+    def store(self) -> Store:
+        """Where its files come from."""
+        return Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
+
+    @functools.cached_property
+    def parts(self) -> dict[str, list[Part]]:
+        """split → its parts; {} where steps are only shown for a source that is not there yet."""
+        if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
+            return {}
+        if not self.source:
+            return self.data.parts(self.languages)
+        return self.store.parts(self.data, self.languages, self.subsets)
+
+    @functools.cached_property
+    def texts(self) -> dict[str, list[Piece]]:
+        """split → its files, fetched and extracted where necessary; those of two languages alternate."""
+        # All together, so that an archive is gone through once.
+        flat = [*itertools.chain.from_iterable(self.parts.values())]
+        codes = self.data.codes
+        pieces = self.store.pieces(flat, [codes] if codes else [], self.data, self.root)
+        if codes in pieces:
+            # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
+            with atomic_write(self.root / CODES) as stream:
+                stream.writelines(line + "\n" for line in read_lines(pieces[codes].path))
+        return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
+
+    @property
+    def languages(self) -> tuple[str, ...]:
+        """(source, target), or () for data of one language."""
+        return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
+
+    @property
+    def joined(self) -> bool:
+        """Whether both languages share a dictionary."""
+        return bool(self.languages) and self.settings["joined_dictionary"]
+
+    def checksum(self, path: Path) -> str:
+        """sha256 of a file that the data is made from."""
+        return known_checksum(self.store.downloads / MEMORY, path)
+
+    def read(self) -> dict[str, Any]:
+        """split → markup and sha256 of each of its files."""
+        return {
+            split: [[piece.markup, self.checksum(piece.path)] for piece in pieces]
+            for split, pieces in self.texts.items()
+        }
+
+    def binarise(
+        self,
+        text: Step,
+        splits: Sequence[str],
+        name: str = "",
+        finish: Callable[[Path], Any] = lambda new: None,
+    ) -> Step:
+        """fairseq-preprocess of the text that a step made.
+
+        splits: all but train and valid are tests. name: of the folder of sentences or of classes. finish:
+        puts what else belongs there into the new folder.
+        """
+        folder = text.output / name
+        kind = self.data.kind
+        tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
+        if self.languages:
+            sides: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
+        else:
+            # By a dictionary of its own, a class keeps its number, whatever was drawn.
+            if kind in (MASKED_LM, CLASSIFICATION):
+                given = str(folder / DICTIONARY)
+            else:
+                given = None
+            sides = {"only-source": True, "srcdict": given}
+        values = {
+            **sides,
+            **{f"{split}pref": str(folder / split) for split in ("train", "valid") if split in splits},
+            "testpref": ",".join(tests) or None,
+            **({"joined-dictionary": self.joined} if self.languages else {}),
+            "workers": 1 if kind == CLASSIFICATION else self.workers,
+            **self.data.preprocess,
+            **(self.settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {}),
+            "destdir": OUT,
+        }
+
+        def check(new: Path) -> dict[str, int]:
+            finish(new)
+            if name:
+                return {split: check_stem(new / split) for split in splits}
+            return check_binarised(new, self.languages, splits, self.joined)
+
+        settings = {key: value for key, value in values.items() if key not in ("workers", "destdir")}
+        return Step(
+            f"binarised-{name}" if name else "binarised",
+            self.root / "binarised" / name,
+            ["fairseq-preprocess", *flags(values)],
+            {"text": text, "settings": settings, "splits": list(splits)},
+            finish=check,
+        )
+
+    def manifest(self, last: Step, **settings: Any) -> Step:
+        """manifest.json of what the steps up to `last` made."""
+
+        def write(new: Path) -> None:
+            if self.languages:
+                described = {**self.settings, **settings}
+            else:
+                described = {"recipe": self.data.name, **settings}
+            origins = self.store.origins
+            write_json(new, manifest_of(self.root, described, origins, self.texts, self.data))
+
+        return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})

@@ -1,0 +1,106 @@
+"""The steps of running text, for causal and for masked language models."""
+
+from __future__ import annotations
+
+import functools
+import logging
+import shutil
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.experiments.data import monolingual
+from moa_fairseq.experiments.data.binarised import DICTIONARY
+from moa_fairseq.experiments.data.gpt2_files import (
+    DICTIONARIES,
+    ENCODER,
+    OTHER_DICTIONARY,
+    VOCAB,
+    encode_texts,
+    obtain_gpt2_files,
+)
+from moa_fairseq.experiments.data.job import PreparationJob
+from moa_fairseq.experiments.data.manifest import MANIFEST
+from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.make import Step, marks
+
+log = logging.getLogger(__name__)
+
+
+def language_modeling_steps(job: PreparationJob) -> list[Step]:
+    """Text in a vocabulary of its own: (model →) text (→ binarised)."""
+    data = job.data
+    folder = job.root / "model"
+    steps: list[Step] = []
+    pieces = job.settings.get("bpe") or data.pieces
+
+    def read() -> dict[str, Any]:
+        return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
+
+    def learn(new: Path) -> dict[str, int]:
+        log.info("learning %s SentencePiece pieces", f"{pieces:,}")
+        return monolingual.train_pieces(job.texts["train"], pieces, new)
+
+    def write(new: Path) -> dict[str, Any]:
+        if data.encoder == "bytes":
+            facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
+        elif data.encoder == "sentencepiece":
+            facts = monolingual.write_pieces(job.texts, folder / monolingual.MODEL, new, job.workers)
+        else:
+            facts = monolingual.write_lines(job.texts, new)
+        for split, fact in facts.items():
+            log.info("%s: %s", split, ", ".join(f"{number:,} {what}" for what, number in fact.items()))
+        return facts
+
+    if data.encoder == "sentencepiece":
+        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": pieces}))
+    model = {"model": steps[0]} if steps else {}
+    steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
+    if data.encoder != "none":
+        steps.append(job.binarise(steps[-1], data.subsets))
+    return [*steps, job.manifest(steps[-1])]
+
+
+def masked_lm_steps(job: PreparationJob) -> list[Step]:
+    """Running text in GPT-2's encoding: bpe → binarised, whose folder has the manifest."""
+    data = job.data
+    bpe = job.root / "bpe"
+
+    @functools.cache
+    def encoding() -> Any:
+        return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
+
+    def read() -> dict[str, Any]:
+        dictionary = job.checksum(encoding().dictionary)
+        return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
+
+    def encode(new: Path) -> dict[str, Any]:
+        files = encoding()
+        texts = {split: piece.path for split, (piece,) in job.texts.items()}
+        facts = encode_texts(texts, new, files, job.workers)
+        for path, name in ((files.encoder, ENCODER), (files.vocab, VOCAB), (files.dictionary, DICTIONARY)):
+            shutil.copyfile(path, new / name)
+        for split, fact in facts.items():
+            words = fact["words"] + fact["lines"]
+            expected = data.words.get(split)
+            if expected not in (None, words):
+                warning = f"; WARNING: {expected:,} words were expected"
+            else:
+                warning = ""
+            log.info(
+                f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
+                f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "
+                f"times{warning}"
+            )
+        return {"dictionary": files.order, "splits": facts}
+
+    def finish(new: Path) -> None:
+        for name in (ENCODER, VOCAB):
+            shutil.copyfile(bpe / name, new / name)
+        facts = {"licence": data.licence, "sources": job.store.origins, **marks(job.root)["bpe"]["facts"]}
+        if "srcdict" in job.settings["flags"]:
+            facts["dictionary"] = OTHER_DICTIONARY
+        write_json(new / MANIFEST, {"recipe": data.name, **facts})
+        log.info("dictionary: %s", DICTIONARIES[facts["dictionary"]])
+
+    encoded = Step("bpe", bpe, encode, read)
+    return [encoded, job.binarise(encoded, list(job.parts or job.subsets), finish=finish)]

@@ -1,0 +1,160 @@
+"""The steps of parallel text: tokens → bpe → sample → binarised."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import math
+import os
+import random
+import shutil
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data.job import CODES, PreparationJob
+from moa_fairseq.experiments.data.parallel_text import (
+    BAD,
+    WHOLE,
+    Piece,
+    PiecePair,
+    hyphens,
+    is_raw,
+    read_lines,
+    read_pairs,
+)
+from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, write_splits
+from moa_fairseq.experiments.make import Step
+
+# pairs of the training text that are shown, that are looked at
+SHOWN = 3
+SAMPLE = 1000
+log = logging.getLogger(__name__)
+
+
+def translation_steps(job: PreparationJob) -> list[Step]:
+    """tokens → bpe → sample → binarised."""
+    settings = job.settings
+    languages = job.languages
+    data = job.data
+    tokens = text = job.root / "tokens"
+    merges = settings["bpe"]
+    given = settings.get("codes")
+    splits = list(job.parts or job.subsets)
+    if data.hold_out and data.hold_out.split not in splits:
+        splits.insert(1, data.hold_out.split)
+
+    def pairs(split: str) -> list[PiecePair]:
+        pieces = job.texts.get(split, [])
+        return list(zip(pieces[::2], pieces[1::2]))
+
+    def pair(folder: Path, split: str) -> PiecePair:
+        return Piece(folder / f"{split}.{languages[0]}"), Piece(folder / f"{split}.{languages[1]}")
+
+    def tokenised() -> list[Split]:
+        found = []
+        for split in job.parts:
+            steps = [data.steps_for(split, language, settings) for language in languages]
+            treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
+            train = split == "train"
+            own = not data.downloadable
+            hold_out = data.hold_out if train else None
+            found.append(Split(split, pairs(split), treatment, hold_out, train, own))
+        return found
+
+    def token_inputs() -> dict[str, Any]:
+        treated = [[split.name, split.treatment, split.hold_out] for split in tokenised()]
+        return {"languages": languages, "texts": job.read(), "splits": treated}
+
+    def tokenise(new: Path) -> dict[str, Any]:
+        found = itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)
+        sample = [sides for sides in found if not any(side.startswith(BAD) for side in sides)]
+        # For people, who see whether the sides belong together, and whether the text is segmented already.
+        for sides in sample[:SHOWN]:
+            log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
+        asked = datasets()[settings["recipe"]]
+        taken = not data.steps and not data.codes and settings.get("tokenize") is None
+        if taken and is_raw(itertools.chain(*sample)):
+            way = datasets()[asked.raw or asked.name]
+            if asked.raw:
+                sets = f"--set data.recipe={way.name} --set data.bpe={way.merges} "
+            else:
+                sets = ""
+            if way.name == "parallel":
+                what = "Moses' tokeniser"
+            else:
+                what = f"the steps of {way.name}"
+            raise UserError(
+                f"{pairs('train')[0][0].path} looks like raw text: `moa-fairseq prepare {way.name}` with "
+                f"--tokenize (in a recipe: {sets}--set data.tokenize=true) takes it through {what}, "
+                f"--no-tokenize (data.tokenize=false) takes it as it stands."
+            )
+        if asked.splits_hyphens and not data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
+            log.warning(
+                "%s has compounds with their hyphens (a-b), which %s splits (a @-@ b): BLEU of it is not "
+                "comparable with the paper's without a compound split",
+                *(pairs("train")[0][1].path, asked.name),
+            )
+        return write_splits(tokenised(), languages, new, job.workers)
+
+    def segment(new: Path) -> dict[str, Any]:
+        new.mkdir()
+        if given:
+            shutil.copyfile(given, new / CODES)
+        else:
+            log.info("learning %s joint BPE merges", f"{merges:,}")
+            learn_codes([tokens / f"train.{language}" for language in languages], merges, new / CODES)
+        treatments = {split: Treatment(codes=str(new / CODES), cleaning=cleaning[split]) for split in splits}
+        segmented = [Split(split, [pair(tokens, split)], how) for split, how in treatments.items()]
+        return write_splits(segmented, languages, new, job.workers)
+
+    def segment_inputs() -> dict[str, Any]:
+        if given and not Path(given).is_file():
+            raise UserError(f"data.codes: there is no file {given} with BPE merges.")
+        if given:
+            learned = job.checksum(Path(given))
+        else:
+            learned = merges
+        return {"tokens": steps[0], "codes": learned, "cleaning": cleaning}
+
+    steps = [Step("tokens", tokens, tokenise, token_inputs)]
+    if merges is not None or given:
+        text = job.root / "bpe"
+        cleaning = {split: data.cleaning("bpe", split) for split in splits}
+        steps.append(Step("bpe", text, segment, segment_inputs))
+    fraction = settings.get("train_fraction")
+    seed = settings.get("train_fraction_seed", 1)
+    if fraction not in (None, 1):
+        whole = text
+        text = job.root / "sample"
+
+        def sample(new: Path) -> dict[str, int]:
+            new.mkdir()
+            for split in splits:
+                for one, other in zip(pair(whole, split), pair(new, split)):
+                    if split != "train":
+                        os.link(one.path, other.path)
+            return sample_pairs(pair(whole, "train"), pair(new, "train"), fraction, seed)
+
+        steps.append(Step("sample", text, sample, {"text": steps[-1], "fraction": fraction, "seed": seed}))
+    steps.append(job.binarise(steps[-1], splits))
+    return [*steps, job.manifest(steps[-1])]
+
+
+def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:
+    """Write fraction of the pairs of two files, one at least, in their order; returns how many (MAE §5.2).
+
+    The sample of a smaller fraction is part of a larger one's with the same seed.
+    """
+    total = sum(1 for _ in read_lines(source[0].path))
+    order = list(range(total))
+    random.Random(seed).shuffle(order)
+    kept = set(order[: max(1, math.ceil(total * fraction))])
+    for old, new in zip(source, destination):
+        with open(new.path, "w", encoding="utf-8", newline="\n") as stream:
+            for number, line in enumerate(read_lines(old.path)):
+                if number in kept:
+                    stream.write(line + "\n")
+    log.info("sample: %s of %s training pairs", f"{len(kept):,}", f"{total:,}")
+    return {"lines": len(kept), "of": total}

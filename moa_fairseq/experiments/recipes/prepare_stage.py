@@ -1,0 +1,121 @@
+"""A run's first stage: its data is made, or found again."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
+from moa_fairseq.experiments.data.obtain import require_source
+from moa_fairseq.experiments.data.prepare import Preparation, prepared_folder
+from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, put_mark
+from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
+from moa_fairseq.experiments.recipes.steps import Run
+from moa_fairseq.process import Executor, to_shell
+
+# Data recipes that need no --data: `moa-fairseq corpus` makes it.
+EMBEDDED = ("embedded", "embedded_gpt2bpe")
+# What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
+BINARISED_KEYS = ("source", "target", "joined_dictionary")
+log = logging.getLogger(__name__)
+
+
+def prepare(run: Run, executor: Executor) -> Prepared:
+    """Make the data of a run, or find what was made before; keeps a mark of it in the run's folder.
+
+    Raises:
+        UserError: For data that is lacking or unusable.
+    """
+    job, corpus = _job_of(run, executor)
+    require_source(job.settings, job.source)
+    if corpus:  # a second time that does nothing
+        shown = to_shell(corpus, executor.environment)
+        log.info("$ %s", shown)
+        keep_command(shown, run.folder / COMMANDS)
+        executor.run(corpus, run.folder / "corpus.log", errors_too=True, on_line=_log_line)
+    prepared = job.run()
+    if prepared.folder.parent == job.root:
+        depends_on = list(job.settings)
+    else:
+        depends_on = list(BINARISED_KEYS)
+    facts = {
+        "folder": str(prepared.folder.resolve()),
+        "sentences": prepared.sentences,
+        "fingerprint": prepared.fingerprint,
+        "source": str(job.source.resolve()) if job.source else None,
+        "settings": {key: job.settings[key] for key in depends_on},
+    }
+    put_mark(run.folder, "prepare", inputs={}, facts=facts)
+    return prepared
+
+
+def show_preparation(run: Run, executor: Executor) -> Prepared:
+    """Show the commands of the stage and make nothing.
+
+    Returns:
+        The folder where the data would be, which need not be there.
+    """
+    job, corpus = _job_of(run, executor, unread=True)
+    if job.settings["recipe"] == "binarised" or (job.source and is_binarised(job.source)):
+        return Prepared(job.source or Path("DATA-BIN"), {}, "")
+    if run.options.wants("prepare"):
+        steps = job.steps()
+        if corpus and job.source:
+            steps.insert(0, Step("corpus", job.source, corpus))
+        make(steps, job.root, executor=executor, dry_run=True, whole=run.options.preparation)
+    folder = None
+    if run.folder.exists() and not run.options.data:
+        folder = prepared_data(run.folder)
+    return Prepared(folder or job.root / "binarised", {}, "")
+
+
+def recall(run: Run) -> Prepared:
+    """The data that an earlier prepare stage made.
+
+    Raises:
+        UserError: Where there is none, or where the recipe now asks for other data.
+    """
+    folder = run.folder
+    known = prepare_facts(folder)
+    now = dataclasses.asdict(run.recipe.data)
+    place = prepared_data(folder)
+    if "sentences" not in known or place is None:
+        raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+    settings = known.get("settings", {})
+    sentences = known["sentences"]
+    changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
+    found = [f"{key}: {change}" for key, change in changed.items()]
+    found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
+    if found:
+        problem = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
+        raise UserError(f"{problem}: run --stage prepare with the new ones first.")
+    return Prepared(place, sentences, known["fingerprint"])
+
+
+def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Preparation, list[str]]:
+    """The preparation that a run asks for, and the command that makes its raw text, or []."""
+    options = run.options
+    data = dataclasses.asdict(run.recipe.data)
+    source = options.data
+    if source is None and run.folder.exists() and (before := prepare_facts(run.folder).get("source")):
+        source = Path(before)
+    corpus: list[str] = []
+    made_here = options.data_root / "embedded_en_de"
+    if data["recipe"] in EMBEDDED and source in (None, made_here):
+        source = made_here
+        corpus = ["moa-fairseq", "corpus", "--output", str(source)]
+    places: dict[str, Any] = {
+        "downloads": options.data_root / "downloads",
+        "commands": run.folder / COMMANDS,
+        "whole": options.preparation,
+        "unread": unread,
+    }
+    root = prepared_folder(data, source, options.data_root)
+    return Preparation(data, run.recipe.splits, source, root, executor, **places), corpus
+
+
+def _log_line(line: str) -> None:
+    log.info("  %s", line)

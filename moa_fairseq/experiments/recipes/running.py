@@ -1,0 +1,233 @@
+"""Carries out the stages of a recipe in its run folder."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+import logging
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import yaml
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.make import Step, make
+from moa_fairseq.experiments.recipes.batch import (
+    fit,
+    plan_batch,
+    planned_updates,
+    schedule_warning,
+    sentence_sizes,
+    training_set,
+)
+from moa_fairseq.experiments.recipes.checkpoints import LAST, prepare_facts
+from moa_fairseq.experiments.recipes.ending import check_ending, check_files
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.lengths import check_sentences
+from moa_fairseq.experiments.recipes.prepare_stage import prepare, recall, show_preparation
+from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
+from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.recipes.steps import Options, Run, steps
+from moa_fairseq.files import atomic_write
+from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
+
+STAGES = ("prepare", "train", "average", "generate", "score")
+# After a restart of torchrun, the program that kept the run folder before may take its time to go.
+HANDOVER_SECONDS = 60.0
+log = logging.getLogger(__name__)
+
+
+def run_recipe(
+    recipe: Recipe,
+    hardware: Hardware,
+    options: Options,
+    executor_class: Callable[..., Executor] = Executor,
+    dry_run: bool = False,
+) -> Path | None:
+    """Carry out the wanted stages, or show their commands.
+
+    Args:
+        recipe: The experiment.
+        hardware: The devices that train it.
+        options: What the command line says beside the recipe.
+        executor_class: Makes what runs a command, from the environment of its children.
+        dry_run: Show the commands and do nothing.
+
+    Returns:
+        result.json when the recipe was scored.
+
+    Raises:
+        UserError: What was finished before stays and is not done again next time.
+    """
+    folder = options.save_dir or Path("runs") / recipe.experiment
+    run = Run(recipe, hardware, folder, options)
+    executor = executor_class(hardware.environment)
+    _check_record(run)
+    if options.stage in STAGES[2:] and not getattr(recipe, options.stage):
+        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
+
+    def wanted(step: Step) -> bool:
+        return options.wants(step.name.partition("-")[0])
+
+    if dry_run:
+        run = _fitted(run, show_preparation(run, executor))
+        executor.environment = run.hardware.environment
+        make(steps(run), folder, executor=executor, dry_run=True, wanted=wanted)
+        return None
+    if options.restart and folder.exists():
+        _move_aside(folder)
+    if hardware.shared:
+        _check_shared(run)
+    if options.wants("train"):
+        goes_on = bool(recipe.finetune) or (run.checkpoints / LAST).exists()
+        check_files(recipe, first_start=not goes_on)
+    started = time.time()
+    with terminate_as_interrupt(), _kept(run):
+        made_before = not options.wants("prepare") and (options.data is None or hardware.shared)
+        if made_before or not hardware.leads:
+            prepared = recall(run)
+        else:
+            prepared = prepare(run, executor)
+        run = _fitted(run, prepared)
+        executor.environment.update(run.hardware.environment)
+        if recipe.training_flags.get("wandb-project"):
+            executor.environment["WANDB_DIR"] = str(folder)
+        if run.hardware.world and run.hardware.world.rank:
+            _take_part(run, executor, run.hardware.world.rank)
+            return None
+        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that left nothing to go on from
+            (folder / "train.jsonl").unlink(missing_ok=True)
+        if options.stage != "prepare":
+            make(steps(run), folder, executor=executor, wanted=wanted)
+        with atomic_write(folder / "recipe.yaml") as stream:
+            mapping = {**dataclasses.asdict(recipe), "reproduces": None}  # which result.json tells
+            yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
+        return record(run, started)
+
+
+def _check_record(run: Run) -> None:
+    """Raise UserError where --record asks for a score that the run will not have."""
+    options = run.options
+    scores = options.wants("score") and run.recipe.score
+    if not options.record or options.stage == "train" or scores:
+        return
+    if run.recipe.score:
+        why = f"--stage {options.stage} does not score"
+    else:
+        why = "the recipe has no score section"
+    raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
+
+
+def _move_aside(folder: Path) -> None:
+    """For --restart: the run folder gets a name that is free."""
+    with locked(folder):  # nobody may be at work in it
+        pass
+    number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
+    log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
+
+
+def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
+    """The run folder's lock, for the process that leads; the others write nothing but a log."""
+    if not run.hardware.leads:
+        return contextlib.nullcontext()
+    if run.hardware.shared:
+        return locked(run.folder, HANDOVER_SECONDS)
+    return locked(run.folder, PATIENCE_SECONDS)
+
+
+def _take_part(run: Run, executor: Executor, rank: int) -> None:
+    """Train beside process 0, which is another program's."""
+    command = next(step.command for step in steps(run) if step.name == "train")
+    name = f"train.process{rank}"
+    log.info("$ %s", to_shell(command, executor.environment))
+    executor.run(command, run.folder / f"{name}.log")
+    log.info("%s is done; the machine of process 0 has the results", name)
+
+
+def _check_shared(run: Run) -> None:
+    """Several programs train together; anything else is for one of them alone. Raises UserError."""
+    folder = run.folder
+    options = run.options
+    if options.stage != "train":
+        raise UserError(
+            f"--stage {options.stage}: several processes share the train stage only. Run --stage prepare on "
+            "one machine, --stage train on all, the others on one, as scripts/launch/ does."
+        )
+    if options.restart:
+        raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
+    known = prepare_facts(folder)
+    if not known:
+        raise UserError(
+            f"No prepared data is known in {folder}, which all machines must share: run --stage prepare with "
+            "the same --save-dir first."
+        )
+    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
+        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+
+
+def _fitted(run: Run, prepared: Prepared) -> Run:
+    """The run on its data, on as many devices as can share an update; says what follows from the data."""
+    known = None
+    if prepared.folder.is_dir():
+        known = prepared.folder
+    recipe, hardware, fewer = fit(run.recipe, run.hardware, known)
+    run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
+    if not hardware.leads:
+        return run
+    options = run.options
+    if known and options.training:
+        check_sentences(recipe, options.training, known)
+    if options.wants("train") and recipe.finetune != "noft":
+        if fewer:
+            log.warning(fewer)
+        _say_how_it_trains(run, known)
+    if known and recipe.reproduces and options.published:
+        _say_what_it_stands_for(run, known)
+    elif known and options.data and (other := data_differences(recipe, known, {})):
+        log.warning("%s is not what the recipe says: %s", known, "; ".join(map(": ".join, other.items())))
+    return run
+
+
+def _say_how_it_trains(run: Run, known: Path | None) -> None:
+    """Log batch, schedule and place of a training. Raises UserError where its end leaves no checkpoint."""
+    recipe = run.recipe
+    hardware = run.hardware
+    options = run.options
+    if recipe.train.precision == "amp" and not hardware.gpus and not hardware.bfloat16_units:
+        log.warning(
+            "train.precision amp: this processor has no units for bfloat16, and trains many times as "
+            "fast with --set train.precision=fp32"
+        )
+    batch = plan_batch(recipe.train, hardware.devices)
+    log.info(batch.describe())
+    if known:
+        check_ending(recipe, batch, known)
+    if options.training:
+        size = None
+        if recipe.train.max_epoch:
+            size = training_set(recipe, known)
+        if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):
+            log.info(warning)
+    if world := hardware.world:
+        log.info("train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method)
+
+
+def _say_what_it_stands_for(run: Run, known: Path) -> None:
+    """Log whether the run is a paper's row, or what differs."""
+    recipe = run.recipe
+    cell = recipe.reproduces
+    published = run.options.published
+    assert cell and published
+    sentences = run.prepared.sentences
+    if not sentences:
+        with contextlib.suppress(UserError):
+            sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+    row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
+    done = settings(recipe)
+    data = data_differences(published, known, sentences, claim=True)
+    if found := differences(published, done, data):
+        log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
+    else:
+        log.info("stands for %s", row)
