@@ -36,7 +36,11 @@ VERBS = {
 
 
 class Console(logging.Handler):
-    """Writes log messages as plain lines; a warning begins with its level."""
+    """Writes log messages as plain lines; a warning begins with its level.
+
+    Args:
+        write: called with each message, without an end of line; control characters are written out.
+    """
 
     def __init__(self, write: Callable[[str], None]) -> None:
         super().__init__()
@@ -53,7 +57,11 @@ class Console(logging.Handler):
 
 @contextlib.contextmanager
 def reporting_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside the block, what the experiments report goes to `handler` only."""
+    """Inside the block, what the experiments report goes to `handler` only.
+
+    Args:
+        handler: of all messages from INFO up; the logger is as before behind the block.
+    """
     logger = logging.getLogger("moa_fairseq.experiments")
     handlers = logger.handlers
     propagate = logger.propagate
@@ -86,7 +94,14 @@ class _VerbParser(argparse.ArgumentParser):
 
 
 def build_parser(argv: list[str]) -> argparse.ArgumentParser:
-    """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported."""
+    """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported.
+
+    Args:
+        argv: the words behind the program's name.
+
+    Raises:
+        ImportError: where that module needs what is not installed.
+    """
     parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
@@ -121,7 +136,19 @@ def _import_plugin(args: argparse.Namespace) -> None:
 
 
 def main(argv: list[str] | None = None) -> int:
-    """Run one verb. Returns its exit status: 0, 2 for a UserError, 130 for Ctrl-C."""
+    """Run one verb.
+
+    Args:
+        argv: the words behind the program's name; None: those of this process, whose children then import
+            nothing from the working directory.
+
+    Returns:
+        The exit status: the verb's own, 0 as a rule; 2 for an error that the user can put right (a UserError,
+        a file's, a missing library), 130 for Ctrl-C, 141 for a closed pipe.
+
+    Raises:
+        SystemExit: of argparse, for --help and for wrong flags.
+    """
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]

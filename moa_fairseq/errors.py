@@ -35,6 +35,15 @@ def printable(text: str, coloured: bool = False) -> str:
 
 
 def check_choice(flag: str, value: object, known: Collection[str]) -> None:
-    """Raises UserError unless `value`, given after `flag`, is one of those that are known."""
+    """Refuse a value that is not one of those that are known.
+
+    Args:
+        flag: what it was given after, for the message.
+        value: the one to look for.
+        known: all that there are, named in the message.
+
+    Raises:
+        UserError: for another value.
+    """
     if value not in known:
         raise UserError(f"{flag} {value} is unknown: choose one of {', '.join(known)}.")

@@ -39,12 +39,19 @@ def atomic_write(
 ) -> Iterator[IO]:
     """Open a temporary neighbour of `path` for writing and rename it into place on success.
 
-    path: the final name; its folder is created. mode: "w" (UTF-8, LF line ends) or "wb".
-    temporary: the neighbour's name, for a file that only one process writes: what a killed process left there
-    is overwritten. By default a new, unique name, and what killed writers of `path` left is removed. check:
-    is called with the temporary name when all is on the disk, and raises if the file is wrong. An exception
-    inside the block removes the temporary file and leaves an existing `path` as it was. Raises UserError when
-    the disk is full, the folder cannot be written, or `path` is not a file.
+    An exception inside the block removes the temporary file and leaves an existing `path` as it was.
+
+    Args:
+        path: the final name; its folder is created.
+        mode: "w" (UTF-8, LF line ends) or "wb".
+        temporary: the neighbour's name, for a file that only one process writes: what a killed process left
+            there is overwritten. By default a new, unique name, and what killed writers of `path` left is
+            removed.
+        check: is called with the temporary name when all is on the disk, and raises if the file is wrong.
+
+    Raises:
+        UserError: when the disk is full, the folder cannot be written, or `path` is not a file.
+        ValueError: for another mode.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
@@ -116,7 +123,12 @@ def _lock(handle: int, path: Path) -> int:
 
 
 def remove_leftovers(folder: Path, pattern: str) -> None:
-    """Remove the temporary files of this name that killed processes left; those of living ones stay."""
+    """Remove the temporary files of this name that killed processes left; those of living ones stay.
+
+    Args:
+        folder: where they lie.
+        pattern: of their names, as `Path.glob` reads it.
+    """
     for path in folder.glob(pattern):
         if path.is_symlink() or not path.is_file():  # a pipe would hang
             continue
@@ -127,7 +139,16 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
 
 
 def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) -> None:
-    """Raises UserError if `output` is one of the inputs, under any name or link; flag: which one names it."""
+    """Refuse an output that is one of the inputs, under any name or link.
+
+    Args:
+        output: what will be written; it need not exist.
+        inputs: what will be read.
+        flag: which one names the output.
+
+    Raises:
+        UserError: if both are one file.
+    """
     for path in inputs:
         if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
             raise UserError(
@@ -137,9 +158,15 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
 
 
 def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
-    """Before the work begins: UserError if `output` exists, without `force`, or is not an ordinary file.
+    """Before the work begins: refuse an output that exists, or is not an ordinary file.
 
-    flag: which one names it.
+    Args:
+        output: what will be written.
+        force: an ordinary file may be overwritten.
+        flag: which one names the output.
+
+    Raises:
+        UserError: for what must not be written.
     """
     refuse_irregular(output, flag)
     if os.path.lexists(output) and not force:
@@ -147,18 +174,28 @@ def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
 
 
 def refuse_link(path: PathLike) -> None:
-    """Raises UserError for a link to a file, or to none yet, where a run writes.
+    """Refuse a link to a file, or to none yet, where a run writes.
 
     A run folder from somebody else could name any file with it. Links to devices pass.
+
+    Raises:
+        UserError: for such a link.
     """
     if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
         raise UserError(f"{path} is a link, and would be written through. Take it out of the run folder.")
 
 
 def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
-    """Raises UserError if there is no regular file: a pipe would hang, a device fill the memory.
+    """Refuse what is no regular file: a pipe would hang, a device fill the memory.
 
-    what: begins the message. A path where nothing is passes.
+    A path where nothing is passes.
+
+    Args:
+        path: what will be read or written. A link counts as what it leads to.
+        what: begins the message, as "Checkpoint" or a flag.
+
+    Raises:
+        UserError: for a folder, a pipe, a device, a link to nothing, or a file of the kernel.
     """
     if not os.path.lexists(path):
         return
@@ -186,7 +223,15 @@ def _sync_folder(folder: Path) -> None:
 
 
 def as_user_error(error: OSError, path: Path) -> Exception:
-    """What to raise instead of an OSError met while writing `path`: a UserError where the user can help."""
+    """What to raise instead of an OSError met while writing `path`.
+
+    Args:
+        error: the one that was met.
+        path: the final name, or its folder, for the message.
+
+    Returns:
+        A UserError where the user can help: the disk is full, or `path` not writable. Else the error itself.
+    """
     if error.errno in DISK_FULL:
         return UserError(
             f"The disk is full while writing {path}. Free some space, or choose another folder, and run the "
@@ -199,7 +244,14 @@ def as_user_error(error: OSError, path: Path) -> Exception:
 
 @contextlib.contextmanager
 def disk_errors(folder: Path) -> Iterator[None]:
-    """Turn a full or read-only disk into a UserError."""
+    """Turn a full or read-only disk into a UserError.
+
+    Args:
+        folder: what the message names.
+
+    Raises:
+        UserError: for an OSError of the block that `as_user_error` knows.
+    """
     try:
         yield
     except OSError as error:
@@ -207,7 +259,12 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 
 def checksum(path: PathLike, algorithm: str = "sha256") -> str:
-    """Hexadecimal checksum of a file; algorithm: as hashlib calls it."""
+    """Hexadecimal checksum of a file.
+
+    Args:
+        path: read in pieces, so that it may be large.
+        algorithm: as hashlib calls it.
+    """
     found = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):

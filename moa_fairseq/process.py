@@ -62,7 +62,14 @@ HINTS = {
 def flags(values: Mapping[str, Any]) -> list[str]:
     """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out.
 
-    Raises UserError for a value that the program, or a shell, would not take for one.
+    Args:
+        values: name of each flag, without dashes → its value; a list or tuple gives several words.
+
+    Returns:
+        The words of a command line, in the order of `values`.
+
+    Raises:
+        UserError: for a value that the program, or a shell, would not take for one.
     """
     line: list[str] = []
     for name, value in values.items():
@@ -83,10 +90,16 @@ def flags(values: Mapping[str, Any]) -> list[str]:
 
 
 def unsafe_value(value: Any) -> str | None:
-    """Why a flag's value must not be put on a command line, or None if it may.
+    """Why a flag's value must not be put on a command line.
 
     An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and
     --user-dir, for example, runs Python code. Negative numbers are not taken for flags.
+
+    Args:
+        value: of one flag, perhaps a list.
+
+    Returns:
+        A sentence, or None if it may.
     """
     if isinstance(value, (list, tuple)):
         items = value
@@ -101,7 +114,11 @@ def unsafe_value(value: Any) -> str | None:
 
 
 def to_argv(command: Sequence[str]) -> list[str]:
-    """What is executed for a printed command: the same program by module, in this Python."""
+    """What is executed for a printed command: the same program by module, in this Python.
+
+    Args:
+        command: its first word is a name of MODULES; what follows ">" is left out.
+    """
     if REDIRECT in command:
         words = command[: command.index(REDIRECT)]
     else:
@@ -110,7 +127,12 @@ def to_argv(command: Sequence[str]) -> list[str]:
 
 
 def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """The command as one can paste it into a shell."""
+    """The command as one can paste it into a shell.
+
+    Args:
+        command: its words; ">" and "2>&1" stay operators.
+        environment: variables that stand before it.
+    """
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words = (word if word in (REDIRECT, ERRORS_TOO) else shlex.quote(word) for word in command)
     return " ".join([*settings, *words])
@@ -148,8 +170,14 @@ def held_locks() -> list[int]:
 def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold the folder's lock; inside of a block that holds it already, nothing more happens.
 
-    patience: seconds to wait for another holder: children of a run that was just killed take a moment to go.
-    Raises UserError when another run, or a child that outlived one, works in the folder.
+    Args:
+        folder: created if need be; the lock is its file `.lock`.
+        patience: seconds to wait for another holder: children of a run that was just killed take a moment to
+            go.
+
+    Raises:
+        UserError: when another run, or a child that outlived one, works in the folder, or it cannot be
+            written.
     """
     file = folder / ".lock"
     key = folder.resolve()
@@ -185,6 +213,9 @@ class Executor:
     """Runs commands; tests put another one in its place.
 
     A child inherits the locks that this program holds: a folder stays locked as long as anything works in it.
+
+    Args:
+        environment: variables that every child has beside `environment_of_a_child`.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -200,9 +231,16 @@ class Executor:
     ) -> None:
         """Run a printed command to its end.
 
-        log: receives standard error, and standard output too unless `output` names another file.
-        on_line: called with each line of standard output (errors_too: and of standard error). Raises
-        UserError when the command fails.
+        Args:
+            command: its words, the first a name of MODULES.
+            log: the command is appended to it, then its standard error, and its standard output unless
+                `output` names another file.
+            output: receives the standard output instead; what was in it is lost.
+            on_line: called with each line of standard output, without its end.
+            errors_too: standard error goes where standard output goes, to on_line as well.
+
+        Raises:
+            UserError: when the command fails, with the last lines of the log, or the disk is full.
         """
         environment = {**environment_of_a_child(), **self.environment}
         locks = held_locks()

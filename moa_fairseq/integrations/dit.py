@@ -34,7 +34,15 @@ FREQUENCIES = 256
 
 
 def waves(places: Tensor, width: int) -> Tensor:
-    """Cosines, then sines of each place [N] at width / 2 frequencies from 1 down to 1/10,000: [N, width]."""
+    """Cosines, then sines of each place at width / 2 frequencies from 1 down to 1/10,000.
+
+    Args:
+        places: [N]: columns or rows of patches, or levels of noise.
+        width: of the result, even.
+
+    Returns:
+        [N, width] float32.
+    """
     half = width // 2
     steps = torch.arange(half, dtype=torch.float32, device=places.device)
     angles = places.float()[:, None] * torch.exp(steps * (-math.log(10_000) / half))
@@ -47,7 +55,12 @@ def _normed(x: Tensor, condition: Tensor) -> Tensor:
 
 
 class Block(nn.Module):
-    """Attention and feed-forward, each scaled, shifted and gated by the condition (adaLN-Zero)."""
+    """Attention and feed-forward, each scaled, shifted and gated by the condition (adaLN-Zero).
+
+    Args:
+        width: C; the feed-forward has 4·C inner units.
+        attention: a self-attention of that width.
+    """
 
     def __init__(self, width: int, attention: Attention):
         super().__init__()
@@ -56,7 +69,15 @@ class Block(nn.Module):
         self.condition = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Routing, ...]]:
-        """x [B, T, C], condition [B, C] → the same with the routings of its attention."""
+        """One layer.
+
+        Args:
+            x: [B, T, C].
+            condition: [B, C], of each image.
+
+        Returns:
+            [B, T, C], and the routings of its attention.
+        """
         width = x.size(-1)
         parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
         heads, routings = self.attention(_normed(x, parts[0]), with_routing=True)
@@ -68,9 +89,12 @@ class DiT(nn.Module):
     """The noise, and its variance, of square images in latent space, given the noise's level and a class.
 
     Args:
-        size, layers: of SIZES; (how many, (heads, h_s, K)) by depth, as MIXTURES["XL", 90]; None: dense.
-        image_size, channels, classes: one class more stands for none. Patches have a side of 2.
-        settings: of `MixtureOfHeads`; the authors' is moh_scaling="released".
+        size: a name of SIZES.
+        layers: (how many, (heads, h_s, K)) by depth, as MIXTURES["XL", 90]; None: dense.
+        image_size: pixels of a side, in latent space; patches have a side of 2.
+        channels: of an image, in latent space.
+        classes: how many; one more stands for none.
+        settings: of `MixtureOfHeads`; moh_scaling is "released" unless given, as in the authors' code.
 
     Raises:
         UserError: for sizes that there are not, or that do not fit each other.
@@ -118,7 +142,18 @@ class DiT(nn.Module):
         nn.init.normal_(self.label.weight, std=0.02)
 
     def forward(self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False) -> Any:
-        """images [B, C, S, S], level [B] up to 1,000, classes [B] → [B, 2·C, S, S]; the routings by depth."""
+        """One step of denoising. In training a tenth of the classes, drawn anew each time, count as none.
+
+        Args:
+            images: [B, C, S, S], noisy, S being image_size and C the channels.
+            level: [B], of the noise, up to 1,000.
+            classes: [B] int64; the number `classes` of the model stands for none.
+            with_routing: return the routings, too.
+
+        Returns:
+            [B, 2·C, S, S], of noise and variance; with_routing: a pair of it and a list of `Routing` by
+            depth, without the dense layers.
+        """
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         if self.training:
             dropped = torch.rand(classes.shape, device=classes.device) < CLASS_DROPOUT

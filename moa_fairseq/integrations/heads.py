@@ -57,7 +57,14 @@ class MixtureSettings:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "MixtureSettings":
-        """Raises UserError for a field that there is not, that is not read, or that has no such value."""
+        """The settings that a call or a config names, checked.
+
+        Args:
+            fields: name → value; what is left out has its default.
+
+        Raises:
+            UserError: for a field that there is not, that is not read, or that has no such value.
+        """
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             have = ", ".join(cls.__dataclass_fields__)
@@ -99,6 +106,9 @@ class RouterWeight(nn.Module):
     """The learned router's W as a bare parameter, in float32 or wider: [N, C] → [N, E].
 
     A linear module would be quantised with the model's, and adapters for "all linear layers" would wrap it.
+
+    Args:
+        weight: [E, C], which becomes the parameter.
     """
 
     def __init__(self, weight: Tensor):
@@ -117,7 +127,17 @@ class HeadMixture(nn.Module):
     Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
     quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
     weights: a dense model which loads them has a key too many, and another mixture refuses them.
-    UserError is raised for impossible numbers of heads, or projections that do not fit them.
+
+    Args:
+        attention: the library's module; it is only looked at here, `attach` changes it.
+        model_dim: width of the attention's input, C.
+        num_heads: h.
+        sizes: (h_s, h_s + K).
+        output: the name of the attention's output projection.
+        settings: `MixtureSettings` of the model.
+
+    Raises:
+        UserError: for impossible numbers of heads, or projections that do not fit them.
     """
 
     sizes: Tensor
@@ -261,7 +281,16 @@ class HeadMixture(nn.Module):
 
 
 def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
-    """Give attentions, each with the name of its output projection, C and h, mixtures, or raise UserError."""
+    """Give attentions of one model their mixtures.
+
+    Args:
+        attentions: by depth, each with the name of its output projection, C and h.
+        settings: of all of them.
+        dtype: of the routers' parameters; their device is that of the output projection.
+
+    Raises:
+        UserError: for what cannot be a mixture; then no attention is changed.
+    """
     mixtures = []
     count = len(attentions)
     by_layer: Any = settings.layers or [(settings.shared_heads, settings.active)] * count
@@ -287,6 +316,9 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
 
     What a checkpoint computes again is not in it. Blocks may be nested: each collects all.
+
+    Args:
+        model: with mixtures; those in which every head is shared choose nothing, and add nothing.
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: list[Routing] = []
@@ -312,7 +344,13 @@ def balance_loss(
     Args:
         routings: of B·T tokens each, of layers on one device or several.
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
-        device: of the result, [] (default: the last layer's).
+        device: of the result (default: the last layer's).
+
+    Returns:
+        A scalar, not multiplied by β.
+
+    Raises:
+        UserError: for no routings.
     """
     if not routings:
         raise UserError("No routings: let the block of collect_routings end first, and the model choose.")

@@ -110,7 +110,13 @@ def _is_causal_lm(base: Any) -> bool:
 
 @functools.cache
 def mixture_class(base: Any) -> Any:
-    """The class of base's mixtures, as MoHLlamaForCausalLM of LlamaForCausalLM, known to the Auto classes."""
+    """The class of base's mixtures, as MoHLlamaForCausalLM of LlamaForCausalLM, known to the Auto classes.
+
+    Its forward pass adds the balance loss, times `balance`, to the loss in training.
+
+    Args:
+        base: a class that AutoModelForCausalLM loads.
+    """
     base_config: Any = base.config_class
     names = list(inspect.signature(base.forward).parameters)[1:]
 

@@ -1,4 +1,8 @@
-"""The call of every attention here: batch first, one signature, nothing that it does not read."""
+"""The call of every attention here: batch first, one signature, nothing that it does not read.
+
+Letters of shapes, here and in the other modules: B batch, T queries, S keys, C the model's width, H heads, G
+heads of keys and values, D width of a head, E experts, K of them chosen by a token, N = B·T tokens.
+"""
 
 import abc
 import itertools
@@ -42,7 +46,13 @@ _ELSEWHERE = {
 
 
 def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
-    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices."""
+    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices.
+
+    Args:
+        default: of the field, and of the flag.
+        help: what `--help` says about the flag.
+        choices: all values that the flag takes; None: every value of the field's type.
+    """
     return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
 
@@ -54,7 +64,11 @@ class FamilySettings:
 
     @classmethod
     def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
-        """`settings`, or those that options name, which are then taken out of options.
+        """`settings`, or those that options name.
+
+        Args:
+            settings: an object of this class, or None where options have its fields.
+            options: keywords of an attention. Those that are fields of this class are taken out of it.
 
         Raises:
             TypeError: where both are given, or something else.
@@ -69,7 +83,14 @@ class FamilySettings:
         return settings
 
     def check(self, attentions: Sequence["Attention"]) -> None:
-        """Check all attentions of a model. Raises UserError for settings that do not fit it."""
+        """Check the settings against all attentions of a model. This base class accepts every model.
+
+        Args:
+            attentions: of the whole model, those of other families included.
+
+        Raises:
+            UserError: for settings that do not fit the model.
+        """
 
 
 @dataclass
@@ -176,7 +197,7 @@ class Attention(nn.Module, abc.ABC):
         """The attention of a model's layer.
 
         Args:
-            embed_dim: the model's width.
+            embed_dim: the model's width, C.
             settings: of the family.
             num_heads: the number of heads in the model's flags, for families that have no flag of their own.
             causal: whether it stands in a decoder, for families that have to know.
@@ -186,11 +207,26 @@ class Attention(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def compute(self, call: Call) -> Computed:
-        """The output [B, T, C], weights [B, H, T, S] where `call.need_weights`, and the routings."""
+        """One pass of a family's attention, which each family supplies.
+
+        Args:
+            call: the pass, checked, with zeros at padding.
+
+        Returns:
+            The output [B, T, C]; the attention weights [B, H, T, S] where `call.need_weights`, else None, H
+            being the heads that work for a token, slot by slot; and the routings, none of dense attention.
+        """
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence with so many tokens, by part: "router" and "projections"."""
+        """Multiply-accumulates of one sequence by part; `macs` adds scores, head gates and positions.
+
+        Args:
+            queries, keys: how many tokens of the sequence have queries, and how many keys.
+
+        Returns:
+            The numbers of "router" and of "projections".
+        """
 
     @property
     def dropout_now(self) -> float:
@@ -289,7 +325,18 @@ class Attention(nn.Module, abc.ABC):
         query_padding: Tensor | None = None,
         **inputs: Any,
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and the attention weights [B, H, T, S] in float32, from before the dropout."""
+        """As `forward`, and the attention weights.
+
+        Args:
+            x, memory, padding, mask, causal, cache, query_padding, inputs: those of `forward`.
+
+        Returns:
+            The output [B, T, C]; the weights [B, H, T, S] from before the dropout, in float32 (float64 of
+            float64), H being the heads that work for a token, slot by slot where they are chosen.
+
+        Raises:
+            ValueError, TypeError: as `forward`.
+        """
         call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
         call.need_weights = True
         out, weights, _ = self.compute(call)
@@ -311,7 +358,7 @@ class Attention(nn.Module, abc.ABC):
         """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
 
         Args:
-            call: the pass.
+            call: the pass: its masks and cache, and whether it needs weights.
             q: [B, H, T, D].
             k, v: [B, G, S, D], G dividing H; None where the cache has them.
             masks: those of keys and values that `place` returned already; else they are placed here.
@@ -337,7 +384,14 @@ class Attention(nn.Module, abc.ABC):
         """Queries, keys and values at their positions, the cache's included, masks, and the scores' bias.
 
         Args:
-            key_experts: [B, S, K], which experts made the new keys, where `keys_by_expert`.
+            call: the pass; its cache is extended by the new keys and values.
+            q: [B, H, T, D], as projected.
+            k, v: the new ones [B, G, S', D]; None where the cache has them all.
+            key_experts: [B, S', K], which experts made the new keys, where `keys_by_expert`.
+
+        Returns:
+            Queries [B, H, T, D]; keys and values [B, G, S, D] with those of the cache; masks of these S keys;
+            and what positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
         """
         bias = None
         cache = call.cache
@@ -360,7 +414,14 @@ class Attention(nn.Module, abc.ABC):
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included."""
+        """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included.
+
+        Args:
+            queries, keys: how many tokens of the sequence have queries, and how many keys.
+
+        Returns:
+            The numbers of "router", "projections" and "scores", those of head gates and positions among them.
+        """
         macs = {
             **self.projection_macs(queries, keys),
             "scores": 2 * queries * keys * self.num_heads * self.head_dim,
@@ -373,11 +434,14 @@ class Attention(nn.Module, abc.ABC):
         return macs
 
     def cache_bytes(self, number_bytes: int = 2) -> int:
-        """Bytes that a token leaves in the cache of a generation, number_bytes for each number.
+        """Bytes that a token leaves in the cache of a generation.
 
         Keys and values of G heads: G = 1 in MoA, whose experts share one (Eq. 10-11; Eq. 18-20 count the
         projections that follow), the heads in dense attention and in SwitchHead (its App. A.2). Where
         `keys_by_expert`, the experts' indices, too, of eight bytes each.
+
+        Args:
+            number_bytes: bytes of each number of a key or value; 2 are half precision.
         """
         if self.keys_by_expert:
             indices = 8 * self.key_heads
@@ -387,7 +451,14 @@ class Attention(nn.Module, abc.ABC):
 
     @torch.no_grad()
     def scale_branch(self, factor: float) -> None:
-        """Multiply the output projection, bias included: the residual branch then starts at that size."""
+        """Multiply the output projection, bias included: the residual branch then starts at that size.
+
+        Args:
+            factor: what every weight and bias of `out_proj` or `out_experts` is multiplied by.
+
+        Raises:
+            UserError: for an attention that has neither.
+        """
         for name in ("out_proj", "out_experts"):
             if hasattr(self, name):
                 for parameter in getattr(self, name).parameters():
@@ -579,9 +650,13 @@ def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], addi
 
 
 def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Zeros for padding: x [B, T, C], padding [B, T] or longer, of which the last T count.
+    """x with zeros for padding.
 
     What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
+
+    Args:
+        x: [B, T, C].
+        padding: [B, T] bool, True = padding, or longer, of which the last T count; None: x stays as it is.
     """
     if padding is None:
         return x

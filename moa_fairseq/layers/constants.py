@@ -18,6 +18,12 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
     A compiled graph makes it anew: it looks into no table. So does torch's inference mode, whose tensors
     cannot be used outside of it.
+
+    Args:
+        make: a function of hashable sizes and of the keyword `device`, and of nothing else.
+
+    Returns:
+        The same function with a table; nobody may write to the tensors that it returns.
     """
     kept: dict[tuple[Hashable, ...], Tensor] = {}
 

@@ -17,9 +17,14 @@ _BITS = 24  # the bits of a float32's mantissa
 class ExpertDraw:
     """The random numbers of one micro-batch: one per sequence, attention module and expert.
 
-    sequence_ids [B] int64: fairseq's sample["id"]. A number depends on (seed, update, sequence, module,
-    expert) and on nothing else: not on the worker that has the sequence, on its place in the batch, on
-    the number of accumulation steps, nor on what was drawn before; so a restart draws the same again.
+    A number depends on (seed, update, sequence, module, expert) and on nothing else: not on the worker that
+    has the sequence, on its place in the batch, on the number of accumulation steps, nor on what was drawn
+    before; so a restart draws the same again.
+
+    Args:
+        sequence_ids: [B] int64, fairseq's sample["id"].
+        seed: of the training.
+        update: the number of the update that the micro-batch belongs to.
     """
 
     def __init__(self, sequence_ids: Tensor, seed: int, update: int):
@@ -32,13 +37,23 @@ class ExpertDraw:
         return _fraction(self._keys(name))
 
     def choose(self, name: str, probs: Tensor) -> Tensor:
-        """Experts ~ Cat(probs) for probs [B, ..., E] → index [B, ...] int64.
+        """Experts ~ Cat(probs), one for each row of probabilities (MAE Algorithm 2).
 
         Gumbel-max: argmax_i (log p_i + G_i), written as a race, argmax_i p_i / X_i with X_i = −log u_i
         exponential. A sequence has one set of E numbers for the module, so each position's expert follows its
         own gate and depends on no later one. It changes from i to j only where p_j / p_i has grown: between
         two gates at total variation distance d with a probability of at most 2d / (1 + d), where no draw can
         do better than d.
+
+        Args:
+            name: of the module, its path in the model: modules draw independently.
+            probs: [B, ..., E], of the sequences in the order of their ids.
+
+        Returns:
+            The experts' indices, [B, ...] int64.
+
+        Raises:
+            ValueError: where there are more or fewer sequences than ids.
         """
         if self.sequence_ids.numel() != probs.size(0):
             raise ValueError(
@@ -72,6 +87,15 @@ def scramble(key: Tensor) -> Tensor:
 
 
 def random_expert(name: str, seed: int, num_experts: int) -> int:
-    """One expert for all of the module `name`, each as likely over the seeds; a function of these alone."""
+    """One expert for all of the module `name`, each as likely over the seeds; a function of these alone.
+
+    Args:
+        name: of the module, its path in the model: modules draw independently.
+        seed: of the evaluation (`--mae-evaluate-seed`).
+        num_experts: E.
+
+    Returns:
+        The expert's number, 0 … E − 1.
+    """
     uniform = ExpertDraw(torch.zeros(1, dtype=torch.int64), seed, update=0).uniform(name)
     return int(uniform.item() * num_experts)

@@ -10,8 +10,14 @@ class HeadGate(nn.Module):
     """σ(x W_θ) ⊙ H for every head: one gate a head ("head") or one a number of it ("element").
 
     The paper's best place, after the attention and before the output projection. No head is chosen: every
-    gate lies between 0 and 1. W_θ starts at zero, so all gates start at 1/2. heads: how many heads have
-    parameters of their own, which are the experts' where a token chooses some of them.
+    gate lies between 0 and 1. W_θ starts at zero, so all gates start at 1/2.
+
+    Args:
+        embed_dim: the width of the queries' inputs, C.
+        heads: how many heads have gates of their own, which are the experts' where a token chooses some of
+            them.
+        head_dim: D.
+        kind: "head" or "element".
     """
 
     def __init__(self, embed_dim: int, heads: int, head_dim: int, kind: str):
@@ -26,9 +32,15 @@ class HeadGate(nn.Module):
         nn.init.zeros_(self.projection.weight)
 
     def forward(self, found: Tensor, x: Tensor, index: Tensor | None = None) -> Tensor:
-        """found [B, H, T, D] with gates of x [B, T, C] → the same shape.
+        """Multiply what the heads found by the gates of their queries.
 
-        index [B·T, H]: the head that stands in each place; None: head i in place i.
+        Args:
+            found: [B, H, T, D].
+            x: the queries' inputs, [B, T, C].
+            index: [B·T, H] int64, the head that stands in each place; None: head i in place i.
+
+        Returns:
+            [B, H, T, D], in the dtype of `found`.
         """
         gates = torch.sigmoid(self.projection(x)).view(-1, self.heads, self.width)  # [N, heads, 1 or D]
         if index is not None:

@@ -28,11 +28,14 @@ def own_random_numbers() -> Iterator[None]:
 
 @torch.no_grad()
 def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
-    """Draw every matrix inside `root` from a normal of deviation scale / √fan-in; biases become zero.
+    """Draw every linear map inside `root` from a normal of deviation scale / √fan-in; biases become zero.
 
-    The initialisation of SwitchHead and sigma-MoE; the pre-norm models of n layers have scale = √(2/n). The
-    fan-in of experts is `ExpertLinear.fan_in`. The rows of a router are then made equally long, and gates of
-    heads even.
+    The initialisation of SwitchHead and sigma-MoE. The fan-in of experts is `ExpertLinear.fan_in`. The rows
+    of a router are then made equally long, and gates of heads even.
+
+    Args:
+        root: the module, of whose parts nn.Linear and ExpertLinear are drawn.
+        scale: 1, or √(2/n) in the papers' pre-norm models of n layers.
     """
     for module in root.modules():
         if isinstance(module, (nn.Linear, ExpertLinear)):

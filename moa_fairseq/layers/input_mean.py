@@ -7,9 +7,14 @@ from torch.compiler import is_compiling
 
 
 def sequence_mean(x: Tensor, padding: Tensor | None) -> Tensor:
-    """Mean over the real positions of x [B, T, C] → [B, C]; padding [B, T], True = padding.
+    """Mean over the real positions of each sequence (the average of MAE §2.3).
 
-    float32 or wider; zeros for a sequence of padding only.
+    Args:
+        x: [B, T, C].
+        padding: [B, T] bool, True = padding; None: there is none.
+
+    Returns:
+        [B, C], in float32 or wider; zeros for a sequence of padding only.
     """
     return _divide(_rows(x, padding).sum(1))
 
@@ -22,12 +27,18 @@ def running_mean(
 ) -> Tensor:
     """Mean, at each position, of the latest `window` real inputs up to and including it.
 
-    x [B, T, C] → [B, T, C], float32 or wider; window None: of all inputs so far. padding [B, T], True =
-    padding: takes no part, but occupies its place in the window. held: what earlier steps of a generation
-    left (entry gate_total [B, C + 1], or gate_rows [B, < window, C + 1]); updated in place.
-
     A mean is made of the window's inputs and of no others: what has left the window leaves no trace, however
     large it was.
+
+    Args:
+        x: [B, T, C].
+        padding: [B, T] bool, True = padding: takes no part, but occupies its place in the window.
+        window: how many positions; None: all so far.
+        held: what earlier steps of a generation left (entry gate_total [B, C + 1], or gate_rows
+            [B, < window, C + 1]); updated in place. None: x is the whole sequence.
+
+    Returns:
+        [B, T, C], in float32 or wider; zeros where a window has padding only.
     """
     rows = _rows(x, padding)
     if window is None:

@@ -50,7 +50,12 @@ class KVCache:
         return is_same and self._version == _version(memory)
 
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
-        """Append keys and values [B, G, S', D], and the experts [B, S', K] that made them, if any did."""
+        """Append keys and values, and the experts that made them, if any did.
+
+        Args:
+            k, v: those of the step, [B, G, S', D], at their positions already.
+            experts: [B, S', K] int64, for `Attention.keys_by_expert`.
+        """
         if self.keys is None or self.values is None:
             self.keys = k
             self.values = v
@@ -67,6 +72,9 @@ class KVCache:
         Args:
             padding: of the step's positions, or of all so far, which replaces what was known; None where the
                 step has no padding. It may come before or after steps without one.
+
+        Returns:
+            [B, S] bool, True = padding; None while no step had one.
         """
         if self.keys is None:
             return padding
@@ -86,9 +94,12 @@ class KVCache:
         return padding
 
     def reorder(self, order: Tensor) -> None:
-        """Follow the hypotheses of a beam: row i of everything becomes row order[i], [B'] of int64.
+        """Follow the hypotheses of a beam: row i of everything becomes row order[i].
 
         Keys that the hypotheses of a sentence share stay where they are as long as no sentence left.
+
+        Args:
+            order: [B'] int64, rows of the hypotheses; B' may be less than B once sentences are finished.
         """
         self.sums = {name: tensor.index_select(0, order) for name, tensor in self.sums.items()}
         if self.keys is not None and self.beam_size > 1:
@@ -99,6 +110,9 @@ class KVCache:
 
     def trim(self, length: int) -> None:
         """Forget all positions but the first `length`.
+
+        Args:
+            length: how many positions stay, 0 … S. The padding is cut with the keys.
 
         Raises:
             ValueError: for a length that is not held, and where a running sum has no positions (MAE's gate).

@@ -7,10 +7,16 @@ from moa_fairseq.layers.routing import Routing, RoutingSums
 
 
 def load_statistics(routed: Routing | RoutingSums) -> dict[str, Tensor]:
-    """Statistics of the share of slots that each expert got, padding excluded: [M], scalars for one decision.
+    """Statistics of the share of slots that each routed expert got, padding excluded.
 
-    load_entropy: in nats, log E when even. max_load, min_load: the largest and smallest share
-    (1/E when even). dead_experts: how many got no token of this batch.
+    Args:
+        routed: one decision, or the sums of M.
+
+    Returns:
+        Each [M], or scalars for one decision, E being the routed experts of all groups:
+        load_entropy: in nats, log E when even.
+        max_load, min_load: the largest and smallest share (1/E when even).
+        dead_experts: how many got no token of this batch.
     """
     if isinstance(routed, Routing):
         return {key: value.squeeze(0) for key, value in load_statistics(RoutingSums([routed])).items()}

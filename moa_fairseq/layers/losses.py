@@ -32,6 +32,12 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
 
     1 when the load is even, E when one expert gets everything, 0 when all tokens are padding. Only P
     carries a gradient.
+
+    Args:
+        routed: a `Routing`, or the sums of M.
+
+    Returns:
+        A scalar of one decision, [M] of M.
     """
     experts = routed.load.size(-1)
     groups = routed.groups
@@ -43,6 +49,12 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
     """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
 
     K / E when the load is even, for K of E routed heads. Only P carries a gradient.
+
+    Args:
+        routed: a `Routing`, or the sums of M.
+
+    Returns:
+        A scalar of one decision, [M] of M.
     """
     tokens = routed.sums.tokens.clamp_min(1.0).unsqueeze(1)
     return ((routed.sums.counts / tokens) * (routed.sums.mass / tokens)).sum(1)
@@ -50,7 +62,14 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
 
 @_also_of_one_decision
 def released_head_balance_loss(routed: RoutingSums) -> Tensor:
-    """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even."""
+    """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even.
+
+    Args:
+        routed: a `Routing`, or the sums of M. E are its routed heads.
+
+    Returns:
+        A scalar of one decision, [M] of M.
+    """
     return routed.sums.counts.size(1) * head_balance_loss(routed)
 
 
@@ -61,6 +80,12 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
     H(E) is the entropy of the mean probabilities over tokens, H(E|X) the mean entropy of a token's. From
     −log E, when each token is sure of its expert and all experts get equally many, to 0, when all tokens
     are routed alike. (SUT's released code adds H(E) instead of subtracting it, which rewards a collapse.)
+
+    Args:
+        routed: a `Routing`, or the sums of M.
+
+    Returns:
+        A scalar of one decision, [M] of M.
     """
     entropy, probs = routed.entropy_and_probs()
     return entropy - entropies(probs) / routed.groups
@@ -72,6 +97,12 @@ def entropy_loss(routed: RoutingSums) -> Tensor:
 
     From −log E, when on average all experts are equally likely, to 0. The gates may be sigmoids of the
     logits.
+
+    Args:
+        routed: a `Routing`, or the sums of M. Its logits are read, not its probabilities.
+
+    Returns:
+        A scalar of one decision, [M] of M.
     """
     return -entropies(routed.mean_softmax()) / routed.groups
 
@@ -81,6 +112,12 @@ def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
     It stays finite where a sum of exponentials would overflow, and for any logits of padding.
+
+    Args:
+        routed: a `Routing`, or the sums of M. Its logits are read, x here.
+
+    Returns:
+        A scalar of one decision, [M] of M.
     """
     return routed.sums.squared_lse / routed.sums.tokens.clamp_min(1.0)
 

@@ -164,7 +164,16 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return self.out_proj(heads.flatten(2)), weights, (routing,)  # [B, T, H, D] → [B, T, C]
 
     def responsibilities(self, call: Call) -> tuple[Tensor, Tensor, Tensor | None]:
-        """g and its logits, [B, T, E] of a causal gate, else [B, 1, E]; which rows are real, or None."""
+        """The gate's weights of the experts, g(X; φ) of MAE Eq. 6.
+
+        Args:
+            call: the pass, whose queries' inputs the gate averages; sums of a causal gate are kept in its
+                cache.
+
+        Returns:
+            g and its logits, [B, T, E] of a learned causal gate, else [B, 1, E], in float32 or wider; and
+            which of the B·T or B rows are real, [N] bool, or None without padding.
+        """
         x = call.x
         padding = call.query_padding
         batch, tgt_len, width = x.shape
@@ -196,7 +205,15 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return probs.view(shape), logits.view(shape), real
 
     def select(self, probs: Tensor, draw: Any) -> Tensor | None:
-        """One expert for each row of probs [B, T or 1, E], [B, T or 1]; None: they are mixed."""
+        """The one expert that works in place of the mixture, if any.
+
+        Args:
+            probs: g, [B, T or 1, E].
+            draw: `expert_draw.ExpertDraw` of an F step, or None.
+
+        Returns:
+            The experts' indices [B, T or 1] int64; None: the experts are mixed.
+        """
         if draw is not None:
             chosen: Tensor = draw.choose(self.name, probs)
             return chosen

@@ -203,7 +203,14 @@ class MixtureOfAttention(Attention):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def head_index(self, routing: Routing) -> Tensor:
-        """Which head stands in each place of a token, [N, K·P]: the P heads of each chosen expert."""
+        """Which head stands in each place of a token: the P heads of each chosen expert, side by side.
+
+        Args:
+            routing: of N tokens, with K experts each.
+
+        Returns:
+            [N, K·P] int64; head p of expert e has the number e·P + p.
+        """
         within = torch.arange(self.heads_per_expert, device=routing.expert_ids.device)
         return (routing.expert_ids.unsqueeze(-1) * self.heads_per_expert + within).flatten(1)
 

@@ -87,14 +87,23 @@ class _Router(nn.Module):
 class SharedAndRoutedRouter(_Router):
     """Two-stage routing (MoH Eq. 5-6): gates α1·softmax(W_s x) of shared heads, α2·softmax(W_r x) of routed.
 
-    [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen.
-    moh_scaling "paper": as above, so that the gates of a token add up to 1 at most. "released": their code
-    divides the chosen routed gates by their sum and multiplies them by K, and uses h_s·softmax(W_s x) and
-    2·[α1, α2]: with even logits every gate is 1. One shared head needs no W_s; without shared heads, or
-    without routed ones, there is no W_h, and α is 1 (twice 1/2 in the released code). router_choice: "frozen"
-    leaves all of W as it was drawn; "hash" chooses routed heads by the token's id (`TokenHash`), with learned
-    gates. All of it runs in float32, whatever the model's dtype or autocast. Raises UserError for impossible
-    sizes.
+    [α1, α2] = softmax(W_h x). Of the h − h_s routed heads the K with the largest W_r x are chosen. One shared
+    head needs no W_s; without shared heads, or without routed ones, there is no W_h, and α is 1 (twice 1/2 in
+    the released code). All of it runs in float32, whatever the model's dtype or autocast.
+
+    Args:
+        model_dim: C.
+        num_heads: h.
+        settings: those of `MoHSettings`.
+            moh_shared_heads, experts_per_token: h_s and K.
+            moh_scaling: "paper": as above, so that the gates of a token add up to 1 at most. "released":
+                their code divides the chosen routed gates by their sum and multiplies them by K, and uses
+                h_s·softmax(W_s x) and 2·[α1, α2]: with even logits every gate is 1.
+            router_choice: "frozen" leaves all of W as it was drawn; "hash" chooses routed heads by the
+                token's id (`TokenHash`), with learned gates.
+
+    Raises:
+        UserError: for impossible sizes, and names that are unknown.
     """
 
     def __init__(self, model_dim: int, num_heads: int, settings: Any):
@@ -121,9 +130,18 @@ class SharedAndRoutedRouter(_Router):
             self.token_hash.reset_parameters()
 
     def forward(self, x: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
-        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates are set to zero.
+        """Route tokens.
 
-        token_ids [N]: for a choice by hash.
+        Args:
+            x: [N, C] or [B, T, C].
+            padding: [N] or [B, T] bool, True = padding: tokens whose gates are set to zero.
+            token_ids: [N] or [B, T] int64, for router_choice "hash".
+
+        Returns:
+            The routing of N tokens: in the first slots the shared heads, then the K that were chosen.
+
+        Raises:
+            UserError: without ids where a hash chooses.
         """
         x = x.reshape(-1, x.size(-1))
         released = self.scaling == "released"
@@ -162,6 +180,14 @@ class QueryNormRouter(_Router):
     gradient, which would cancel the one of two routed heads, and is at least 0.01 of the mean norm, for heads
     whose norms are equal. The K largest are chosen. Gates are 1(chosen) in the forward pass and have the
     gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared heads have the gate 1.
+
+    Args:
+        num_heads: h.
+        shared_heads: h_s, which are the first heads.
+        routed_per_token: K, how many of the other h − h_s heads a token chooses.
+
+    Raises:
+        UserError: for impossible sizes.
     """
 
     reads_queries = True
@@ -169,9 +195,15 @@ class QueryNormRouter(_Router):
     def forward(
         self, queries: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None
     ) -> Routing:
-        """Route by the queries of every head, [N, H·D] or [B, T, H·D], before positions rotate them.
+        """Route tokens by the queries of every head.
 
-        token_ids are not used.
+        Args:
+            queries: [N, H·D] or [B, T, H·D], from before positions rotate them.
+            padding: [N] or [B, T] bool, True = padding: tokens whose gates are set to zero.
+            token_ids: not used.
+
+        Returns:
+            The routing of N tokens: in the first slots the shared heads, then the K that were chosen.
         """
         queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):

@@ -19,11 +19,19 @@ class Observer(nn.Module):
     has_pending = False
 
     def update(self, sums: Tensor) -> None:
-        """Take in sums [n], like `pending` but over all workers."""
+        """Take in what was observed during an update.
+
+        Args:
+            sums: [n], like `pending` but over all workers.
+        """
 
     @torch.no_grad()
     def observe(self, sums: Tensor) -> None:
-        """Add to what is pending."""
+        """Add to what is pending.
+
+        Args:
+            sums: [n], of one forward pass.
+        """
         if self.pending.is_meta:  # the module was made there, and its weights assigned
             self.pending = torch.zeros_like(sums)
         self.pending += sums
@@ -58,7 +66,10 @@ def update_observers(
 ) -> None:
     """Let each observer take in what it has seen since the last call.
 
-    all_reduce: sums a tensor over all workers in place; every worker must call at the same time.
+    Args:
+        observers: those of a model, the same ones in the same order on every worker.
+        all_reduce: sums a tensor over all workers in place; every worker must call at the same time. None:
+            there is one worker.
     """
     if not observers:
         return

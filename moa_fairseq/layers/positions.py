@@ -16,27 +16,57 @@ class Positions(nn.Module):
     """The positions of a self-attention; this base class adds none.
 
     Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
-    carried one.
+    carried one. Letters: B batch, H query heads, G heads of keys, T queries, S keys, D width of a head.
     """
 
     @classmethod
     def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
-        """The positions of an attention of width embed_dim whose keys have key_heads heads."""
+        """The positions of one attention.
+
+        Args:
+            embed_dim: the attention's width, C.
+            key_heads: G, its heads of keys.
+            head_dim: D.
+
+        Raises:
+            UserError: for a width that these positions cannot have.
+        """
         return cls(head_dim)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
-        """Queries [B, H, T, D] and new keys [B, G, T + M, D], before keys are cached.
+        """Queries and new keys at their positions, before keys are cached.
 
-        The last T keys stand where the queries stand, and M keys of a carried context before them.
+        Args:
+            q: [B, H, T, D].
+            k: [B, G, T + M, D]: the last T keys stand where the queries stand, and M keys of a carried
+                context before them.
+            first_query: the position of the first query.
+
+        Returns:
+            Both in their shapes.
         """
         return q, k
 
     def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor | None:
-        """Added to the scaled scores: [B or 1, H or 1, T, S], S = key_length, or None; q is as projected."""
+        """What is added to the scaled scores.
+
+        Args:
+            q: [B, H, T, D], as projected, not yet rotated.
+            key_length: S, how many keys there are with those of the cache.
+            first_query: the position of the first query.
+
+        Returns:
+            [B or 1, H or 1, T, S], or None where nothing is added.
+        """
         return None
 
     def macs(self, queries: int, keys: int, num_heads: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence, in "projections" and in "scores"."""
+        """Multiply-accumulates of one sequence, in "projections" and in "scores".
+
+        Args:
+            queries, keys: how many tokens of the sequence have queries, and how many keys.
+            num_heads: H.
+        """
         return {"projections": 0, "scores": 0}
 
 
@@ -44,7 +74,13 @@ class RotaryPositions(Positions):
     """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
 
     The pair (x_j, x_{j + D/2}) of a head's D numbers is rotated by the angle p · base^(−2j/D) at position p.
-    Raises UserError for an odd D.
+
+    Args:
+        head_dim: D.
+        base: of the angles; a larger one turns more slowly.
+
+    Raises:
+        UserError: for an odd D.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
@@ -81,7 +117,14 @@ def _speed(dim: int, base: float, device: torch.device) -> Tensor:
 class HalfRotaryPositions(RotaryPositions):
     """RoPE on the first half of a head's numbers (rounded down to an even count); the rest stay as they are.
 
-    The setting of SwitchHead's released code. Raises UserError where no pair is left to rotate.
+    The setting of SwitchHead's released code.
+
+    Args:
+        head_dim: D, of which 2 · (D // 4) numbers are rotated.
+        base: of the angles, as in `RotaryPositions`.
+
+    Raises:
+        UserError: where no pair is left to rotate.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
@@ -115,6 +158,11 @@ class RelativePositions(Positions):
     A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d), over √D. R is the sinusoid of
     the distance i − j; W_R [G·D, C], u and v [G, D] are learned, and query head h takes those of key
     head h mod G. `rotate` adds u to the queries, which gives (a) and (c); `bias` is (b) and (d).
+
+    Args:
+        embed_dim: C, the width of the sinusoids.
+        key_heads: G.
+        head_dim: D.
     """
 
     def __init__(self, embed_dim: int, key_heads: int, head_dim: int):

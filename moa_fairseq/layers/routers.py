@@ -282,7 +282,11 @@ class TopKRouter(Observer):
 
     @torch.no_grad()
     def update(self, loads: Tensor) -> None:
-        """Move the biases by the loads [G·E] of an update, over all workers."""
+        """Move the selection biases: b_i by u · sign(mean load − load_i) (arXiv 2408.15664).
+
+        Args:
+            loads: how many real tokens chose each expert during the update, over all workers, [G·E].
+        """
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
 

@@ -90,7 +90,10 @@ class RoutingSums:
     so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed experts here,
     shared ones left out, and G the number of groups.
 
-    order: row m of every sum is decision order[m] of those given.
+    Row m of every sum is decision order[m] of those given.
+
+    Args:
+        decisions: M of them, at least one.
     """
 
     def __init__(self, decisions: Sequence[Routing]):
@@ -110,7 +113,14 @@ class RoutingSums:
 
     @classmethod
     def by_kind(cls, decisions: Sequence[Routing]) -> list["RoutingSums"]:
-        """One object for each kind of decision; `order` then holds places in all of `decisions`."""
+        """Sums of decisions that may differ in kind, those of one kind together.
+
+        Args:
+            decisions: of any sizes, in any order.
+
+        Returns:
+            One object for each kind of decision; `order` then holds places in all of `decisions`.
+        """
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
             sizes = (d.probs.size(1), d.expert_ids.size(1), d.groups, d.shared)
@@ -138,7 +148,14 @@ class RoutingSums:
         return total / tokens.clamp_min(1.0)
 
     def shares(self, x: Tensor) -> Tensor:
-        """x [M, E] ≥ 0 → [M, G, E / G], each group divided by its sum; zeros stay zeros."""
+        """Each group of x divided by its sum; zeros stay zeros.
+
+        Args:
+            x: [M, E] ≥ 0.
+
+        Returns:
+            [M, G, E / G].
+        """
         x = x.reshape(x.size(0), self.groups, -1)
         return x / (x.sum(-1, keepdim=True) + torch.finfo(x.dtype).tiny)
 
@@ -160,9 +177,12 @@ class RoutingSums:
         return Sums(counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1))
 
     def entropy_and_probs(self) -> tuple[Tensor, Tensor]:
-        """Means over tokens: of the probabilities' entropy in nats, [M], and of the probabilities, [M, E].
+        """The probabilities' entropy, and the probabilities, as means over tokens.
 
         They are normalised to add up to 1 in each group (sigmoids do not by themselves).
+
+        Returns:
+            The entropy in nats, a token's being the mean over its groups, [M]; the probabilities, [M, E].
         """
         probs = self._real_rows("probs").unflatten(1, (self.groups, -1))
         probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)

@@ -40,7 +40,18 @@ def switch_off_cudnn() -> None:
 def fused_attention(
     q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float, is_causal: bool = False
 ) -> Tensor:
-    """torch's `scaled_dot_product_attention` by any kernel but cuDNN's."""
+    """torch's `scaled_dot_product_attention` by any kernel but cuDNN's.
+
+    Args:
+        q: [B, H, T, D].
+        k, v: [B, H, S, D].
+        mask: additive, in the dtype of q, [B or 1, H or 1, T or 1, S]; None: every query sees every key.
+        dropout: probability with which attention weights are zeroed, in evaluation as in training.
+        is_causal: query t sees keys 0 … t; mask must then be None.
+
+    Returns:
+        [B, H, T, D].
+    """
     if not q.is_cuda or _KEEPS_CUDNN:
         return F.scaled_dot_product_attention(q, k, v, mask, dropout, is_causal)
     with without_cudnn_attention():
@@ -163,7 +174,15 @@ def attend_with_weights(
     dropout: float = 0.0,
     bias: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
-    """As `attend`, and the weights from before the dropout, [B, H, T, S] float32, written out."""
+    """As `attend`, and the weights from before the dropout, written out.
+
+    Args:
+        q, k, v, masks, dropout, bias: those of `attend`.
+
+    Returns:
+        The results [B, H, T, D]; the weights [B, H, T, S] in float32 (float64 of float64), zeros of a query
+        without any key.
+    """
     if k.size(0) != q.size(0):
         both: tuple[Tensor, Tensor] = _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
         return both
@@ -206,7 +225,15 @@ def _for_beams(
 
 
 def repeat_kv(q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-    """Keys and values repeated for each query head; views where there is one key head."""
+    """Keys and values repeated for each query head; views where there is one key head.
+
+    Args:
+        q: [B, H, T, D], of which only the heads are counted.
+        k, v: [B, G, S, D], G dividing H.
+
+    Returns:
+        Keys and values [B, H, S, D]; head i is key head i mod G.
+    """
     heads = q.size(1)
     groups = k.size(1)
     if groups == heads:

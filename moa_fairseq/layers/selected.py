@@ -17,13 +17,19 @@ def attend_selected(
 ) -> Tensor:
     """Softmax(q·kᵀ/√D)·v for the K slots of each token, each slot with the keys of its own head.
 
-    q [B, A, T, D], whose last K ≤ A are the slots; order: the head of each of the N·K slots of N = B·T tokens
-    (batch first), all K of a token different; k and v [B, H, S, D]; masks as in `sdpa.attend` → [N·K, D].
-    A query without any key gets zeros.
-
     Heads are computed one after the other. The queries that chose a head form a block [B, M, D], M being
     the largest number of them in one sequence; shorter rows are filled up. Little is wasted if all sequences
     have about equally many.
+
+    Args:
+        q: [B, A, T, D], whose last K ≤ A are the slots.
+        order: the head of each of the N·K slots of N = B·T tokens (batch first), all K of a token different.
+        k, v: [B, H, S, D].
+        masks: what queries may not see, as in `sdpa.attend`. A query without any key gets zeros.
+        dropout: probability with which attention weights are zeroed (0 outside training).
+
+    Returns:
+        [N·K, D], token by token.
     """
     (batch, heads, _, dim) = k.shape
     (_, columns, tgt_len, _) = q.shape
@@ -80,9 +86,15 @@ _LEAST_SAVED_KEYS = {"cpu": 1000, "cuda": 3000}
 def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> tuple[bool, bool]:
     """Whether to leave unchosen heads out of the attention, and then also out of the projections.
 
-    keys: of a sequence. unchosen: routed heads that a token does without, for each that it chooses. causal:
-    masks differ between queries, so a row of the mask is gathered for each chosen head; like the rows of a
-    projection, these cost as much as an unchosen head saves.
+    Args:
+        keys: how many a sequence has.
+        unchosen: routed heads that a token does without, for each that it chooses.
+        causal: masks differ between queries, so a row of the mask is gathered for each chosen head; like the
+            rows of a projection, these cost as much as an unchosen head saves.
+        device: "cpu" or "cuda"; others count as "cpu".
+
+    Returns:
+        Whether it pays in the attention; whether it pays in the projections, too.
     """
     least = _LEAST_SAVED_KEYS.get(device, _LEAST_SAVED_KEYS["cpu"])
     saves_rows = unchosen > least / _LEAST_SAVED_KEYS["cpu"]
@@ -93,10 +105,14 @@ def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> tupl
 class HeadBlocks:
     """The slots of each head side by side: B·E rows of M slots, in the order of their tokens.
 
-    index [B, T, K]: the head of each slot; padding [B, T] or [B·T], True = padding, which gets no place.
-    compact: M is the largest number of slots that a head has in a sequence, for which a GPU is waited;
-    otherwise M = T, and each slot stands at its token's position. position, empty [B·E, M]: of which token
-    the slot in a place is, and whether there is none.
+    Its `position` [B·E, M] is of which token the slot in a place is, `empty` [B·E, M] whether there is none.
+
+    Args:
+        index: [B, T, K] int64, the head of each slot.
+        padding: [B, T] or [B·T], True = padding, which gets no place.
+        heads: E.
+        compact: M is the largest number of slots that a head has in a sequence, for which a GPU is waited;
+            otherwise M = T, and each slot stands at its token's position.
     """
 
     def __init__(self, index: Tensor, padding: Tensor | None, heads: int, compact: bool):
@@ -137,7 +153,14 @@ class HeadBlocks:
         return rows.view(*self._slots, x.size(3)).transpose(1, 2)
 
     def spread(self, weights: Tensor) -> Tensor:
-        """Weights of these slots [B·E, 1, M', M] → of their tokens, [B·E, 1, M', T]."""
+        """Weights of these slots as keys, moved to the positions of their tokens.
+
+        Args:
+            weights: [B·E, 1, M', M], M' queries of a head.
+
+        Returns:
+            [B·E, 1, M', T]; zeros for tokens that did not choose the head.
+        """
         length = self._slots[1]
         place = self.position.masked_fill(self.empty, length)[:, None, None].expand_as(weights)
         return weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, place, weights)[..., :-1]

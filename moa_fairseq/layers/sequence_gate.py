@@ -18,19 +18,20 @@ MOMENTUM = 0.3
 class GateNorm(nn.BatchNorm1d, Observer):
     """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
 
-    statistics "earlier": the running statistics of earlier updates, in training as in evaluation. A batch's
-    own would tell a causal gate about later positions and other sentences. A forward pass only adds up what
-    it sees (`pending`); `update` lets those sums in, so that a batch acts on later updates alone, and an
-    output does not depend on how batches are spread over workers and accumulation steps.
-
-    statistics "batch": the paper's (Ioffe & Szegedy 2015), for gates that see a whole sequence at once. A
-    forward pass that trains the gate (`own`: a G step, a joint update) normalises by mean and variance over
-    the real rows of its micro-batch, with gradients through them; with fewer than two rows, in evaluation and
-    for the draw of an F step, the running ones serve.
-
     Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial
     statistics, 0 and 1, until the first G epoch. These count like one update in the running mean, which
     becomes a moving average once there are many updates.
+
+    Args:
+        num_features: C.
+        statistics: "earlier": the running statistics of earlier updates, in training as in evaluation. A
+            batch's own would tell a causal gate about later positions and other sentences. A forward pass
+            only adds up what it sees (`pending`); `update` lets those sums in, so that a batch acts on later
+            updates alone, and an output does not depend on how batches are spread over workers and
+            accumulation steps. "batch": the paper's (Ioffe & Szegedy 2015), for gates that see a whole
+            sequence at once. A forward pass that trains the gate (`own`: a G step, a joint update) normalises
+            by mean and variance over the real rows of its micro-batch, with gradients through them; with
+            fewer than two rows, in evaluation and for the draw of an F step, the running ones serve.
     """
 
     running_mean: Tensor
@@ -46,9 +47,13 @@ class GateNorm(nn.BatchNorm1d, Observer):
     def forward(
         self, x: Tensor, real: Tensor | None = None, observe: bool = False, own: bool = False
     ) -> Tensor:
-        """Normalise x [N, C]. observe: count the rows in, or those where real [N] bool is true.
+        """Normalise the means of sequences, or of their beginnings.
 
-        own: this pass trains the gate, so "batch" takes the statistics of x.
+        Args:
+            x: [N, C].
+            real: [N] bool, the rows that count in statistics; None: all.
+            observe: add the rows to what is pending, as training does.
+            own: this pass trains the gate, so "batch" takes the statistics of x.
         """
         if observe:
             self._add_up(x.detach(), real)
@@ -76,9 +81,11 @@ class GateNorm(nn.BatchNorm1d, Observer):
 
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:
-        """Let sums (as `pending`, over all workers) into the running statistics.
+        """Let sums into the running statistics.
 
-        Sums that overflowed (a batch in half precision) are ignored.
+        Args:
+            sums: [2·C + 1], as `pending`, over all workers. Sums that overflowed (a batch in half precision)
+                are ignored.
         """
         sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
         count = sums[-1]
@@ -94,10 +101,17 @@ class GateNorm(nn.BatchNorm1d, Observer):
 class SequenceGate(nn.Module):
     """g(x̄; φ): batch norm → linear → tanh → dropout → linear → softmax over the experts.
 
-    norm: one of NORMS, see GateNorm. While the gate is frozen (its parameters do not require gradients: an
-    F step) it is the function that evaluation uses: it drops nothing out, and normalises by the running
-    statistics. It observes throughout training. It and its parameters stay in float32 whatever the model is
-    cast to: steps of plain SGD are lost in half precision.
+    While the gate is frozen (its parameters do not require gradients: an F step) it is the function that
+    evaluation uses: it drops nothing out, and normalises by the running statistics. It observes throughout
+    training. It and its parameters stay in float32 whatever the model is cast to: steps of plain SGD are lost
+    in half precision.
+
+    Args:
+        model_dim: C.
+        num_experts: E.
+        hidden_dim: units between the two linear maps.
+        dropout: probability with which one of them is dropped while the gate learns.
+        norm: one of NORMS, see GateNorm.
     """
 
     def __init__(
@@ -129,7 +143,15 @@ class SequenceGate(nn.Module):
         return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
 
     def forward(self, mean: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """mean [N, C] of the inputs → (probabilities [N, E], logits [N, E]); real [N]: rows that count."""
+        """How responsible each expert is.
+
+        Args:
+            mean: [N, C], of the inputs of a sequence, or of a position and those before it.
+            real: [N] bool, the rows that count in statistics; None: all.
+
+        Returns:
+            Probabilities and logits, [N, E] each, in the dtype of the gate's parameters.
+        """
         learns = self.learns
         with full_precision(mean.device.type):
             x = self.norm(mean.to(self.norm.weight.dtype), real, self.training, learns)

@@ -36,7 +36,7 @@ class SigmaMoE(nn.Module):
     Args:
         embed_dim: the model's width, C.
         settings: of the experts.
-        activation: of the inner units.
+        activation: act, of the inner units.
         expert_backend: a choice of `--expert-backend`.
 
     Raises:
@@ -93,6 +93,9 @@ class SigmaMoE(nn.Module):
             x: [B, T, C], or any other two dimensions before C.
             padding: [B, T] bool, True = padding: gets zeros, and is left out of losses and statistics.
             with_routing: return the routing, too, as an attention does.
+
+        Returns:
+            [B, T, C]; with_routing: a pair of it and a tuple of one `Routing`.
         """
         rows = x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         if padding is not None:

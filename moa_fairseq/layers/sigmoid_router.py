@@ -13,7 +13,12 @@ from moa_fairseq.layers.routing import Routing
 
 @torch.no_grad()
 def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
-    """Rows [E, C] of random directions, all `scale` long: at first only a token's direction matters."""
+    """Draw rows of random directions, all equally long: at first only a token's direction matters.
+
+    Args:
+        weight: [E, C], written in place.
+        scale: the length of every row.
+    """
     weight.normal_()
     weight.mul_(scale / weight.norm(dim=1, keepdim=True))
 
@@ -21,12 +26,19 @@ def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
 class SigmoidTopKRouter(nn.Module):
     """s^h = σ(x·W^h), and the k largest of each head h (SwitchHead Eq. 7-8; σ-MoE, arXiv 2310.10837).
 
-    groups: the H heads, each with E = num_experts experts of its own and k = experts_per_token choices.
-    Expert e of head h has the number h·E + e, and slots stand head by head. Gates are the chosen s,
-    neither normalised nor noisy. expert_dropout: δ of σ-MoE: in training a token does without each expert
-    with this probability. side, auxiliary: of the
-    decisions; flags: how the names of flags begin in errors. Runs in float32, whatever the model's dtype or
-    autocast. Raises UserError unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
+    Gates are the chosen s, neither normalised nor noisy. Runs in float32, whatever the model's dtype or
+    autocast.
+
+    Args:
+        model_dim: C.
+        num_experts, experts_per_token: E and k, of each head.
+        groups: the H heads. Expert e of head h has the number h·E + e, and slots stand head by head.
+        expert_dropout: δ of σ-MoE: in training a token does without each expert with this probability.
+        side, auxiliary: of the `Routing`.
+        flags: how the names of flags begin in errors, after the dashes.
+
+    Raises:
+        UserError: unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
     """
 
     def __init__(
@@ -62,7 +74,15 @@ class SigmoidTopKRouter(nn.Module):
         draw_rows_of_one_length(self.projection.weight)
 
     def forward(self, x: Tensor, padding: Tensor | None = None) -> Routing:
-        """Route x [N, C] or [B, T, C]; padding [N] or [B, T] bool marks tokens whose gates become zero."""
+        """Route tokens.
+
+        Args:
+            x: [N, C] or [B, T, C].
+            padding: [N] or [B, T] bool, True = padding: tokens whose gates become zero.
+
+        Returns:
+            The routing of N tokens, with H·k slots each.
+        """
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         logits = self.projection(x)

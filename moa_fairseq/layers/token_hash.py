@@ -12,7 +12,13 @@ class TokenHash(nn.Module):
     """K different experts of E for each token id; every set is equally likely, and each module has its own.
 
     It is a function of the id and of `salt`, which is drawn at initialisation and saved with the weights: the
-    same in training, evaluation and step-by-step generation, for any batch. Raises UserError if K = E.
+    same in training, evaluation and step-by-step generation, for any batch.
+
+    Args:
+        num_experts, experts_per_token: E and K.
+
+    Raises:
+        UserError: if K = E.
     """
 
     salt: Tensor  # a buffer [1] int64, below 2^31: means of checkpoints keep it exactly
@@ -33,7 +39,17 @@ class TokenHash(nn.Module):
         self.salt.random_(2**31)
 
     def forward(self, token_ids: Tensor | None) -> Tensor:
-        """The experts of N tokens, [N] or [B, T] int64: [N, K] int64. Raises UserError for no ids."""
+        """The experts of N tokens.
+
+        Args:
+            token_ids: [N] or [B, T] int64.
+
+        Returns:
+            [N, K] int64.
+
+        Raises:
+            UserError: for no ids.
+        """
         if token_ids is None:
             raise UserError(
                 "--router-choice hash needs the ids of the tokens: call the attention with token_ids=ids "

@@ -46,6 +46,10 @@ def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
 
     Its weight may then be read in place of the call. Not so of an adapter or another module in its place, or
     where hooks (those of all modules included) or a `forward` of its own would be passed over.
+
+    Args:
+        module: the one that would be called.
+        kind: the class that it must be of, a subclass not being enough.
     """
     return type(module) is kind and not (
         module._forward_hooks

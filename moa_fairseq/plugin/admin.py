@@ -21,6 +21,9 @@ class Shortcut(nn.Module):
     ω [C] is omega + change. omega: one number, 1 until `profile` sets it; a buffer, so checkpoints have it.
     change [C]: what training adds to it. Training in fp16 copies the parameters before there is a batch, and
     would overwrite a parameter that profiling has set.
+
+    Args:
+        width: of the layer, C.
     """
 
     omega: Tensor
@@ -31,7 +34,12 @@ class Shortcut(nn.Module):
         self.change = nn.Parameter(torch.zeros(width))
 
     def forward(self, branch: Tensor, x: Tensor) -> Tensor:
-        """branch, x [T, B, C] → the same shape."""
+        """The sum, in the shape of its parts.
+
+        Args:
+            branch: f(x), [T, B, C].
+            x: what went into the branch, [T, B, C].
+        """
         return branch + x * (self.omega + self.change)
 
 
@@ -54,9 +62,9 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], No
     is measured. Their variances include padding.
 
     Args:
-        model: With `Shortcut`s, in training mode.
-        run: Calls the model with the batch. Its random numbers are drawn again by what follows.
-        add: Adds up a tensor over workers in place; all of them must come here together.
+        model: with `Shortcut`s, in training mode.
+        run: calls the model with the batch. Its random numbers are drawn again by what follows.
+        add: adds up a tensor over workers in place; all of them must come here together.
     """
     stacks: dict[str, list[Shortcut]] = {}
     for name, module in model.named_modules():

@@ -29,8 +29,11 @@ def register_models(
 ) -> None:
     """Register a model whose attentions are of `family`, and its architectures; the first is the default.
 
-    model: a name that ends in one of JOBS. archs: `--arch` → values of flags (as in the args namespace),
-    unless the user gives others. bodies: of architectures that are not fairseq's base.
+    Args:
+        family: a name of FAMILIES.
+        model: a name that ends in an underscore and one of JOBS.
+        archs: `--arch` → values of flags (as in the args namespace), unless the user gives others.
+        bodies: of architectures that are not fairseq's base: `--arch` → as `body` of `register_arch`.
     """
     base, body = JOBS[model.rpartition("_")[2]]
     names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}
@@ -40,7 +43,14 @@ def register_models(
 
 
 def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
-    """Register `--arch arch` of a registered model; body: fairseq's function that sets every other flag."""
+    """Register `--arch arch` of a registered model.
+
+    Args:
+        model: a name that fairseq knows.
+        arch: the name of the architecture.
+        body: fairseq's function that sets every other flag; it is called with the args namespace.
+        values: of flags (as in the args namespace), unless the user gives others.
+    """
 
     def architecture(args: Any) -> None:
         if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):

@@ -26,6 +26,10 @@ class CarriedContext:
     nothing. Parts of the texts that take turns, as the micro-batches of an update do, have separate contexts
     too. A context is not part of the model's state. The task saves those of the training (`of_training`) with
     a checkpoint, as they cannot be computed again: earlier updates had other weights and other dropout.
+
+    Args:
+        layers: of a decoder, in order; their `forward` takes what was kept as `context`, [M, B, C] or None.
+        chunks: how many earlier chunks each layer sees, 1 or more.
     """
 
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
@@ -44,6 +48,12 @@ class CarriedContext:
         It gets the context of the chunk before it in the same texts, if that was kept (the last chunk may
         lack texts at the end of the batch). Otherwise it begins without one. The inputs of its layers are
         kept, unless it fails.
+
+        Args:
+            chunk: the number of this chunk.
+            training: whether the context of training is read and kept, or that of evaluation.
+            batch: how many texts are read, B, in the order of the chunk before.
+            part: the number of the part, among those that take turns.
         """
         context = self._contexts.pop((training, part), None)
         self._before = None
@@ -61,7 +71,12 @@ class CarriedContext:
         return self._contexts.get((True, part))
 
     def restore(self, part: int, context: ChunkContext) -> None:
-        """Let the next chunk of a part see this in training."""
+        """Let the next chunk of a part see this in training.
+
+        Args:
+            part: its number.
+            context: of the part's texts, on the model's device.
+        """
         self._contexts[True, part] = context
 
     def _enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
@@ -83,9 +98,14 @@ class CarriedContext:
 def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
     """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
 
-    own: of this process's parts. Every process calls it; the first one gets the result, the others None. A
-    part whose texts have ended lacks the chunk of the first part, and is left out: only the last texts of an
-    epoch end early.
+    Every process calls it. A part whose texts have ended lacks the chunk of the first part, and is left out:
+    only the last texts of an epoch end early.
+
+    Args:
+        own: of this process's parts, in order; None for a part without a context.
+
+    Returns:
+        The result in the first process, None in the others; None in all if the very first part has none.
     """
     group = distributed.get_data_parallel_group()
     mine: Any = [None if one is None else (one.chunk, [tuple(x.shape) for x in one.inputs]) for one in own]

@@ -36,10 +36,13 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":
-        """Build from command-line arguments or a hydra config. Raises UserError for impossible flags.
+        """Build from command-line arguments or a hydra config.
 
         The parent builds embeddings and decoder at once and has no hook for the decoder. So it builds one
         without layers, and the mixture's decoder is then built on the same embeddings.
+
+        Raises:
+            UserError: for impossible flags.
         """
         args = cls.completed(args)
         layers = args.decoder_layers

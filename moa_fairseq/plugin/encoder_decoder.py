@@ -76,9 +76,13 @@ class MixtureFeedForward(Extended):
         """This layer's forward by the compiled `whole`.
 
         Args:
-            run: calls `whole` of a layer with a context, x and options.
+            run: called with a layer, a context, x and options; calls the layer's `whole` with the rest.
             mask: that of the self-attention as the decoder made it, which options have in another layout.
-            x, options: what `forward` takes.
+            x: [T, B, C].
+            options: what `forward` takes beside x, by name.
+
+        Returns:
+            What `forward` returns.
         """
         context = current_context()
         is_causal = mask is not None and mask is context.causal_mask
@@ -92,7 +96,16 @@ class MixtureFeedForward(Extended):
         return out
 
     def whole(self, context: ForwardContext, x: Tensor, **options: Any) -> Any:
-        """forward with nothing but what is given: its output, and the routings with their modules."""
+        """The layer's `forward` with nothing but what is given.
+
+        Args:
+            context: in place of the thread's; its `routings` get nothing.
+            x: [T, B, C].
+            options: what `forward` takes beside x, by name.
+
+        Returns:
+            The output of `forward`, and a list of (module, routing).
+        """
         routings: list[Any] = []
         with forward_context(**{**vars(context), "routings": (routings,)}):
             out = type(self).forward(self, x, **options)
@@ -100,6 +113,11 @@ class MixtureFeedForward(Extended):
 
     @own_random_numbers()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
+        """fairseq's hook: the first matrix of the feed-forward, or the mixture in its place.
+
+        Raises:
+            UserError: for sigma-MoE with a gated feed-forward or --scale-fc, and its impossible sizes.
+        """
         mixture = build_sigma_moe(self.mixture_cfg, input_dim, self.activation_fn)
         if getattr(self.mixture_cfg, "gated_feed_forward", False):
             if mixture is not None:
@@ -168,7 +186,11 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         context: Tensor | None = None,
         **kwargs: Any,
     ):
-        """context [M, B, C]: this layer's inputs before x, to which its self-attention attends, too."""
+        """As fairseq's, with one argument more.
+
+        Args:
+            context: this layer's inputs before x, to which its self-attention attends, too, [M, B, C].
+        """
         if current_context().unpadded:
             self_attn_padding_mask = None
         if context is not None and self.normalize_before:
@@ -323,8 +345,11 @@ class MixtureDecoder(TransformerDecoderBase):
     def carry_context(self, chunks: int) -> None:
         """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
 
-        0: to none. Raises UserError if positions are embeddings, which begin anew with each chunk, and if
-        layers are dropped.
+        Args:
+            chunks: how many; 0: none.
+
+        Raises:
+            UserError: if positions are embeddings, which begin anew with each chunk, or layers are dropped.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(
@@ -349,7 +374,12 @@ class MixtureDecoder(TransformerDecoderBase):
         part: int = 0,
         **kwargs: Any,
     ):
-        """chunk: the number of this chunk [B, T] of B texts that are read in order; part: which texts."""
+        """As fairseq's, with two arguments more, which do nothing before `carry_context`.
+
+        Args:
+            chunk: number of this chunk [B, T] of B texts that are read in order; None: nothing is carried.
+            part: number of these texts among the groups of texts that take turns.
+        """
         if chunk is None or self.context is None:
             return super().forward(prev_output_tokens, *args, **kwargs)
         with self.context.reading(chunk, self.training, prev_output_tokens.size(0), part):

@@ -21,6 +21,7 @@ class FairseqCall(Attention):
     The module keeps the attention's parameters and their names. `with_fairseq_call` makes the class.
 
     Args:
+        args, options: what the attention itself takes.
         encoder_decoder_attention: keys and values are made of an encoder's output, which a beam's hypotheses
             share.
     """
@@ -59,6 +60,9 @@ class FairseqCall(Attention):
 
         Returns:
             The output [T, B, C], unspecified at padding; weights [B, T, S], or [H, B, T, S], or None.
+
+        Raises:
+            ValueError: for a query_padding_mask of another shape.
         """
         context = current_context()
         tgt_len, batch, _ = query.shape

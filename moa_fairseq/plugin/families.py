@@ -29,7 +29,12 @@ FAMILIES: dict[str, type[FamilySettings]] = {}
 
 
 def register_family(name: str, settings: type[FamilySettings]) -> None:
-    """Make a family known to models: `attention_family` of a model class names it."""
+    """Make a family known to models: `attention_family` of a model class names it.
+
+    Args:
+        name: of the family; one that is known already is replaced.
+        settings: its fields become flags, and its `attention` is the class that is built.
+    """
     FAMILIES[name] = settings
 
 
@@ -43,7 +48,12 @@ register_family("dense", DenseSettings)
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
-    """Add a family's flags; they have no defaults here, so that an architecture may set them."""
+    """Add the flags of a family and of sigma-MoE; without defaults, so that an architecture may set them.
+
+    Args:
+        parser: to which they are added.
+        family: a name of FAMILIES.
+    """
     settings = FAMILIES[family]
     gen_parser_from_dataclass(parser, _as_fairseq(settings), delete_default=True)
     gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
@@ -65,14 +75,24 @@ def _as_fairseq(settings: type) -> FairseqDataclass:
 
 
 def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
-    """Set each value in args unless the user, or an earlier architecture, has set it."""
+    """Set each value in args unless the user, or an earlier architecture, has set it.
+
+    Args:
+        args: changed in place; None counts as not set.
+        values: of flags, by their names in the namespace.
+    """
     for name, value in values.items():
         if getattr(args, name, None) is None:
             setattr(args, name, value)
 
 
 def set_family_defaults(args: Any, family: str) -> None:
-    """Give every flag of a family that has no value its default."""
+    """Give every flag of a family, and of sigma-MoE, that has no value its default.
+
+    Args:
+        args: changed in place; None counts as no value.
+        family: a name of FAMILIES.
+    """
     for settings in (FAMILIES[family], SigmaMoESettings):
         set_defaults(args, {field.name: field.default for field in dataclasses.fields(settings)})
 
@@ -91,10 +111,13 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
     """The attention of the family that `cfg.attention_family` names, with fairseq's call.
 
     Args:
-        cfg: a model's config.
-        embed_dim: the layer's width.
+        cfg: a model's config, with every flag of its family.
+        embed_dim: the layer's width, C.
         decoder: whether it stands in a decoder, where a query must not see later positions.
-        options: whether it is self- or cross-attention, as fairseq's attention takes it.
+        options: whether it is self- or cross-attention, and kdim and vdim, as fairseq's attention takes them.
+
+    Raises:
+        UserError: for impossible settings.
     """
     side = cfg.decoder if decoder else cfg.encoder
     settings = settings_of(cfg)
@@ -114,7 +137,13 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
 
 
 def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
-    """Draw a part of a model of so many layers anew where its --initialization says so."""
+    """Draw a part of a model of so many layers anew where its --initialization says so.
+
+    Args:
+        module: the part; the matrices of its children are drawn.
+        cfg: of the model.
+        layers: how many layers the encoder or decoder has around the part, n: deviations are √(2/n)/√fan-in.
+    """
     if getattr(cfg, "initialization", None) == "depth-scaled":
         for part in module.children():
             with own_random_numbers():
@@ -124,7 +153,16 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
 def build_sigma_moe(
     cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
 ) -> FairseqSigmaMoE | None:
-    """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own."""
+    """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own.
+
+    Args:
+        cfg: a model's config.
+        embed_dim: the layer's width, C.
+        activation: of the experts' inner units.
+
+    Raises:
+        UserError: for impossible sizes.
+    """
     settings = _settings_from(SigmaMoESettings, cfg)
     if settings.sigma_moe_num_experts == 0:
         return None

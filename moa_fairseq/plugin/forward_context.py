@@ -47,7 +47,12 @@ class ForwardContext:
     routings: tuple[Any, ...] = ()
 
     def record(self, module: Any, routing: Routing) -> None:
-        """Hand a routing of a module to all who collect them."""
+        """Hand a routing of a module to all who collect them.
+
+        Args:
+            module: the attention or sigma-MoE that made it; it has a `name`.
+            routing: what its router decided.
+        """
         for collected in self.routings:
             collected.append((module, routing))
 
@@ -81,7 +86,11 @@ def current_context() -> ForwardContext:
 
 @contextlib.contextmanager
 def forward_context(**changes: Any) -> Iterator[ForwardContext]:
-    """Inside the block the context is the one around it with these changes."""
+    """Inside the block the context is the one around it with these changes.
+
+    Args:
+        changes: fields of `ForwardContext`; the others stay as they are around the block.
+    """
     before = _thread.context
     _thread.context = dataclasses.replace(before, **changes)
     try:
@@ -95,6 +104,9 @@ def restored(context: ForwardContext) -> Iterator[None]:
     """Inside the block the context is this one, but nothing is collected: a pass that is made again.
 
     Activation checkpointing runs a layer a second time, in the backward pass and on a GPU in another thread.
+
+    Args:
+        context: that of the first run.
     """
     before = _thread.context
     _thread.context = dataclasses.replace(context, routings=())

@@ -21,7 +21,10 @@ def keep_freed_memory() -> bool:
 
     A training step allocates and frees the same large tensors over and over. glibc maps each one anew,
     and the kernel zeroes every page at first touch: on a CPU that can take as long as the arithmetic.
-    The resident size stays at the step's peak. Returns False where the C library is not glibc.
+    The resident size stays at the step's peak.
+
+    Returns:
+        Whether the C library has taken the settings; False where it is not glibc.
     """
     if not sys.platform.startswith("linux"):
         return False

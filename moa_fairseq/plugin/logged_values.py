@@ -13,14 +13,30 @@ from torch import Tensor
 
 
 def logged(prefix: str, names: Sequence[str], values: Tensor) -> dict[str, Any]:
-    """An entry for the logging output of one forward pass: values [len(names)]; names have no spaces."""
+    """An entry for the logging output of one forward pass.
+
+    Args:
+        prefix: how the entry's key begins; `mean_values` finds the entry by it.
+        names: of the values, without spaces.
+        values: [len(names)]; they stay on their device, without a gradient.
+
+    Returns:
+        The key, which is prefix and names, with a tensor [len(names) + 1]: the values, and a 1.
+    """
     return {prefix + " ".join(names): torch.cat([values.detach(), values.new_ones(1)])}
 
 
 def mean_values(prefix: str, logging_outputs: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
-    """What was `logged` under prefix: name → mean over the forward passes that had it, and how many passes.
+    """The means, over forward passes, of what was `logged` under a prefix.
 
     A pass may lack some names: LayerDrop leaves modules out.
+
+    Args:
+        prefix: as `logged` was given it.
+        logging_outputs: of micro-batches and workers; fairseq may have added them up already.
+
+    Returns:
+        name → mean over the forward passes that had it, and how many passes logged anything.
     """
     sums: dict[str, Tensor] = {}
     for log in logging_outputs:

@@ -48,6 +48,10 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureRobertaModel":
-        """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
+        """Build from command-line arguments or a hydra config.
+
+        Raises:
+            UserError: for impossible flags.
+        """
         args = cls.completed(args)
         return cls.finished(cls(args, MixtureRobertaEncoder(args, task.source_dictionary)), args)

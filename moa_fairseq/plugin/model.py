@@ -100,7 +100,11 @@ class MixtureModel(Extended):
     def completed(cls, args: Any) -> argparse.Namespace:
         """Command-line arguments (or the config of fairseq-hydra-train as such) with every default.
 
-        Raises UserError for a refused option.
+        Args:
+            args: a namespace, which is completed in place, or a config, of which a new namespace is made.
+
+        Raises:
+            UserError: for a refused option, impossible positions, and a model that "admin" does not fit.
         """
         if isinstance(args, DictConfig):
             settings: Any = OmegaConf.to_container(args, resolve=True)
@@ -128,7 +132,18 @@ class MixtureModel(Extended):
 
     @classmethod
     def finished(cls, model: Model, args: argparse.Namespace) -> Model:
-        """Name the attentions of a model that has just been built, check them, and scale their outputs."""
+        """Name the attentions of a model that has just been built, check them, and scale their outputs.
+
+        Args:
+            model: its attentions and sigma-MoEs get their paths in it as names.
+            args: of the model, as `completed` returns them.
+
+        Returns:
+            The same model.
+
+        Raises:
+            UserError: for settings that do not fit the model, and a branch scale that is not positive.
+        """
         attentions = []
         for name, module in model.named_modules():
             if isinstance(module, (Attention, SigmaMoE)):
@@ -160,7 +175,7 @@ class MixtureModel(Extended):
 
 
 def sum_over_workers() -> Callable[[Tensor], None] | None:
-    """A function that adds up a tensor over the data-parallel workers in place; None where there is one."""
+    """A function that adds up a tensor over the data-parallel workers in place; None for one worker."""
     if not torch.distributed.is_available() or not torch.distributed.is_initialized():
         return None
     group = distributed.get_data_parallel_group()

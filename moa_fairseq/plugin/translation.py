@@ -26,7 +26,11 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
 
     @classmethod
     def build_model(cls, args: Any, task: Any) -> "MixtureTransformerModel":
-        """Build from command-line arguments or a hydra config. Raises UserError for impossible flags."""
+        """Build from command-line arguments or a hydra config.
+
+        Raises:
+            UserError: for impossible flags, and for --share-all-embeddings with two dictionaries.
+        """
         args = cls.completed(args)
         if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
             raise UserError(

@@ -9,10 +9,15 @@ from typing import Any
 
 
 def run(build: Callable[..., None], cases: Sequence[tuple[Any, ...]], processes: int = 0) -> None:
-    """Call `build(*case)` for each case, in as many processes as there are cores unless `processes` says.
+    """Call `build(*case)` for each case, in many processes at once.
 
-    `build` is a module's function; it runs the kernels under `triton.table.compiling`, and all that stays is
-    Triton's cache on disk. A case that fails is named and left to whoever needs the kernels.
+    All that stays is Triton's cache on disk. A case that fails is named and left to whoever needs the
+    kernels.
+
+    Args:
+        build: a module's function, which runs the kernels under `triton.table.compiling`.
+        cases: the arguments of each call; they are pickled.
+        processes: how many at most; 0: as many as there are cores.
     """
     start = time.perf_counter()
     processes = min(processes or os.cpu_count() or 1, len(cases))

@@ -30,8 +30,14 @@ _checked: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in valid
 def resolve_backend(name: str) -> str:
     """The backend that `--expert-backend NAME` stands for on this machine; logged once, with the reason.
 
-    "auto" stays "auto" where Triton's kernels may be used beside the others; else it becomes "grouped".
-    Raises UserError for a name that is not in BACKENDS, and for `triton` where it cannot run.
+    Args:
+        name: one of BACKENDS.
+
+    Returns:
+        The same name, but "grouped" for "auto" where Triton's kernels may not be used beside the others.
+
+    Raises:
+        UserError: for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
     check_choice("--expert-backend", name, BACKENDS)
     if name == "triton" and triton.why_not():
@@ -64,7 +70,14 @@ def _automatic() -> tuple[str, str]:
 
 
 def automatic(dtype: torch.dtype) -> tuple[str, str]:
-    """("triton" or "grouped", why): what `auto` takes for experts of K < E in a dtype on this machine."""
+    """What `auto` takes for experts of K < E on this machine, and why.
+
+    Args:
+        dtype: of rows and weights, after autocast.
+
+    Returns:
+        "triton" or "grouped", and the reason, which may be "".
+    """
     chosen, reason = _automatic()
     if chosen == "auto" and dtype not in _checked:
         return "grouped", f"not triton: not checked in {dtype}; {validation.COMMAND} does"

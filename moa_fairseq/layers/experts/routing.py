@@ -51,7 +51,15 @@ def _product_grads(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[T
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x [N, C] · weight [E, C]ᵀ in float32, of two tensors in half precision, or of one: no copy is kept."""
+    """x · weightᵀ in float32, of two tensors in half precision, or of one: no copy is kept.
+
+    Args:
+        x: [N, C].
+        weight: [E, C].
+
+    Returns:
+        [N, E] float32.
+    """
     logits: Tensor = _WideProduct.apply(x, weight)
     return logits
 
@@ -103,11 +111,20 @@ class _Route(Function):
 def top_k_routing(
     x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None, backend: str
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """MoA Eq. 7-9 in one kernel: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E).
+    """MoA Eq. 7-9 in one kernel. Ties go to the expert with the lower number.
 
-    x [N, C], weight [E, C]; renormalize: "detached", "full" or "none"; padding [N] bool: gates to set to
-    zero. Ties go to the expert with the lower number. Returns None, and the caller has to do it, where the
-    backend is not Triton's or its kernel does not take x.
+    Args:
+        x: [N, C].
+        weight: [E, C], of the router.
+        per_token: K.
+        renormalize: "detached", "full" or "none", as in `routers.RENORMALIZATIONS`.
+        padding: [N] bool, True = padding: gates to set to zero; or None.
+        backend: a name that `resolve_backend` returned.
+
+    Returns:
+        Logits [N, E], probabilities [N, E] and gates [N, K] in float32, and the chosen experts [N, K] int64,
+        the most probable first, or None if K = E. Or None alone, and the caller has to do it, where the
+        backend is not Triton's or its kernel does not take x.
     """
     if unsupported_reason(x, weight, renormalize, backend):
         return None
@@ -116,7 +133,11 @@ def top_k_routing(
 
 
 def unsupported_reason(x: Tensor, weight: Tensor, renormalize: str, backend: str) -> str:
-    """Why `top_k_routing` leaves a routing to its caller, or ""."""
+    """Why `top_k_routing` leaves a routing to its caller, or "".
+
+    Args:
+        x, weight, renormalize, backend: those of `top_k_routing`.
+    """
     if backend not in ("auto", "triton") or not triton.takes(x, weight):
         return "the backend, the device or the dtype is not Triton's"
     if is_compiling() or torch._C._functorch.peek_interpreter_stack() is not None:

@@ -50,7 +50,11 @@ class SlotOrder:
         return self._cell
 
     def sort_by(self, sort: Callable[["SlotOrder"], tuple[Tensor, Tensor] | None]) -> None:
-        """Let `sort` compute (order, offsets) unless they are known; if it returns None, torch sorts."""
+        """Let `sort` compute `order` and `offsets` unless they are known.
+
+        Args:
+            sort: gets this object, and returns both, or None: then torch sorts.
+        """
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
 
@@ -79,7 +83,12 @@ class SlotOrder:
         return self.sorted[1]
 
     def plan(self, kind: Callable[["SlotOrder", int], Plan], fan: int) -> Plan:
-        """kind(self, fan), made once: the products of a routing share it. fan: slots of a narrow row."""
+        """kind(self, fan), made once: the products of a routing share it.
+
+        Args:
+            kind: a class of plans, such as `ExpertLoop`.
+            fan: slots of a row of the experts' width.
+        """
         key = kind, fan
         if key not in self._plans:
             self._plans[key] = kind(self, fan)

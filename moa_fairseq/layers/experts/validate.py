@@ -116,7 +116,17 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
 
 
 def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
-    """Where `fast` is more than twice as far from `exact` as `plain` is, one rounding allowed."""
+    """Where `fast` is more than twice as far from `exact` as `plain` is, one rounding allowed.
+
+    Args:
+        fast: the results to judge by name, in their dtype; one rounding is its eps times the largest number,
+            of float32 eight.
+        plain: the same by torch in that dtype, which shows the error to expect.
+        exact: the same in float64.
+
+    Returns:
+        A line for each result that is wrong, or not a number.
+    """
     found = []
     for name, truth in exact.items():
         got = fast[name].double()
@@ -162,7 +172,14 @@ def _check_products(
 
 
 def compile_case(dtype: torch.dtype, name: str, use: str, device: str) -> None:
-    """Compile what `_check_products` will run, in every configuration."""
+    """Compile what `_check_products` will run, in every configuration.
+
+    Args:
+        dtype: of rows and weights.
+        name: of the sizes.
+        use: one of USES.
+        device: "cuda" or "cpu", which have tables of sizes of their own.
+    """
     from moa_fairseq.layers.experts.triton import launch, table, tuning
 
     shape = (_SHAPES if device == "cuda" else _SMALL)[name]

@@ -51,9 +51,11 @@ def path() -> Path:
 class Outcome:
     """What a check has found so far.
 
-    groups: name of each group of cases that was gone through → how many there are. failed: those in which
-    something is wrong → what. dtypes: those of which every group was gone through. refused: those that the
-    kernels do not take on this GPU.
+    Args:
+        groups: name of each group of cases that was gone through → how many there are.
+        failed: those in which something is wrong → what.
+        dtypes: those of which every group was gone through.
+        refused: those that the kernels do not take on this GPU.
     """
 
     groups: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -71,9 +73,14 @@ def write(outcome: Outcome) -> Path:
 
 
 def read(file: Path | None = None) -> tuple[Outcome, str]:
-    """(what is known of this machine, where and since when or why nothing is)
+    """What is known of this machine.
 
-    file: another than `path()`.
+    Args:
+        file: another than `path()`, such as the record of another machine of this kind.
+
+    Returns:
+        The outcome, empty where the file is missing, broken or about something else; and where and since when
+        it is known, or why nothing is.
     """
     file, where = file or path(), "another machine of this kind" if file else "this machine"
     try:
@@ -104,7 +111,12 @@ def shipped_path() -> Path:
 
 
 def known() -> tuple[Outcome, str]:
-    """As `read`, completed by what comes with the package: the check of another machine of this kind."""
+    """As `read`, completed by what comes with the package: the check of another machine of this kind.
+
+    Returns:
+        The outcome, in which this machine's own cases count before the other's; and where and since when it
+        is known, or why nothing is.
+    """
     own, since = read()
     theirs, since_theirs = read(shipped_path())
     if not theirs.groups:
@@ -124,13 +136,21 @@ def _distrusted(outcome: Outcome) -> tuple[str, ...]:
 
 
 def is_open(dtype: str) -> bool:
-    """Whether a check of a dtype would tell anything: it was not done to its end, and nothing has failed."""
+    """Whether a check of a dtype would tell anything: it was not done to its end, and nothing has failed.
+
+    Args:
+        dtype: one of DTYPES.
+    """
     outcome, _ = known()
     return dtype not in (*outcome.dtypes, *outcome.refused, *_distrusted(outcome))
 
 
 def verdict() -> tuple[tuple[str, ...], str]:
-    """(the dtypes in which the kernels may be trusted here, why)"""
+    """Which dtypes the kernels may be trusted in here.
+
+    Returns:
+        The dtypes by name, which may be none; and why.
+    """
     outcome, since = known()
     checked = sum(outcome.groups.values())
     failed = sum(map(len, outcome.failed.values()))

@@ -11,7 +11,12 @@ METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
 def updated_by(model: nn.Module, method: str) -> list[Tensor]:
-    """The parameters a method updates: gates φ (ftg); gates and the weights W of Eq. 4 (ftg_plus); all."""
+    """The parameters a method updates.
+
+    Args:
+        model: with mixtures of attentive experts.
+        method: one of METHODS: ftg, the gates φ; ftg_plus, gates and the weights W of Eq. 4; else all.
+    """
     if method in ("all", "ftall"):
         return [*model.parameters()]
     gates: list[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
@@ -22,7 +27,15 @@ def updated_by(model: nn.Module, method: str) -> list[Tensor]:
 
 
 def freeze_rest(model: nn.Module, method: str) -> None:
-    """Freeze all that a method does not update. Raises UserError for a model without gates to fine-tune."""
+    """Freeze all that a method does not update.
+
+    Args:
+        model: its parameters require gradients, or not, from then on.
+        method: one of METHODS; all and ftall leave the model as it is.
+
+    Raises:
+        UserError: for a model without gates to fine-tune.
+    """
     if method in ("all", "ftall"):
         return
     if not gates_of(model):

@@ -21,6 +21,9 @@ class GateEntropyLog:
 
     Decisions are collected around the forward pass only: activation checkpointing makes them again in
     the backward pass.
+
+    Args:
+        criterion: called with model and sample; returns loss, sample size and logging output.
     """
 
     def __init__(self, criterion: Callable):

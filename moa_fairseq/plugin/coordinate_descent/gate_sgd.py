@@ -23,6 +23,9 @@ class GateGradients:
 
     fairseq's losses are sums over sample_size tokens; the total is divided at the end. flat: the gradients,
     then loss and sample size, in float32.
+
+    Args:
+        parameters: of the gates, all on one device.
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -33,20 +36,33 @@ class GateGradients:
     def add(self, loss: Tensor, sample_size: float, scale: float = 1.0) -> None:
         """Differentiate one micro-batch's loss by the gates only; experts get no gradient at all.
 
-        scale: a loss scale against underflow in half precision, undone in the sum.
+        Args:
+            loss: a sum over the micro-batch's tokens, a scalar or [1].
+            sample_size: the number of these tokens.
+            scale: a loss scale against underflow in half precision, undone in the sum.
         """
         loss = loss.sum()  # adaptive_loss has a vector of one
         self.take(torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale)
         self.flat[-2] += loss.detach()
 
     def take(self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0) -> None:
-        """Add gradients of losses times scale, one for each parameter; None: it has none."""
+        """Add gradients that have been computed.
+
+        Args:
+            gradients: of losses times scale, one for each parameter; None: it has none.
+            sample_size: the number of tokens over which the losses are sums.
+            scale: undone in the sum.
+        """
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
         self.flat[-1] += sample_size
 
     def meet(self) -> bool:
-        """Add up all workers' sums; returns whether the gradients are finite."""
+        """Add up all workers' sums, at the same time in all of them.
+
+        Returns:
+            Whether the gradients are finite, and loss and sample size, too.
+        """
         all_reduce = sum_over_workers()
         if all_reduce is not None:
             all_reduce(self.flat)
@@ -62,8 +78,11 @@ class GateGradients:
 class GateSGD:
     """The steps of a training's gates along their gradients; both are logged.
 
-    lr, clip_norm: see `sgd_step`. A step is skipped if its gradients are not finite and the training scales
-    its loss: in half precision a batch may overflow.
+    A step is skipped if its gradients are not finite and the training scales its loss: in half precision a
+    batch may overflow.
+
+    Args:
+        lr, clip_norm: as in `sgd_step`.
     """
 
     MOST_SKIPPED = 20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
@@ -113,7 +132,14 @@ def sgd_step(
 ) -> Tensor:
     """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
 
-    Returns the norm before clipping.
+    Args:
+        parameters: updated in place.
+        gradients: one for each parameter.
+        lr: the learning rate.
+        clip_norm: the largest norm of all gradients together; 0 or None: no clipping.
+
+    Returns:
+        The norm before clipping.
     """
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
     if clip_norm:

@@ -20,10 +20,13 @@ from moa_fairseq.plugin.model import sum_over_workers
 class GStep:
     """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
 
-    trainer: fairseq's. lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0). In fp16 the
-    loss is scaled as fairseq scales it in that update; if the gates' gradients still overflow, the step is
-    tried again at half the scale. That scale is not kept, so that a restart from a checkpoint takes the same
-    steps. The gates and their gradients are always in float32.
+    In fp16 the loss is scaled as fairseq scales it in that update; if the gates' gradients still overflow,
+    the step is tried again at half the scale. That scale is not kept, so that a restart from a checkpoint
+    takes the same steps. The gates and their gradients are always in float32.
+
+    Args:
+        trainer: fairseq's.
+        lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0).
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
@@ -32,7 +35,15 @@ class GStep:
         self._done: list[dict[str, Any]] | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> None:
-        """Update the gates once with the micro-batches `samples` of this worker and those of the others."""
+        """Update the gates once with this worker's micro-batches and those of the others.
+
+        Args:
+            samples: the micro-batches of one update, as fairseq's trainer gets them. The same list again, as
+                with --amp after an overflow, takes no further step.
+
+        Raises:
+            UserError: the gates have diverged.
+        """
         if samples is self._done:  # with --amp fairseq tries the F step again after an overflow
             return
         self._done = samples
@@ -86,7 +97,9 @@ class JointStep:
     updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it,
     too. Between updates nothing is kept.
 
-    model: one with gates. lr, clip_norm: as in GStep.
+    Args:
+        model: one with gates.
+        lr, clip_norm: as in `GStep`.
     """
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float):
@@ -106,7 +119,14 @@ class JointStep:
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Around the step of fairseq's optimizer. All workers meet here."""
+        """Around the step of fairseq's optimizer. All workers meet here.
+
+        Args:
+            optimizer: fairseq's, which has not taken its step yet.
+
+        Raises:
+            UserError: the gates have diverged.
+        """
         scale = loss_scale(optimizer)
         yield
         if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:

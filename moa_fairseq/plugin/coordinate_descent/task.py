@@ -124,13 +124,17 @@ class BlockCoordinateDescent(Extended):
     def build_model(self, cfg: Any, from_checkpoint: bool = False) -> nn.Module:
         """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
 
-        Raises UserError for a model without mixtures of attentive experts, or impossible flags.
+        Raises:
+            UserError: for a model without mixtures of attentive experts, or impossible flags.
         """
         own = self.cfg_of_bcd
         if own.bcd_g_every < 1:
             raise UserError(
                 f"--bcd-g-every {own.bcd_g_every} must be at least 1: G steps are taken in every Nth epoch."
             )
+        for flag_name, value in (("--gate-lr", own.gate_lr), ("--gate-clip-norm", own.gate_clip_norm)):
+            if not 0 <= value < math.inf:
+                raise UserError(f"{flag_name} {value} must be a finite number, 0 or more.")
         model = super().build_model(cfg, from_checkpoint)
         if not any(isinstance(module, MixtureOfAttentiveExperts) for module in model.modules()):
             raise UserError(
@@ -174,7 +178,15 @@ class BlockCoordinateDescent(Extended):
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
     def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:
-        """The plugin's hook; samples: all micro-batches of the update that the trainer is about to make."""
+        """The plugin's hook: in some epochs the gates take their G step here.
+
+        Args:
+            trainer: fairseq's.
+            samples: all micro-batches of the update that the trainer is about to make.
+
+        Raises:
+            UserError: the gates have diverged.
+        """
         gates = gates_of(trainer.get_model())
         if self.steps_jointly and gates:
             if self._joint_step is None:
@@ -221,7 +233,11 @@ class BlockCoordinateDescent(Extended):
         return loss, sample_size, logging_output
 
     def optimizer_step(self, optimizer: Any, model: nn.Module, update_num: int) -> None:
-        """fairseq's step and, in joint training, the gates' own step."""
+        """fairseq's step and, in joint training, the gates' own step.
+
+        Raises:
+            UserError: the gates have diverged, in joint training.
+        """
         step = self._joint_step
         with contextlib.nullcontext() if step is None else step.stepping(optimizer):
             super().optimizer_step(optimizer, model=model, update_num=update_num)
@@ -237,7 +253,12 @@ class BlockCoordinateDescent(Extended):
 
 
 def too_short_for_a_g_epoch(trainer: Any, every: int) -> str | None:
-    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None."""
+    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None.
+
+    Args:
+        trainer: fairseq's; where its task keeps no batches of the training, --max-update is not looked at.
+        every: the first epoch with G steps.
+    """
     limits = trainer.cfg.optimization
     ends = []
     if limits.max_epoch:

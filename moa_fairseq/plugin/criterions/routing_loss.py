@@ -75,7 +75,8 @@ class RoutingLossMixin(Extended):
     def build_criterion(cls, cfg: Any, task: Any) -> "RoutingLossMixin":
         """Build fairseq's criterion, which knows nothing of routing, and give it the flags.
 
-        Raises UserError for a coefficient that is negative or not a number.
+        Raises:
+            UserError: for a coefficient that is negative, infinite or not a number.
         """
         for name in ("load_balance_coef", "z_loss_coef"):
             if not 0 <= getattr(cfg, name) < math.inf:
@@ -104,6 +105,13 @@ class RoutingLossMixin(Extended):
 
         The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
         each module's own on request.
+
+        Args:
+            routings: what `collect_routings` found, at least one.
+
+        Returns:
+            The sum, or the mean with --aux-loss-reduce mean, over the modules on which losses may act, 0
+            where there are none; and an entry for the logging output.
         """
         name = str(self.routing.balance_loss)
         kinds = RoutingSums.by_kind([routing for _, routing in routings])

@@ -36,6 +36,15 @@ def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "x
     Input and output embeddings are two matrices there: with one the printed parameters do not come out. The
     dropout of embeddings, residuals and output, and how weights start, are those of the authors' settings
     and code; that of a feed-forward's inner units (App. A.5) has no effect on sigma-MoE.
+
+    Args:
+        layers: how many.
+        embed_dim: the width; models of 1,024 and more have twice the dropout of smaller ones.
+        ffn_embed_dim: inner units of a feed-forward.
+        positions: a choice of --positions.
+
+    Returns:
+        Values of flags, for `register_models`.
     """
     # App. A.5
     if embed_dim >= 1024:

@@ -42,7 +42,11 @@ class WholeAdaptiveLoss(AdaptiveLoss):
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """As fairseq's. Raises UserError where padding has no place in the first cluster."""
+        """As fairseq's.
+
+        Raises:
+            UserError: where padding has no place in the first cluster.
+        """
         decoder: Any = model.decoder
         softmax = decoder.adaptive_softmax
         if self.as_fairseq or softmax is None:  # fairseq complains

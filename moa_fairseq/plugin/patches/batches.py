@@ -125,9 +125,14 @@ def restore_the_place_of_all_processes(
 def converted_place(place: int, shards: int, batches: int, new_shards: int, new_batches: int) -> int:
     """Batches of each of `new_shards` processes that come before the place in an epoch.
 
-    place: batches that each of `shards` processes has seen, of `batches` in all. The same batches keep
-    their order, so the place is exact when the new number of processes divides the seen batches, else
-    a few batches earlier; batches cut anew (other --max-tokens) keep the place as a fraction.
+    The same batches keep their order, so the place is exact when the new number of processes divides the seen
+    batches, else a few batches earlier; batches cut anew (other --max-tokens) keep the place as a fraction.
+
+    Args:
+        place: batches that each of `shards` processes has seen.
+        shards: how many processes there were.
+        batches: of the epoch, those of all processes together.
+        new_shards, new_batches: the same two numbers now.
     """
     seen = min(place * shards, batches)
     if new_batches != batches:

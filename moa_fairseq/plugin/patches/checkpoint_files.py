@@ -44,8 +44,14 @@ _HERE = "plugin/patches/test_checkpoint_files.py::"
 def load_checkpoint(path: str | Path, map_location: str = "cpu") -> Any:
     """Load a fairseq checkpoint; only tensors, plain containers and ALLOWED_TYPES may be in it.
 
-    Raises UserError if the file is missing, not a regular file, truncated or changed since it was written. If
-    it holds anything else, the error names the offending type, and none of its code was run.
+    Args:
+        path: of the file.
+        map_location: the device of the tensors, as torch.load takes it.
+
+    Raises:
+        UserError: if the file is missing, not a regular file, truncated, changed since it was written, or
+            none that fairseq can have saved (`check_checkpoint`). If it holds anything else, the error names
+            the offending type, and none of its code was run.
     """
     if not os.path.lexists(path):
         raise UserError(f"Checkpoint {path} does not exist: check the path, or train first.")
@@ -95,10 +101,15 @@ def _offender(error: pickle.UnpicklingError) -> str:
 def check_sums(stream: IO[bytes]) -> None:
     """Read a checkpoint once and compare what it holds with the checksums that torch wrote with it.
 
-    torch itself does not compare them, so a byte that changed on the disk would become a wrong weight. Leaves
-    the stream where it was. Files older than torch 1.6 have no checksums and pass. Raises BadZipFile, and
-    before anything is unpacked if parts are compressed or together larger than the file: torch writes none
-    of these, and they could fill the memory.
+    torch itself does not compare them, so a byte that changed on the disk would become a wrong weight. Files
+    older than torch 1.6 have no checksums and pass.
+
+    Args:
+        stream: of the file's bytes; it is left where it was.
+
+    Raises:
+        zipfile.BadZipFile: for other checksums; before anything is unpacked if parts are compressed or
+            together larger than the file: torch writes none of these, and they could fill the memory.
     """
     start = stream.tell()
     if zipfile.is_zipfile(stream):
@@ -140,10 +151,25 @@ class SafeTorch(StandIn):
     """These load a further file with torch, which a checkpoint's settings name."""
 
     def check(self, state: Any, name: str, size: int) -> None:
-        """Raise where what was loaded from a file of `size` bytes is not what it should be."""
+        """Raise where what was loaded from a file of `size` bytes is not what it should be.
+
+        Args:
+            state: what was loaded.
+            name: of the file, for the message.
+            size: of the file, in bytes.
+        """
 
     def load(self, source: Any, map_location: Any | None = None, **options: Any) -> Any:
-        """torch.load, of data alone: see `load_checkpoint`."""
+        """torch.load, of data alone: see `load_checkpoint`.
+
+        Args:
+            source: a path, or a stream of bytes that can be sought.
+            map_location: as torch.load takes it.
+            options: of torch.load; `weights_only` is ignored.
+
+        Raises:
+            UserError: for what is not a whole, regular file of data alone, or not what `check` wants.
+        """
         if isinstance(source, (str, os.PathLike)):
             refuse_irregular(Path(source))
             with open(source, "rb") as stream:
@@ -170,9 +196,15 @@ class CheckpointTorch(SafeTorch):
 def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = None) -> None:
     """Write a checkpoint under a temporary name; rename it once it is checked and on the disk.
 
-    temporary: that name, which is overwritten, for a training that saves again and again; by default a new
-    one, so that no file of the user's is. Raises UserError for what could not be loaded again, and when the
-    third attempt fails; an earlier file of that name is then still there.
+    Args:
+        state: what is to be saved; NumPy's numbers in it become plain ones.
+        filename: the final name.
+        temporary: that name, which is overwritten, for a training that saves again and again; by default a
+            new one, so that no file of the user's is.
+
+    Raises:
+        UserError: for what could not be loaded again, and when the third attempt fails; an earlier file of
+            that name is then still there.
     """
     state = plain(state)
 
@@ -194,6 +226,9 @@ def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = No
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
     """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
     second attempt appends to what the first one left; and weights that diverged take the place of good ones.
+
+    Raises:
+        UserError: for weights that are not finite, except in crash.pt, and as `save_checkpoint`.
     """
     if os.path.basename(filename) != CRASH:
         check_weights(
@@ -212,6 +247,9 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
 def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     """fairseq overwrites checkpoint_last.pt and checkpoint_best.pt in place: a full disk or a kill at that
     moment would leave half a checkpoint to resume from.
+
+    Raises:
+        UserError: when the third attempt fails; an earlier file of that name is then still there.
     """
     if _is_remote(src_path) or _is_remote(dst_path):
         return copy(src_path, dst_path, overwrite)

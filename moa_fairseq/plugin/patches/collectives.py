@@ -45,6 +45,15 @@ class PeerTorch(StandIn):
 
     @staticmethod
     def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
+        """torch.load, of any object.
+
+        Args:
+            buffer: what was received from another process.
+            map_location: as torch.load takes it.
+
+        Raises:
+            TypeError: for anything but bytes in the memory.
+        """
         if not isinstance(buffer, io.BytesIO):
             raise TypeError("only what was received from another process is loaded here")
         return torch.load(buffer, map_location=map_location, weights_only=False)
@@ -57,6 +66,11 @@ class TimedDist(StandIn):
     limit = timedelta(seconds=DEFAULT_SECONDS)
 
     def init_process_group(self, *args: Any, **options: Any) -> Any:
+        """torch's, with the time limit.
+
+        Raises:
+            UserError: if another program has taken the port.
+        """
         try:
             return dist.init_process_group(*args, **{"timeout": self.limit, **options})
         except RuntimeError as error:
@@ -87,9 +101,11 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
     they end in a traceback that names none.
 
-    Raises UserError that names the processes that did not answer, within the limit or at all. It is not a
-    wrapper under fairseq's name: spawned processes import a function from the module that defines it, so they
-    import this package before they connect.
+    It is not a wrapper under fairseq's name: spawned processes import a function from the module that defines
+    it, so they import this package before they connect.
+
+    Raises:
+        UserError: names the processes that did not answer, within the limit or at all.
     """
     limit = time_limit(cfg)
     distributed_utils.dist.limit = timedelta(seconds=limit)
@@ -158,6 +174,9 @@ def _silent_ranks() -> list[int]:
 def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
     """Where fairseq takes the number of processes to be 1 (on a CPU, or with one GPU per machine), torchrun's
     processes train independent models that overwrite each other's files: refused, or joined on CPUs.
+
+    Raises:
+        UserError: for processes that would train apart, and for backends that do not work on CPUs.
     """
     if all(name in os.environ for name in _TORCHRUN):
         size = int(os.environ["WORLD_SIZE"])

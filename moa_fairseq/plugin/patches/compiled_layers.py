@@ -91,7 +91,16 @@ def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, ke
 
 
 def check(cfg: Any, task: Any, model: nn.Module) -> None:
-    """Raise UserError for what does not go with compiled layers."""
+    """Refuse what does not go with compiled layers.
+
+    Args:
+        cfg: all settings of fairseq.
+        task: of the training.
+        model: as the task built it, before anything wraps it.
+
+    Raises:
+        UserError: names the first setting that does not, and why.
+    """
     reasons: dict[str, str] = {}
     for (section, name), reason in _REFUSED.items():
         if getattr(getattr(cfg, section), name, None):

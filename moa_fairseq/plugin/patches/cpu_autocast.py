@@ -61,6 +61,9 @@ def stop_at_what_is_not_finite(
     AttributeError.
 
     It would neither skip the step nor lower a scale, so training ends, as it does in float32.
+
+    Raises:
+        FloatingPointError: on the CPU, for gradients that are NaN or infinite.
     """
     if optimizer.scaler.is_enabled():
         return clip_grad_norm(optimizer, max_norm, *args, **options)

@@ -45,6 +45,11 @@ class LocalFiles(StandIn):
     """A tokenizer downloads its files from wherever a checkpoint's settings say: only fairseq's own are."""
 
     def cached_path(self, name: Any, cache_dir: Any = None) -> str:
+        """fairseq's, of a file on this machine or on FAIRSEQ_HOST.
+
+        Raises:
+            UserError: for an address elsewhere, and for what is not a regular file.
+        """
         address = urlparse(str(name))
         if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
             raise UserError(
@@ -66,6 +71,9 @@ def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
 def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
     """Embeddings and dictionaries are read from whatever a setting names: a pipe would hang, a device fill
     the memory.
+
+    Raises:
+        UserError: for what is not a regular file, where it would be read.
     """
     if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
         refuse_irregular(file, "The file")

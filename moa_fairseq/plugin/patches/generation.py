@@ -33,6 +33,9 @@ class ManySearches(UserError, ValueError):
 def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any = None) -> dict[str, Any]:
     """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
     and its message blames the file.
+
+    Raises:
+        UserError: unless the named layers are some of that side's, each named once.
     """
     named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
     texts = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
@@ -62,6 +65,10 @@ def check_flags_of_search(
 ) -> Any:
     """Flags that do not go together end in a traceback, or are ignored: --nbest above --beam, and what only
     models print that refine whole sentences.
+
+    Raises:
+        UserError: for these, for groups that do not divide the beam, and for a --lm-path of another kind; for
+            several searches it is a `ManySearches`.
     """
 
     def said(name: str) -> Any:
@@ -111,7 +118,11 @@ def count_rows_not_sentences(
     _HERE + "test_constraints_need_a_program_that_reads_them",
 )
 def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, beam_size: int) -> None:
-    """fairseq-generate takes --constraints and reads none."""
+    """fairseq-generate takes --constraints and reads none.
+
+    Raises:
+        UserError: where there are none.
+    """
     if batch_constraints is None:
         remedy = "use fairseq-interactive, which reads them behind each sentence, after a tab"
         raise UserError(f"--constraints: there are none in binarised data; {remedy}.")

@@ -18,7 +18,11 @@ _HERE = "plugin/patches/test_lengths.py::"
 
 @patch(f"{_TASK}.load_dataset", _HERE + "test_a_context_window_of_a_whole_block_is_refused")
 def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options: Any) -> Any:
-    """--context-window is taken from --tokens-per-sample, and a traceback tells that nothing is left."""
+    """--context-window is taken from --tokens-per-sample, and a traceback tells that nothing is left.
+
+    Raises:
+        UserError: where no token is left.
+    """
     if task.args.tokens_per_sample < 1:
         raise UserError(
             f"--tokens-per-sample less --context-window is {task.args.tokens_per_sample}, and no token is "
@@ -40,8 +44,10 @@ def evaluate_every_token(
     """fairseq-eval-lm leaves out blocks that are longer than the model, and prints a perplexity of the rest,
     of nothing 1.00; its own --tokens-per-sample, 1,024, is longer than many models.
 
-    In place of that default it takes the model's length; other blocks that are too long are an error, if
-    they would be left out.
+    In place of that default it takes the model's length.
+
+    Raises:
+        UserError: for other blocks that are too long, if they would be left out.
     """
     subset = next((name for name, each in task.datasets.items() if each is dataset), "")
 
@@ -83,6 +89,9 @@ def name_the_sentence_that_is_too_long(
 ) -> Any:
     """A sentence that is longer than the model ends in a traceback, whose remedy makes a score one of fewer
     sentences.
+
+    Raises:
+        UserError: names the first sentence that is too long, unless such sentences are to be left out.
     """
     if not ignore_invalid_inputs:
         kept, left_out = dataset.filter_indices_by_size(indices, max_positions)

@@ -31,10 +31,15 @@ def literal(text: Any, *_: Any) -> Any:
     """fairseq runs settings as Python code, and they may come from a checkpoint that somebody else made: they
     are read as literals.
 
-    text: numbers, strings, booleans, None, lists, tuples, sets and dictionaries; sums, differences and
-    products of numbers; sums and repetitions of lists, tuples and strings. Raises UserError that names the
-    setting for anything else, and TypeError, as `eval` does, for anything but a text. Further arguments of
-    `eval` are ignored.
+    Further arguments of `eval` are ignored.
+
+    Args:
+        text: numbers, strings, booleans, None, lists, tuples, sets and dictionaries; sums, differences and
+            products of numbers; sums and repetitions of lists, tuples and strings.
+
+    Raises:
+        UserError: names the setting, for any other text.
+        TypeError: as `eval` does, for anything but a text.
     """
     if not isinstance(text, str):
         raise TypeError(f"a setting is a text, not {type(text).__name__}")

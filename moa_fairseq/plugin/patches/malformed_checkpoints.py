@@ -35,9 +35,17 @@ _OF_A_CHECKPOINT = (
 
 
 def check_checkpoint(state: Any, name: str, size: int) -> None:
-    """Raises UserError unless `state`, read from a file of `size` bytes, can be one of fairseq's checkpoints.
+    """Check that `state`, read from a file of `size` bytes, can be one of fairseq's checkpoints.
 
     Weights are dense tensors that the file holds, all finite; the configuration is made of mappings.
+
+    Args:
+        state: what the file holds.
+        name: of the file, for the message.
+        size: of the file, in bytes.
+
+    Raises:
+        UserError: for the first thing that is otherwise.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -66,7 +74,15 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
 
 
 def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) -> None:
-    """Raises UserError, which begins and ends so, if a weight is NaN or infinite."""
+    """Check that all weights are finite.
+
+    Args:
+        weights: by name.
+        beginning, remedy: how the message begins and ends; between them it names the first such weight.
+
+    Raises:
+        UserError: if a weight is NaN or infinite.
+    """
     for name, weight in weights.items():
         if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
             weight = weight.float()
@@ -123,7 +139,14 @@ def _check_size_of_settings(values: list[Any], refuse: Callable[[str], NoReturn]
 
 
 class Allowance(TorchDispatchMode):
-    """Inside the block, a model that is built may be some times as large as the weights that were read."""
+    """Inside the block, a model that is built may be some times as large as the weights that were read.
+
+    Args:
+        weights: those that were read already; `grant` adds others.
+
+    Raises:
+        ValueError: in the block, from the operation that would make the model larger.
+    """
 
     TIMES = 16
     FREE_NUMBERS = 1 << 26  # positions of small models
@@ -180,7 +203,13 @@ class Allowance(TorchDispatchMode):
 def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Iterator[None]:
     """In the block, any exception becomes a UserError: `what`, the exception, its place in the code, remedy.
 
-    path: of the checkpoint; a UserError that names it is left as it is.
+    Args:
+        what: begins the message.
+        path: of the checkpoint; a UserError that names it is left as it is; with "", any UserError is.
+        remedy: ends the message, but not that of a UserError.
+
+    Raises:
+        UserError: in place of the exception.
     """
     try:
         yield
@@ -202,6 +231,9 @@ def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Ite
 def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
     """fairseq relies on what a checkpoint should hold, and ends in a traceback where it does not; it hangs at
     a named pipe, and fills the memory from a device.
+
+    Raises:
+        UserError: in all of these cases.
     """
     refuse_irregular(path)
     with explaining(f"Checkpoint {path} cannot be loaded", str(path)):
@@ -215,6 +247,9 @@ def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
 def explain_models(load: Callable, filenames: list[str], *args: Any, **options: Any) -> Any:
     """fairseq builds whatever model the settings describe, and settings that it cannot build end in a
     traceback.
+
+    Raises:
+        UserError: for these, for a model far larger than its weights, and for one that could not be used.
     """
     given = options.get("state") or {}
     names = ", ".join(map(str, filenames))
@@ -247,7 +282,11 @@ def _check_use(task: Any, models: list[Any]) -> None:
     "plugin/patches/test_generation.py::test_weights_of_another_kind_are_refused",
 )
 def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any) -> Any:
-    """torch turns integers and complex numbers into weights without a word."""
+    """torch turns integers and complex numbers into weights without a word.
+
+    Raises:
+        UserError: names the first such weight.
+    """
     for name, parameter in model.named_parameters():
         weight = state.get(name)
         if isinstance(weight, Tensor) and weight.is_floating_point() != parameter.is_floating_point():
@@ -258,7 +297,11 @@ def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args:
 
 @patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
-    """fairseq-validate builds whatever criterion a checkpoint's settings describe."""
+    """fairseq-validate builds whatever criterion a checkpoint's settings describe.
+
+    Raises:
+        UserError: for settings that no criterion can be built from.
+    """
     remedy = "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
     with explaining("The criterion cannot be built from its settings", remedy=remedy):
         criterion = build(settings, task, *args, **options)
@@ -274,6 +317,9 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
 def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
     """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
     of a training ends in a traceback, at once or after hours.
+
+    Raises:
+        UserError: in both cases.
     """
     refuse_irregular(filename)
     with explaining(f"The training cannot go on from {filename}", filename):

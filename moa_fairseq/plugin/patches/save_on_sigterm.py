@@ -43,7 +43,15 @@ def tell_the_others(local_time: Callable, trainer: Any) -> float:
 
 
 def saving_when_told(validate_and_save: Callable) -> Callable:
-    """Wrap what fairseq-train calls after each update."""
+    """Wrap what fairseq-train calls after each update.
+
+    Args:
+        validate_and_save: fairseq's; it returns the losses of a validation, and whether training should stop.
+
+    Returns:
+        The same function, but where the process was told to end it saves a checkpoint (not with --no-save)
+        and ends the process with status 143.
+    """
 
     @functools.wraps(validate_and_save)
     def wrapped(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool) -> Any:

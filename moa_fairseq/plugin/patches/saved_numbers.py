@@ -24,7 +24,9 @@ _TYPES = {"b1", "f2", "f4", "f8", *(f"{kind}{size}" for kind in "iu" for size in
 def plain(value: Any, known: dict[int, Any] | None = None) -> Any:
     """A copy with plain numbers, and lists of them, in place of NumPy's.
 
-    known: for the function's own calls, the copies of containers by the id of the original.
+    Args:
+        value: dictionaries, lists, tuples and namespaces are copied; all else that is not NumPy's stays.
+        known: for the function's own calls, the copies of containers by the id of the original.
     """
     known = {} if known is None else known
     if id(value) in known:

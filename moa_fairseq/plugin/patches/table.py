@@ -15,10 +15,13 @@ from typing import Any, NamedTuple
 class Patch(NamedTuple):
     """One thing that is changed.
 
-    what: "module:name" or "module:Class.name", modules separated by commas. A module with a * stands for all
-    that are loaded and have the name, or use Python's own function of that name. test: file::name under
-    tests/. change: the first paragraph of its docstring is the reason. way: how it takes the original's
-    place; None: by itself.
+    Args:
+        what: "module:name" or "module:Class.name", modules separated by commas. A module with a * stands for
+            all that are loaded and have the name, or use Python's own function of that name.
+        test: file::name under tests/.
+        change: the first paragraph of its docstring is the reason.
+        way: how it takes the original's place: called with the original and `change`, it returns what gets
+            the name; None: `change` does all by itself.
     """
 
     what: str
@@ -65,7 +68,12 @@ ROWS: list[Patch] = []
 
 
 def around(original: Callable, change: Callable) -> Callable:
-    """A function that calls change(original, …) with what it is given."""
+    """A function that calls change(original, …) with what it is given.
+
+    Args:
+        original: fairseq's or torch's function; the new one keeps its name and has it as `__wrapped__`.
+        change: takes the original before the original's own arguments.
+    """
 
     @functools.wraps(original)
     def wrapped(*args: Any, **options: Any) -> Any:
@@ -85,7 +93,11 @@ def made_of(original: Any, change: Callable) -> Any:
 
 
 def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = around) -> Callable:
-    """Decorator: a row of the table; see Patch."""
+    """Decorator: a row of the table.
+
+    Args:
+        what, test, way: as in `Patch`; `change` is what is decorated, and stays as it is.
+    """
 
     def add(change: Any) -> Any:
         ROWS.append(Patch(what, test, change, way))
@@ -95,7 +107,11 @@ def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = aro
 
 
 class StandIn(types.ModuleType):
-    """Stands for a module in fairseq's: what a subclass does not define is the module's own."""
+    """Stands for a module in fairseq's: what a subclass does not define is the module's own.
+
+    Args:
+        original: the module.
+    """
 
     def __init__(self, original: types.ModuleType) -> None:
         super().__init__(original.__name__)

@@ -53,6 +53,9 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
     """--fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
 
     Evaluations take both there, and so does a training with --fp16-no-flatten-grads.
+
+    Raises:
+        UserError: for any other training on a CPU.
     """
     half = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
     on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
@@ -227,7 +230,11 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
     _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
 )
 def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """fairseq says that the architectures do not match, and not in which setting."""
+    """fairseq says that the architectures do not match, and not in which setting.
+
+    Raises:
+        UserError: names the settings that differ, or, where none does, what torch says.
+    """
     try:
         return load(trainer, filename, *args, **options)
     except Exception as error:
@@ -317,6 +324,9 @@ def _differences(state: dict[str, Any], model: Any) -> list[str]:
 def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
     """A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if
     the sizes happen to fit.
+
+    Raises:
+        UserError: in both cases.
     """
     try:
         result = load(trainer, filename, *args, **options)

@@ -37,6 +37,11 @@ class OrderedChunks(BaseWrapperDataset):
     `batches` are the blocks that are read together. The texts have so many equal `parts`, which take turns:
     each process has some of them, one after the other, and all parts together read one chunk of every text.
     A batch knows its chunk and part.
+
+    Args:
+        dataset: of blocks, in the order of the text.
+        rows: how many texts; no more than there are blocks.
+        parts: how many groups of texts take turns; it divides rows.
     """
 
     def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
@@ -46,7 +51,14 @@ class OrderedChunks(BaseWrapperDataset):
         self.parts = parts
 
     def batches(self, num_shards: int) -> list[list[int]]:
-        """Blocks of each batch, shard by shard. A shard keeps its parts; num_shards divides parts."""
+        """Blocks of each batch, shard by shard. A shard keeps its parts.
+
+        Args:
+            num_shards: how many processes there are; it divides parts.
+
+        Returns:
+            Lists of block numbers, every num_shards-th one of the same process; empty for ended texts.
+        """
         per_part = self.rows // self.parts
         steps = self.parts // num_shards
         total = len(self.dataset)
@@ -87,6 +99,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
 
     @classmethod
     def setup_task(cls, args: Any, **kwargs: Any) -> "TruncatedBPTTTask":
+        """fairseq's.
+
+        Raises:
+            UserError: for a negative number of chunks, and a --sample-break-mode that breaks anywhere.
+        """
         if args.carried_chunks < 0:
             raise UserError(f"--carried-chunks {args.carried_chunks} must not be negative.")
         if args.sample_break_mode not in (None, "none"):
@@ -97,6 +114,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
         return super().setup_task(args, **kwargs)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
+        """Build the model, which carries a context from then on.
+
+        Raises:
+            UserError: for a model that cannot carry one.
+        """
         model = super().build_model(args, from_checkpoint)
         carry = getattr(getattr(model, "decoder", None), "carry_context", None)
         if carry is None:
@@ -144,7 +166,13 @@ class TruncatedBPTTTask(LanguageModelingTask):
     def after_load(
         self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: dict[str, Any]
     ) -> None:
-        """Give the context of its own texts back to this process, or warn that it is not there."""
+        """Give the context of its own texts back to this process, or warn that it is not there.
+
+        Args:
+            trainer: fairseq's.
+            epoch_itr: at the place in the epoch from which the training goes on.
+            extra_state: of the checkpoint; the context is taken out of it.
+        """
         carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
         context = trainer.get_model().decoder.context
         place = epoch_itr.iterations_in_epoch
@@ -182,7 +210,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
         return {"texts": ordered.rows, "chunks": ordered.chunks, "length": self.args.tokens_per_sample}
 
     def eval_lm_dataloader(self, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
-        """Chunks in order, each with its carried context. Raises UserError for a context window as well."""
+        """Chunks in order, each with its carried context.
+
+        Raises:
+            UserError: for a context window as well.
+        """
         if context_window > 0:
             raise UserError(
                 "--context-window and a carried context are two ways to look back: leave --context-window "
@@ -203,7 +235,12 @@ class TruncatedBPTTTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **kwargs: Any,
     ) -> iterators.EpochBatchIterator:
-        """Batches in order. Raises UserError if there is not one text for each process and micro-batch."""
+        """Batches in order.
+
+        Raises:
+            UserError: if there is not one text for each process and micro-batch, --max-tokens is less than a
+                chunk, or the number of micro-batches of an update changes in the training.
+        """
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
         per_shard = min((limit for limit in limits if limit is not None), default=1)

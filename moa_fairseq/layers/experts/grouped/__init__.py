@@ -49,7 +49,15 @@ class _Project(Function):
 
 
 def run(product: Any, kind: Any) -> Tensor:
-    """A product by a plan of the class `kind`: PlacedRows, SortedRows or ExpertLoop."""
+    """A product by a plan of the class `kind`.
+
+    Args:
+        product: a `projection.Product`.
+        kind: PlacedRows, SortedRows or ExpertLoop; its object is kept in the product's order.
+
+    Returns:
+        Up: [S / fan, D]; down: [N, C]. The biases of a product down are not in it.
+    """
     plan = product.order.plan(kind, product.fan)
     rows = product.rows
     weight = product.weight

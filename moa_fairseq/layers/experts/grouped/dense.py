@@ -15,7 +15,16 @@ _PIECE = 1024  # rows: a CPU multiplies two dtypes by copies in the wider one, w
 
 
 def up(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """rows [N, C], weight [E, D, C], bias [E, D] → [N·E, D], slot k being expert k."""
+    """Every expert's product with every row, slot k being expert k.
+
+    Args:
+        rows: [N, C].
+        weight: [E, D, C].
+        bias: [E, D] or None.
+
+    Returns:
+        [N·E, D].
+    """
     num_experts, expert_dim, _ = weight.shape
     flat_bias = None if bias is None else bias.reshape(-1)
     out = F.linear(rows, weight.reshape(num_experts * expert_dim, -1), flat_bias)
@@ -79,7 +88,17 @@ def _by_token(slots: Tensor, weight: Tensor) -> Tensor:
 
 
 def down(slots: Tensor, weight: Tensor, gate: Tensor | None, uses_triton: bool = False) -> Tensor:
-    """slots [N·E, D], weight [E, D, C], gate [N·E] → [N, C]. A gate in another dtype stays in it."""
+    """The sum of a token's E slots, each multiplied by its gate and its expert's matrix.
+
+    Args:
+        slots: [N·E, D], slot k being expert k.
+        weight: [E, D, C].
+        gate: [N·E] or None for ones. A gate in another dtype stays in it.
+        uses_triton: one kernel of Triton's may compute the gradients of slots and gate.
+
+    Returns:
+        [N, C].
+    """
     if gate is None:
         return _by_token(slots, weight) @ weight.flatten(0, 1)
     if is_compiling():

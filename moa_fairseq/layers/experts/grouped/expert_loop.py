@@ -20,9 +20,13 @@ _PIECE = 1024
 class ExpertLoop:
     """A plan of the products of one routing (`SlotOrder.plan`): every expert's slots, in pieces.
 
-    experts: the expert of each piece; a large share makes several pieces, none is empty. wide_rows,
-    narrow_rows: the rows of each piece's slots. unchosen: the experts without a piece. Making it is the one
-    place that waits for a GPU.
+    Making it is the one place that waits for a GPU. What it knows of each piece: `experts`, its expert (a
+    large share makes several pieces, none is empty); `wide_rows` and `narrow_rows`, the rows of its slots.
+    `unchosen` are the experts without a piece.
+
+    Args:
+        order: of the S slots.
+        fan: how many neighbouring slots share a row of the experts' width.
     """
 
     def __init__(self, order: SlotOrder, fan: int):
@@ -61,7 +65,18 @@ class ExpertLoop:
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
-        """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
+        """The sums of a `Product`, piece by piece.
+
+        Args:
+            rows: up: [N, C]; down: [S / fan, D].
+            weight: [E, D, C].
+            bias: [E, D] or None; of a product up only.
+            gate: [S] or None for ones.
+            is_up: the direction.
+
+        Returns:
+            Up: [S / fan, D]; down: [N, C]; in the dtype of the rows.
+        """
         if is_up:
             matrices = weight.transpose(1, 2)
             per_sum = self.per_narrow
@@ -94,7 +109,16 @@ class ExpertLoop:
         is_up: bool,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
+        """Gradients of rows, weight, bias and gate, those that `needs` asks for.
+
+        Args:
+            grad: of the result of `forward`.
+            rows, weight, bias, gate, is_up: as `forward` had them.
+            needs: which of the four gradients are asked for.
+
+        Returns:
+            Four gradients, None where none is asked for; zeros of an expert that nobody chose.
+        """
         if is_up:
             matrices = weight
             per_row = self.per_wide

@@ -20,7 +20,12 @@ _UNIT = 128  # rows or columns of a step are a multiple of it
 
 
 def unsupported_reason(rows: Tensor, weight: Tensor) -> str:
-    """Why grouped_mm does not multiply rows [M, I] by weight [E, O, I], or is not faster; "" if it is."""
+    """Why torch's grouped_mm does not multiply these rows, or is not faster; "" if it is.
+
+    Args:
+        rows: [M, I].
+        weight: [E, O, I].
+    """
     if not HAS_GROUPED_MM or rows.dtype != weight.dtype or rows.size(0) == 0:
         return "torch has no grouped_mm, or not for these rows"
     if not rows.is_cuda or rows.dtype != torch.bfloat16:
@@ -45,6 +50,10 @@ class SortedRows:
 
     wide_row [S]: sorted position → wide row; inverse [S]: flat slot → sorted position. Results of the
     experts' width, [S, D], are stored for every slot; those of the model's width, [S, C], never.
+
+    Args:
+        order: of the S slots.
+        fan: how many neighbouring slots share a row of the experts' width.
     """
 
     def __init__(self, order: SlotOrder, fan: int):
@@ -64,7 +73,18 @@ class SortedRows:
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
-        """As `experts.up` and `experts.down` of kernels; gate [S], bias [E, D] of `up` only."""
+        """The sums of a `Product`.
+
+        Args:
+            rows: up: [N, C]; down: [S / fan, D].
+            weight: [E, D, C].
+            bias: [E, D] or None; of a product up only.
+            gate: [S] or None for ones.
+            is_up: the direction.
+
+        Returns:
+            Up: [S / fan, D]; down: [N, C].
+        """
         if not is_up:
             return self._down(self._arrange(self._by_slot(rows, gate)), weight)
         slots = self._up(rows, weight, bias)
@@ -80,7 +100,16 @@ class SortedRows:
         is_up: bool,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Gradients of rows, weight, bias and gate, those that `needs` asks for."""
+        """Gradients of rows, weight, bias and gate, those that `needs` asks for.
+
+        Args:
+            grad: of the result of `forward`.
+            rows, weight, bias, gate, is_up: as `forward` had them.
+            needs: which of the four gradients are asked for.
+
+        Returns:
+            Four gradients, None where none is asked for; the one of the rows may be there unasked.
+        """
         grad_rows = grad_weight = grad_bias = grad_gate = None
         if is_up:
             narrow = grad

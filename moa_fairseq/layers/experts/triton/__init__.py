@@ -67,7 +67,12 @@ def wrong_product() -> str:
 
 
 def unfit(capability: tuple[int, int], triton_version: str) -> str:
-    """Why this Triton does not serve an NVIDIA GPU of this compute capability, or ""."""
+    """Why this Triton does not serve an NVIDIA GPU, or "".
+
+    Args:
+        capability: the GPU's compute capability, (major, minor).
+        triton_version: such as "3.6.0".
+    """
     major, minor = (int(part) for part in triton_version.split(".")[:2])
     if capability < (7, 0):
         return "the GPU's compute capability is below 7.0"
@@ -87,7 +92,11 @@ def unfit(capability: tuple[int, int], triton_version: str) -> str:
 
 
 def takes(rows: Tensor, weight: Tensor) -> bool:
-    """Whether the kernels compute this product: float16, bfloat16 (Ampere and newer) or float32, on a GPU."""
+    """Whether the kernels compute this product: float16, bfloat16 (Ampere and newer) or float32, on a GPU.
+
+    Args:
+        rows, weight: the factors, of which dtypes and device are read. Under the interpreter a CPU will do.
+    """
     if rows.dtype != weight.dtype or rows.dtype not in _DTYPES:
         return False
     if not rows.is_cuda:
@@ -101,7 +110,19 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 def project(
     rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, order: SlotOrder, fan: Fan
 ) -> Tensor:
-    """As experts.project; bias [E, D] into the experts or [E, C] into the model."""
+    """A `Product` by the kernels, which can be differentiated once; biases of a product down included.
+
+    Args:
+        rows: up: [N, C]; down: [S / fan, D].
+        weight: [E, D, C].
+        bias: [E, D] into the experts or [E, C] into the model.
+        gate: [S] or None for ones.
+        order: the experts of the S slots.
+        fan: whether it leads up, slots per row, slots per sum.
+
+    Returns:
+        Up: [S / fan, D]; down: [N, C].
+    """
     sums: Tensor
     if is_compiling():
         sums = expert_project(rows, weight, bias, gate, order.expert, order.order, order.offsets, *fan)

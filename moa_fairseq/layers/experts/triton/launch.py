@@ -77,9 +77,16 @@ def _weight(weight: Tensor, rows: Tensor, order: Tensor, offsets: Tensor) -> dic
 def columns_at_once(count: int, expert_dim: int, width: int, element_size: int, cache: int) -> int:
     """How many of `width` columns `products` computes per step for `count` slots that are to be summed.
 
-    All, if the buffer just about fits the second-level cache of so many bytes, from which it is read again;
-    else the experts' own width, in whole tiles, so that the buffer is no larger than the slots. There is no
-    width in between: each width is tuned separately, and batches of many sizes should not tune many times.
+    All, if the buffer just about fits the second-level cache, from which it is read again; else the experts'
+    own width, in whole tiles, so that the buffer is no larger than the slots. There is no width in between:
+    each width is tuned separately, and batches of many sizes should not tune many times.
+
+    Args:
+        count: slots, S.
+        expert_dim: D.
+        width: of the whole result.
+        element_size: bytes of a number.
+        cache: bytes of the second-level cache.
     """
     if 4 * count * width * element_size <= 5 * cache:
         return width
@@ -98,11 +105,24 @@ def products(
     per_row: int,
     per_sum: int,
 ) -> Tensor:
-    """As experts.project: rows [S / per_row, C or D], weight [E, D, C] → [S / per_sum, D or C].
+    """A `Product` without its gradients.
 
     The products of one sum come from different tiles. They are written side by side and added by a second
     kernel: deterministic, and cheaper than 32-bit atomic additions, which move twice the bytes. So that S
     products of width C never exist at once, it goes through C in steps of `columns_at_once`.
+
+    Args:
+        rows: [S / per_row, C or D].
+        weight: [E, D, C].
+        bias: [E, D or C], of the result's width, or None.
+        gate: [S] or None for ones.
+        order, offsets: those of `SlotOrder`.
+        into_experts: from C to D; else from D to C.
+        per_row: neighbouring slots that read one row.
+        per_sum: neighbouring slots that are added up.
+
+    Returns:
+        [S / per_sum, D or C].
     """
     rows = rows.contiguous()
     weight = weight.contiguous()
@@ -168,10 +188,21 @@ def gate_grads(
     per_narrow: int,
     adds_products: bool,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """As `gate_kernel`: (grad_gate [S] in the gate's dtype, gate · narrow [S, D], the gated products).
+    """What the gradient of a gated product needs besides products of rows, as `gate_kernel` has it.
 
-    The products are added for each narrow row, [S / per_narrow, D], if adds_products, else empty [0, D].
-    bias [E, D] belongs to them.
+    Args:
+        wide: [S / per_wide, C].
+        narrow: [S / per_narrow, D].
+        weight: [E, D, C].
+        bias: [E, D] of the products of the wide rows, or None.
+        gate: [S].
+        order, offsets: those of `SlotOrder`.
+        per_wide, per_narrow: neighbouring slots that share a row.
+        adds_products: whether the third result is wanted.
+
+    Returns:
+        The gates' gradient [S] in their dtype; gate · narrow of each slot [S, D]; and the gated products of
+        the wide rows, added for each narrow row, [S / per_narrow, D] if adds_products, else empty [0, D].
     """
     wide = wide.contiguous()
     narrow = narrow.contiguous()
@@ -206,10 +237,20 @@ def gate_grads(
 
 
 def rows_per_chunk(count: int, num_experts: int, tiles: int, processors: int) -> int:
-    """How many rows a chunk has, where a sum over an expert's rows is cut into chunks; count: rows of all.
+    """How many rows a chunk has, where a sum over an expert's rows is cut into chunks.
 
-    Where the tiles of all experts nearly fill the processors, only an expert with more than four times the
-    average share is cut. Elsewhere chunks are so small that each processor has about two programs.
+    Where the tiles of all experts give at least every second processor a program, only an expert with more
+    than four times the average share is cut. Elsewhere chunks are so small that each processor has about two
+    programs.
+
+    Args:
+        count: rows of all experts.
+        num_experts: E.
+        tiles: of one expert's result.
+        processors: multiprocessors of the GPU.
+
+    Returns:
+        A multiple of 128, at least 256.
     """
     if 2 * num_experts * tiles >= processors:
         rows = 4 * -(-count // num_experts)
@@ -251,9 +292,16 @@ def _chunks(count: int, experts: int, tiles: int, sample: Tensor) -> tuple[int, 
 def outer(
     left: Tensor, right: Tensor, order: Tensor, offsets: Tensor, per_left: int, per_right: int
 ) -> Tensor:
-    """out[e] = Σ_{slots of e} left[slot // per_left]ᵀ · right[slot // per_right].
+    """The weights' gradient: out[e] = Σ_{slots of e} left[slot // per_left]ᵀ · right[slot // per_right].
 
-    left [S / per_left, D], right [S / per_right, C] → [E, D, C]. An expert without slots gets zeros.
+    Args:
+        left: [S / per_left, D].
+        right: [S / per_right, C].
+        order, offsets: those of `SlotOrder`.
+        per_left, per_right: neighbouring slots that share a row.
+
+    Returns:
+        [E, D, C], in the dtype of left; an expert without slots gets zeros.
     """
     left = left.contiguous()
     right = right.contiguous()
@@ -292,7 +340,17 @@ def outer(
 
 @on_its_device
 def sum_rows(rows: Tensor, gate: Tensor | None, order: Tensor, offsets: Tensor, per_row: int) -> Tensor:
-    """out[e] = Σ_{slots of e} gate · rows[slot // per_row]: rows [S / per_row, W] → [E, W] float32."""
+    """The biases' gradient: out[e] = Σ_{slots of e} gate · rows[slot // per_row].
+
+    Args:
+        rows: [S / per_row, W].
+        gate: [S] or None for ones.
+        order, offsets: those of `SlotOrder`.
+        per_row: neighbouring slots that share a row.
+
+    Returns:
+        [E, W] float32.
+    """
     rows = rows.contiguous()
     width = rows.size(1)
     experts = offsets.numel()

@@ -20,7 +20,19 @@ def _tokens_per_block(num_experts: int) -> int:
 def route(
     x: Tensor, weight: Tensor, per_token: int, normalizes: bool, padding: Tensor | None
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None]:
-    """As `route_kernel`: (logits [N, E], probs [N, E], gate [N, K], index [N, K] or None if K = E)."""
+    """Softmax, choice and gates of N tokens, as `route_kernel` (MoA Eq. 7-9).
+
+    Args:
+        x: [N, C].
+        weight: [E, C].
+        per_token: K.
+        normalizes: divide the chosen probabilities by their sum, unless K = E.
+        padding: [N] bool, True = padding, whose gates are zero; or None.
+
+    Returns:
+        Logits [N, E], probabilities [N, E] and gates [N, K] in float32, and the chosen experts [N, K] int64
+        or None if K = E. The gates are the probabilities themselves where K = E and there is no padding.
+    """
     x = x.contiguous()
     weight = weight.contiguous()
     tokens = x.size(0)
@@ -75,7 +87,20 @@ def route_grad(
     detached: bool,
     dtype: torch.dtype,
 ) -> Tensor:
-    """The gradient of the logits, [N, E] in `dtype`; an absent gradient is zero."""
+    """The gradient of the logits that `route` computed.
+
+    Args:
+        probs: [N, E] float32, as `route` returned them, like index.
+        grad_logits, grad_probs: [N, E] float32, or None for zeros.
+        grad_gate: [N, K] float32, or None for zeros.
+        index: [N, K] int64, or None if K = E.
+        padding, per_token, normalizes: those of `route`.
+        detached: no gradient flows through the sum that gates are divided by.
+        dtype: of the result.
+
+    Returns:
+        [N, E].
+    """
     tokens, experts = probs.shape
     out = torch.empty_like(probs, dtype=dtype)
     if tokens == 0:
@@ -102,7 +127,15 @@ def route_grad(
 
 @on_its_device
 def sort(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """index [N, K], different experts in a row → (order [N·K] int64, offsets [E] int32), as SlotOrder's."""
+    """The slots in the order of their experts, as `SlotOrder` has them.
+
+    Args:
+        index: [N, K] int64, different experts in a row.
+        num_experts: E.
+
+    Returns:
+        order [N·K] int64; offsets [E] int32.
+    """
     index = index.contiguous()
     tokens, per_token = index.shape
     block = _tokens_per_block(num_experts)
@@ -122,7 +155,16 @@ def sort(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
 
 @on_its_device
 def gate_slots(slots: Tensor, gate: Tensor, product: Tensor) -> tuple[Tensor, Tensor]:
-    """As `gate_slots_kernel`: (gate · slots, grad_gate [S] in the gate's dtype); `product` is overwritten."""
+    """The elementwise part of the gradient of gated slots, as `gate_slots_kernel`.
+
+    Args:
+        slots: [S, D].
+        gate: [S].
+        product: [S, D], contiguous, the gradient of gate · slots; it becomes the gradient of the slots.
+
+    Returns:
+        gate · slots [S, D]; the gates' gradient [S] in their dtype.
+    """
     slots = slots.contiguous()
     gate = gate.contiguous()
     gated = torch.empty_like(slots)

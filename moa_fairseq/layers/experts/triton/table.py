@@ -35,6 +35,9 @@ def compiling(configurations: Callable[[Any, dict[str, Any]], list[Any]] = timed
     """Inside, a launch of a tuned kernel compiles all of `configurations` for it, times none, and runs one.
 
     Triton's cache on disk keeps them for other processes: `compile_ahead` has many do this side by side.
+
+    Args:
+        configurations: a kernel and a launch's arguments → what to compile for it; the first one runs.
     """
     global _ahead
     _ahead = configurations
@@ -63,7 +66,14 @@ def _kind(kernel: Any, arguments: dict[str, Any]) -> Hashable:
 
 
 def start(kernel: Any, grid: Grid, **arguments: Any) -> None:
-    """Run a kernel; a tuned one is timed at the first launch of its kind."""
+    """Run a kernel; a tuned one is timed at the first launch of its kind.
+
+    Args:
+        kernel: of Triton, tuned (`tuning.autotune`) or not.
+        grid: how many programs.
+        arguments: of the kernel, by name. Dtypes, the device, capitals and `rows_per_…` make the kind of a
+            launch.
+    """
     if not hasattr(kernel, "configs"):
         kernel[grid](**arguments)
         return

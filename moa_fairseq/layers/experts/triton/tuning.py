@@ -25,7 +25,15 @@ _SLACK = 1024  # bytes per stage for indices and barriers
 
 @cache
 def rows_class(rows: int, num_experts: int) -> int:
-    """The class of `rows` spread over the experts: enough to choose a tile height, stable between batches."""
+    """The class of `rows` spread over the experts: enough to choose a tile height, stable between batches.
+
+    Args:
+        rows: of all experts.
+        num_experts: E.
+
+    Returns:
+        The least of ROW_CLASSES that is no less than the average, or the last.
+    """
     average = rows // max(1, num_experts)
     return next((size for size in ROW_CLASSES if average <= size), ROW_CLASSES[-1])
 
@@ -111,7 +119,12 @@ gate_configs = [
 
 
 def shared_bytes(config: triton.Config, element_size: int) -> int:
-    """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes."""
+    """Upper bound of the shared memory of the tiles that a configuration keeps in flight, in bytes.
+
+    Args:
+        config: of one of this module's lists.
+        element_size: bytes of a number.
+    """
     sizes: dict[str, int] = config.kwargs
     in_flight: int = config.num_stages
     if "BLOCK_R" in sizes:
@@ -123,10 +136,15 @@ def shared_bytes(config: triton.Config, element_size: int) -> int:
 
 
 def fitting(configs: list[triton.Config], sample: torch.Tensor, tf32: bool) -> list[triton.Config]:
-    """Those whose tiles have room on the device of `sample`; the smallest if none has.
+    """The configurations whose tiles have room on the device of `sample`; the smallest if none has.
 
     The smallest alone for float32 without TF32: there are no matrix instructions for it, so that larger tiles
     need more registers than there are (up to 13 KB a thread were spilled) and take the longest to compile.
+
+    Args:
+        configs: to choose from.
+        sample: has the device, and the size of a number.
+        tf32: a float32 product may use TF32.
     """
     if not configs:
         return []
@@ -146,7 +164,12 @@ def _not_above(configs: list[triton.Config], name: str, size: int) -> list[trito
 
 
 def prune_rows(configs: list[triton.Config], named: dict[str, Any], **meta: Any) -> list[triton.Config]:
-    """What is worth timing for rows: tiles as high as the experts have rows, no wider than the product."""
+    """What is worth timing for rows: tiles as high as the experts have rows, no wider than the product.
+
+    Args:
+        configs: to choose from.
+        named, meta: the launch's arguments by name, as Triton's autotuner gives them.
+    """
     known = {**named, **meta}
     configs = fitting(configs, known["rows"], known["TF32"])
     height = known["rows_per_expert"]
@@ -155,7 +178,12 @@ def prune_rows(configs: list[triton.Config], named: dict[str, Any], **meta: Any)
 
 
 def prune_outer(configs: list[triton.Config], named: dict[str, Any], **meta: Any) -> list[triton.Config]:
-    """What is worth timing for weight gradients: tiles no larger than the weight."""
+    """What is worth timing for weight gradients: tiles no larger than the weight.
+
+    Args:
+        configs: to choose from.
+        named, meta: the launch's arguments by name, as Triton's autotuner gives them.
+    """
     known = {**named, **meta}
     configs = _not_above(
         fitting(configs, known["left"], known["TF32"]), "BLOCK_D", known.get("EXPERT_DIM", 128)
@@ -167,6 +195,14 @@ def autotune(configs: list[triton.Config], prune: Callable[..., list[triton.Conf
     """`triton.autotune` over `configs`, its outcome cached on disk where this Triton can.
 
     Under the interpreter the one configuration is simply set: some autotuners ask for a GPU even then.
+
+    Args:
+        configs: to choose from; under the interpreter there is one.
+        prune: leaves of them what is worth timing for a launch.
+        key: names of the arguments for each of whose values the choice is made anew.
+
+    Returns:
+        A decorator of a kernel.
     """
     if INTERPRETED:
         return triton.heuristics(
