@@ -53,17 +53,30 @@ _TAGS = [
 def read_json(path: Path, remedy: str) -> Any:
     """The value that a JSON file holds.
 
-    Raises FileNotFoundError, or a UserError that names the file and ends with `remedy`: for what is no
-    ordinary file, too long, not JSON, holds a key twice or half a letter (a lone surrogate).
+    Args:
+        path: the file, in UTF-8.
+        remedy: a sentence that ends the error.
+
+    Raises:
+        FileNotFoundError: where there is none.
+        UserError: naming the file, for what is no ordinary file, too long, not JSON, holds a key twice or
+            half a letter (a lone surrogate).
     """
     return _read(path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy)
 
 
 def read_yaml(path: Path, remedy: str) -> Any:
-    """The value that a YAML file holds. Raises as read_json does, and for values other than those of JSON.
+    """The value that a YAML file holds.
 
     1e-3 is a number and 2020-01-01 text, as in YAML 1.2. `&`, `*` and `<<` may be used, as long as the whole
     stays small.
+
+    Args:
+        path: the file, in UTF-8.
+        remedy: a sentence that ends the error.
+
+    Raises:
+        FileNotFoundError, UserError: as `read_json` does, and for values other than those of JSON.
     """
     return _read(path, "YAML", lambda text: _load_yaml(text, path.name), remedy)
 
@@ -176,10 +189,17 @@ def write_json(path: Path, content: Any) -> None:
 def check_kinds(
     mapping: Any, kinds: Mapping[str, str], where: str, remedy: str, required: Sequence[str] = ()
 ) -> None:
-    """Raise a UserError that names `where`, the key and `remedy` unless `mapping` is as described.
+    """Check that a value is a mapping with values of the right kinds; other keys are not checked.
 
-    kinds: key → TEXT, NUMBER, MAPPING or LIST. A key may be missing or null unless it is required; other keys
-    are not checked.
+    Args:
+        mapping: what was read.
+        kinds: key → TEXT, NUMBER, MAPPING or LIST; a key may be missing or null unless it is required.
+        where: begins the error: which file, or which part of it.
+        remedy: ends it.
+        required: keys that must be there, and not null.
+
+    Raises:
+        UserError: naming the key, unless it is so.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{where} must be {MAPPING}, not {reprlib.repr(mapping)}. {remedy}")

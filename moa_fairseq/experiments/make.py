@@ -34,16 +34,23 @@ Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
 class Step:
     """One file or folder, and what makes it.
 
-    argv: a command, in which OUT stands for the output, or a function that writes to the path it is given and
-    returns facts (JSON values). inputs: what the output follows from, by name: JSON values, files (their
-    size and time count), and earlier steps of the same folder; or a function that finds them, which raises
-    UserError where one is missing. captured: "out" or "both" (errors, too): what the command prints is the
-    output. watch: gets each printed line. finish: checks or completes what a command made, and returns facts.
-
-    in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints). Another
-    `goal` (how far it goes) is gone on to; other inputs are refused, so that no training is lost. ready:
-    makes a folder that holds something ready for that. as_of_today: turns an entry of state.json that an
-    earlier version wrote into today's.
+    Args:
+        name: of the step in state.json, and of its log.
+        output: the file or folder.
+        argv: a command, in which OUT stands for the output, or a function that writes to the path it is given
+            and returns facts (JSON values).
+        inputs: what the output follows from, by name: JSON values, files (their size and time count), and
+            earlier steps of the same folder; or a function that finds them, which raises UserError where one
+            is missing.
+        captured: "out" or "both" (errors, too): what the command prints is the output; "": it writes it
+            itself.
+        watch: gets each line that a command prints.
+        finish: gets the path of what a command made, checks or completes it, and returns facts.
+        in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints).
+            Another `goal` is gone on to; other inputs are refused, so that no training is lost.
+        goal: of a step in place: how far it goes, as JSON values.
+        ready: makes a folder that holds something ready for going on in it.
+        as_of_today: turns an entry of state.json that an earlier version wrote into today's.
     """
 
     name: str
@@ -87,13 +94,25 @@ def make(
     whole: str = "",
     wanted: Callable[[Step], bool] = lambda step: True,
 ) -> dict[str, Any]:
-    """Make every wanted output that is not there yet, in order; returns name → facts.
+    """Make every wanted output that is not there yet, in order; finished ones stay.
 
-    folder: keeps state.json and the logs; one program at a time makes something in it (patience: seconds to
-    wait for another). dry_run: the commands are shown, and nothing is done. commands: the file that keeps
-    what was run. whole: the line that makes all of it; it is shown and kept, and the commands, which need
-    what functions make, stand below it as comments. Raises UserError where a step fails, or one that is not
-    wanted was begun in place from other inputs; finished ones stay.
+    Args:
+        steps: all of them; one that is not wanted may be an input of others.
+        folder: keeps state.json and the logs; one program at a time makes something in it.
+        executor: runs the commands.
+        dry_run: the commands are shown, and nothing is done.
+        patience: seconds to wait for another program that is at work in the folder.
+        commands: the file that keeps what was run, else COMMANDS in the folder.
+        whole: the line that makes all of it; it is shown and kept, and the commands, which need what
+            functions make, stand below it as comments.
+        wanted: whether a step is to be made.
+
+    Returns:
+        Name of each wanted step → its facts; {} of a dry run.
+
+    Raises:
+        UserError: where a step fails, one that is not wanted was begun in place from other inputs, or another
+            program keeps the folder.
     """
     executor = executor or Executor()
     facts = {}
@@ -224,13 +243,24 @@ def marks(folder: Path) -> dict[str, dict[str, Any]]:
 
 
 def put_mark(folder: Path, name: str, **mark: Any) -> None:
-    """Replace the entry of a step in state.json; an empty one is taken out."""
+    """Replace the entry of a step in state.json.
+
+    Args:
+        folder: what the file lies in.
+        name: of the step.
+        mark: the entry; an empty one is taken out.
+    """
     others = {key: value for key, value in marks(folder).items() if key != name}
     write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
 
 
 def keep_command(line: str, commands: Path) -> None:
-    """Add a command to the script of what was run (once: a resumed run repeats it)."""
+    """Add a command to the script of what was run (once: a resumed run repeats it).
+
+    Args:
+        line: for a shell, or a comment.
+        commands: the script, which is begun where there is none.
+    """
     refuse_link(commands)
     if commands.is_file():
         kept = commands.read_text(encoding="utf-8").splitlines()
@@ -255,7 +285,12 @@ def stamp(path: Path) -> list[Any]:
 
 
 def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values."""
+    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values.
+
+    Args:
+        before, now: mappings, which may hold further ones.
+        prefix: what the keys begin with.
+    """
     found: dict[str, str] = {}
     for key in sorted(before.keys() | now.keys()):
         old = before.get(key, "not set")

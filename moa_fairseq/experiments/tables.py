@@ -16,10 +16,14 @@ _BREAKABLE = 12  # a word that is longer may be broken where nothing else makes 
 
 
 class Column(NamedTuple):
-    """A column: the rows' key, its heading, and the format of its values, such as ",", ".1%" or ".2f".
+    """A column of a table.
 
-    A column with a format stands on the right; ">" is for texts that shall. A value that is a text is not
-    formatted. once: on a terminal, what stands in the line above already is left out.
+    Args:
+        key: of the rows' values.
+        head: its heading.
+        form: the format of values that are no texts, such as ",", ".1%" or ".2f". A column that has one
+            stands on the right; ">" is for texts that shall.
+        once: on a terminal, what stands in the line above already is left out.
     """
 
     key: str
@@ -29,7 +33,12 @@ class Column(NamedTuple):
 
 
 class Table(NamedTuple):
-    """Rows map a column's key to its value; what a row lacks, or None, is empty."""
+    """A table of plain values.
+
+    Args:
+        columns: in order.
+        rows: map a column's key to its value; what a row lacks, or None, is empty.
+    """
 
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
@@ -37,8 +46,10 @@ class Table(NamedTuple):
     def text(self, markdown: bool = False, width: int | None = None) -> str:
         """The table, or "" without rows; a column without any value is left out.
 
-        On a terminal cells are wrapped until a line has at most `width` characters (None: the terminal's),
-        if words and numbers allow it.
+        Args:
+            markdown: for Markdown, where nothing is wrapped, instead of a terminal.
+            width: on a terminal cells are wrapped until a line has at most so many characters (None: the
+                terminal's), if words and numbers allow it.
         """
         cells = [[_written(row.get(column.key), column.form) for row in self.rows] for column in self.columns]
         kept = [number for number, texts in enumerate(cells) if any(texts)]
@@ -77,7 +88,10 @@ class Table(NamedTuple):
 def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | None = None) -> str:
     """Tables and Markdown's paragraphs, headings and lists with an empty line between; "" is left out.
 
-    For a terminal (not markdown) headings are underlined and lines wrapped at `width` (None: the terminal's).
+    Args:
+        blocks: a text is one paragraph, one heading (it begins with #), or one list.
+        markdown: for Markdown; for a terminal headings are underlined and lines wrapped.
+        width: of a line on a terminal, in characters (None: the terminal's).
     """
     room = width or shutil.get_terminal_size().columns
     parts = []
@@ -113,7 +127,11 @@ def _written(value: Any, form: str) -> str:
 
 
 class Terminal:
-    """A terminal that is shown no control character of foreign text. stream: what is written to."""
+    """A terminal that is shown no control character of foreign text.
+
+    Args:
+        stream: what is written to.
+    """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream

@@ -42,7 +42,16 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """The attention in one sentence."""
+    """The attention in one sentence.
+
+    Args:
+        args: the flags: model (its path, for the title), subset, sentence, layer and cpu.
+        model, task: as `load_trained` gives them.
+
+    Raises:
+        UserError: for a layer, a subset or a sentence that does not exist, and a model without such
+            attention.
+    """
     maps = measure_attention(model, task, args.subset, args.sentence, device_for(args.cpu))
     layers = max(each.layer for each in maps)
     if args.layer is not None:
@@ -69,11 +78,15 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 @dataclass
 class AttentionMap:
-    """The attention of one module on one sentence.
+    """The attention of one module on one sentence, of T attending tokens to S tokens.
 
-    weights [H, T, S]: the attention of each head or slot; queries and keys: the T and S tokens. gates:
-    "queries" and "keys" → [E, T] or [E, S], the gate of each expert for each token, zero where it is not
-    chosen; absent where nothing is routed. groups: equal parts of the experts, one for each head.
+    Args:
+        name: the module's path in the model.
+        weights: the attention of each head or slot, [H, T, S] float32.
+        queries, keys: the T and the S tokens.
+        gates: "queries" and "keys" → the gate of each expert for each token, [E, T] or [E, S], zero where it
+            is not chosen; absent where nothing is routed.
+        groups: equal parts of the experts, one for each head.
     """
 
     name: str
@@ -98,7 +111,15 @@ def measure_attention(
 ) -> list[AttentionMap]:
     """The attention of every module, in forward order, with teacher forcing.
 
-    Raises UserError for a subset or a sentence that does not exist, and a model without such attention.
+    Args:
+        model: stays on the device, in evaluation mode.
+        task: fairseq's, which reads the data.
+        subset: its name, such as "valid".
+        sentence: its place in the subset, from 0.
+        device: where the model runs; the maps are on the CPU.
+
+    Raises:
+        UserError: for a subset or a sentence that does not exist, and a model without such attention.
     """
     dataset = load_subset(task, subset)
     if not 0 <= sentence < len(dataset):

@@ -41,7 +41,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """Where the tokens of a data set went."""
+    """Where the tokens of a data set went.
+
+    Args:
+        args: the flags: model (its path, for the title), subset, max_tokens (of a batch) and cpu.
+        model, task: as `load_trained` gives them.
+
+    Raises:
+        UserError: for a model without routers, and for a subset that does not exist or is empty.
+    """
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use) for use in uses]
     figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
@@ -57,10 +65,14 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 
 def summary(use: RouterUse) -> dict[str, Any]:
-    """Plain data: sizes, entropy in nats and as a fraction of log E, extremes, dead experts, and shares [E].
+    """How a router used its experts, as plain data.
 
-    load: of all choices, the percentages of Fig. 3. gate_share: of all gate weight, which can be uneven even
-    if K = E.
+    Returns:
+        name, num_experts (E, without those that are always on), experts_per_token (K), tokens (sequences
+        where these are routed); load [E]: the share of all choices that fell on each expert, the percentages
+        of Fig. 3, its extremes max_load and min_load, its entropy in nats and as a fraction of log E
+        ("evenness"); dead_experts: how many were never chosen; gate_share [E]: of all gate weight, which can
+        be uneven even if K = E.
     """
     num_experts = use.counts.numel()
     load = use.counts / use.counts.sum()
@@ -83,8 +95,12 @@ def summary(use: RouterUse) -> dict[str, Any]:
 def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     """One small panel per router: its experts by falling load (MoA Figs. 3 and 4).
 
-    Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even
-    share 1/E. Rows of panels are encoder, decoder and cross-attention, columns the layers.
+    Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even share
+    1/E. Rows of panels are encoder, decoder and cross-attention, columns the layers.
+
+    Args:
+        summaries: of all routers, as `summary` makes them.
+        title: above the picture.
     """
     groups = by_kind(summaries)
     columns = max(len(group) for group in groups.values())

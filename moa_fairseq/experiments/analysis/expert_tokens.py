@@ -56,7 +56,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """Each expert's tokens."""
+    """The most indicative tokens of each expert of one module.
+
+    Args:
+        args: the flags: module (None: the first that runs), top, min_count, words, data (the binarised
+            folder), subset, max_tokens (of a batch) and cpu.
+        model, task: as `load_trained` gives them.
+
+    Raises:
+        UserError: for a module that is not there or has a uniform gate, a subset without words, and a flag
+            below 1.
+    """
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
@@ -131,6 +141,10 @@ class TokenCounter:
 
     A token counts once for every expert that its position is attributed to. Each of a word's n pieces counts
     1/n for the experts of that piece.
+
+    Args:
+        segment: symbols of a sequence (None: not counted) → (token, its positions) of each; such as `pieces`
+            or `words`.
     """
 
     def __init__(self, segment: Segmenter = pieces) -> None:
@@ -141,10 +155,13 @@ class TokenCounter:
     def add(
         self, sequences: Sequence[Sequence[str | None]], experts: Tensor, hidden: Tensor | None = None
     ) -> None:
-        """Count a batch: B sequences of T symbols each; experts [B, T, E] bool, as of `attributed`.
+        """Count a batch of B sequences.
 
-        hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do not
-        count.
+        Args:
+            sequences: T symbols of each; None where nothing is counted.
+            experts: [B, T, E] bool, as of `attributed`.
+            hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do
+                not count.
         """
         shares = experts.double().numpy()
         if hidden is None:
@@ -164,10 +181,17 @@ class TokenCounter:
         return (totals / totals.sum()).tolist()
 
     def indicative(self, top: int, min_count: int) -> list[list[dict[str, Any]]]:
-        """For each expert the `top` tokens of greatest PMI that occur at least min_count times.
+        """For each expert the tokens of greatest PMI.
 
-        Each as token, pmi (nats) and count. PMI = log p(token, expert) / (p(token) p(expert)), probabilities
-        being shares of all attributions. Among equals, the one that the expert gets more often comes first.
+        PMI = log p(token, expert) / (p(token) p(expert)), probabilities being shares of all attributions.
+        Among equals, the one that the expert gets more often comes first.
+
+        Args:
+            top: how many tokens of each expert, at most.
+            min_count: how often a token must occur in the data.
+
+        Returns:
+            Of each expert its tokens, each as token, pmi (nats) and count, its attributions to this expert.
         """
         lists: list[list[dict[str, Any]]] = []
         for expert, share in enumerate(self.expert_shares()):
@@ -186,10 +210,16 @@ class TokenCounter:
 
 
 def attributed(routing: Routing, batch: int, length: int) -> Tensor:
-    """Which experts each position of a batch counts for: [B, T, E] bool.
+    """Which experts each position of a batch counts for.
 
     Those that it chose; if every expert takes part (MAE; MoA with K = E), the one with the greatest weight.
-    If a sequence has one routing, it holds for all positions.
+
+    Args:
+        routing: of B·T tokens, or of B sequences: then it holds for all positions of a sequence.
+        batch, length: B and T.
+
+    Returns:
+        [B, T, E] bool.
     """
     index = routing.expert_ids
     if routing.chooses_all:

@@ -39,7 +39,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """What the gates did with a data set."""
+    """What the gates did with a data set.
+
+    Args:
+        args: the flags: untrained (a seed, or None), model (its path, for the title), subset, max_tokens (of
+            a batch) and cpu.
+        model: with `untrained` the weights of its gates are drawn anew.
+        task: as `load_trained` gives it.
+
+    Raises:
+        UserError: for a model without MAE's attention, and for a subset that does not exist or is empty.
+    """
     learned = {
         module.name: module.gate is not None
         for module in model.modules()
@@ -75,9 +85,16 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 
 def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
-    """Plain data: sizes, H(g) averaged over the instances and ln E in nats, the shares of instances [E].
+    """What one gate did, as plain data.
 
-    A uniform gate (not learned) has no shares.
+    Args:
+        use: of the gate.
+        learned: whether it is; a uniform gate has no shares.
+
+    Returns:
+        name, num_experts (E), gate ("learned" or "uniform"), instance ("position" or "sequence") and how many
+        instances there were; entropy: H(g) averaged over them, in nats; uniform_entropy: ln E; shares [E]: of
+        the instances that prefer each expert, or None.
     """
     if learned:
         shares = (use.favourites / use.favourites.sum()).tolist()
@@ -96,7 +113,14 @@ def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
 
 
 def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per kind of attention, and for all: its gates' mean entropy, and that of uniform gates."""
+    """Per kind of attention, and for all: its gates' mean entropy, and that of uniform gates.
+
+    Args:
+        summaries: of all gates, as `summary` makes them.
+
+    Returns:
+        Kind of attention, or "all" → entropy and uniform_entropy in nats, modules (how many gates).
+    """
     return {
         label: {
             "entropy": sum(row["entropy"] for row in group) / len(group),
@@ -131,8 +155,12 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
 def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     """The picture of the gates' summaries.
 
-    Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours,
-    one heat map per kind of attention, all on one scale. Uniform gates attribute nothing and have no map.
+    Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours, one
+    heat map per kind of attention, all on one scale. Uniform gates attribute nothing and have no map.
+
+    Args:
+        summaries: of all gates, as `summary` makes them.
+        title: above the picture.
     """
     groups = by_kind(summaries)
     maps = {label: group for label, group in groups.items() if group[0]["shares"]}

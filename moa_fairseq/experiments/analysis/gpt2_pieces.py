@@ -16,7 +16,9 @@ _SPACE = "\u0120"  # how the encoding writes the space before a word
 class Gpt2Pieces:
     """Spells symbols of a dictionary that are ids of the encoding.
 
-    encoder: fairseq's. cut_samples: whether samples may begin in the middle of a word.
+    Args:
+        encoder: fairseq's.
+        cut_samples: whether samples may begin in the middle of a word.
     """
 
     def __init__(self, encoder: Encoder, cut_samples: bool = False) -> None:
@@ -68,8 +70,15 @@ class Gpt2Pieces:
 def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
     """How to spell the symbols of a task's dictionary, or None if they are not ids of GPT-2's encoding.
 
-    They are ids if all are numbers and either the binarised folder `data` holds the encoding's files or the
-    model is a masked language model (enwik8's symbols are numbers, too: of bytes).
+    They are ids if all are numbers and either the data holds the encoding's files or the model is a masked
+    language model (enwik8's symbols are numbers, too: of bytes).
+
+    Args:
+        task: fairseq's, with the dictionary and --sample-break-mode.
+        data: the binarised folder.
+
+    Raises:
+        UserError: where the symbols are ids, and the encoding's files cannot be had.
     """
     dictionary = task.source_dictionary
     symbols = [s for s in dictionary.symbols[dictionary.nspecial :] if s != "<mask>"]

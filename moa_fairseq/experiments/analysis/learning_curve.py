@@ -33,7 +33,13 @@ MARKED_POINTS = 30  # a dot for each validation; the dots of more would hide the
 
 
 class Point(NamedTuple):
-    """A value after so many updates and, where the log tells, seconds of training."""
+    """One measurement.
+
+    Args:
+        updates: how many the training had done.
+        seconds: of training so far, None where the log does not tell.
+        value: of the metric; it may be infinite.
+    """
 
     updates: int
     seconds: float | None
@@ -42,7 +48,13 @@ class Point(NamedTuple):
 
 @dataclass
 class LearningCurve:
-    """One run: what it measured on training batches and on the validation set."""
+    """One run: what it measured.
+
+    Args:
+        name: of the run, in the legend.
+        train: on training batches, by rising updates.
+        valid: on the validation set, by rising updates.
+    """
 
     name: str
     train: list[Point] = field(default_factory=list)
@@ -59,7 +71,14 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace) -> Analysis:
-    """The curves of all runs, and each one's best validation."""
+    """The curves of all runs, and each one's best validation.
+
+    Args:
+        args: the flags: runs (folders, or logs), metric and from_epoch.
+
+    Raises:
+        UserError: for a from_epoch below 1, and as `read_learning_curve`.
+    """
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
@@ -93,11 +112,18 @@ def _place(path: Path) -> Path:
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
     """The curve of a run folder (its train.jsonl) or of a log file.
 
-    metric: a key of METRICS. from_epoch: what was measured before this epoch is left out. A log without
-    updates, only with epochs, has each epoch's mean at its end as the training's curve. Repeated lines
-    count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training repeats updates,
-    the later record counts. fairseq's clock `wall` starts at zero in every process; the curve's clock goes on
-    from where the earlier process ended. Raises UserError if there is nothing to draw.
+    A log without updates, only with epochs, has each epoch's mean at its end as the training's curve.
+    Repeated lines count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training
+    repeats updates, the later record counts. fairseq's clock `wall` starts at zero in every process; the
+    curve's clock goes on from where the earlier process ended.
+
+    Args:
+        path: the folder, or a log whose lines end in fairseq's JSON records (--log-format json).
+        metric: a key of METRICS.
+        from_epoch: what was measured before this epoch is left out; the first is 1.
+
+    Raises:
+        UserError: if there is nothing to draw, no such file, or a damaged record in it.
     """
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -151,8 +177,13 @@ def draw_learning_curves(
 ) -> Figure:
     """Validation (thick) and training (thin) curves of several runs in one picture.
 
-    On the left against updates; on the right against hours of training, if every log has times. from_zero:
-    whether both axes begin at 0, or where the curves do.
+    On the left against updates; on the right against hours or minutes of training, if every point has a time
+    and the longest run took a minute.
+
+    Args:
+        curves: one colour each.
+        metric: a key of METRICS, for the axis; perplexity has a logarithmic one.
+        from_zero: whether the updates and the times begin at 0, or where the curves do.
     """
     times = [point.seconds for curve in curves for point in curve.train + curve.valid]
     longest = max((seconds or 0 for seconds in times), default=0)

@@ -24,7 +24,13 @@ DPI = 150
 
 
 class Analysis(NamedTuple):
-    """What an analysis found: the lines to print, its picture, and its numbers for --json."""
+    """What an analysis found.
+
+    Args:
+        lines: the text to print.
+        figure: its picture.
+        report: its numbers, for --json.
+    """
 
     lines: list[str]
     figure: Figure | None = None
@@ -49,9 +55,14 @@ def style(panel: Axes) -> None:
 
 
 def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name beside its point (x, y), clear of points, names and lines; with a line if it is far.
+    """Write each name beside its point, clear of points, names and lines; with a line if it is far.
 
-    To be called last: what is drawn later, or moves the panel, is not looked at.
+    To be called last: what is drawn later, or moves the panel, is not looked at. A name for which there is no
+    clear place is left out.
+
+    Args:
+        panel: where the points are drawn.
+        points: (x, y, name) of each, in the panel's units.
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()

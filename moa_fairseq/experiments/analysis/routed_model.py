@@ -26,10 +26,18 @@ KINDS_OF_ATTENTION = {
 def forward_passes(
     args: argparse.Namespace, model: nn.Module, task: Any
 ) -> Iterator[tuple[dict[str, Any], NamedRoutings]]:
-    """(batch, routings of all routers in forward order) for every batch of a subset, by teacher forcing.
+    """Run a subset through a model with routers, batch by batch, by teacher forcing.
 
-    args: subset, max_tokens (of a batch) and cpu. The model is put in evaluation mode on the device. Raises
-    UserError if the model has no router, or if the subset does not exist or is empty.
+    Args:
+        args: subset, max_tokens (of a batch) and cpu.
+        model: is put in evaluation mode on the device.
+        task: fairseq's, which reads the data.
+
+    Returns:
+        (batch, routings of all routers in forward order) of every batch.
+
+    Raises:
+        UserError: if the model has no router, or if the subset does not exist or is empty.
     """
     device = device_for(args.cpu)
     empty = True
@@ -49,9 +57,16 @@ def forward_passes(
 class RouterUse:
     """What one router did with a data set, without padding and without experts that are always on (MoH).
 
-    counts [E]: how many tokens (or sequences: `scope`) chose each expert. gate_mass [E]: the gates they gave
-    it, added up. favourites: how many gave each column of the probabilities their greatest value.
-    total_entropy: Σ H(probabilities) in nats over the `instances` tokens or sequences.
+    Args:
+        name: of the router, as it is recorded.
+        experts_per_token: K.
+        counts: how many tokens (or sequences: `scope`) chose each expert, [E] float64.
+        gate_mass: the gates that they gave each expert, added up, [E] float64.
+        favourites: how many gave each column of the probabilities their greatest value, those of experts that
+            are always on included, float64.
+        scope: "tokens", or "sequences" where a sequence is routed as one.
+        instances: how many tokens or sequences there were.
+        total_entropy: Σ H(probabilities) over the instances, in nats.
     """
 
     name: str
@@ -65,7 +80,11 @@ class RouterUse:
 
 
 def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
-    """The use of each router over several forward passes, in the order in which the routers first ran."""
+    """The use of each router over several forward passes, in the order in which the routers first ran.
+
+    Args:
+        passes: (name, routing) of all routers, for each pass.
+    """
     uses: dict[str, RouterUse] = {}
     for name, routing in chain.from_iterable(passes):
         padding = routing.padding
@@ -100,7 +119,11 @@ def kind_of(name: str) -> str:
 
 
 def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Measurements of modules (each has the module's "name") by kind of attention; no empty kinds."""
+    """Measurements of modules by kind of attention, in the order of the pictures; no empty kinds.
+
+    Args:
+        summaries: one for each module, whose path it has as "name".
+    """
     labels = [label + side for label in (*KINDS_OF_ATTENTION.values(), "other") for side in ("", ", keys")]
     groups = {label: [item for item in summaries if kind_of(item["name"]) == label] for label in labels}
     return {label: group for label, group in groups.items() if group}

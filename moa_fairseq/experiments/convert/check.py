@@ -30,6 +30,14 @@ def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: arg
     """The largest difference of two models' outputs on random sentences, over the largest output.
 
     In float64 and in evaluation mode; positions of padding are left out. Both models stay in float64.
+
+    Args:
+        one, other: models of the same dictionary.
+        job: a key of `models.BODIES`: what they are called with.
+        settings: of a model, for the longest sentence that it reads.
+
+    Returns:
+        The largest absolute difference, as a part of the largest absolute output of `one`.
     """
     limits = ("max_source_positions", "max_target_positions", "max_positions", "tokens_per_sample")
     most = min([int(getattr(settings, name, None) or 99) for name in limits])
@@ -67,10 +75,25 @@ def mean_losses(
     max_tokens: int,
     most: int,
 ) -> list[float]:
-    """Each model's mean loss in bits per token over the first `most` batches of a subset, float32.
+    """Each model's mean loss over the first batches of a subset, on the CPU in float32.
 
     Cross entropy, of masked tokens in a masked language model; all models see the same masks.
-    Raises UserError if the data cannot be read, or belongs to other dictionaries.
+
+    Args:
+        models: of one dictionary and job; they stay in float32, in evaluation mode.
+        checkpoint: names the task, and whether there is an adaptive softmax.
+        job: a key of `models.BODIES`.
+        data: the binarised folder.
+        subset: its name, such as "valid".
+        max_tokens: of a batch.
+        most: how many batches are read, at most.
+
+    Returns:
+        Bits per token, of each model.
+
+    Raises:
+        UserError: if the data cannot be read, is empty or belongs to other dictionaries, or the checkpoint
+            names no task.
     """
     if not data.is_dir():
         raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")

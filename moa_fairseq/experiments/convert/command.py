@@ -36,7 +36,15 @@ TARGETS = ("moh", "mae", DENSE)
 
 
 class Conversion(NamedTuple):
-    """A conversion's outcome. reason: why it is not exact, or None if it is exact within `difference`."""
+    """A conversion's outcome.
+
+    Args:
+        checkpoint: what is to be written.
+        model: the converted one.
+        job: a key of `models.BODIES`.
+        reason: why it is not exact, or None if it is exact within `difference`.
+        difference: as of `largest_difference`, between the two models.
+    """
 
     checkpoint: Checkpoint
     model: nn.Module
@@ -50,8 +58,14 @@ def convert(
 ) -> Conversion:
     """The same model with another attention.
 
-    family: of TARGETS; values_by_flag: where the user gave them. source: the checkpoint's model; it stays in
-    float64. Raises UserError if the conversion is impossible, or not exact where it has to be.
+    Args:
+        checkpoint: of the source.
+        source: the checkpoint's model; it stays in float64.
+        family: one of TARGETS.
+        values_by_flag: of the new family's settings, name of the field → value, where the user gave them.
+
+    Raises:
+        UserError: if the conversion is impossible, or not exact where it has to be.
     """
     settings = checkpoint.settings
     origin, job = models.kind_of(settings)

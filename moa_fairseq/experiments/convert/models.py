@@ -40,8 +40,10 @@ _OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale", "head
 class Checkpoint:
     """What a conversion needs from a checkpoint.
 
-    model: its weights. cfg: all of fairseq's settings, by group; an old checkpoint has all of them in the one
-    group "model". settings: those of the model.
+    Args:
+        model: its weights.
+        cfg: all of fairseq's settings, by group.
+        is_old: whether it has all of them in the one group "model".
     """
 
     model: State
@@ -58,8 +60,9 @@ class Checkpoint:
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint as data; no code in it is run.
 
-    Raises UserError if it is missing, damaged, holds anything but tensors, containers and namespaces, or is
-    not a checkpoint of a whole fairseq model.
+    Raises:
+        UserError: if it is missing, damaged, holds anything but tensors, containers and namespaces, or is not
+            a checkpoint of a whole fairseq model.
     """
     state = load_checkpoint(path)
     if "fsdp_metadata" in state:
@@ -93,7 +96,11 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
 
 
 def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
-    """(family or DENSE, job) of a model's settings. Raises UserError for any other model."""
+    """The family of a model's settings, or DENSE, and its job, a key of BODIES.
+
+    Raises:
+        UserError: for any other model.
+    """
     name = _name(settings)
     registered = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY.get(name)
     for job, (dense, _, mixture) in BODIES.items():
@@ -112,9 +119,16 @@ def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
 def settings_for(
     settings: argparse.Namespace, family: str, job: str, values: dict[str, Any]
 ) -> argparse.Namespace:
-    """The settings of the same model with another attention; values: of the family's flags.
+    """The settings of the same model with another attention.
 
-    Raises UserError where the family has no model for this job.
+    Args:
+        settings: of the model.
+        family: of the new attention, or DENSE.
+        job: a key of BODIES.
+        values: name of a field of the family's settings → its value.
+
+    Raises:
+        UserError: where the family has no model for this job.
     """
     _, name, mixture = BODIES[job]
     if family != DENSE:
@@ -138,7 +152,13 @@ def settings_for(
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
-    """cfg.model as fairseq writes it: a dict for a model with a fairseq dataclass, else a namespace."""
+    """cfg.model as fairseq writes it: a dict for a model with a fairseq dataclass, else a namespace.
+
+    Args:
+        settings: of the model.
+        family: of its attention, or DENSE.
+        job: a key of BODIES.
+    """
     if (family, job) != (DENSE, "causal LM"):
         return settings
     known = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
@@ -146,9 +166,16 @@ def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
 
 
 def build(settings: argparse.Namespace, weights: State) -> nn.Module:
-    """The model of these settings, initialised. weights: for how many symbols it has.
+    """The model of these settings, initialised from a fixed seed.
 
     Settings of unknown origin can cause any error.
+
+    Args:
+        settings: what the architecture adds is written into them.
+        weights: for how many symbols it has; they are not loaded.
+
+    Raises:
+        UserError: for weights without embeddings of tokens.
     """
     name = _name(settings)
     model: Any = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
@@ -170,9 +197,16 @@ def build(settings: argparse.Namespace, weights: State) -> nn.Module:
 
 
 def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> None:
-    """Put weights into a model. may_lack: parts of names that may stay as they are initialised.
+    """Put weights into a model.
 
-    Raises UserError where a name does not fit, RuntimeError where a shape does not.
+    Args:
+        model: is changed in place.
+        weights: by the names of its parameters.
+        may_lack: parts of names that may stay as they are initialised.
+
+    Raises:
+        UserError: where a name does not fit.
+        RuntimeError: where a shape does not.
     """
     result = model.load_state_dict(dict(weights), strict=False)
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]

@@ -24,7 +24,17 @@ def default_values(
 ) -> dict[str, Any]:
     """MoH's flags where the user gave none: half of the heads are shared, half of the others chosen (§4.4).
 
-    Raises UserError where one value cannot suit both sides.
+    Args:
+        family: of the new attention; all but "moh" have no such values.
+        settings: of the dense model, for its numbers of heads.
+        job: a key of `models.BODIES`.
+        values_by_flag: name of a field of the family's settings → value, where the user gave it.
+
+    Returns:
+        Name of a field → value.
+
+    Raises:
+        UserError: where one number of shared heads cannot suit both sides.
     """
     if family != "moh":
         return {}
@@ -50,10 +60,17 @@ def _attentions(model: nn.Module) -> list[Attention]:
 
 
 def fill(model: nn.Module, dense: State) -> str | None:
-    """Put the weights of a dense model into `model`, a new mixture of the same size.
+    """Put the weights of a dense model into a new mixture of the same size.
 
-    Returns None if the result computes the same function, else
-    why it does not. Raises UserError where the two do not fit.
+    Args:
+        model: the mixture, which is changed in place.
+        dense: the weights by name.
+
+    Returns:
+        None if the result computes the same function, else why it does not.
+
+    Raises:
+        UserError: where the two do not fit.
     """
     attentions = _attentions(model)
     for attention in attentions:
@@ -133,7 +150,8 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
 def dense_weights(model: nn.Module) -> State:
     """The weights of a dense model that computes the same: only those of the attention change.
 
-    Raises UserError, with the reason, where there is none.
+    Raises:
+        UserError: with the reason, where there is none.
     """
     state = model.state_dict()
     for attention in _attentions(model):

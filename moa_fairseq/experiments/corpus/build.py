@@ -35,7 +35,14 @@ log = logging.getLogger(__name__)
 
 
 class Package(NamedTuple):
-    """One pinned wheel. `size` is in bytes; `sha256` is of the whole file."""
+    """One pinned wheel.
+
+    Args:
+        name, version: as the package index calls it.
+        file: the wheel's name.
+        sha256: of the whole file, in hexadecimal digits.
+        size: in bytes.
+    """
 
     name: str
     version: str
@@ -75,10 +82,22 @@ def build(
     offline: bool = False,
     allow_missing: bool = False,
 ) -> dict[str, Any]:
-    """Build the corpus unless it is there already; returns its manifest.
+    """Build the corpus unless it is there already.
 
-    The arguments are as `moa-fairseq corpus --help` says. "built" in the manifest is False if nothing had to
-    be done. Raises UserError (Unavailable for a wheel that cannot be had, unless `allow_missing`).
+    Args:
+        packages: the wheels, in the order that decides ties between equally good translations.
+        output: the folder to write; one that holds somebody else's corpus is left alone.
+        cache: the folder in which fetched wheels are kept.
+        folder: one with wheels at hand, which are used first.
+        offline: whether nothing may be fetched.
+        allow_missing: go on without the wheels that cannot be had.
+
+    Returns:
+        The manifest; its "built" is False if nothing had to be done.
+
+    Raises:
+        UserError: for a file or a foreign corpus in the place of `output`, and a damaged wheel.
+        Unavailable: for a wheel that cannot be had, unless `allow_missing`; if none can be had, always.
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)

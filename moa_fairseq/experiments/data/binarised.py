@@ -25,7 +25,13 @@ _AGAIN = "Delete the folder and prepare it again."
 
 @dataclasses.dataclass(frozen=True)
 class Prepared:
-    """A binarised folder: its path, sentences per subset, and a fingerprint of what it was made from."""
+    """A folder that is ready for fairseq.
+
+    Args:
+        folder: binarised; of data that fairseq does not read, the text.
+        sentences: subset → how many there are; {} where that is not known.
+        fingerprint: of what it was made from.
+    """
 
     folder: Path
     sentences: dict[str, int]
@@ -59,11 +65,20 @@ def is_classification(folder: Path) -> bool:
 def check_binarised(
     folder: Path, languages: Sequence[str], subsets: Sequence[str], joined: bool = False
 ) -> dict[str, int]:
-    """Check dictionaries and the .bin/.idx files of each subset. Returns subset → number of sentences.
+    """Check dictionaries and the .bin/.idx files of each subset.
 
-    languages: two, or () for data of a language model or a classifier. joined: both dictionaries must be
-    equal. Raises UserError naming the file that is missing, empty, cut off or of another length than the
-    one that belongs to it.
+    Args:
+        folder: made by fairseq-preprocess.
+        languages: two, or () for data of a language model or a classifier.
+        subsets: those that must be there.
+        joined: both dictionaries must be equal.
+
+    Returns:
+        Subset → number of sentences.
+
+    Raises:
+        UserError: naming the file that is missing, empty, cut off or of another length than the one that
+            belongs to it.
     """
     if not folder.is_dir():
         remedy = "run the prepare stage, or give --data a folder that fairseq-preprocess made"
@@ -99,10 +114,17 @@ def _require(path: Path, size: int | None = None) -> None:
 
 
 def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[str, Path]:
-    """language, or folder of a classifier, → the files of a subset, but for their endings.
+    """The files of a subset, but for their endings .bin and .idx.
 
-    languages: two, or () for data of a language model or a classifier. A pair may be binarised the other
-    way round.
+    A pair may be binarised the other way round.
+
+    Args:
+        folder: made by fairseq-preprocess.
+        languages: two, or () for data of a language model or a classifier.
+        subset: its name, such as "train".
+
+    Returns:
+        Language, or folder of a classifier, or "" → path without ending.
     """
     if not languages:
         sides = (INPUT, LABEL) if is_classification(folder) else ("",)
@@ -114,7 +136,14 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
 
 
 def check_stem(stem: Path) -> int:
-    """Check `<stem>.idx` against `<stem>.bin`; return the number of sentences. Raises UserError."""
+    """Check `<stem>.idx`, in fairseq's mmap format, against `<stem>.bin`; return the number of sentences.
+
+    Args:
+        stem: the path of both, without ending.
+
+    Raises:
+        UserError: for a file that is missing or cut off, another format, or no sentence.
+    """
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
     _require(index)
     with open(index, "rb") as stream:

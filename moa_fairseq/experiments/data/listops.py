@@ -29,10 +29,13 @@ _MOST_IDLE = 10  # blocks in a row without anything new: there is nothing left
 class Expression:
     """One expression.
 
-    tokens: such as `[MAX 2 [SM 9 4 ] ]`. value: a digit. depth: 1 for a digit, one more for each operator
-    around it. length: symbols, an operator's two brackets counted (three for each operator). dependency: the
-    dependency depth: how many values that hang on each other lead to the result; the arguments that an
-    operator does not choose do not count.
+    Args:
+        tokens: such as `[MAX 2 [SM 9 4 ] ]`.
+        value: a digit.
+        depth: 1 for a digit, one more for each operator around it.
+        length: symbols, an operator's two brackets counted (three for each operator).
+        dependency: the dependency depth: how many values that hang on each other lead to the result; the
+            arguments that an operator does not choose do not count.
     """
 
     tokens: str
@@ -64,8 +67,13 @@ SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 class ListOps:
     """The settings of a ListOps data set, as datasets.yaml has them.
 
-    sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
-    operator_probability: that an argument is an operator and no digit.
+    Args:
+        sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
+        seed: what all of them are drawn by.
+        max_length: longest expression, as `Expression.length` counts.
+        max_depth: greatest `Expression.depth`.
+        operator_probability: that an argument is an operator and no digit.
+        max_arguments: most arguments of an operator; it has two or more.
     """
 
     sizes: Mapping[str, int]
@@ -79,7 +87,12 @@ class ListOps:
         """The expressions of every split. No expression stands twice, in one split or in two.
 
         They are drawn together and dealt out at random, so that all splits have the same distribution.
-        Raises UserError where so many different ones cannot be had.
+
+        Args:
+            workers: processes; the expressions are the same for any number.
+
+        Raises:
+            UserError: where so many different ones cannot be had.
         """
         depths = range(2, self.max_depth + 1)
         shares = {  # that differ by one at most
@@ -168,7 +181,17 @@ def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
 
 
 def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:
-    """Write sentences, classes and GROUPS of a split below `folder`; returns lines and tokens."""
+    """Write sentences, classes and GROUPS of a split.
+
+    Args:
+        folder: gets `input0/<split>`, `label/<split>` and `groups/<split>.tsv`, with a line for each
+            expression.
+        split: its name.
+        expressions: in order.
+
+    Returns:
+        lines, and tokens of the sentences.
+    """
     rows = [[str(getattr(expression, group)) for group in _GROUPS] for expression in expressions]
     contents = {
         folder / INPUT / split: [expression.tokens for expression in expressions],

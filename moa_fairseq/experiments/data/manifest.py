@@ -29,11 +29,17 @@ def manifest_of(
     texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
 ) -> dict[str, Any]:
-    """What manifest.json says about the stages in `root`.
+    """What manifest.json says about the stages of a preparation.
 
-    settings: of the data section. sources: name → urls or origin, bytes, sha256. texts: split → the files
-    that were read. dataset: with its terms of use, published numbers of lines and checksums. Holds no time
-    and no path outside of `root`, so that two preparations of the same data have equal manifests.
+    Holds no time and no path outside of `root`, so that two preparations of the same data have equal
+    manifests.
+
+    Args:
+        root: the folder with the stages and their state.json.
+        settings: of the data section.
+        sources: name → urls or origin, bytes, sha256.
+        texts: split → the files that were read.
+        dataset: with its terms of use, published numbers of lines and checksums.
     """
     known = marks(root)
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
@@ -85,7 +91,12 @@ def tool_versions() -> dict[str, str]:
 def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:
     """manifest.json of a folder, {} where there is none.
 
-    Raises UserError, which ends with `remedy`, for one that no program wrote.
+    Args:
+        folder: a prepared one.
+        remedy: a sentence that ends the error.
+
+    Raises:
+        UserError: for one that no program wrote.
     """
     try:
         manifest = read_json(folder / MANIFEST, remedy)
@@ -96,7 +107,15 @@ def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict
 
 
 def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
-    """The manifest for people: lines per split beside the published numbers, drops, where things are."""
+    """The manifest for people: lines per split beside the published numbers, drops, where things are.
+
+    Args:
+        manifest: as of `manifest_of`.
+        root: the folder that it lies in.
+
+    Returns:
+        Lines of text.
+    """
     lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
     rows = []
     for split, (found, expected) in lines.items():

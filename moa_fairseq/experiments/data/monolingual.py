@@ -25,9 +25,18 @@ _BYTES = [f"{value} " for value in range(256)]
 
 
 def write_lines(texts: Texts, folder: Path) -> Facts:
-    """Copy the lines of each split, checked, to `folder/<split>`. Returns split → lines, tokens.
+    """Copy the lines of each split, checked, to `folder/<split>`.
 
-    Raises UserError for words that are symbols of fairseq's, but for the <unk> of WikiText.
+    Args:
+        texts: split → its files.
+        folder: is made.
+
+    Returns:
+        Split → lines, tokens (words between white space).
+
+    Raises:
+        UserError: for words that are symbols of fairseq's, but for the <unk> of WikiText, and for an empty
+            split.
     """
     symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
 
@@ -43,7 +52,16 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
 def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     """Cut one file into splits of so many bytes and write a byte as a number: `folder/<split>`.
 
-    Raises UserError for a file of another size than all splits together.
+    Args:
+        texts: "train" → the one file.
+        sizes: split → bytes, in the order of the file.
+        folder: is made.
+
+    Returns:
+        Split → lines, bytes.
+
+    Raises:
+        UserError: for a file of another size than all splits together.
     """
     (piece,) = texts["train"]
     total = sum(sizes.values())
@@ -65,7 +83,19 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
 
 def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> dict[str, int]:
-    """Learn `count` SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`."""
+    """Learn SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`.
+
+    Args:
+        texts: files of the training text.
+        count: how many pieces.
+        folder: is made.
+
+    Returns:
+        pieces: their number.
+
+    Raises:
+        UserError: where SentencePiece cannot learn so many on this text.
+    """
     settings: dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
     with atomic_write(folder / MODEL, "wb") as stream:
         try:
@@ -79,7 +109,20 @@ def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> dict[str, 
 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
-    """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line."""
+    """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line.
+
+    Args:
+        texts: split → its files.
+        model: the file that `train_pieces` wrote.
+        folder: is made.
+        workers: threads.
+
+    Returns:
+        Split → lines (of the text), tokens (pieces).
+
+    Raises:
+        UserError: for a split without text.
+    """
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     facts = {}
     for split, pieces in texts.items():

@@ -34,8 +34,12 @@ log = logging.getLogger(__name__)
 class Store:
     """Files at hand and downloaded ones.
 
-    at_hand: the user's folder of archives or of extracted files, or None. downloads: where what is
-    fetched and extracted is kept. origins: what was used, for the manifest.
+    Args:
+        at_hand: the user's folder of archives or of extracted files, or None.
+        downloads: where what is fetched and extracted is kept.
+        offline: whether nothing may be fetched.
+        origins: name of a file → what was used, for the manifest: file, origin or urls, and of public files
+            bytes and sha256.
     """
 
     at_hand: Path | None
@@ -46,10 +50,18 @@ class Store:
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
     ) -> dict[str, list[Part]]:
-        """split → its parts, by the names of files alone; what the user's folder lacks is fetched.
+        """split → its parts, by the names of files alone; `pieces` fetches what the user's folder lacks.
 
         Of text that lies in no archive, splits are left out that are not required and not in that folder.
-        Raises a UserError that lists all files that are missing and cannot be fetched.
+
+        Args:
+            dataset: whose parts they are.
+            languages: source and target, or ().
+            required: splits that training and scoring need.
+
+        Raises:
+            UserError: listing all files that are missing and cannot be fetched; and where the user's folder
+                seems to hold text of their own.
         """
         parts = dataset.parts(languages)
         wanted = {}
@@ -81,11 +93,19 @@ class Store:
         announced: Dataset | None = None,
         root: Path = Path(),
     ) -> dict[Part, Piece]:
-        """The text files of parts and of optional ones; archives are fetched when needed.
+        """The text files of parts; archives are fetched when needed.
 
-        For an optional part alone no archive is fetched: it may be missing. announced: the data set
-        whose terms are said before a download, whose stages will be in `root`. Raises UserError for a file
-        that cannot be had, or is not the right one.
+        Args:
+            parts: those that must be there.
+            optional: further ones, for which alone no archive is fetched: they may be missing.
+            announced: the data set whose terms are said before a download.
+            root: where its stages will be.
+
+        Returns:
+            Part → its file.
+
+        Raises:
+            UserError: for a file that cannot be had, or is not the right one.
         """
         # Two data sets may be prepared at a time, and share archives.
         with locked(self.downloads, math.inf):
@@ -157,7 +177,16 @@ class Store:
 
 
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
-    """Checksum of a file; one whose name, size and time are in the JSON file `memory` is not read again."""
+    """Checksum of a file; one that is remembered, and has the same size and time, is not read again.
+
+    Args:
+        memory: the JSON file that remembers checksums.
+        path: of the file.
+        algorithm: as hashlib calls it.
+
+    Returns:
+        Hexadecimal digits.
+    """
     known = saved_json(memory)
     key = f"{path.resolve()} {algorithm}"
     now = stamp(path)
@@ -169,10 +198,17 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
 
 
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
-    """Say the terms of a data set and the size of the files that are `missing`, and check the free disk.
+    """Say the terms of a data set and the size of what is to be fetched, and check the free disk.
 
-    root: where the stages will be. Raises UserError when a disk is too small for what is fetched or made on
-    it, unless the environment variable OVERRIDE is set.
+    Args:
+        dataset: with its licence, and the disk that a whole preparation takes.
+        root: where the stages will be.
+        downloads: where the files will be.
+        missing: the files.
+
+    Raises:
+        UserError: when a disk is too small for what is fetched or made on it, unless the environment variable
+            OVERRIDE is set.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
@@ -212,9 +248,16 @@ def human(size: float) -> str:
 
 
 def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
-    """The --data folder; None for a data set that is downloaded; or a UserError that says what to bring.
+    """The --data folder; None for a data set that is downloaded.
 
     A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+
+    Args:
+        settings: of the data section.
+        source: what --data says, or None.
+
+    Raises:
+        UserError: that says what to bring, or what is wrong with the folder.
     """
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:

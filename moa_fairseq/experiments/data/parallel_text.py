@@ -38,11 +38,17 @@ _TED_TAGS = re.compile("</?(?:title|description)>")
 def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
     """The lines of a UTF-8 file (gzip when named .gz) without line ends.
 
-    A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line:
-    other Unicode separators stay inside the text. Raises UserError with the line number for undecodable
-    bytes, NULs and absurdly long lines, for a truncated gzip, and where many of the first lines hold the
-    control characters that Windows' text becomes when it is taken for Latin-1. mark_bad: a line of the first
-    three kinds is given as BAD and its reason (one of BAD_LINES) instead, to be dropped and counted.
+    A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line: other
+    Unicode separators stay inside the text.
+
+    Args:
+        path: the file.
+        mark_bad: a line of undecodable bytes, with a NUL or of absurd length is given as BAD and its reason
+            (one of BAD_LINES) instead of an error, to be dropped and counted.
+
+    Raises:
+        UserError: with the line number for such a line; for a truncated gzip; and where many of the first
+            lines hold the control characters that Windows' text becomes when it is taken for Latin-1.
     """
     number = odd = 0
 
@@ -102,7 +108,16 @@ MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
 
 
 def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = SYMBOLS) -> None:
-    """Raise UserError, naming the line, where a word of the text would become a symbol of fairseq's."""
+    """Refuse text with a word that would become a symbol of fairseq's.
+
+    Args:
+        text: a line.
+        path, number: the file that it stands in and its number there, for the error.
+        symbols: those that no word may be.
+
+    Raises:
+        UserError: naming the line and the word.
+    """
     found = set(symbols).intersection(text.split())
     if found:
         word = min(found)
@@ -115,7 +130,12 @@ def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = 
 
 
 class Piece(NamedTuple):
-    """One file of text and how its lines are taken out of it (a key of MARKUP)."""
+    """One file of text and how its lines are taken out of it.
+
+    Args:
+        path: the file, plain or .gz.
+        markup: a key of MARKUP.
+    """
 
     path: Path
     markup: str = "plain"
@@ -131,8 +151,13 @@ PiecePair = tuple[Piece, Piece]
 def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[tuple[str, str]]:
     """The aligned lines of pairs of files, one pair of files after the other.
 
-    Raises UserError when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
-    one of UTF-8: then its encoding is named.
+    Args:
+        files: (source, target) of each pair.
+        mark_bad: as of `read_lines`.
+
+    Raises:
+        UserError: when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
+            one of UTF-8: then its encoding is named.
     """
     for one, other in files:
         count = 0
@@ -183,7 +208,12 @@ def hyphens(lines: Iterable[str]) -> str:
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
-    """The file of that name in a folder (or of the last part of its name), as it stands, plain or .gz."""
+    """A file in a folder, as it stands, plain or .gz; None where there is none.
+
+    Args:
+        folder: where to look; None holds nothing.
+        name: a path below it; the last part of the name by itself is looked for, too.
+    """
     if folder:
         places = [folder / name, folder / Path(name).name]
     else:

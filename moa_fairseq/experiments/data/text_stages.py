@@ -50,7 +50,13 @@ log = logging.getLogger(__name__)
 
 
 class Treatment(NamedTuple):
-    """What is done to a pair: line functions of each side, then BPE by the file `codes`, then cleaning."""
+    """What is done to a pair.
+
+    Args:
+        steps: line functions of each side, first of all.
+        codes: the file of the merges that are applied then, or "".
+        cleaning: what drops pairs in the end.
+    """
 
     steps: tuple[tuple[Step, ...], tuple[Step, ...]] = ((), ())
     codes: str = ""
@@ -58,10 +64,15 @@ class Treatment(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One split: its files and their treatment. hold_out: lines that go to another split.
+    """One split: its files and their treatment.
 
-    lenient: lines that are not text are dropped and counted; else they are an error. own: a text of the
-    user's, in which words that are symbols of fairseq's are an error.
+    Args:
+        name: of the split.
+        files: pairs of files, read one after the other.
+        treatment: of each pair of lines.
+        hold_out: lines that go to another split.
+        lenient: lines that are not text are dropped and counted; else they are an error.
+        own: a text of the user's, in which words that are symbols of fairseq's are an error.
     """
 
     name: str
@@ -98,10 +109,20 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
 def write_splits(
     splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, dict[str, Any]]:
-    """Write `<split>.<language>` into `folder` for each split, and for those that are held out.
+    """Write `<split>.<language>` into a folder for each split, and for those that are held out.
 
-    Returns split → {"lines", "tokens_<language>", and of a split that was read "read" and "dropped": reason →
-    pairs}. Raises UserError for files that are not aligned text, or when nothing is left of a split.
+    Args:
+        splits: what is read.
+        languages: of both sides.
+        folder: is made.
+        workers: processes.
+
+    Returns:
+        Split → {"lines", "tokens_<language>", and of a split that was read "read" (pairs) and "dropped":
+        reason → pairs}.
+
+    Raises:
+        UserError: for files that are not aligned text, or when nothing is left of a split.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts: dict[str, dict[str, Any]] = {}
@@ -167,9 +188,13 @@ def _write_split(
 def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
     """The pair as it is kept, or the reason why it is dropped.
 
-    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them
-    when the very first line of a corpus has one; tokenised text holds none), white space becomes
-    single spaces, then the limits of `rules` count.
+    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them when
+    the very first line of a corpus has one; tokenised text holds none), white space becomes single spaces,
+    then the limits count.
+
+    Args:
+        source, target: tokens separated by white space.
+        rules: the limits; without `max` only empty sides count.
     """
     if rules.max is None:
         if source.strip() and target.strip():
@@ -195,7 +220,8 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
 def load_codes(path: str) -> BPE:
     """The codes of a file, read once per process unless the file changes.
 
-    Raises UserError, naming the line, for a file that subword-nmt did not write.
+    Raises:
+        UserError: naming the line, for a file that subword-nmt did not write.
     """
     stat = os.stat(path)
     codes = _load(path, stat.st_size, stat.st_mtime_ns)
@@ -226,10 +252,17 @@ def _load(path: str, size: int, time: int) -> BPE:
 
 
 def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
-    """Learn `merges` joint BPE operations on all the files together; fewer where the text gives no more.
+    """Learn joint BPE operations on all the files together.
 
-    The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other. Raises
-    UserError for text without a single pair of letters.
+    The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other.
+
+    Args:
+        text_files: tokenised text.
+        merges: how many operations; fewer where the text gives no more.
+        codes: the file to write.
+
+    Raises:
+        UserError: for text without a single pair of letters.
     """
     words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
     if not any(len(word) > 1 for word in words):

@@ -42,7 +42,12 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 class TextModel(GeneratorHubInterface):
-    """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface."""
+    """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface.
+
+    Args:
+        config, task, models: as fairseq's `load_model_ensemble_and_task` gives them.
+        codec: has `encode`, raw text → symbols between spaces, and `decode`, the other way.
+    """
 
     def __init__(self, config: Any, task: Any, models: list[Any], codec: Any):
         super().__init__(config, task, models)
@@ -58,7 +63,15 @@ class TextModel(GeneratorHubInterface):
 
 
 def load(args: argparse.Namespace, kind: str) -> TextModel:
-    """The model of `add_arguments`. kind: of its data set. Raises UserError where something is missing."""
+    """The model that the flags of `add_arguments` name, in evaluation mode on its device.
+
+    Args:
+        args: the flags.
+        kind: of its data set, as of `codec_of`.
+
+    Raises:
+        UserError: where something is missing, or the data is not that of the model.
+    """
     warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
     if args.output and args.file:
         refuse_overwriting(args.output, [args.file], "--output")
@@ -141,10 +154,20 @@ def status_of(left_out: int) -> int:
 def hypotheses(
     model: TextModel, batch: list[tuple[int, str]], settings: dict[str, Any], room: int | None = None
 ) -> Iterator[tuple[torch.Tensor | None, list[dict[str, Any]]]]:
-    """(symbols, fairseq's hypotheses, best first) for every line; (None, []) for an empty one.
+    """What a model answers to a batch of lines.
 
-    room: how many symbols a line may have. A warning names a longer line, one that is not UTF-8, and one with
-    a word that is a symbol of the model, which have no hypotheses. `<unk>` is a word like any unknown one.
+    A warning names a line that is too long, one that is not UTF-8, and one with a word that is a symbol of
+    the model, which have no hypotheses. `<unk>` is a word like any unknown one.
+
+    Args:
+        model: with its codec.
+        batch: numbered lines of raw text; the numbers are for the warnings.
+        settings: of the search: further arguments of fairseq's `generate`, such as beam.
+        room: how many symbols a line may have; None: as many as the model reads.
+
+    Returns:
+        (symbols, fairseq's hypotheses, best first) for every line, no hypotheses of one that is left out;
+        (None, []) for an empty one.
     """
     limit = model.max_positions
     most = room or (limit[0] if isinstance(limit, tuple) else limit)

@@ -39,7 +39,14 @@ SCHEDULES = {
 
 @dataclasses.dataclass(frozen=True)
 class BatchPlan:
-    """How one update's tokens are spread over devices and accumulation steps."""
+    """How one update's tokens are spread over devices and accumulation steps.
+
+    Args:
+        devices: processes that train side by side.
+        update_freq: accumulation steps of an update.
+        max_tokens: most tokens on one device at once, padding included.
+        wanted: tokens of an update that the recipe asks for, None where it asks for none.
+    """
 
     devices: int
     update_freq: int
@@ -71,9 +78,13 @@ class BatchPlan:
 def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
-    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that
-    devices x steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that
-    would go below train.min_tokens, fewer steps.
+    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that devices x
+    steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that would go
+    below train.min_tokens, fewer steps.
+
+    Args:
+        train: the recipe's section.
+        devices: processes that train side by side.
     """
     wanted = train.effective_batch_tokens
     if wanted is None:
@@ -85,10 +96,19 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
 
 
 def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, Hardware, str]:
-    """The recipe with train.min_tokens, as many of the devices as can share an update, and why fewer.
+    """Leave out the devices that cannot share an update, as each would get less than the longest sentence.
 
-    data: the binarised folder; without one the known size of the corpus counts. Raises UserError where other
-    programs have started the processes, so that none can be left out here.
+    Args:
+        recipe: one without train.min_tokens gets the longest sentence's or sample's.
+        hardware: all devices.
+        data: the binarised folder; without one the known size of the corpus counts.
+
+    Returns:
+        The recipe with train.min_tokens, the hardware with as many devices as can share an update, and why
+        fewer ("" where all are used).
+
+    Raises:
+        UserError: where other programs have started the processes, so that none can be left out here.
     """
     if recipe.train.min_tokens is None:
         longest = _longest(recipe, data)
@@ -141,10 +161,15 @@ def _longest(recipe: Recipe, data: Path | None) -> int | None:
 class CorpusSize:
     """A training set. Tokens include the end of each sentence.
 
-    fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
-    sentences that are longer on the source side. batches: how many fairseq cuts one epoch into, known of
-    measured data only. longest: tokens of the longest sentence, for a plan without data. origin: where the
-    numbers are from.
+    Args:
+        name: of the corpus, or of its folder.
+        sentences, source_tokens, target_tokens: how many it has.
+        vocabulary: symbols of the target's dictionary, fairseq's own included.
+        fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
+            sentences that are longer on the source side.
+        origin: where the numbers are from.
+        batches: how many fairseq cuts one epoch into, known of measured data only.
+        longest: tokens of the longest sentence, for a plan without data.
     """
 
     name: str
@@ -165,7 +190,13 @@ class CorpusSize:
 
 
 def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> int | None:
-    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it."""
+    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it.
+
+    Args:
+        train: the recipe's section.
+        batch: how an update is shared.
+        size: of the training set; without it max_epoch is not looked at.
+    """
     if train.max_update:
         limits = [train.max_update]
     else:
@@ -178,8 +209,12 @@ def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> 
 def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | None:
     """A warning when the learning rate ends far from its minimum: the model would not have annealed.
 
-    args: the training as fairseq parsed it. None when all is well, when the number of updates is unknown, and
-    when a schedule without a minimum (inverse_sqrt, fixed) has at least reached its peak.
+    None when all is well, when the number of updates is unknown, and when a schedule without a minimum
+    (inverse_sqrt, fixed) has at least reached its peak.
+
+    Args:
+        args: the training as fairseq parsed it.
+        updates: of the whole training.
     """
     if updates is None:
         return None
@@ -217,7 +252,15 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
 
 
 def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
-    """How large the training set is: measured in a binarised folder, else looked up; None if unknown."""
+    """How large the training set is: measured in a binarised folder, else looked up; None if unknown.
+
+    Args:
+        recipe: of the training.
+        data: the binarised folder, or None.
+
+    Raises:
+        UserError: as `measured_size`.
+    """
     if data:
         return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens)
     return known_size(recipe)
@@ -240,7 +283,13 @@ def known_size(recipe: Recipe) -> CorpusSize | None:
 def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     """Read the lengths of all training sentences and cut them into batches as fairseq will.
 
-    folder: made by fairseq-preprocess. Raises UserError when its training set is not there.
+    Args:
+        recipe: of the training.
+        folder: made by fairseq-preprocess.
+        max_tokens: of a batch on one device.
+
+    Raises:
+        UserError: when its training set or dictionary is not there, or a sentence is longer than max_tokens.
     """
     from fairseq.data import data_utils
 
@@ -286,7 +335,19 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens of every source and target sentence of a split; of one text twice those of its lines."""
+    """Tokens of every sentence of a split, its end included.
+
+    Args:
+        recipe: for its languages.
+        folder: made by fairseq-preprocess.
+        split: its name, such as "train".
+
+    Returns:
+        Of the N source and of the N target sentences, [N] int64 each; of one text twice those of its lines.
+
+    Raises:
+        UserError: where a file is missing.
+    """
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
     languages = [language for language in (recipe.data.source, recipe.data.target) if language]

@@ -49,8 +49,10 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
     """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
 
     Reads the whole file: torch writes a checksum for every part of it. Warns of every damaged one that was
-    passed over. None when training has to start from the beginning. Raises UserError when there are
-    checkpoints but none is readable.
+    passed over. None when training has to start from the beginning.
+
+    Raises:
+        UserError: when there are checkpoints but none is readable.
     """
     numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
     numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -76,7 +78,10 @@ def complete_the_last(folder: Path) -> None:
     """Before a training goes on: checkpoint_last.pt is there and whole, where any checkpoint is.
 
     A save writes a numbered checkpoint, then the best and the last as copies of it. A disk that was full in
-    between, or a kill, has left the copies out. Raises UserError as `checkpoint_to_resume`.
+    between, or a kill, has left the copies out.
+
+    Raises:
+        UserError: as `checkpoint_to_resume`.
     """
     found = checkpoint_to_resume(folder)
     if found is None or found.name == LAST:
@@ -99,8 +104,16 @@ def prepared_data(run_folder: Path) -> Path | None:
 def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Path | None]:
     """The checkpoint that a run folder, a --save-dir or a file stands for, and the data that goes with it.
 
-    The data is `data`, else what the run folder says; None where it does not, as after plain fairseq-train.
-    Raises UserError for a folder without a checkpoint.
+    Args:
+        model: the folder or file.
+        data: the binarised folder that the user named.
+
+    Returns:
+        The checkpoint, and `data`, else what the run folder says; None where it does not, as after plain
+        fairseq-train.
+
+    Raises:
+        UserError: for a folder without a checkpoint.
     """
     if not model.is_dir():
         return model, data
@@ -155,9 +168,16 @@ def finetuned(recipe: Recipe) -> Recipe:
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:
-    """Before hours are lost: the pretrained checkpoint is there, and `data` has its dictionaries.
+    """Before hours are lost: the pretrained checkpoint is there, and the data has its dictionaries.
 
-    Warns of what could not be checked. Raises UserError naming the key and the remedy.
+    Warns of what could not be checked.
+
+    Args:
+        recipe: whose `pretrained` names a run folder or a checkpoint.
+        data: the binarised folder that it is fine-tuned on.
+
+    Raises:
+        UserError: naming the key or the file, and the remedy.
     """
     pretrained = recipe.pretrained or ""
     checkpoint = pretrained_checkpoint(pretrained)

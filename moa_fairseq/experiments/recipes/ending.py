@@ -25,9 +25,15 @@ _BEST = "--set average=null evaluates the best checkpoint"
 def unmet(
     recipe: Recipe, updates: int | None = None, per_epoch: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    """(key, why) where the training would leave less than what is averaged or evaluated.
+    """Where the training would leave less than what is averaged or evaluated.
 
-    updates, per_epoch: of the whole training and of an epoch, where the data is known.
+    Args:
+        recipe: of the training.
+        updates: of the whole training, where the data is known; else train.max_update counts.
+        per_epoch: updates of an epoch, where the data is known.
+
+    Returns:
+        (key, why) of each problem.
     """
     if recipe.finetune == "noft":  # nothing is trained
         return
@@ -107,7 +113,16 @@ def unmet(
 
 
 def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
-    """Raises UserError where a training on this binarised folder would end without what the recipe needs."""
+    """Refuse a training that would end without what the recipe needs.
+
+    Args:
+        recipe: of the training.
+        batch: how an update is shared.
+        data: the binarised folder.
+
+    Raises:
+        UserError: naming the key.
+    """
     size = None
     if recipe.kind == TRANSLATION:  # of other kinds the updates of an epoch are only estimated
         # of a sentence that is too long for a batch fairseq says what becomes of it
@@ -124,9 +139,14 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
 
 
 def check_files(recipe: Recipe, first_start: bool) -> None:
-    """Raises UserError for a file that the recipe names and that is not there.
+    """Refuse a recipe that names a file which is not there.
 
-    first_start: what only the first start of a training reads is asked for, too.
+    Args:
+        recipe: with its flags.
+        first_start: what only the first start of a training reads is asked for, too.
+
+    Raises:
+        UserError: naming the flag and the file.
     """
     for section, names in _FILES.items():
         flags: Any = getattr(getattr(recipe, section), "flags", {})

@@ -23,9 +23,13 @@ _TORCHRUN = ("WORLD_SIZE", "RANK", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADD
 
 
 class Device(NamedTuple):
-    """A GPU's data sheet: CUDA's capability, bytes, and operations a second in fp16 or bf16, and in fp32.
+    """A GPU's data sheet.
 
-    counts: how many of them --plan shows where none is asked for.
+    Args:
+        capability: CUDA's, (major, minor).
+        memory: in bytes.
+        peak_half, peak_single: operations a second in fp16 or bf16, and in fp32.
+        counts: how many of them --plan shows where none is asked for.
     """
 
     capability: tuple[int, int]
@@ -72,10 +76,13 @@ _AMP_WIDTH = 512
 class World:
     """Several machines (or torchrun's processes) that train one model.
 
-    size: processes of all machines together. rank: number of this machine's first process, 0 on the
-    machine that keeps the run folder. here: how many of them this program starts. init_method: where they
-    meet, as torch.distributed wants it. spawn: whether fairseq-train makes the processes here out of one.
-    device: the GPU of a process that fairseq-train does not spawn.
+    Args:
+        size: processes of all machines together.
+        rank: number of this machine's first process, 0 on the machine that keeps the run folder.
+        here: how many of them this program starts.
+        init_method: where they meet, as torch.distributed wants it.
+        spawn: whether fairseq-train makes the processes here out of one.
+        device: the GPU of a process that fairseq-train does not spawn.
     """
 
     size: int
@@ -98,11 +105,15 @@ class World:
 
 @dataclasses.dataclass(frozen=True)
 class Hardware:
-    """The devices of one run. gpus 0 means CPU; capability is CUDA's (major, minor).
+    """The devices of one run.
 
-    visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
-    world: the other machines or processes of the same training, None when there are none.
-    bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
+    Args:
+        gpus: how many of this machine's are used; 0 means CPU.
+        name: of the GPU or CPU, for people.
+        capability: CUDA's (major, minor), of the least of the GPUs.
+        visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
+        world: the other machines or processes of the same training, None when there are none.
+        bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
     """
 
     gpus: int = 0
@@ -171,7 +182,15 @@ def detect_hardware() -> Hardware:
 
 
 def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
-    """`gpus` (1 unless given) GPUs of a kind in DEVICES, for --dry-run and --plan without them."""
+    """GPUs of a kind, for --dry-run and --plan without them.
+
+    Args:
+        device_name: a key of DEVICES.
+        gpus: how many, 1 unless given.
+
+    Raises:
+        UserError: for fewer than one.
+    """
     count = 1 if gpus is None else gpus
     if count < 1:
         raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
@@ -182,8 +201,13 @@ def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
 def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hardware:
     """Apply --gpus N to the machine.
 
-    None takes all that is present, 0 the CPU. Asking for more than there is raises UserError,
-    except in a dry run, which then prints the commands for that many V100s (fp16).
+    Args:
+        present: what the machine has.
+        wanted: N; None takes all that is present, 0 the CPU.
+        dry_run: for more than there are, print the commands for that many V100s (fp16).
+
+    Raises:
+        UserError: for more than there are, except in a dry run, and for a negative number.
     """
     if wanted is None or wanted == present.gpus:
         return present
@@ -208,9 +232,18 @@ def find_world(
 ) -> World | None:
     """The world of this program, or None where it trains alone on one machine.
 
-    gpus: on each machine, 0 for its CPU. nodes, node_rank, master: what the command line says (number of
-    machines, this one's number, HOST or HOST:PORT of number 0). Without them, torchrun's environment
-    variables count. Raises UserError where they contradict each other.
+    Without nodes, node_rank and master, torchrun's environment variables count; in a job of Slurm, several
+    GPUs are a world of their own, so that fairseq leaves the job's other machines alone.
+
+    Args:
+        gpus: on each machine, 0 for its CPU.
+        nodes: the number of machines.
+        node_rank: this one's number, from 0.
+        master: HOST or HOST:PORT of number 0.
+        environment: the variables.
+
+    Raises:
+        UserError: where they contradict each other, or one is no such number or address.
     """
     if nodes is None and node_rank is None and master is None:
         if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
@@ -252,9 +285,16 @@ def find_world(
 def precision_name(precision: str, hardware: Hardware, model: Model | None = None) -> str:
     """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
 
-    `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a
-    `model` wide enough to gain from it, but not with adaptive inputs, which fail under autocast; else fp32.
-    Raises UserError when the precision was asked for by name and the hardware or the model does not take it.
+    `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a model
+    wide enough to gain from it, but not with adaptive inputs, which fail under autocast; else fp32.
+
+    Args:
+        precision: one of PRECISIONS of `schema`.
+        hardware: what it runs on.
+        model: the recipe's section; without it a CPU has fp32 under `auto`.
+
+    Raises:
+        UserError: when the precision was asked for by name and the hardware or the model does not take it.
     """
     capability = hardware.capability or (0, 0)
     on_cpu = precision == "auto" and not hardware.gpus
@@ -287,7 +327,15 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
 
 
 def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
-    """Settings that fairseq would only refuse, or break on, once every process runs. Raises UserError."""
+    """Refuse settings that fairseq would only refuse, or break on, once every process runs.
+
+    Args:
+        recipe: with its flags.
+        hardware: what it runs on.
+
+    Raises:
+        UserError: naming the flag.
+    """
     asked = recipe.training_flags
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
     backend = asked.get("ddp-backend")

@@ -27,11 +27,16 @@ BREAK_MODE = "sample-break-mode"
 
 
 def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace) -> None:
-    """Raise UserError where fairseq-eval-lm would read longer blocks than the language model.
+    """Check the blocks that fairseq-eval-lm would cut a language model's text into.
 
-    And where it would stop at the sub-words that it should join, or leave them as they are.
+    Args:
+        recipe: for its task.
+        training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
 
-    training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
+    Raises:
+        UserError: where it would read longer blocks than the language model, where a context window leaves no
+            token to evaluate or stands beside carried chunks, and where it would stop at the sub-words that
+            it should join, or leave them as they are.
     """
     if evaluation.post_process not in (None, JOINED):
         raise UserError(
@@ -61,10 +66,17 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
 
 
 def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) -> None:
-    """Raise UserError where a sentence of an evaluated subset is longer than the model reads.
+    """Refuse data of which a sentence to evaluate is longer than the model reads.
 
-    fairseq would stop at it after the training, or leave it out. data: the binarised folder. The error names
-    what can still be said when the model is trained.
+    fairseq would stop at it after the training, or leave it out.
+
+    Args:
+        recipe: for its kind, subsets and flags.
+        training: the flags of fairseq-train, as fairseq parsed them.
+        data: the binarised folder.
+
+    Raises:
+        UserError: naming the sentence, and what can still be said when the model is trained.
     """
     start = int(recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None)  # <s>
     for split, limits, remedy in _limits(recipe, training):

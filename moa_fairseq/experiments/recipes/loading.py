@@ -40,10 +40,16 @@ _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", st
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
 
-    path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the name of
-    a shipped recipe, or a list of them, a later one over an earlier one. A base may have bases. overrides:
-    `section.key=value` strings, the value in YAML, applied last. A null stands for a key that is not said.
-    Raises UserError naming file and key.
+    A null stands for a key that is not said.
+
+    Args:
+        path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the
+            name of a shipped recipe, or a list of them, a later one over an earlier one. A base may have
+            bases.
+        overrides: `section.key=value` strings, the value in YAML, applied last.
+
+    Raises:
+        UserError: naming file and key.
     """
     path = Path(path)
     layers = _layers(path)
@@ -115,7 +121,17 @@ def find_recipe(path: Path) -> Path:
 
 
 def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
-    """Make dataclass `cls` from a mapping. Raises UserError for unknown, missing or ill-typed keys."""
+    """Make a dataclass from a mapping, by the types of its fields.
+
+    Args:
+        cls: a dataclass of `schema`.
+        mapping: name of a field → value, as YAML has it.
+        file: what it was read from, for the error.
+        prefix: the section's dotted key, for the error.
+
+    Raises:
+        UserError: for unknown, missing or ill-typed keys.
+    """
     if not isinstance(mapping, dict):
         fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
     return _built(cls, [mapping], file, f"{prefix}." if prefix else "")
@@ -172,11 +188,15 @@ def _objects(kind: Any, value: Any) -> Any:
 
 
 def check_flags(recipe: Recipe) -> argparse.Namespace:
-    """Ask the program of each section about its flags; returns the training's as fairseq takes them.
+    """Ask the program of each section about its flags.
 
-    Raises UserError for a flag that its program does not know by that very name, or knows as one that is
-    reserved; for a training that fairseq's parser refuses, with its complaint; and for an evaluation of
-    blocks that are longer than the model.
+    Returns:
+        Those of the training, as fairseq takes them.
+
+    Raises:
+        UserError: for a flag that its program does not know by that very name, or knows as one that is
+            reserved; for a training that fairseq's parser refuses, with its complaint; for an evaluation of
+            blocks that are longer than the model; and for more experts per token than there are.
     """
     refusal = "fairseq does not accept the recipe's flags"
     asked = recipe.task_flags
@@ -224,7 +244,15 @@ def did_you_mean(name: str, known: Collection[str]) -> str:
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
-    """The mapping in a YAML file. kind: what the file is, such as "recipe". Raises UserError."""
+    """The mapping in a YAML file.
+
+    Args:
+        path: the file.
+        kind: what it is, such as "recipe", for the error.
+
+    Raises:
+        UserError: for a file that is missing or damaged, or holds no mapping.
+    """
     try:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
@@ -240,5 +268,14 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
 
 
 def fail(file: str, key: str, problem: str) -> NoReturn:
-    """Raise the UserError for one key of one file."""
+    """Raise the UserError for one key of one file.
+
+    Args:
+        file: what was read.
+        key: dotted.
+        problem: the rest of the sentence.
+
+    Raises:
+        UserError: always.
+    """
     raise UserError(f"{file}: {key if len(key) <= 100 else key[:97] + '...'}: {problem}")

@@ -60,7 +60,15 @@ FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how man
 
 
 class Workload(NamedTuple):
-    """What does not depend on the hardware: the model, its cost on sentences of mean length, the corpus."""
+    """What does not depend on the hardware.
+
+    Args:
+        model: on the meta device, without weights.
+        cost: of a sentence pair of mean length.
+        vocabulary: symbols of the dictionary.
+        lengths: the mean length of source and target sentences, in tokens.
+        size: of the training set, None where it is unknown.
+    """
 
     model: Any
     cost: Cost
@@ -74,7 +82,12 @@ class Workload(NamedTuple):
         return self.cost.total_macs / self.lengths[1]
 
     def batch_bytes(self, precision: str, masked: bool) -> float:
-        """Roughly what a batch holds for each of its max_tokens. masked: of a masked language model."""
+        """Roughly what a batch holds, in bytes for each of its max_tokens.
+
+        Args:
+            precision: as of `precision_name`.
+            masked: of a masked language model, which has outputs of some tokens alone.
+        """
         parts = self.cost.macs
         macs = {
             "attention": sum(n for part, n in parts.items() if part.endswith("attention")),
@@ -87,7 +100,15 @@ class Workload(NamedTuple):
 
 
 def workload(recipe: Recipe, data: Path | None) -> Workload:
-    """Build the model without weights and count it. data: a folder made by fairseq-preprocess, or None."""
+    """Build the model without weights and count it.
+
+    Args:
+        recipe: with its model.
+        data: a folder made by fairseq-preprocess, or None.
+
+    Raises:
+        UserError: for a model that fairseq does not build, and data that cannot be read.
+    """
     size = training_set(recipe, data)
     if size:
         vocabulary = size.vocabulary
@@ -105,8 +126,15 @@ def workload(recipe: Recipe, data: Path | None) -> Workload:
 def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: Path) -> dict[str, Any]:
     """The plan as plain data.
 
-    data: a binarised folder, or one that is not yet. machines: the hardware to plan for. results: where
-    recorded speeds are.
+    Args:
+        recipe: what is to be trained.
+        data: a binarised folder, or one that is not yet.
+        machines: the hardware to plan for.
+        results: where recorded speeds are.
+
+    Returns:
+        What does not depend on the hardware, MACs among it, and "hardware": for each machine its batch,
+        updates, hours (two ends of a range, or None), and memory, batch_memory and disk in bytes.
     """
     data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
@@ -241,7 +269,13 @@ def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> str:
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
-    """Bytes that training keeps of a parameter on each of the devices."""
+    """Bytes that training keeps of a parameter on each of the devices.
+
+    Args:
+        flags: of fairseq-train: optimizer, sharding, memory-efficient-*.
+        precision: as of `precision_name`.
+        devices: how many train together.
+    """
     half = precision in ("fp16", "bf16")
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
     weight = 2 if half else 4
@@ -259,12 +293,20 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
 def disk(
     recipe: Recipe, model: nn.Module, on_gpu: bool, updates: int | None, epochs: int | None
 ) -> dict[str, int | None]:
-    """Bytes of the checkpoints and the average that a training leaves, as fairseq writes them.
+    """What the checkpoints and the average that a training leaves take on the disk, as fairseq writes them.
 
     A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
-    weight stands in it once for each of its names if it comes from a GPU. updates, epochs: whole ones of the
-    training, None if that is not known. "checkpoint": of one file, two more of which are there while a new
-    one is written; "total" is None where nothing limits their number.
+    weight stands in it once for each of its names if it comes from a GPU.
+
+    Args:
+        recipe: for its flags, and whether there is an average.
+        model: on any device: only shapes are read.
+        on_gpu: where it is trained.
+        updates, epochs: whole ones of the training, None if that is not known.
+
+    Returns:
+        "checkpoint": bytes of one file, two more of which are there while a new one is written; "files": how
+        many stay; "total": bytes of all. The last two are None where nothing limits the number.
     """
     flags = recipe.training_flags
     own = dict(model.named_parameters())
@@ -304,9 +346,16 @@ def disk(
 
 
 def read_speeds(results: Path) -> list[dict[str, Any]]:
-    """The recorded speeds in a results folder, with device (as device_kind), count and file.
+    """The recorded speeds in a results folder; what cannot be read is left out.
 
     The experiment of a benchmark's row is a recipe or an architecture.
+
+    Args:
+        results: the folder, with measured/, throughput/ and benchmarks/.
+
+    Returns:
+        Of each: experiment, parameters, tokens_per_second, device (as `device_kind`), count, precision and
+        file; of benchmarks batch_tokens, too.
     """
     rows: list[dict[str, Any]] = []
     places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
@@ -340,7 +389,11 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
 
 
 def as_text(report: dict[str, Any]) -> str:
-    """The plan as a table for people."""
+    """The plan as a table for people.
+
+    Args:
+        report: as of `plan`.
+    """
     source, target = report["mean_lengths"]
     corpus = report["corpus"]
     entries = report["hardware"]

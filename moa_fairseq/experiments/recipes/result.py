@@ -53,7 +53,15 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """The same, of the finished steps in a run folder that follow from each other."""
+    """The same as `settings`, of the finished steps in a run folder that follow from each other.
+
+    Args:
+        folder: the run's, with state.json.
+        recipe: for its kind of evaluation, its subsets and its fine-tuning.
+
+    Returns:
+        What was done; of a damaged state.json something that no recipe has.
+    """
     made = marks(folder)
     kind = "generate" if recipe.generate else "score"
     train = as_of_today(made.get("train", {}))
@@ -109,9 +117,16 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
 def data_differences(
     recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
 ) -> dict[str, str]:
-    """How binarised data, of so many lines, differs from a recipe's, where both are known.
+    """How binarised data differs from a recipe's, where both are known.
 
-    claim: for a row of a paper, where what cannot be told counts as a difference.
+    Args:
+        recipe: what it should be.
+        folder: the binarised folder; its manifest.json, or that beside it, tells of it.
+        lines: subset → how many it has.
+        claim: for a row of a paper, where what cannot be told counts as a difference.
+
+    Returns:
+        Dotted key → 'recipe → data'.
     """
     name = recipe.data.recipe
     dataset = datasets().get(recipe.data.recipe)
@@ -186,14 +201,31 @@ def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> list[str]:
-    """'key: row → run' of each; none where the run stands for the row."""
+    """How a run differs from the row of a paper; none where it stands for the row.
+
+    Args:
+        published: the recipe as its file has it.
+        done: what was done, as of `settings_made`.
+        data: as of `data_differences`.
+
+    Returns:
+        'key: row → run' of each.
+    """
     return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
 
 
 def record(run: Run, started: float) -> Path | None:
     """Write result.json where the run scores, and its speed where that is to be recorded.
 
-    started: as time.time() gives it. Returns result.json, None where nothing was scored.
+    Args:
+        run: whose steps are done.
+        started: when, as time.time() gives it.
+
+    Returns:
+        result.json; None where nothing was scored.
+
+    Raises:
+        UserError: for scores or a log that are damaged.
     """
     recipe = run.recipe
     folder = run.folder
@@ -282,7 +314,13 @@ def record(run: Run, started: float) -> Path | None:
 
 
 def write_record(path: Path, values: dict[str, Any], command: str) -> Path:
-    """Write `values` as JSON, and what made them: versions, commit, date, the moa-fairseq line."""
+    """Write a record as JSON, with what made it: versions, commit, date.
+
+    Args:
+        path: the file, which is returned.
+        values: what was measured.
+        command: the moa-fairseq line.
+    """
     made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
     write_json(path, {**values, **made_by, "command": command})
     return path

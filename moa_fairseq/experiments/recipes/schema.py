@@ -327,7 +327,12 @@ def problems(recipe: Recipe) -> Problems:
 
 
 def reserved(section: str, flag: str) -> str:
-    """Why a section's free flags must not hold this one; "" if they may."""
+    """Why a section's free flags must not hold this one; "" if they may.
+
+    Args:
+        section: one of SECTIONS.
+        flag: its name, with dashes or underscores.
+    """
     flag, key = flag.replace("_", "-"), flag.replace("-", "_")
     if flag in REFUSED:
         why = "fairseq would run a program for it, or write outside of the run folder"

@@ -31,7 +31,17 @@ _SETTINGS = (
 def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, Any]:
     """The scores that an evaluation of the recipe's kind wrote.
 
-    data: the binarised folder. Raises UserError for a damaged file, or if it is of a part of the subset.
+    Args:
+        path: what `moa-fairseq score --json` or fairseq-eval-lm printed.
+        recipe: for its kind and flags.
+        data: the binarised folder.
+        subset: that was evaluated.
+
+    Returns:
+        Metric → "score" and more; "meta": how it was evaluated.
+
+    Raises:
+        UserError: for a damaged file, or if it is of a part of the subset.
     """
     if recipe.kind != CAUSAL_LM:
         return read_scores(path)
@@ -45,7 +55,17 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
 def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[str, Any]:
     """fairseq-eval-lm's output as scores.
 
-    wanted: tokens of the data. Raises UserError if it holds no perplexity, or one of fewer tokens.
+    Args:
+        text: the output.
+        path: its file, for the error.
+        recipe: for the flags of its evaluation.
+        wanted: tokens of the data, of which none may be left out.
+
+    Returns:
+        Metric → "score" (lm_bits is the loss in bits per token); "meta": how it was evaluated.
+
+    Raises:
+        UserError: if it holds no perplexity, or one of fewer tokens.
     """
     found = _PERPLEXITY.search(text)
     tokens = _TOKENS.search(text)
@@ -72,7 +92,12 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
 
 
 def read_scores(path: Path) -> dict[str, Any]:
-    """What `moa-fairseq score --json` printed. Raises UserError for a damaged file."""
+    """What `moa-fairseq score --json` printed, without what is null.
+
+    Raises:
+        UserError: for a damaged file.
+        FileNotFoundError: where there is none.
+    """
     remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
@@ -108,8 +133,12 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
 
     Without spaces between words it is sacreBLEU, whose tokeniser is the language's. A row's BLEU may be that
     after one compound split, which the tokeniser (`-a`) or the chain has made: the same number of text with
-    the other kind of hyphens is that of the other chain. published: the recipe without any --set. scores:
-    those of the recipe's first subset.
+    the other kind of hyphens is that of the other chain.
+
+    Args:
+        recipe: of the run.
+        published: the recipe without any --set.
+        scores: those of the recipe's first subset.
     """
     headline = (recipe.score or Score()).headline
     measured = scores.get("meta", {}).get("without_spaces") is True
@@ -137,7 +166,10 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
     """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
 
-    paper: the number of the row that the run stands for.
+    Args:
+        headline: the metric.
+        scores: subset → its scores, as of `scores_in`.
+        paper: the number of the row that the run stands for.
     """
     names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
     names.insert(0, headline)

@@ -50,12 +50,20 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe. command_line: for result.json. preparation: the line that
-    makes the data alone.
+    """What the command line says beside the recipe.
 
-    user_dir: a plugin of the user's own, which imports this one. published: the recipe without any --set,
-    which may stand for a row of a paper. training: what fairseq makes of the training's flags, for a look at
-    its schedule.
+    Args:
+        stage: the one to carry out, or "all".
+        data: the folder that the user brings, raw text or binarised.
+        save_dir: the run folder, where it is not runs/<experiment>.
+        restart: whether the run folder is moved aside first.
+        record: a further file for the result, or for the speed of a training.
+        command_line: for result.json.
+        preparation: the line that makes the data alone.
+        user_dir: a plugin of the user's own, which imports this one.
+        data_root: where data sets are kept.
+        published: the recipe without any --set, which may stand for a row of a paper.
+        training: what fairseq makes of the training's flags, for a look at its schedule.
     """
 
     stage: str = "all"
@@ -77,7 +85,15 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Run:
-    """One recipe in one run folder, on devices that can share its updates, and its binarised data."""
+    """One recipe in one run folder.
+
+    Args:
+        recipe: what is done.
+        hardware: devices that can share its updates.
+        folder: the run's.
+        options: what else the command line says.
+        prepared: its binarised data.
+    """
 
     recipe: Recipe
     hardware: Hardware
@@ -100,7 +116,15 @@ class Run:
         return self.checkpoints / "checkpoint_best.pt"
 
     def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
-        """A fairseq program on the data, with the plugin, the task, its languages, these flags."""
+        """A fairseq program on the data, with the plugin, the task, its languages, these flags.
+
+        Args:
+            program: its name, such as "fairseq-train".
+            values: flag → value: None and False leave a flag out, True gives it without a value.
+
+        Raises:
+            UserError: for a value that would be taken for a flag.
+        """
         plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
         line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
         return [program, positional(self.prepared.folder), *line]

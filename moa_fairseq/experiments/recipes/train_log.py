@@ -66,7 +66,8 @@ def finite(value: Any) -> float | None:
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a train.jsonl; a last line that was cut off by a crash is passed over.
 
-    Raises UserError, naming the line, for a record without a sensible epoch or number of updates.
+    Raises:
+        UserError: naming the line, for a record without a sensible epoch or number of updates.
     """
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as lines:
@@ -87,7 +88,12 @@ def updates_of(record: dict[str, Any]) -> int:
 
 
 def prune(path: Path, updates: int) -> None:
-    """Take away the records after `updates`: training goes on from there and will write them again."""
+    """Take away the records after some update: training goes on from there and will write them again.
+
+    Args:
+        path: a train.jsonl.
+        updates: the last one that stays.
+    """
     records = list(read_records(path))
     kept = [record for record in records if updates_of(record) <= updates]
     if len(kept) < len(records):
@@ -96,7 +102,17 @@ def prune(path: Path, updates: int) -> None:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any."""
+    """A training in a few numbers.
+
+    Args:
+        path: its train.jsonl.
+
+    Returns:
+        updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any.
+
+    Raises:
+        UserError: as `read_records`.
+    """
     records = list(read_records(path))
     # An epoch that was interrupted ends twice; its last record counts the whole of it.
     epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
@@ -124,7 +140,16 @@ def summarise(path: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class TrainLog:
-    """Receives the lines of a running fairseq-train: keeps the records and shows where it is."""
+    """Receives the lines of a running fairseq-train: keeps the records and shows where it is.
+
+    Args:
+        path: the train.jsonl that records are added to.
+        max_epoch, max_update: where the training ends, for the time that is left.
+        parameters: numbers of parameters that fairseq tells, shared and of experts.
+        updated: how many of them are trained, where the task says it.
+        started: of this session: seconds of a clock, and which part of the training was done then.
+        skipped: what was said about left-out sentences, which fairseq says again in every epoch.
+    """
 
     path: Path
     max_epoch: int | None

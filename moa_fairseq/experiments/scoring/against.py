@@ -15,12 +15,22 @@ from moa_fairseq.experiments.scoring.significance import approximate_randomisati
 def against(
     first: Sequence[RunningText], second: Sequence[RunningText], trials: int = 10_000
 ) -> dict[str, Any]:
-    """Mean scores of two systems, and what could make their difference by chance.
+    """Two systems' mean scores by BLEU and chrF, and whether their difference could be chance.
 
-    first, second: the outputs of each system's seeds for one and the same test set. Both p are two-sided. p:
-    would these outputs differ as much on other sentences? p_seeds, low, high (95 %): would those of other
-    seeds? It is a t test of pairs, the first outputs of both, the second and so on; left out for single
-    outputs and unequal numbers. Raises UserError where references or the way of counting differ.
+    Both p are two-sided. p: would these outputs differ as much on other sentences? p_seeds, low, high (95 %):
+    would those of other seeds? It is a t test of pairs, the first outputs of both, the second and so on; left
+    out for single outputs and unequal numbers.
+
+    Args:
+        first, second: the outputs of each system's seeds for one and the same test set.
+        trials: of the approximate randomisation that p is from.
+
+    Returns:
+        sentences, outputs (how many each system has), and metrics: of each metric, first, second and
+        difference (first − second) in points, p, signature, and where there are pairs low, high and p_seeds.
+
+    Raises:
+        UserError: where references or the way of counting differ.
     """
     texts = [*first, *second]
     for number, text in enumerate(texts[1:], 2):

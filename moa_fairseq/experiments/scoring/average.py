@@ -29,13 +29,17 @@ State = dict[str, Tensor]
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict:
-    """The checkpoint whose model is the average of those at `paths`, settings from the last of them.
+    """The checkpoint whose model is the average of several, settings from the last of them.
 
     Parameters that share storage in every model (a tied output projection) are added once and stay one
     tensor; if a later model no longer shares them, they become two. Weights are in float32, or float64.
 
-    Raises UserError for fewer than two paths, for a file that is truncated, malicious or not a fairseq
-    checkpoint, and for models that differ in parameters or shapes.
+    Args:
+        paths: two files or more, the newest last.
+
+    Raises:
+        UserError: for fewer than two paths, for a file that is truncated, malicious or not a fairseq
+            checkpoint, and for models that differ in parameters or shapes.
     """
     if len(paths) < 2:
         raise UserError(
@@ -92,7 +96,15 @@ def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None
 
 
 def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[int, Path]]:
-    """(epoch E, checkpointE.pt) of a folder, or (update U, checkpoint_E_U.pt); the oldest first."""
+    """A folder's numbered checkpoints, the oldest first.
+
+    Args:
+        folder: fairseq's --save-dir.
+        by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E.
+
+    Returns:
+        (epoch, file) or (update, file) of each.
+    """
     pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
     matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("checkpoint*.pt")]
     return sorted((int(match.group(1)), path) for match, path in matches if match)
@@ -101,10 +113,16 @@ def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[i
 def last_checkpoints(
     folder: Path, number: int, by_updates: bool = False, upper_bound: int | None = None
 ) -> list[Path]:
-    """The `number` newest checkpoints in `folder`, oldest first.
+    """The newest numbered checkpoints in a folder, oldest first.
 
-    by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E. upper_bound: the
-    last epoch or update to take. Raises UserError if there are fewer.
+    Args:
+        folder: fairseq's --save-dir.
+        number: how many.
+        by_updates: as of `numbered_checkpoints`.
+        upper_bound: the last epoch or update to take.
+
+    Raises:
+        UserError: if there are fewer, or no folder.
     """
     if not folder.is_dir():
         raise UserError(

@@ -17,9 +17,13 @@ _HYPHEN = re.compile(rb"(\S)-(\S)")
 
 
 class Chain(NamedTuple):
-    """What is done to a hypothesis and a reference line before multi-bleu counts n-grams; also in words.
+    """What is done to a line before multi-bleu counts n-grams.
 
-    wants: the form that the hypotheses and the references must have.
+    Args:
+        key: what the score is called in JSON.
+        hypothesis, reference: a line → the line that is counted.
+        description: the same in words.
+        wants: the form that the hypotheses and the references must have: TOKENISED or RUNNING.
     """
 
     key: str
@@ -77,10 +81,15 @@ _FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
 
 
 class Texts(NamedTuple):
-    """What is scored. lang: for Moses' detokenizer; detokenized: that the texts are running text already.
+    """What is scored.
 
-    raw_references: running text, instead of the detokenised references. tokenizer: sacreBLEU's, one of
-    TOKENIZERS (None: what it takes for the language).
+    Args:
+        hypotheses: one line of each sentence.
+        references: of each reference, one line of each sentence.
+        lang: the texts' language, for Moses' detokenizer and sacreBLEU's tokeniser.
+        detokenized: that the texts are running text already.
+        raw_references: running text, instead of the detokenised references.
+        tokenizer: sacreBLEU's, one of TOKENIZERS (None: what it takes for the language).
     """
 
     hypotheses: list[str]
@@ -92,9 +101,19 @@ class Texts(NamedTuple):
 
 
 def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
-    """BLEU by a name of CHAINS or SACREBLEU: score, precisions, bp, lengths, `line`, and `chain` in words.
+    """BLEU by one chain.
 
-    sacreBLEU's signature is with it. lowercase: of all but sacreBLEU.
+    Args:
+        chain: a name of CHAINS or SACREBLEU.
+        texts: what is scored.
+        lowercase: of all but sacreBLEU.
+
+    Returns:
+        score and precisions in per cent, bp, hyp_len, ref_len, `line`, and `chain` in words; of sacreBLEU its
+        signature, and a warning if its own tokeniser cannot be had.
+
+    Raises:
+        UserError: as `multi_bleu` and `running_text`.
     """
     if chain == SACREBLEU:
         text = running_text(texts)
@@ -115,14 +134,22 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
 def multi_bleu(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lowercase: bool = False
 ) -> dict[str, object]:
-    """BLEU-4 in per cent, as Moses' `multi-bleu.perl` counts it, and the `line` that it would print.
+    """BLEU-4, as Moses' `multi-bleu.perl` counts it, and the `line` that it would print.
 
-    hypotheses: one tokenised line each. references: one sequence of lines per reference. lowercase: its -lc,
-    which lowers ASCII letters only. Returns score, precisions, bp, hyp_len, ref_len (tokens) and line.
-
-    It differs where the script misleads: unequal numbers of lines raise UserError (the script ignores missing
+    It differs where the script misleads: unequal numbers of lines are an error (the script ignores missing
     hypotheses), an all-empty output scores 0 (the script divides by zero), and the last line counts in full
     even without a line end (the script drops a character).
+
+    Args:
+        hypotheses: one tokenised line each.
+        references: one sequence of lines per reference.
+        lowercase: its -lc, which lowers ASCII letters only.
+
+    Returns:
+        score and precisions in per cent, bp, hyp_len, ref_len (tokens) and line.
+
+    Raises:
+        UserError: for unequal numbers of lines.
     """
     for number, reference in enumerate(references, 1):
         if len(reference) != len(hypotheses):
@@ -170,7 +197,17 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
     """sacreBLEU's tokeniser for a language by its own rule, and a warning where that one cannot be had.
 
     Languages without spaces for which it has no rule get flores200 where its model is on this machine, else
-    char. wanted: one of TOKENIZERS in its place. Raises UserError where it cannot be had.
+    char.
+
+    Args:
+        lang: the language's code.
+        wanted: one of TOKENIZERS in its place.
+
+    Returns:
+        Its name, and the warning or "".
+
+    Raises:
+        UserError: where the wanted one cannot be had.
     """
     lang = language_of(lang)
     name = wanted or BLEU._TOKENIZER_MAP.get(lang, BLEU.TOKENIZER_DEFAULT)
@@ -195,7 +232,14 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
 
 
 class RunningText(NamedTuple):
-    """What sacreBLEU is given: hypotheses, references, how it counts; `chain`, the same in words."""
+    """What sacreBLEU is given.
+
+    Args:
+        hypotheses, references: as of `Texts`.
+        settings: how it counts: lowercase and tokenize, arguments of its BLEU.
+        chain: the same in words.
+        warning: "", or that its own tokeniser cannot be had.
+    """
 
     hypotheses: list[str]
     references: list[list[str]]
@@ -205,10 +249,15 @@ class RunningText(NamedTuple):
 
 
 def running_text(texts: Texts) -> RunningText:
-    """Text for sacreBLEU (cased), by Moses' detokenizer where it is not running text already.
+    """Text for sacreBLEU, by Moses' detokenizer where it is not running text already.
+
+    It is scored cased, unless both sides are in lower case.
 
     Lower-cased tokens stay tokens (`case:lc|tok:none`), unless a tokeniser is named: the running text that
-    others are scored on does not come back. Raises UserError for a tokeniser that cannot be had.
+    others are scored on does not come back.
+
+    Raises:
+        UserError: for a tokeniser that cannot be had.
     """
     tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
     hypotheses = texts.hypotheses

@@ -17,10 +17,22 @@ from moa_fairseq.experiments.scoring.trained_model import batches, device_for, l
 
 @torch.no_grad()
 def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu: bool) -> dict[str, Any]:
-    """The accuracy in percent, as a whole and by the groups of the data, as `--json` prints it.
+    """The accuracy of one classifier, as a whole and by the groups of the data, as `--json` prints it.
 
-    Raises UserError for a model that is not a classifier, a subset that does not exist, sentences that are
-    too long for the model, or a damaged file of groups.
+    Args:
+        checkpoint: the file.
+        data: the binarised folder, None for that of the training.
+        subset: its name, such as "test".
+        max_tokens: of a batch.
+        cpu: whether to leave a GPU alone.
+
+    Returns:
+        accuracy: "score" in per cent, "sentences" and "by" (group → value → the same); meta: how it was
+        evaluated.
+
+    Raises:
+        UserError: for a model that is not a classifier, a subset that does not exist, sentences that are too
+            long for the model, or a damaged file of groups.
     """
     model, task = load_trained(checkpoint, data)
     heads = getattr(model, "classification_heads", {})

@@ -74,11 +74,20 @@ _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)
 class Cell:
     """One printed number beside ours.
 
-    quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
-    metric, or None. printed: the number as it stands in the paper. ours is the mean over the runs; spread
-    their sample standard deviation where there are several. difference is ours minus the paper's. plain: for
-    MACs, every matrix product counted once, in the model or in SwitchHead's layer; attention: those of the
-    attentions alone, for a whole model; cache: bytes of a decoder's cache a token and layer, in 16 bits.
+    Args:
+        column: its heading in the paper.
+        quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
+            metric, or None.
+        paper: the printed number.
+        printed: the number as it stands in the paper.
+        ours: the mean over the runs, or the count.
+        spread: the runs' sample standard deviation where there are several.
+        difference: ours minus the paper's.
+        status: MEASURED, COMPUTED, or why there is no number: one of STATUSES or NO_RECIPE.
+        runs: how many have such a number.
+        plain: for MACs, every matrix product counted once, in the model or in SwitchHead's layer.
+        attention: MACs of the attentions alone, for a whole model.
+        cache: bytes of a decoder's cache a token and layer, in 16 bits.
     """
 
     column: str
@@ -97,7 +106,15 @@ class Cell:
 
 @dataclasses.dataclass
 class Row:
-    """One line of a table. arch: the one that is counted; headline: the task, in README.md's table."""
+    """One line of a table.
+
+    Args:
+        row: its name in the paper, with K, E and D where they stand in columns of their own.
+        arch: the architecture that is counted.
+        cells: its numbers.
+        runs: the result.json of each run that stands for it.
+        headline: the task, in README.md's table.
+    """
 
     row: str
     arch: str | None
@@ -108,7 +125,17 @@ class Row:
 
 @dataclasses.dataclass
 class PaperTable:
-    """One table of one paper, whose short name is `name`."""
+    """One table of one paper.
+
+    Args:
+        paper: as --paper names it.
+        name: the paper's short name.
+        title, citation: of the paper.
+        table: the table's number there.
+        caption: what it shows.
+        notes: sentences below it.
+        rows: in the paper's order.
+    """
 
     paper: str
     name: str
@@ -122,7 +149,12 @@ class PaperTable:
 
 @dataclasses.dataclass
 class Comparison:
-    """All tables, and the runs that stand for no row."""
+    """What is compared.
+
+    Args:
+        tables: of all papers.
+        other: the result.json of each run that stands for no row; empty where one paper alone was asked for.
+    """
 
     tables: list[PaperTable]
     other: list[dict]
@@ -131,12 +163,19 @@ class Comparison:
 def load_comparison(
     results: Path, run_files: Sequence[Path] = (), paper: str | None = None, measured: bool = False
 ) -> Comparison:
-    """Read `results`/papers and the runs, match them, and count what the papers print of the models' costs.
+    """Read the papers and the runs, match them, and count what the papers print of the models' costs.
 
-    run_files: result.json files of run folders, compared instead of all that is in `results`/measured. paper:
-    only this one's tables. measured: only rows for which a run stands, as always with run_files. A run stands
-    for a row when its `reproduces` names paper, table and row, or names another table of the paper and the
-    row lists its experiment. Raises UserError for a missing folder or a file that is not as described.
+    A run stands for a row when its `reproduces` names paper, table and row, or names another table of the
+    paper and the row lists its experiment.
+
+    Args:
+        results: the folder with papers/ and measured/.
+        run_files: result.json files of run folders, compared instead of all that is in measured/.
+        paper: only this one's tables.
+        measured: only rows for which a run stands, as always with run_files.
+
+    Raises:
+        UserError: for a missing folder or a file that is not as described.
     """
     printed = results / "papers"
     if not printed.is_dir():
@@ -268,7 +307,12 @@ def _count(arch: str, vocab_size: int, flags: tuple[str, ...], setting: tuple) -
 
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
-    """Every table, what has no recipe as the paper prints it, then the runs that stand for no row."""
+    """Every table, what has no recipe as the paper prints it, then the runs that stand for no row.
+
+    Args:
+        comparison: as of `load_comparison`.
+        markdown: for Markdown instead of a terminal.
+    """
     blocks: list[str | Table] = []
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
     columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
@@ -308,7 +352,12 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
 def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
     """A printed number beside ours: the values of Model, Measure, Paper, Ours and Difference.
 
-    Of MACs the plain count, that of the attention and the cache follow. Counts are in millions.
+    Of MACs the plain count, that of the attention and the cache follow. Counts but the cache's are in
+    millions, their differences in per cent.
+
+    Args:
+        row: for the model's name, and whether several metrics are compared with one number.
+        cell: the number.
     """
     line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
     if cell.status == COMPUTED and cell.ours is not None and cell.difference is not None:

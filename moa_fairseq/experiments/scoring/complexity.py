@@ -67,12 +67,17 @@ FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 
 @dataclass
 class Cost:
-    """What a model costs. `parameters` and `macs` map a key of PARTS to a count.
+    """What a model costs.
 
-    layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's authors,
-    and "plain_macs", every matrix product once. attention_parameters, attention_macs: of all attentions, with
-    their routers, scores and values, which are parts of their own above. cache_bytes: a token and layer of a
-    decoder's self-attention, in 16 bits.
+    Args:
+        parameters, macs: a key of PARTS → a count.
+        not_counted: types of modules whose MACs no rule knows.
+        layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's
+            authors, and "plain_macs", every matrix product once; None where they have no formula.
+        attention_parameters, attention_macs: of all attentions, with their routers, scores and values, which
+            are parts of their own above.
+        cache_bytes: a token and layer of a decoder's self-attention, in 16 bits.
+        updated: for MAE: --finetune method → parameters that it updates.
     """
 
     parameters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
@@ -96,13 +101,16 @@ class Cost:
 
 
 def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
-    """Count parameters and MACs of one sentence pair of `src_len` and `tgt_len` tokens.
+    """Count parameters and MACs of one sentence pair.
 
-    model: a fairseq model, on any device (only shapes are read). A parameter that two modules share
-    counts once, under the module that comes first, so a tied output projection has no parameters.
-    Modules below `encoder` see src_len tokens, all others tgt_len; the keys and values of
-    cross-attention see src_len. A mixture states its own cost. In a language model with Transformer-XL's
-    positions a carried chunk adds its keys.
+    A parameter that two modules share counts once, under the module that comes first, so a tied output
+    projection has no parameters. Modules below `encoder` see src_len tokens, all others tgt_len; the keys and
+    values of cross-attention see src_len. A mixture states its own cost. In a language model with
+    Transformer-XL's positions a carried chunk adds its keys.
+
+    Args:
+        model: a fairseq model, on any device (only shapes are read).
+        src_len, tgt_len: tokens of the pair.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -174,11 +182,18 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
 
 
 def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, int] | None:
-    """The cost for a chunk of so many tokens as SwitchHead's authors count it (arXiv 2312.07987).
+    """The cost for a chunk of tokens as SwitchHead's authors count it (arXiv 2312.07987).
 
-    "macs": multiply-accumulates; "floats": numbers that training stores. The formulas are those that
-    print their Tables 1-3 and 7 (their own Eq. 11-15 differ). chunks: how many chunks of tokens are
-    attended to, 2 with a carried one. None for a setting for which they have no formula.
+    The formulas are those that print their Tables 1-3 and 7 (their own Eq. 11-15 differ).
+
+    Args:
+        attention: of one layer.
+        length: tokens of the chunk.
+        chunks: how many chunks of tokens are attended to, 2 with a carried one.
+
+    Returns:
+        "macs": multiply-accumulates; "floats": numbers that training stores. None for a setting for which
+        they have no formula.
     """
     n = attention.num_heads
     d = attention.head_dim
@@ -209,7 +224,12 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
 
 
 def part_of(name: str, module: nn.Module) -> str:
-    """The key of PARTS for the module `name` (dotted, as in named_modules)."""
+    """The key of PARTS for a module.
+
+    Args:
+        name: dotted, as in named_modules.
+        module: for its type.
+    """
     path = name.split(".")
     if {"router", "source_router", "gate"} & set(path):
         return "router"
@@ -238,7 +258,15 @@ def complexity(
     embeddings: str = "shared",
     model_flags: Sequence[str] = (),
 ) -> Cost:
-    """Build `arch` without weights and count it. Arguments and errors as of build_skeleton."""
+    """Build an architecture without weights and count it.
+
+    Args:
+        arch, vocab_size, embeddings, model_flags: as of `build_skeleton`.
+        src_len, tgt_len: as of `count`.
+
+    Raises:
+        UserError: as `build_skeleton`, and for a length below 1.
+    """
     # Building needs all of fairseq and every registered model; counting does not.
     from moa_fairseq.experiments.scoring.skeleton import build_skeleton
 
@@ -251,9 +279,14 @@ def complexity(
 def branch_size(
     arch: str, vocab_size: int = 32000, embeddings: str = "shared", model_flags: Sequence[str] = ()
 ) -> float:
-    """How large attention starts: see --branch. Arguments and errors as of build_skeleton.
+    """How large attention starts: the norm of its output ÷ that of its input; see --branch.
 
-    Raises UserError where the model has no attention that this could look at, or does not fit into memory.
+    Args:
+        arch, vocab_size, embeddings, model_flags: as of `build_skeleton`.
+
+    Raises:
+        UserError: as `build_skeleton`, and where the model has no attention that this could look at, does not
+            run on 20 tokens, or does not fit into memory.
     """
     from moa_fairseq.experiments.scoring.skeleton import build_skeleton
 

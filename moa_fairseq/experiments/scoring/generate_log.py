@@ -19,8 +19,14 @@ _WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 class GenerateLog(NamedTuple):
     """The sentences of one log, sorted by id; all lists have one entry per sentence.
 
-    hypotheses: the best ones as the model wrote them (H). decoded: the same after fairseq's --bpe and
-    --tokenizer (D; equal to H without these flags or in logs of old versions).
+    Args:
+        ids: their numbers in the data, from 0.
+        targets: the references (T).
+        hypotheses: the best ones as the model wrote them (H).
+        decoded: the same after fairseq's --bpe and --tokenizer (D; equal to H without these flags or in logs
+            of old versions).
+        target_lang: the language, where the log names it.
+        complete: whether the closing line is there.
     """
 
     ids: list[int]
@@ -32,12 +38,18 @@ class GenerateLog(NamedTuple):
 
 
 def read_generate_log(path: str | Path, allow_partial: bool = False) -> GenerateLog:
-    """Parse the standard output (or --results-path file) of fairseq-generate.
+    """Parse what fairseq-generate printed.
 
-    With --nbest only the first hypothesis of a sentence counts, which is the best. allow_partial: accept a
-    log without its closing "Generate ... with beam" line and leave out sentences without target or
-    hypothesis. Raises UserError, naming the file and line, for a missing or incomplete log, bytes that are
-    not UTF-8, a sentence that occurs twice, or a log without targets or translations.
+    With --nbest only the first hypothesis of a sentence counts, which is the best.
+
+    Args:
+        path: its standard output, or its --results-path file.
+        allow_partial: accept a log without its closing "Generate ... with beam" line and leave out sentences
+            without target or hypothesis.
+
+    Raises:
+        UserError: naming the file and line, for a missing or incomplete log, bytes that are not UTF-8, a
+            sentence that occurs twice, or a log without targets or translations.
     """
     entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
     language = None
@@ -95,9 +107,16 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
 
 
 def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
-    """A file, or the first log of a run folder; the target language that recipe.yaml beside it names.
+    """A file with translations, and the target language that recipe.yaml beside it names.
 
-    Raises UserError for a folder without a log, and for a damaged recipe.yaml.
+    Args:
+        path: a file, or a run folder, which stands for its first log.
+
+    Returns:
+        The file, and the language or None.
+
+    Raises:
+        UserError: for a folder without a log, and for a damaged recipe.yaml.
     """
     given = Path(path)
     folder = given if given.is_dir() else given.parent
@@ -126,7 +145,8 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
 def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
 
-    Raises UserError for a file that cannot be read and for undecodable bytes (naming the line).
+    Raises:
+        UserError: for a file that cannot be read and for undecodable bytes (naming the line).
     """
     try:
         data = Path(path).read_bytes()

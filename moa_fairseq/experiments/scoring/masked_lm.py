@@ -29,8 +29,10 @@ START, LINE_END, TEXT = KINDS = ("start", "line_end", "text")
 class Masking:
     """The result of one masking of a data set, for each of KINDS.
 
-    tokens: how many there are. masked: how many were masked. nll: the negative log-likelihood of the masked
-    ones, in nats.
+    Args:
+        tokens: how many there are.
+        masked: how many were masked.
+        nll: the negative log-likelihood of the masked ones, added up, in nats.
     """
 
     tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -48,8 +50,9 @@ class Masking:
     def word_perplexity(self, words: int, lines: int) -> float:
         """Per word: from the mean NLL of a subword, times the number of subwords, over the number of words.
 
-        words: white-space words of the text; lines: its line ends, each counted as one more word, as in
-        WikiText's own perplexities.
+        Args:
+            words: white-space words of the text.
+            lines: its line ends, each counted as one more word, as in WikiText's own perplexities.
         """
         means = {kind: self.nll[kind] / max(self.masked[kind], 1) for kind in (TEXT, LINE_END)}
         return math.exp(sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines))
@@ -59,10 +62,20 @@ class Masking:
 def measure(
     model: nn.Module, task: Any, subset: str, seed: int, max_tokens: int, device: torch.device
 ) -> Masking:
-    """Mask a subset with `seed` and the probabilities of the model's training, and let the model guess.
+    """Mask a subset with the probabilities of the model's training, and let the model guess.
 
     Which tokens are masked depends only on the seed and their place in the data, not on the batches.
-    Raises UserError for a subset that does not exist or is empty, and for samples that are too long.
+
+    Args:
+        model: in evaluation mode, on the device.
+        task: fairseq's, which reads and masks the data.
+        subset: its name, such as "test".
+        seed: of the masking.
+        max_tokens: of a batch.
+        device: where the batches go.
+
+    Raises:
+        UserError: for a subset that does not exist or is empty, and for samples that are too long.
     """
     task.cfg.seed = seed
     result = Masking()
@@ -110,10 +123,24 @@ def score(
     break_mode: str | None = None,
     lang: str | None = None,
 ) -> dict[str, Any]:
-    """All scores of one checkpoint, as `--json` prints them. Raises UserError if it cannot be scored.
+    """All scores of one checkpoint, as `--json` prints them.
 
-    break_mode: how the text is cut, in place of the training's --sample-break-mode. lang: the text's, where
-    it is known.
+    Args:
+        checkpoint: the file.
+        data: the binarised folder, None for that of the training.
+        subset: its name, such as "test".
+        seeds: of the maskings, one or more.
+        max_tokens: of a batch.
+        cpu: whether to leave a GPU alone.
+        break_mode: how the text is cut, in place of the training's --sample-break-mode.
+        lang: the text's language, where it is known.
+
+    Returns:
+        Metric → score (the mean over the maskings), sd, values, and over what; "meta": how it was evaluated,
+        with warnings.
+
+    Raises:
+        UserError: if it cannot be scored.
     """
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:

@@ -224,7 +224,12 @@ def _compare(first: list[RunningText], second: list[RunningText], as_json: bool)
 
 
 def join_subwords(line: str, kind: str) -> str:
-    """Undo subwords: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁; else no change."""
+    """Undo subwords.
+
+    Args:
+        line: symbols between spaces.
+        kind: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁; else no change.
+    """
     if kind == "subword_nmt":
         return f"{line} ".replace("@@ ", "").rstrip(" ")
     if kind == "sentencepiece":

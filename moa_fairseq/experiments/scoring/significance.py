@@ -21,11 +21,15 @@ UNDECIDED = "undecided"
 
 
 class Difference(NamedTuple):
-    """The mean of n paired differences and what they allow to say.
+    """The mean of paired differences and what they allow to say.
 
-    low, high: the t interval of 95 %. p: two-sided t test against 0. p_equivalent: the larger of the two
-    one-sided tests that the mean lies within ± margin (TOST). visible: the smallest mean that such a test
-    would find in 80 % of studies of this size.
+    Args:
+        n: how many.
+        mean: of them.
+        low, high: the t interval of 95 %.
+        p: two-sided t test against 0.
+        p_equivalent: the larger of the two one-sided tests that the mean lies within ± margin (TOST).
+        visible: the smallest mean that a test against 0 would find in 80 % of studies of this size.
     """
 
     n: int
@@ -40,8 +44,13 @@ class Difference(NamedTuple):
 def paired(differences: Sequence[float], margin: float) -> Difference:
     """Judge the differences of two systems, one for each seed.
 
-    Raises UserError for fewer than two, since one difference says nothing of its own spread, and for one that
-    is not a number.
+    Args:
+        differences: first minus second, of each seed.
+        margin: what nobody would miss, in the same unit.
+
+    Raises:
+        UserError: for fewer than two, since one difference says nothing of its own spread, and for one that
+            is not a number.
     """
     n = len(differences)
     if not np.isfinite(differences).all():
@@ -60,7 +69,15 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
 
 
 def smallest_visible(deviation: float, n: int) -> float:
-    """The mean of n differences of this deviation that a two-sided t test at 5 % finds with power 80 %."""
+    """The mean that a two-sided t test at 5 % finds with power 80 %.
+
+    Args:
+        deviation: the sample standard deviation of the differences.
+        n: how many there are.
+
+    Returns:
+        In the unit of the deviation.
+    """
     critical = stats.t.ppf(1 - ALPHA / 2, n - 1)
     error = deviation / math.sqrt(n)
 
@@ -74,7 +91,14 @@ def smallest_visible(deviation: float, n: int) -> float:
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p of each named test: with all of them below 5 %, a false one is among them in 5 %."""
+    """Holm's adjusted p of each named test: with all of them below 5 %, a false one is among them in 5 %.
+
+    Args:
+        p_values: name of a test → its own p.
+
+    Returns:
+        Name → adjusted p, at most 1.
+    """
     adjusted: dict[str, float] = {}
     highest = 0.0
     for rank, name in enumerate(sorted(p_values, key=lambda name: p_values[name])):
@@ -86,8 +110,13 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 def verdict(difference: Difference, p: float, p_equivalent: float, lower_is_better: bool = True) -> str:
     """GAIN or LOSS (p below 5 %), EQUIVALENT (p_equivalent below 5 %), or UNDECIDED.
 
-    p, p_equivalent: adjusted for the number of contrasts. A difference may be both real and negligible: then
-    it is called EQUIVALENT, because the margin was fixed beforehand as what nobody would miss.
+    A difference may be both real and negligible: then it is called EQUIVALENT, because the margin was fixed
+    beforehand as what nobody would miss.
+
+    Args:
+        difference: of two systems; a gain is the first one's.
+        p, p_equivalent: adjusted for the number of contrasts.
+        lower_is_better: of the measure: perplexities, not BLEU.
     """
     if p_equivalent < ALPHA:
         return EQUIVALENT
@@ -107,10 +136,16 @@ def approximate_randomisation(
 ) -> float:
     """Two-sided p of the difference between two systems' mean corpus scores (Clark et al., 2011).
 
-    first, second [S, N, F]: sufficient statistics of N sentences for S seeds of each system (S may differ).
-    score: what one corpus [F] scores. In each trial the outputs of all seeds of a sentence are dealt anew to
-    the two systems; p is the share of trials that differ by at least as much, the real one included. So it
-    covers the choice of sentences. A run that is better in all of them is dealt away: for that see `paired`.
+    In each trial the outputs of all seeds of a sentence are dealt anew to the two systems; p is the share of
+    trials that differ by at least as much, the real one included. So it covers the choice of sentences. A run
+    that is better in all of them is dealt away: for that see `paired`.
+
+    Args:
+        first, second: sufficient statistics of N sentences for S seeds of each system (S may differ), [S, N,
+            F].
+        score: the statistics of one corpus, [F] → what it scores.
+        trials: how many.
+        seed: of the dealing.
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
     ours = len(first)

@@ -38,9 +38,13 @@ EMBEDDINGS = {
 
 
 def task_of(arch: str) -> str:
-    """The fairseq task that trains `arch`: translation, language_modeling or masked_lm.
+    """The fairseq task that trains an architecture: translation, language_modeling or masked_lm.
 
-    Raises UserError for a name that no model registered.
+    Args:
+        arch: its name, as after --arch.
+
+    Raises:
+        UserError: for a name that no model registered.
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
@@ -66,11 +70,18 @@ def build_skeleton(
 ) -> BaseFairseqModel:
     """The model that fairseq-train would build, on the meta device: shapes, but no weights.
 
-    arch: name as after --arch. vocab_size: symbols of the (joined) dictionary, its four special ones
-    included. embeddings: a key of EMBEDDINGS; it concerns translation only. model_flags: more
-    fairseq flags, such as ["--encoder-layers", "3"]. weights: on the CPU instead, with weights. Raises
-    UserError for an unknown architecture, flags that fairseq does not take, or a combination that the model
-    refuses.
+    Where an initialisation copies values, which the meta device cannot do, it is on the CPU with weights.
+
+    Args:
+        arch: name as after --arch.
+        vocab_size: symbols of the (joined) dictionary, its four special ones included.
+        embeddings: a key of EMBEDDINGS; it concerns translation only.
+        model_flags: more fairseq flags, such as ["--encoder-layers", "3"].
+        weights: on the CPU instead, with weights.
+
+    Raises:
+        UserError: for an unknown architecture, flags that fairseq does not take, or a combination that the
+            model refuses.
     """
     task_name = task_of(arch)
     dictionary = dictionary_of(vocab_size)
@@ -147,8 +158,13 @@ def parse_training_flags(
 ) -> argparse.Namespace:
     """The flags of fairseq-train as fairseq parses them, with the architecture's values.
 
-    refusal: how the UserError begins where fairseq does not take them; fairseq's own complaint follows.
-    parser: of another program; afterwards it has the flags of the task, the model and the criterion.
+    Args:
+        flags: the words of a command line, the data folder first.
+        refusal: how the UserError begins; fairseq's own complaint follows.
+        parser: of another program; afterwards it has the flags of the task, the model and the criterion.
+
+    Raises:
+        UserError: where fairseq does not take them.
     """
     complaint = io.StringIO()
     # fairseq looks for --user-dir in sys.argv while it builds the parser.

@@ -59,8 +59,9 @@ def subword_kind(lines: Sequence[str]) -> str:
 def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
     """Warnings about what the chains are not made for.
 
-    sides: "hypotheses" and "references" → lines. chains: chain → what each side must be: TOKENISED, RUNNING
-    or "" for either.
+    Args:
+        chains: chain → what each side must be: TOKENISED, RUNNING or "" for either.
+        sides: "hypotheses" and "references" → lines, in this order.
     """
     warnings = []
     for number, (side, lines) in enumerate(sides.items()):

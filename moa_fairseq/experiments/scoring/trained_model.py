@@ -17,10 +17,15 @@ from moa_fairseq.experiments.data.text_files import same_text
 
 
 def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
-    """The model and the task of a checkpoint, the task reading the binarised `data`.
+    """The model and the task of a checkpoint, the task reading binarised data.
 
-    data: None for the folder that it was trained on. Raises UserError if the checkpoint or the folder is not
-    there, or if they do not fit together: where a run keeps its dictionaries, by content.
+    Args:
+        checkpoint: the file.
+        data: the binarised folder, None for the one that it was trained on.
+
+    Raises:
+        UserError: if the checkpoint or the folder is not there, or if they do not fit together: where a run
+            keeps its dictionaries, by content.
     """
     if not checkpoint.is_file():
         if checkpoint.is_dir():
@@ -50,7 +55,14 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
 
 
 def load_masked_lm(checkpoint: Path, data: Path | None) -> tuple[Any, Any]:
-    """As `load_trained`; raises UserError for any other model than a masked language model."""
+    """As `load_trained`, for masked language models alone.
+
+    Args:
+        checkpoint, data: as of `load_trained`.
+
+    Raises:
+        UserError: as `load_trained`, and for any other model.
+    """
     model, task = load_trained(checkpoint, data)
     if not hasattr(task, "mask_idx"):
         raise UserError(
@@ -65,7 +77,15 @@ def device_for(cpu: bool) -> torch.device:
 
 
 def load_subset(task: Any, subset: str) -> Any:
-    """fairseq's data set of a subset. Raises UserError if there is no such subset."""
+    """fairseq's data set of a subset.
+
+    Args:
+        task: fairseq's, which reads the data.
+        subset: its name, such as "test".
+
+    Raises:
+        UserError: if there is no such subset.
+    """
     try:
         task.load_dataset(subset)
     except (OSError, RuntimeError, KeyError, AssertionError) as error:
@@ -76,7 +96,20 @@ def load_subset(task: Any, subset: str) -> Any:
 def batches(
     task: Any, model: Any, subset: str, max_tokens: int, device: torch.device
 ) -> Iterable[dict[str, Any]]:
-    """Every batch of a subset, on `device`, in a fixed order. Raises UserError if there is no such subset."""
+    """The batches of a subset, in a fixed order.
+
+    Sentences that are longer than max_tokens or than the model reads are left out.
+
+    Args:
+        task: fairseq's, which reads the data.
+        model: for the longest sentence that it reads.
+        subset: its name, such as "test".
+        max_tokens: of a batch.
+        device: where the batches go.
+
+    Raises:
+        UserError: if there is no such subset.
+    """
     dataset = load_subset(task, subset)
     limits = utils.resolve_max_positions(task.max_positions(), model.max_positions(), max_tokens)
     iterator = task.get_batch_iterator(

@@ -34,7 +34,12 @@ STEPS: dict[str, Callable[..., str]] = {
 
 
 def apply_steps(line: str, steps: Sequence[Step]) -> str:
-    """Run one line through `steps`: names of STEPS, each with its keyword arguments."""
+    """Run one line through steps.
+
+    Args:
+        line: without its line end.
+        steps: names of STEPS, each with its keyword arguments, in order.
+    """
     for name, options in steps:
         line = STEPS[name](line, **options)
     return line

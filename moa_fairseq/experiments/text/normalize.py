@@ -85,9 +85,14 @@ _UNICODE_PUNCTUATION: dict[str, str] = {
 def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str:
     """`normalize-punctuation.perl -l LANG`: one spelling for quotes, dashes, spaces and dots.
 
-    line: raw text without its line end. lang: two letters ("en" moves a full stop or comma into a
-    closing quote, German, French and most others move it out; cs and cz do neither). edition: one of
-    EDITIONS. Raises UserError for another edition.
+    Args:
+        line: raw text without its line end.
+        lang: two letters ("en" moves a full stop or comma into a closing quote, German, French and most
+            others move it out; cs and cz do neither).
+        edition: of the script, one of EDITIONS.
+
+    Raises:
+        UserError: for another edition.
     """
     # The Perl script sees the line end, and one of its rules matches it: `."` at the end is rewritten.
     text = line + "\n"

@@ -71,12 +71,20 @@ def tokenize(
 ) -> str:
     """`tokenizer.perl -l LANG [-a] [-no-escape]`: tokens separated by spaces.
 
-    line: text without its line end; a blank line comes back as it is. aggressive_hyphens: write a
-    hyphen between letters as ` @-@ `. escape: write & | < > ' " [ ] as entities. edition: "2017-12"
-    leaves a last full stop at an abbreviation or number unsplit, as the Moses that made Multi30k's
-    published files did. Spaces are single, except in a line that ends in a full stop and a quote: there Moses
-    may leave two before the full stop, and leaves one at the end. Raises UserError for UNSUPPORTED_LANGUAGES
-    and for an unknown edition.
+    Spaces are single, except in a line that ends in a full stop and a quote: there Moses may leave two before
+    the full stop, and leaves one at the end.
+
+    Args:
+        line: text without its line end; a blank line comes back as it is, or empty if control characters were
+            in it.
+        lang: its code, such as "de"; a language without a list of abbreviations gets that of English.
+        aggressive_hyphens: write a hyphen between letters as ` @-@ `.
+        escape: write & | < > ' " [ ] as entities.
+        edition: "2017-12" leaves a last full stop at an abbreviation or number unsplit, as the Moses that
+            made Multi30k's published files did.
+
+    Raises:
+        UserError: for UNSUPPORTED_LANGUAGES and for an unknown edition.
     """
     if lang in UNSUPPORTED_LANGUAGES or edition not in EDITIONS:
         raise UserError(
@@ -137,7 +145,8 @@ def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
 def nonbreaking_prefixes(lang: str) -> tuple[frozenset, frozenset]:
     """Abbreviations of `lang` (English for a language without a list).
 
-    Returns two sets: those never followed by a sentence end, and those that are safe before digits.
+    Returns:
+        Two sets: those never followed by a sentence end, and those that are safe before digits.
     """
     known = NonbreakingPrefixes()
     kinds: dict[bool, set] = {False: set(), True: set()}

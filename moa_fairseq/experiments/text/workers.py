@@ -23,10 +23,13 @@ FEW = 3
 def ordered_map(
     work: Callable[[list], Any], batches: Iterable[list], workers: int, label: str
 ) -> Iterator[Any]:
-    """Yield `work(batch)` for each batch, in order. work and the batches must be picklable.
+    """Yield `work(batch)` for each batch, in order, computed by several processes.
 
-    workers: processes; with 1, or few batches, all work stays in this one. label: of the progress bar, which
-    counts the items of the batches.
+    Args:
+        work: called with a batch, which is a list; it and the batches must be picklable.
+        batches: read as the work goes on: at most three for each process wait in memory.
+        workers: processes; with 1, or few batches, all work stays in this one.
+        label: of the progress bar, which counts the items of the batches.
     """
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
