@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from torch import nn
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
-from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, sgd_step
 from moa_fairseq.plugin.forward_context import forward_context
@@ -60,7 +60,7 @@ def g_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any]) -> Call
         gradients.add(loss_of(model, sample)[0], sample["ntokens"])
         for parameter in parameters:
             parameter.requires_grad_(False)
-        update_observers(observers_of(model))
+        update_running_statistics(running_statistics_of(model))
         sgd_step(parameters, gradients.mean(), lr=1e-6)
 
     return step

@@ -19,7 +19,7 @@ from matplotlib.ticker import ScalarFormatter
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.expert_linear import ExpertLinear
-from moa_fairseq.layers.experts import BACKENDS, SlotOrder, compile_ahead, resolve_backend
+from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation, compile_ahead, resolve_backend
 
 C = 512
 BASE = {
@@ -76,7 +76,7 @@ def candidate(backend: str, point: dict[str, int], args: Any) -> "tuple[Callable
     upstream = torch.randn_like(x)
 
     def forward() -> torch.Tensor:
-        order = SlotOrder(index, experts)  # anew: sorting is part of the price
+        order = ExpertPermutation(index, experts)  # anew: sorting is part of the price
         return outputs(queries(x, order), order, gates)
 
     def inference() -> torch.Tensor:

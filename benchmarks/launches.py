@@ -112,7 +112,7 @@ def _size(tensor: Tensor) -> int:
 _counters: list[LaunchCounter] = []
 
 
-class StandIn:
+class Proxy:
     """In a Triton kernel's place: counts each launch, computes nothing."""
 
     def __init__(self, name: str):
@@ -135,7 +135,7 @@ def stand_in() -> None:
     """Replace every Triton kernel, and what is asked about the GPU."""
     for module in STOOD_FOR:
         for name in [name for name in vars(module) if name.endswith("_kernel")]:
-            setattr(module, name, StandIn(name))
+            setattr(module, name, Proxy(name))
     # what a Hopper GPU takes
     by_sorting = projection._SORTED._replace(unsupported_reason=projection._always)
     projection._WAYS = {**projection._WAYS, "grouped": (by_sorting,)}

@@ -9,7 +9,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import MODEL_REGISTRY
 
-from moa_fairseq.experiments.scoring.skeleton import parse_training_flags
+from moa_fairseq.experiments.scoring.meta_model import parse_training_flags
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 
 # 16 experts of which a token picks one, and batches of few tokens: some experts are idle in every batch

@@ -10,8 +10,8 @@ from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.namoh import NativeMixtureOfHeads
-from moa_fairseq.layers.observers import observers_of, update_observers
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
 
 __all__ = [
@@ -27,7 +27,7 @@ __all__ = [
     "Routing",
     "SwitchHeadAttention",
     "load_balance_loss",
-    "observers_of",
-    "update_observers",
+    "running_statistics_of",
+    "update_running_statistics",
     "z_loss",
 ]

@@ -5,7 +5,7 @@ import math
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.layers.experts import SlotOrder, project, resolve_backend
+from moa_fairseq.layers.experts import ExpertPermutation, project, resolve_backend
 
 
 class ExpertLinear(nn.Module):
@@ -58,7 +58,9 @@ class ExpertLinear(nn.Module):
         if self.bias is not None:
             nn.init.zeros_(self.bias)
 
-    def forward(self, rows: Tensor, order: SlotOrder, gates: Tensor | None = None, fan: int = 1) -> Tensor:
+    def forward(
+        self, rows: Tensor, order: ExpertPermutation, gates: Tensor | None = None, fan: int = 1
+    ) -> Tensor:
         """Rows through the experts that their tokens chose.
 
         Args:

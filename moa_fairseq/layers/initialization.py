@@ -14,7 +14,7 @@ from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter, draw_rows_of_on
 
 
 @contextlib.contextmanager
-def own_random_numbers() -> Iterator[None]:
+def forked_rng() -> Iterator[None]:
     """What is built inside takes one number of the generator's, however many it draws.
 
     What is built after it then starts alike in models that differ in nothing but this part. (CPU only, as
@@ -27,7 +27,7 @@ def own_random_numbers() -> Iterator[None]:
 
 
 @torch.no_grad()
-def draw_by_fan_in(root: nn.Module, scale: float = 1.0) -> None:
+def init_fan_in_normal_(root: nn.Module, scale: float = 1.0) -> None:
     """Draw every linear map inside `root` from a normal of deviation scale / √fan-in; biases become zero.
 
     The initialisation of SwitchHead and sigma-MoE. The fan-in of experts is `ExpertLinear.fan_in`. The rows

@@ -41,7 +41,7 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     """
     experts = routed.load.size(-1)
     groups = routed.groups
-    return (routed.load * routed.shares(routed.sums.mass)).sum((1, 2)) * (experts / groups)
+    return (routed.load * routed.shares(routed.sums.summed_probability)).sum((1, 2)) * (experts / groups)
 
 
 @_also_of_one_decision
@@ -57,7 +57,7 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
         A scalar of one decision, [M] of M.
     """
     tokens = routed.sums.tokens.clamp_min(1.0).unsqueeze(1)
-    return ((routed.sums.counts / tokens) * (routed.sums.mass / tokens)).sum(1)
+    return ((routed.sums.counts / tokens) * (routed.sums.summed_probability / tokens)).sum(1)
 
 
 @_also_of_one_decision

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
 from moa_fairseq.layers.dense import DenseHeadsAttention
-from moa_fairseq.layers.experts import BACKENDS, SlotOrder, project, resolve_backend
+from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation, project, resolve_backend
 from moa_fairseq.layers.moa import token_ids_of
 from moa_fairseq.layers.moh_routers import CHOICES, SCALINGS, QueryNormRouter, SharedAndRoutedRouter
 from moa_fairseq.layers.positions import RotaryPositions
@@ -180,7 +180,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         shared = self.shared_heads
         dim = self.head_dim
         active = self.active_heads
-        order = SlotOrder(
+        order = ExpertPermutation(
             routing.expert_ids[:, shared:] - shared,  # head 0 is the first routed one
             self.num_heads - shared,
             routing.chooses_all,
@@ -222,7 +222,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         )
         return out + chosen.view_as(out)
 
-    def _chosen_queries(self, rows: Tensor, order: SlotOrder) -> Tensor:
+    def _chosen_queries(self, rows: Tensor, order: ExpertPermutation) -> Tensor:
         """Queries of the shared heads and of the chosen ones alone, [N, (h_s + K)·D]."""
         width = self.shared_heads * self.head_dim
         bias = self.q_proj.bias

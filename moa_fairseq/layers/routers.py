@@ -11,8 +11,8 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.constants import every_index
 from moa_fairseq.layers.experts import resolve_backend, top_k_routing, wide_product
-from moa_fairseq.layers.observers import Observer
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.token_hash import TokenHash
 from moa_fairseq.layers.torch_compat import is_plain
 
@@ -78,7 +78,7 @@ class RouterSettings:
     routing_bias_rate: float = 0.0
 
 
-class TopKRouter(Observer):
+class TopKRouter(RunningStatistics):
     """MoA's router: softmax over E logits, the K largest, renormalised (MoA Eq. 7-9).
 
     All of it runs in float32, whatever the model's dtype or autocast. With router_renormalize "full" and one

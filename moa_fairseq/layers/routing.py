@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 
-from moa_fairseq.layers.experts import SlotOrder
+from moa_fairseq.layers.experts import ExpertPermutation
 from moa_fairseq.layers.experts.twice import differentiable_gradients
 from moa_fairseq.layers.torch_compat import full_precision
 
@@ -50,10 +50,10 @@ class Routing:
         """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
         return (self.gates,)[index]
 
-    def order(self) -> SlotOrder:
+    def order(self) -> ExpertPermutation:
         """The permutation of its slots for the products with the chosen experts; nothing is sorted yet."""
         chooses_all = self.expert_ids.size(1) == self.num_experts
-        return SlotOrder(self.expert_ids, self.num_experts, chooses_all)
+        return ExpertPermutation(self.expert_ids, self.num_experts, chooses_all)
 
     @property
     def chooses_all(self) -> bool:
@@ -77,7 +77,7 @@ class Sums(NamedTuple):
     """Sums over the real tokens of M decisions about E experts."""
 
     counts: Tensor  # how many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient
-    mass: Tensor  # Σ of the probabilities (P of MoA Eq. 15), [M, E]
+    summed_probability: Tensor  # Σ of the probabilities (P of MoA Eq. 15), [M, E]
     squared_lse: Tensor  # Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]
     tokens: Tensor  # how many tokens are not padding, [M]
 
@@ -170,11 +170,13 @@ class RoutingSums:
         logits = self._rows("logits").unflatten(1, (self.groups, -1))
         columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
         if self._decisions[0].chooses_all:
-            mass, squares, tokens = self._over_tokens(columns)
-            counts = tokens.expand_as(mass)
+            summed_probability, squares, tokens = self._over_tokens(columns)
+            counts = tokens.expand_as(summed_probability)
         else:
-            mass, squares, counts, tokens = self._over_tokens([*columns, _choices(self._decisions)])
-        return Sums(counts.detach(), mass, squares.squeeze(1), tokens.detach().squeeze(1))
+            summed_probability, squares, counts, tokens = self._over_tokens(
+                [*columns, _choices(self._decisions)]
+            )
+        return Sums(counts.detach(), summed_probability, squares.squeeze(1), tokens.detach().squeeze(1))
 
     def entropy_and_probs(self) -> tuple[Tensor, Tensor]:
         """The probabilities' entropy, and the probabilities, as means over tokens.

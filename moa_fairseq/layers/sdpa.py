@@ -91,11 +91,11 @@ def merge_masks(
         blocked = padding
     else:
         blocked = blocked | padding
-    blind = blocked.all(-1, keepdim=True)
-    merged = _additive(blocked & ~blind, dtype)
+    fully_masked = blocked.all(-1, keepdim=True)
+    merged = _additive(blocked & ~fully_masked, dtype)
     if additive is not None:
         merged = merged + additive.masked_fill(torch.isneginf(additive), 0.0)
-    return merged, blind
+    return merged, fully_masked
 
 
 def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
@@ -145,9 +145,9 @@ def attend(
         # get is then unspecified instead of zero; nothing may depend on it.
         return fused_attention(q, *repeat_kv(q, k, v), None, dropout, is_causal=True)
     mask: Tensor | None
-    blind: Tensor | None = None
+    fully_masked: Tensor | None = None
     if masks.mask is not None:
-        mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
+        mask, fully_masked = merge_masks(masks.mask, masks.padding, q.dtype)
     elif masks.padding is not None:
         mask, v = _padding_bias(masks.padding, v)
     else:
@@ -161,9 +161,9 @@ def attend(
         out = fused_attention(q, k, v, mask, dropout)
     else:
         out = _shared_head_attention(q, k, v, mask, dropout)
-    if blind is None:
+    if fully_masked is None:
         return out
-    return out.masked_fill(blind, 0.0)
+    return out.masked_fill(fully_masked, 0.0)
 
 
 def attend_with_weights(
@@ -186,15 +186,15 @@ def attend_with_weights(
     if k.size(0) != q.size(0):
         both: tuple[Tensor, Tensor] = _for_beams(q, k, v, masks, dropout, bias, attend_with_weights)
         return both
-    mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
+    mask, fully_masked = merge_masks(masks.mask, masks.padding, q.dtype)
     if bias is not None:
         if mask is None:
             mask = bias.to(q.dtype)
         else:
             mask = mask + bias.to(q.dtype)
-    if blind is None and mask is not None:  # a mask or bias alone may block a whole row
-        blind = torch.isneginf(mask).all(-1, keepdim=True)
-        mask = mask.masked_fill(blind, 0.0)
+    if fully_masked is None and mask is not None:  # a mask or bias alone may block a whole row
+        fully_masked = torch.isneginf(mask).all(-1, keepdim=True)
+        mask = mask.masked_fill(fully_masked, 0.0)
     k, v = repeat_kv(q, k, v)
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))  # [B, H, T, S]
     if mask is not None:
@@ -204,10 +204,10 @@ def attend_with_weights(
     else:
         wide = torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide)
-    if blind is not None:
-        weights = weights.masked_fill(blind, 0.0)
+    if fully_masked is not None:
+        weights = weights.masked_fill(fully_masked, 0.0)
     out = torch.matmul(F.dropout(weights.to(q.dtype), dropout, dropout > 0), v)
-    return (out if blind is None else out.masked_fill(blind, 0.0)), weights
+    return (out if fully_masked is None else out.masked_fill(fully_masked, 0.0)), weights
 
 
 def _for_beams(

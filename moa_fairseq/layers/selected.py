@@ -3,13 +3,13 @@
 import torch
 from torch import Tensor
 
-from moa_fairseq.layers.experts import SlotOrder
+from moa_fairseq.layers.experts import ExpertPermutation
 from moa_fairseq.layers.sdpa import NO_MASKS, Masks, fused_attention, merge_masks
 
 
 def attend_selected(
     q: Tensor,
-    order: SlotOrder,
+    order: ExpertPermutation,
     k: Tensor,
     v: Tensor,
     masks: Masks = NO_MASKS,
@@ -50,7 +50,7 @@ def attend_selected(
     source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
     blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)  # [B, A, T, D] → [N·A, D] → [rows, D]
 
-    mask, blind = merge_masks(masks.mask, masks.padding, q.dtype)
+    mask, fully_masked = merge_masks(masks.mask, masks.padding, q.dtype)
     mask_rows = None
     if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
         if mask.size(0) <= 1:
@@ -72,10 +72,10 @@ def attend_selected(
             start = end
     place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)
     out = torch.cat(parts).index_select(0, place_of_slot)
-    if blind is None:
+    if fully_masked is None:
         return out
-    blind = blind.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
-    return out.masked_fill(blind, 0.0)
+    fully_masked = fully_masked.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
+    return out.masked_fill(fully_masked, 0.0)
 
 
 # How many keys' scores must be saved for each head that a token chooses, whose queries have to be gathered.

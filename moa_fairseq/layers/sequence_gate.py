@@ -6,7 +6,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from moa_fairseq.layers.observers import Observer
+from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.torch_compat import full_precision
 
 # Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
@@ -15,7 +15,7 @@ NORMS = ("earlier", "batch")
 MOMENTUM = 0.3
 
 
-class GateNorm(nn.BatchNorm1d, Observer):
+class GateNorm(nn.BatchNorm1d, RunningStatistics):
     """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
 
     Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial

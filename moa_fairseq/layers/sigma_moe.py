@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.expert_linear import ExpertLinear
-from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
@@ -78,7 +78,7 @@ class SigmaMoE(nn.Module):
 
     def reset_parameters(self) -> None:
         """Normal weights, as for one feed-forward of E·D inner units."""
-        draw_by_fan_in(self)
+        init_fan_in_normal_(self)
 
     def restore_initialization(self) -> None:
         """As `reset_parameters`, for models that initialise every nn.Linear anew, as BERT does."""

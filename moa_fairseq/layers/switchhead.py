@@ -8,8 +8,8 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
 from moa_fairseq.layers.expert_linear import ExpertLinear
-from moa_fairseq.layers.experts import BACKENDS, SlotOrder
-from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation
+from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
@@ -153,7 +153,7 @@ class SwitchHeadAttention(Attention):
 
     def reset_parameters(self) -> None:
         """Draw the projections and routers anew."""
-        draw_by_fan_in(self)
+        init_fan_in_normal_(self)
 
     def restore_initialization(self) -> None:
         super().restore_initialization()
@@ -188,7 +188,9 @@ class SwitchHeadAttention(Attention):
             out = self.out_proj(heads.flatten(2))  # [B, T, H·D] · [H·D, C]
         return out, weights, tuple(routings)
 
-    def _route_keys(self, memory: Tensor, padding: Tensor | None) -> tuple[Routing | None, SlotOrder | None]:
+    def _route_keys(
+        self, memory: Tensor, padding: Tensor | None
+    ) -> tuple[Routing | None, ExpertPermutation | None]:
         """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
         if self.shares_selection:
             router = self.router
@@ -208,7 +210,7 @@ class SwitchHeadAttention(Attention):
         projection: Projection,
         x: Tensor,
         routing: Routing | None,
-        order: SlotOrder | None,
+        order: ExpertPermutation | None,
     ) -> Tensor:
         """x [B, T, C] → [B, H, T, D]"""
         if letter in self.experts and routing is not None:

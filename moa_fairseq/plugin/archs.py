@@ -17,7 +17,7 @@ Body = Callable[[Any], None]
 Values = Mapping[str, Any]
 
 # How a model's name ends → the class that it extends, and fairseq's function that sets every other flag
-JOBS = {
+BASE_MODELS = {
     "transformer": (MixtureTransformerModel, base_architecture),
     "roberta": (MixtureRobertaModel, roberta_architecture),
     "lm": (MixtureLanguageModel, base_lm_architecture),
@@ -25,21 +25,21 @@ JOBS = {
 
 
 def register_models(
-    family: str, model: str, archs: Mapping[str, Values], bodies: Mapping[str, Body] | None = None
+    family: str, model: str, archs: Mapping[str, Values], base_architectures: Mapping[str, Body] | None = None
 ) -> None:
     """Register a model whose attentions are of `family`, and its architectures; the first is the default.
 
     Args:
         family: a name of FAMILIES.
-        model: a name that ends in an underscore and one of JOBS.
+        model: a name that ends in an underscore and one of BASE_MODELS.
         archs: `--arch` → values of flags (as in the args namespace), unless the user gives others.
         bodies: of architectures that are not fairseq's base: `--arch` → as `body` of `register_arch`.
     """
-    base, body = JOBS[model.rpartition("_")[2]]
+    base, body = BASE_MODELS[model.rpartition("_")[2]]
     names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}
     register_model(model)(type(f"{model.title().replace('_', '')}Model", (base,), names))
     for arch, values in archs.items():
-        register_arch(model, arch, (bodies or {}).get(arch, body), values)
+        register_arch(model, arch, (base_architectures or {}).get(arch, body), values)
 
 
 def register_arch(model: str, arch: str, body: Body, values: Values) -> None:

@@ -44,7 +44,7 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         Raises:
             UserError: for impossible flags.
         """
-        args = cls.completed(args)
+        args = cls.fill_defaults(args)
         layers = args.decoder_layers
         args.decoder_layers = 0
         bare = super().build_model(args, task).decoder
@@ -56,4 +56,4 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         ):
             decoder.output_projection.reset_parameters()  # torch's, which SwitchHead's authors left as it is
         model = cls(decoder)
-        return cls.finished(model, args)
+        return cls.post_build(model, args)

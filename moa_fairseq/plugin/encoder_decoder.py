@@ -18,7 +18,7 @@ from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, Trans
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.initialization import own_random_numbers
+from moa_fairseq.layers.initialization import forked_rng
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.admin import Shortcut
 from moa_fairseq.plugin.carried_context import CarriedContext
@@ -111,7 +111,7 @@ class MixtureFeedForward(Extended):
             out = type(self).forward(self, x, **options)
         return out, routings
 
-    @own_random_numbers()
+    @forked_rng()
     def build_fc1(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         """fairseq's hook: the first matrix of the feed-forward, or the mixture in its place.
 
@@ -137,7 +137,7 @@ class MixtureFeedForward(Extended):
         self.activation_dropout_module = nn.Identity()
         return mixture
 
-    @own_random_numbers()
+    @forked_rng()
     def build_fc2(self, input_dim: int, output_dim: int, *quant_noise: Any) -> nn.Module:
         if isinstance(self.fc1, SigmaMoE):
             return nn.Identity()

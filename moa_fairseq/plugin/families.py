@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.dense import DenseSettings
 from moa_fairseq.layers.gqe import GQESettings
-from moa_fairseq.layers.initialization import draw_by_fan_in, own_random_numbers
+from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
 from moa_fairseq.layers.mae import MAESettings
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.moh import MoHSettings
@@ -106,7 +106,7 @@ def _settings_from(settings: type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
-@own_random_numbers()
+@forked_rng()
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: Any) -> FairseqCall:
     """The attention of the family that `cfg.attention_family` names, with fairseq's call.
 
@@ -146,8 +146,8 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
     """
     if getattr(cfg, "initialization", None) == "depth-scaled":
         for part in module.children():
-            with own_random_numbers():
-                draw_by_fan_in(part, math.sqrt(2 / layers))
+            with forked_rng():
+                init_fan_in_normal_(part, math.sqrt(2 / layers))
 
 
 def build_sigma_moe(

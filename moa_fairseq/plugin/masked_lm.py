@@ -53,5 +53,5 @@ class MixtureRobertaModel(MixtureModel, RobertaModel):
         Raises:
             UserError: for impossible flags.
         """
-        args = cls.completed(args)
-        return cls.finished(cls(args, MixtureRobertaEncoder(args, task.source_dictionary)), args)
+        args = cls.fill_defaults(args)
+        return cls.post_build(cls(args, MixtureRobertaEncoder(args, task.source_dictionary)), args)

@@ -14,8 +14,8 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.head_gate import HEAD_GATES
-from moa_fairseq.layers.observers import observers_of, update_observers
 from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
+from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.families import add_family_args, settings_of
 
@@ -97,7 +97,7 @@ class MixtureModel(Extended):
         parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK)
 
     @classmethod
-    def completed(cls, args: Any) -> argparse.Namespace:
+    def fill_defaults(cls, args: Any) -> argparse.Namespace:
         """Command-line arguments (or the config of fairseq-hydra-train as such) with every default.
 
         Args:
@@ -131,7 +131,7 @@ class MixtureModel(Extended):
         return args
 
     @classmethod
-    def finished(cls, model: Model, args: argparse.Namespace) -> Model:
+    def post_build(cls, model: Model, args: argparse.Namespace) -> Model:
         """Name the attentions of a model that has just been built, check them, and scale their outputs.
 
         Args:
@@ -169,9 +169,9 @@ class MixtureModel(Extended):
         super().set_num_updates(num_updates)
         if num_updates != self._updates_seen:
             self._updates_seen = num_updates
-            observers = observers_of(self)
-            if any(observer.has_pending for observer in observers):
-                update_observers(observers, sum_over_workers())
+            running_statistics = running_statistics_of(self)
+            if any(observer.has_pending for observer in running_statistics):
+                update_running_statistics(running_statistics, sum_over_workers())
 
 
 def sum_over_workers() -> Callable[[Tensor], None] | None:

@@ -31,13 +31,13 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
         Raises:
             UserError: for impossible flags, and for --share-all-embeddings with two dictionaries.
         """
-        args = cls.completed(args)
+        args = cls.fill_defaults(args)
         if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
             raise UserError(
                 "--share-all-embeddings needs one dictionary for both languages, and this data folder has "
                 "two different ones: preprocess with --joined-dictionary, or leave the flag out."
             )
-        return cls.finished(super().build_model(args, task), args)
+        return cls.post_build(super().build_model(args, task), args)
 
     @classmethod
     def build_encoder(cls, args: Any, src_dict: Any, embed_tokens: Any) -> MixtureEncoder:

@@ -41,14 +41,14 @@ def balance_by_hand(routings, mask):
     total = 0.0
     for routing in routings:
         routed = HEADS - SHARED
-        mass, counts = [0.0] * routed, [0] * routed
+        summed_probability, counts = [0.0] * routed, [0] * routed
         real = [n for n in range(mask.numel()) if mask.reshape(-1)[n]]
         for n in real:
             for head in range(routed):
-                mass[head] += float(routing.probs[n, SHARED + head]) / len(real)
+                summed_probability[head] += float(routing.probs[n, SHARED + head]) / len(real)
             for head in routing.expert_ids[n, SHARED:].tolist():
                 counts[head - SHARED] += 1
-        total += sum(p * f / len(real) for p, f in zip(mass, counts))
+        total += sum(p * f / len(real) for p, f in zip(summed_probability, counts))
     return total
 
 

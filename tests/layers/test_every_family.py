@@ -18,7 +18,7 @@ from time_first import (
 
 from moa_fairseq.layers.load_statistics import load_statistics
 from moa_fairseq.layers.losses import BALANCE_LOSSES, z_loss
-from moa_fairseq.layers.observers import forgetting, observers_of
+from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.fairseq_call import FairseqSigmaMoE
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
@@ -202,7 +202,7 @@ def losses_of(decisions):
 def outcome(module, run, *inputs):
     """What a training pass leaves: output, losses, sums of observers, all gradients."""
     module.zero_grad()
-    for observer in observers_of(module):
+    for observer in running_statistics_of(module):
         observer.forget()
     torch.manual_seed(5)
     with collect_routings() as decisions:
@@ -210,7 +210,7 @@ def outcome(module, run, *inputs):
     losses = losses_of(decisions)
     (out.square().sum() + losses.sum()).backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-    return out.detach(), losses.detach(), [o.pending.clone() for o in observers_of(module)], grads
+    return out.detach(), losses.detach(), [o.pending.clone() for o in running_statistics_of(module)], grads
 
 
 @pytest.mark.parametrize(
@@ -307,12 +307,12 @@ def test_a_mixture_of_feed_forwards_without_a_row(shape):
 
 def test_a_pass_that_fails_is_not_observed():
     attention = MixtureOfAttentiveExperts(WIDTH, 4, self_attention=True)
-    observers = observers_of(attention)
+    running_statistics = running_statistics_of(attention)
     attention(torch.randn(3, 2, WIDTH), None, None)
-    before = [observer.pending.clone() for observer in observers]
-    with pytest.raises(ZeroDivisionError), forgetting(observers):
+    before = [observer.pending.clone() for observer in running_statistics]
+    with pytest.raises(ZeroDivisionError), forgetting(running_statistics):
         attention(torch.randn(3, 2, WIDTH), None, None)
         1 / 0  # noqa: B018
     assert before[0].any()
-    for observer, pending in zip(observers, before):
+    for observer, pending in zip(running_statistics, before):
         assert torch.equal(observer.pending, pending)

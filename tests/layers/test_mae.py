@@ -187,8 +187,8 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
     again, _ = gate_of(module, x, key_padding_mask=PADDING, attn_mask=mask)
     torch.testing.assert_close(again[:4, 1], out[:4, 1])
     torch.testing.assert_close(module.gate.norm.pending, seen)
-    blind = torch.ones(3, 6, dtype=torch.bool)
-    assert gate_of(module, x, key_padding_mask=blind)[0].isfinite().all()
+    fully_masked = torch.ones(3, 6, dtype=torch.bool)
+    assert gate_of(module, x, key_padding_mask=fully_masked)[0].isfinite().all()
 
 
 def test_random_experts_differ_between_modules_and_seeds_and_are_fair():

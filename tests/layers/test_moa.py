@@ -10,8 +10,8 @@ from time_first import MixtureOfAttention
 
 from moa_fairseq import layers as attention
 from moa_fairseq.layers import moa
-from moa_fairseq.layers.observers import observers_of, update_observers
 from moa_fairseq.layers.routers import TopKRouter
+from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 C, E, K, D = 24, 6, 3, 8
@@ -119,11 +119,11 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
         router.projection.weight[0] += 1.0  # expert 0 is everybody's first
     x = torch.randn(600, 8) + 0.5
     first = router(x)
-    assert observers_of(router) == [router] and router.has_pending
+    assert running_statistics_of(router) == [router] and router.has_pending
     before = [parameter.clone() for parameter in router.parameters()]
     for _ in range(600):
         decision = router(x)
-        update_observers(observers_of(router))
+        update_running_statistics(running_statistics_of(router))
     spread = [float(d.expert_counts.max() / d.expert_counts.mean()) for d in (first, decision)]
     assert spread[0] > 2.0 and spread[1] < 1.4
     assert all(torch.equal(one, other) for one, other in zip(before, router.parameters()))

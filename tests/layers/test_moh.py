@@ -53,10 +53,10 @@ def test_balance_losses_equal_equation_7_and_the_released_code(scaling):
     weight, gates, chosen = equations.moh_gates(module, query.transpose(0, 1), None)
     by_head = torch.zeros_like(decision.probs).scatter(1, decision.expert_ids, decision.gates)
     torch.testing.assert_close(by_head, weight.flatten(0, 1))
-    mass, load = gates.mean((0, 1)), chosen.mean((0, 1))
-    torch.testing.assert_close(head_balance_loss(decision), (mass * load).sum())
+    summed_probability, load = gates.mean((0, 1)), chosen.mean((0, 1))
+    torch.testing.assert_close(head_balance_loss(decision), (summed_probability * load).sum())
     torch.testing.assert_close(
-        released_head_balance_loss(decision), torch.mean(mass * load) * (H - SHARED) ** 2
+        released_head_balance_loss(decision), torch.mean(summed_probability * load) * (H - SHARED) ** 2
     )
 
 

@@ -15,10 +15,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers import routers
 from moa_fairseq.layers.experts import every_expert
 from moa_fairseq.layers.experts.routing import unsupported_reason, wide_product
-from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.moa import MoASettings
-from moa_fairseq.layers.observers import observers_of
 from moa_fairseq.layers.routers import TopKRouter, WideLinear
+from moa_fairseq.layers.running_statistics import running_statistics_of
 
 
 def build(noise=False, dtype=torch.float32):
@@ -41,7 +41,7 @@ def test_noise_is_drawn_in_training_only():
 def test_noise_begins_with_zeros_however_matrices_are_drawn():
     router = build(noise=True)
     torch.nn.init.normal_(router.noise_projection.weight)
-    draw_by_fan_in(router, 0.5)
+    init_fan_in_normal_(router, 0.5)
     assert not router.noise_projection.weight.any() and router.projection.weight.all()
 
 
@@ -186,9 +186,9 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
     }[kind]()
     x, memory = torch.randn(5, 2, 8), torch.randn(7, 2, 8)
     attention(x, memory, memory)
-    observers = observers_of(attention)
+    running_statistics = running_statistics_of(attention)
     before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
-    assert observers and all(observer.pending.abs().sum() > 0 for observer in observers)
+    assert running_statistics and all(observer.pending.abs().sum() > 0 for observer in running_statistics)
     attention.eval()
     attention(x, memory, memory)
     for name, buffer in attention.named_buffers():

@@ -40,14 +40,14 @@ def by_hand(d):
         experts = range(first, first + size)
         counts = [sum(int(e in d.expert_ids[n].tolist()) for n in rows) for e in experts]
         probs = [[d.probs[n, e].item() for e in experts] for n in rows]
-        mass = [sum(p[i] for p in probs) for i in range(size)]
+        summed_probability = [sum(p[i] for p in probs) for i in range(size)]
         if rows:
-            shares = zip(counts, mass)
-            balance += size * sum(c / sum(counts) * m / sum(mass) for c, m in shares) / d.groups
+            shares = zip(counts, summed_probability)
+            balance += size * sum(c / sum(counts) * m / sum(summed_probability) for c, m in shares) / d.groups
             lse = [math.log(sum(math.exp(d.logits[n, e].item()) for e in experts)) for n in rows]
             z += sum(v * v for v in lse) / len(rows) / d.groups
             sure = -sum(p * math.log(p) for row in probs for p in row) / len(rows)
-            even = -sum(m / len(rows) * math.log(m / len(rows)) for m in mass)
+            even = -sum(m / len(rows) * math.log(m / len(rows)) for m in summed_probability)
             information += (sure - even) / d.groups
         all_counts += counts
     share = [c / max(sum(all_counts), 1) for c in all_counts]

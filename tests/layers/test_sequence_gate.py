@@ -7,7 +7,7 @@ import torch
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.input_mean import running_mean, sequence_mean
-from moa_fairseq.layers.observers import update_observers
+from moa_fairseq.layers.running_statistics import update_running_statistics
 from moa_fairseq.layers.sequence_gate import SequenceGate
 
 
@@ -52,18 +52,18 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
     for rows in (slice(0, 20), slice(20, 64)):
         parts(x[rows], real[rows])
     for gate in (whole, parts):
-        update_observers([gate.norm])
+        update_running_statistics([gate.norm])
         # half of the first update, half of the prior 0 and 1
         torch.testing.assert_close(gate.norm.running_mean, x[:60].mean(0) / 2)
         torch.testing.assert_close(gate.norm.running_var, (x[:60].var(0, unbiased=False) + 1) / 2)
         assert not gate.norm.pending.any() and not gate.norm.has_pending
     for _ in range(200):
         parts(x[:60])
-        update_observers([parts.norm])
+        update_running_statistics([parts.norm])
     normalised = torch.nn.functional.batch_norm(x[:60], None, None, training=True)
     torch.testing.assert_close(parts.norm(x[:60]), normalised, rtol=1e-3, atol=1e-3)
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
-    update_observers([parts.norm])  # nothing was seen
+    update_running_statistics([parts.norm])  # nothing was seen
     torch.testing.assert_close(parts.norm.running_mean, x[:60].mean(0), rtol=1e-4, atol=1e-4)
 
 
@@ -81,7 +81,7 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
         *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)), strict=True
     ):
         torch.testing.assert_close(one, other)
-    update_observers([gate.norm])
+    update_running_statistics([gate.norm])
     torch.testing.assert_close(gate.norm.running_mean, x[:6].mean(0).detach() / 2)
     evaluated = gate.eval()(x, real)[0]
     single = gate.train()(x[:1])[0]  # one row has no statistics of its own
@@ -94,7 +94,7 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
 def test_a_sum_over_workers_is_used():
     gates = [SequenceGate(3, 4).train() for _ in range(2)]
     gates[0](torch.ones(4, 3))
-    update_observers([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
+    update_running_statistics([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
     assert gates[0].norm.running_mean.tolist() == [0.5] * 3
     assert gates[1].norm.num_batches_tracked == 0  # saw nothing
 

@@ -8,7 +8,7 @@ from equations import drawn
 from time_first import SwitchHeadAttention
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.initialization import draw_by_fan_in
+from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.layers.switchhead import SwitchHeadSettings
 from moa_fairseq.plugin.forward_context import collect_routings
@@ -61,7 +61,7 @@ def test_initial_weights_are_the_papers():
     scale, width = 0.5, 256
     sizes = dict(switchhead_heads=2, expert_dim=32, num_experts=5, experts_per_token=2)
     module = SwitchHeadAttention(width, **sizes, self_attention=True, positions="xl")
-    draw_by_fan_in(module, scale)
+    init_fan_in_normal_(module, scale)
     for weight in (module.q_proj.weight, module.v_proj.weight, module.positions.projection.weight):
         assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)
     assert module.out_proj.weight.std().item() == pytest.approx(scale / math.sqrt(64), rel=0.03)

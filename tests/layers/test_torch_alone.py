@@ -21,7 +21,7 @@ from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.namoh import NativeMixtureOfHeads
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
 from moa_fairseq.layers.sigma_moe import SigmaMoE, SigmaMoESettings
-from moa_fairseq.layers.experts import SlotOrder, project
+from moa_fairseq.layers.experts import ExpertPermutation, project
 
 torch.manual_seed(0)
 x = torch.randn(2, 6, 16, requires_grad=True)
@@ -49,7 +49,7 @@ for attention, inputs in (
     torch.testing.assert_close(torch.cat(steps, 1), attention(x, causal=True))
 settings = SigmaMoESettings(sigma_moe_num_experts=4, sigma_moe_experts_per_token=2, sigma_moe_expert_dim=8)
 assert SigmaMoE(16, settings)(x).shape == x.shape
-order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
+order = ExpertPermutation(torch.tensor([[0, 2], [1, 2]]), 3)
 out = project(torch.ones(2, 8), order=order, weight=torch.ones(3, 4, 8), is_up=True)
 assert out.shape == (4, 4) and (out == 8).all()
 print("done with", *sorted({n.split(".")[1] for n in sys.modules if n.startswith("moa_fairseq.")}))

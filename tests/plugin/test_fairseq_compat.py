@@ -64,7 +64,7 @@ def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(tmp_path, legac
 def test_every_patch_is_in_place_and_has_its_reason_and_test(patch):
     # Modules that are loaded later are left as they are: test_literals.py looks at those that call eval.
     for owner, name in patch.places() if patch.way and "*" not in patch.what else ():
-        if patch.way is table.around:
+        if patch.way is table.wrapped_by:
             assert getattr(owner, name).__wrapped__
         elif patch.what not in ("numpy:compat", "sys:excepthook"):
             installed = getattr(owner, name)

@@ -94,13 +94,17 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
             values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
         )
         if name not in uses:
-            counts, mass = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
+            counts, summed_probability = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
             favourites = torch.zeros(probs.size(1), dtype=torch.float64)
-            uses[name] = RouterUse(name, index.size(1) - shared, counts, mass, favourites, routing.scope)
+            uses[name] = RouterUse(
+                name, index.size(1) - shared, counts, summed_probability, favourites, routing.scope
+            )
         use = uses[name]
-        mass = gate.new_zeros(routing.num_experts, dtype=torch.float64)
+        summed_probability = gate.new_zeros(routing.num_experts, dtype=torch.float64)
         use.counts += routing.expert_counts.double().cpu()
-        use.gate_mass += mass.scatter_add(0, index.flatten(), gate.double().flatten())[shared:].cpu()
+        use.gate_mass += summed_probability.scatter_add(0, index.flatten(), gate.double().flatten())[
+            shared:
+        ].cpu()
         use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
         use.instances += len(probs)
         use.total_entropy += torch.special.entr(probs.double()).sum().item()

@@ -20,7 +20,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import INPUT, subset_stems
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe, Train
-from moa_fairseq.experiments.scoring.skeleton import quiet
+from moa_fairseq.experiments.scoring.meta_model import quiet
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
 SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt

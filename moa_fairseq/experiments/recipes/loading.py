@@ -24,7 +24,7 @@ from moa_fairseq.experiments.recipes.ending import unmet
 from moa_fairseq.experiments.recipes.lengths import check_blocks
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
 from moa_fairseq.experiments.scoring import score
-from moa_fairseq.experiments.scoring.skeleton import parse_training_flags
+from moa_fairseq.experiments.scoring.meta_model import parse_training_flags
 from moa_fairseq.files import shipped
 from moa_fairseq.process import flags
 

@@ -37,7 +37,7 @@ from moa_fairseq.experiments.recipes.batch import (
 from moa_fairseq.experiments.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
 from moa_fairseq.experiments.scoring.complexity import Cost, count
-from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 from moa_fairseq.experiments.tables import Column, Table
 
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed

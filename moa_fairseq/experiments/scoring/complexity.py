@@ -268,7 +268,7 @@ def complexity(
         UserError: as `build_skeleton`, and for a length below 1.
     """
     # Building needs all of fairseq and every registered model; counting does not.
-    from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+    from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 
     for flag, length in (("--src-len", src_len), ("--tgt-len", tgt_len)):
         if length < 1:
@@ -288,10 +288,10 @@ def branch_size(
         UserError: as `build_skeleton`, and where the model has no attention that this could look at, does not
             run on 20 tokens, or does not fit into memory.
     """
-    from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+    from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 
-    skeleton = build_skeleton(arch, vocab_size, embeddings, model_flags)
-    needed = 4 * sum(weights.numel() for weights in skeleton.parameters())
+    meta_model = build_skeleton(arch, vocab_size, embeddings, model_flags)
+    needed = 4 * sum(weights.numel() for weights in meta_model.parameters())
     if needed > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise UserError(
             f"--branch: the weights of {arch} need {needed / 2**30:.0f} GiB, and this machine has "

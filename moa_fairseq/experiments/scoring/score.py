@@ -84,7 +84,7 @@ from moa_fairseq.experiments.scoring.chains import (
     score,
 )
 from moa_fairseq.experiments.scoring.generate_log import beside_recipe, read_generate_log, read_lines
-from moa_fairseq.experiments.scoring.text_marks import RUNNING, doubts, lacks_spaces, subword_kind
+from moa_fairseq.experiments.scoring.text_marks import RUNNING, lacks_spaces, score_warnings, subword_kind
 from moa_fairseq.experiments.tables import Column, Table
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
@@ -171,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
     form = RUNNING if texts.detokenized else ""
     wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
     references = [line for reference in texts.references for line in reference]
-    meta["warnings"] += doubts(wants, {"hypotheses": texts.hypotheses, "references": references})
+    meta["warnings"] += score_warnings(wants, {"hypotheses": texts.hypotheses, "references": references})
     words = [len(line.split()) for line in references if line.strip()]
     meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
     by_words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]

@@ -64,11 +64,11 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
         return Difference(n, mean, mean, mean, float(mean == 0), float(abs(mean) >= margin), 0.0)
     p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
     p_equivalent = float(stats.t.sf((margin - abs(mean)) / error, n - 1))
-    visible = smallest_visible(error * math.sqrt(n), n)
+    visible = minimum_detectable_effect(error * math.sqrt(n), n)
     return Difference(n, mean, mean - half, mean + half, p, p_equivalent, visible)
 
 
-def smallest_visible(deviation: float, n: int) -> float:
+def minimum_detectable_effect(deviation: float, n: int) -> float:
     """The mean that a two-sided t test at 5 % finds with power 80 %.
 
     Args:

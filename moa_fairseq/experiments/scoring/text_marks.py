@@ -56,7 +56,7 @@ def subword_kind(lines: Sequence[str]) -> str:
     return "none"
 
 
-def doubts(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
+def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
     """Warnings about what the chains are not made for.
 
     Args:

@@ -12,8 +12,8 @@ from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.experts import every_expert, grouped, triton, validation
+from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 from moa_fairseq.layers.experts.grouped import dense, expert_loop, placed_rows, sorted_rows
-from moa_fairseq.layers.experts.slot_order import SlotOrder
 
 logger = logging.getLogger(__name__)
 
@@ -123,7 +123,7 @@ class Product(NamedTuple):
     weight: Tensor  # [E, D, C]
     bias: Tensor | None  # up: [E, D]; down: [E, C]
     gates: Tensor | None  # [S]
-    order: SlotOrder
+    order: ExpertPermutation
     is_up: bool
     fan: int
 
@@ -131,7 +131,7 @@ class Product(NamedTuple):
 def project(
     rows: Tensor,
     weight: Tensor,
-    order: SlotOrder,
+    order: ExpertPermutation,
     *,
     is_up: bool,
     gates: Tensor | None = None,

@@ -20,7 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from moa_fairseq.layers.experts import SlotOrder, compile_ahead, project, routing, triton, validation
+from moa_fairseq.layers.experts import ExpertPermutation, compile_ahead, project, routing, triton, validation
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
 Shape = tuple[int, int, int, int, int, int, float]
@@ -104,7 +104,7 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
     out = project(
         leaves["rows"],
         leaves["weight"],
-        SlotOrder(index, leaves["weight"].size(0)),
+        ExpertPermutation(index, leaves["weight"].size(0)),
         is_up=is_up,
         fan=fan(shape[3]),
         gates=leaves.get("gate"),
@@ -222,7 +222,7 @@ def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
             if not torch.allclose(outcomes[0][name].double(), truth, atol=1e-4, rtol=1e-4):
                 wrong.append(f"{name} is wrong")
         if index is not None:
-            orders = SlotOrder(index, experts), SlotOrder(index, experts)
+            orders = ExpertPermutation(index, experts), ExpertPermutation(index, experts)
             orders[0].sort_by(triton.sorted_slots)
             if not all(
                 torch.equal(getattr(orders[0], n), getattr(orders[1], n)) for n in ("order", "offsets")
@@ -231,12 +231,12 @@ def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
         yield f"routing {tokens} tokens to {per_token} of {experts} experts", wrong
 
 
-def _check(dtypes: list[str], device: str, repeats: int) -> validation.Outcome:
+def _check(dtypes: list[str], device: str, repeats: int) -> validation.CheckResult:
     """Go through all cases that are not known to have passed; what is known is written after each group."""
     outcome, _ = validation.read()
     if outcome.failed:  # once more
         passed = {group: n for group, n in outcome.groups.items() if group not in outcome.failed}
-        outcome = validation.Outcome(groups=passed, refused=outcome.refused)
+        outcome = validation.CheckResult(groups=passed, refused=outcome.refused)
     shapes = _SHAPES if device == "cuda" else _SMALL
 
     def note(group: str, cases: Iterator[tuple[str, list[str]]]) -> None:

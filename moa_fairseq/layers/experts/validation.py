@@ -48,7 +48,7 @@ def path() -> Path:
 
 
 @dataclasses.dataclass
-class Outcome:
+class CheckResult:
     """What a check has found so far.
 
     Args:
@@ -64,7 +64,7 @@ class Outcome:
     refused: list[str] = dataclasses.field(default_factory=list)
 
 
-def write(outcome: Outcome) -> Path:
+def write(outcome: CheckResult) -> Path:
     """Record what is known."""
     found = {**machine(), "date": datetime.date.today().isoformat(), **dataclasses.asdict(outcome)}
     with atomic_write(path()) as stream:
@@ -72,7 +72,7 @@ def write(outcome: Outcome) -> Path:
     return path()
 
 
-def read(file: Path | None = None) -> tuple[Outcome, str]:
+def read(file: Path | None = None) -> tuple[CheckResult, str]:
     """What is known of this machine.
 
     Args:
@@ -86,7 +86,7 @@ def read(file: Path | None = None) -> tuple[Outcome, str]:
     try:
         found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
         same = all(found[key] == value for key, value in machine().items())
-        outcome = Outcome(
+        outcome = CheckResult(
             dict(found["groups"]),
             dict(found["failed"]),
             list(found["dtypes"]),
@@ -95,13 +95,13 @@ def read(file: Path | None = None) -> tuple[Outcome, str]:
         since = f"on {where} on {found['date']}"
         _ = sum(outcome.groups.values())
     except FileNotFoundError:
-        return Outcome(), (
+        return CheckResult(), (
             f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
         )
     except (OSError, ValueError, KeyError, TypeError) as error:
-        return Outcome(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
+        return CheckResult(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
     if not same:
-        return Outcome(), f"{file} is about something else; {COMMAND} writes it anew"
+        return CheckResult(), f"{file} is about something else; {COMMAND} writes it anew"
     return outcome, since
 
 
@@ -110,7 +110,7 @@ def shipped_path() -> Path:
     return shipped("results/kernels") / path().name
 
 
-def known() -> tuple[Outcome, str]:
+def known() -> tuple[CheckResult, str]:
     """As `read`, completed by what comes with the package: the check of another machine of this kind.
 
     Returns:
@@ -123,11 +123,11 @@ def known() -> tuple[Outcome, str]:
         return own, since
     failed = {group: wrong for group, wrong in theirs.failed.items() if group not in own.groups}
     dtypes = list(dict.fromkeys([*own.dtypes, *theirs.dtypes]))
-    both = Outcome({**theirs.groups, **own.groups}, {**failed, **own.failed}, dtypes, own.refused)
+    both = CheckResult({**theirs.groups, **own.groups}, {**failed, **own.failed}, dtypes, own.refused)
     return both, f"{since}, and {since_theirs}" if own.groups or own.failed else since_theirs
 
 
-def _distrusted(outcome: Outcome) -> tuple[str, ...]:
+def _distrusted(outcome: CheckResult) -> tuple[str, ...]:
     """The dtypes in which something failed; all of them where it was no dtype's own group."""
     failed = tuple(group.partition(",")[0] for group in outcome.failed)
     if set(failed) <= set(DTYPES):

@@ -42,10 +42,12 @@ class GateGradients:
             scale: a loss scale against underflow in half precision, undone in the sum.
         """
         loss = loss.sum()  # adaptive_loss has a vector of one
-        self.take(torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale)
+        self.accumulate(
+            torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale
+        )
         self.flat[-2] += loss.detach()
 
-    def take(self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0) -> None:
+    def accumulate(self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0) -> None:
         """Add gradients that have been computed.
 
         Args:
@@ -57,7 +59,7 @@ class GateGradients:
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
         self.flat[-1] += sample_size
 
-    def meet(self) -> bool:
+    def all_reduce(self) -> bool:
         """Add up all workers' sums, at the same time in all of them.
 
         Returns:

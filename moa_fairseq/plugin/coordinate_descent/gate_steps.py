@@ -11,7 +11,7 @@ from fairseq.optim.amp_optimizer import AMPOptimizer
 from torch import nn
 from torch.nn import Parameter
 
-from moa_fairseq.layers.observers import observers_of, update_observers
+from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.plugin.model import sum_over_workers
@@ -52,11 +52,11 @@ class GStep:
         scale = loss_scale(self.trainer.optimizer)
         while True:
             gradients = self._gradients(samples, parameters, scale)
-            finite = gradients.meet()
+            finite = gradients.all_reduce()
             if finite or scale <= 1.0:
                 break
             scale /= 2
-        update_observers(observers_of(model), sum_over_workers())
+        update_running_statistics(running_statistics_of(model), sum_over_workers())
         self.sgd.step(gradients, finite, scales_loss(self.trainer.optimizer))
         if finite:
             loss, sample_size = gradients.flat[-2:].tolist()
@@ -73,7 +73,7 @@ class GStep:
         model.train()
         criterion.train()
         model.set_num_updates(trainer.get_num_updates())
-        for observer in observers_of(model):
+        for observer in running_statistics_of(model):
             observer.forget()
         with requiring_gradients(parameters):
             sums = GateGradients(parameters)
@@ -132,9 +132,9 @@ class JointStep:
         if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
             return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
         gradients = GateGradients(self.parameters)
-        gradients.take([parameter.grad for parameter in self.parameters], self.sample_size, scale)
+        gradients.accumulate([parameter.grad for parameter in self.parameters], self.sample_size, scale)
         self.begin()
-        self.sgd.step(gradients, gradients.meet(), scales_loss(optimizer))
+        self.sgd.step(gradients, gradients.all_reduce(), scales_loss(optimizer))
 
 
 def scales_loss(optimizer: Any) -> bool:

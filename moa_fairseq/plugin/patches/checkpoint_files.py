@@ -21,7 +21,7 @@ from moa_fairseq.files import atomic_write, refuse_irregular, remove_leftovers
 from moa_fairseq.plugin.patches.foreign_settings import forget_outputs
 from moa_fairseq.plugin.patches.malformed_checkpoints import check_checkpoint, check_weights
 from moa_fairseq.plugin.patches.saved_numbers import numpy_stand_ins, plain
-from moa_fairseq.plugin.patches.table import StandIn, made_of, patch
+from moa_fairseq.plugin.patches.table import Proxy, made_of, patch
 
 logger = logging.getLogger(__name__)
 
@@ -147,7 +147,7 @@ def _damaged(name: str, reason: str) -> UserError:
     "plugin/patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing",
     made_of,
 )
-class SafeTorch(StandIn):
+class SafeTorch(Proxy):
     """These load a further file with torch, which a checkpoint's settings name."""
 
     def check(self, state: Any, name: str, size: int) -> None:

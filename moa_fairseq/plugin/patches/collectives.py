@@ -20,7 +20,7 @@ from fairseq.distributed import utils as distributed_utils
 from fairseq.distributed.utils import distributed_main as fairseqs_distributed_main
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.table import StandIn, instead, made_of, patch
+from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
 DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
@@ -35,7 +35,7 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     "plugin/test_fairseq_compat.py::test_workers_send_each_other_configs_but_load_no_file",
     made_of,
 )
-class PeerTorch(StandIn):
+class PeerTorch(Proxy):
     """A training of several processes cannot be resumed with torch >= 2.6: process 0 sends the others a
     config, whose type torch refuses.
 
@@ -60,7 +60,7 @@ class PeerTorch(StandIn):
 
 
 @patch("fairseq.distributed.utils:dist", _STOPPED, made_of)
-class TimedDist(StandIn):
+class TimedDist(Proxy):
     """No group of processes has a time limit of the user's choice (--heartbeat-timeout)."""
 
     limit = timedelta(seconds=DEFAULT_SECONDS)
@@ -96,7 +96,7 @@ def time_limit(cfg: Any) -> int:
     return seconds if seconds > 0 else DEFAULT_SECONDS
 
 
-@patch("fairseq.distributed.utils:distributed_main", _STOPPED, instead)
+@patch("fairseq.distributed.utils:distributed_main", _STOPPED, replaced)
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -> None:
     """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
     they end in a traceback that names none.

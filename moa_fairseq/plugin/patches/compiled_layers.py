@@ -159,9 +159,11 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
     for layer in model.modules():
         if isinstance(layer, LAYERS):
             run = functools.partial(shared, layer)  # a copy of the layer has one with the copy
-            around = vars(layer).get("forward")  # activation checkpointing
-            if around is not None:
-                run = functools.partial(around.func, run, *around.args[1:], **around.keywords)
+            checkpointed = vars(layer).get("forward")  # activation checkpointing
+            if checkpointed is not None:
+                run = functools.partial(
+                    checkpointed.func, run, *checkpointed.args[1:], **checkpointed.keywords
+                )
             layer.forward = run
 
 

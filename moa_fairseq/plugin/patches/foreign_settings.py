@@ -16,7 +16,7 @@ from urllib.parse import urlparse
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import refuse_irregular
-from moa_fairseq.plugin.patches.table import StandIn, instead, made_of, patch
+from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
 # settings that name output files: a checkpoint that is loaded must not choose where to write
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
@@ -41,7 +41,7 @@ def forget_outputs(state: Any) -> Any:
 
 
 @patch("fairseq.data.encoders.*:file_utils", _TEST, made_of)
-class LocalFiles(StandIn):
+class LocalFiles(Proxy):
     """A tokenizer downloads its files from wherever a checkpoint's settings say: only fairseq's own are."""
 
     def cached_path(self, name: Any, cache_dir: Any = None) -> str:
@@ -67,7 +67,7 @@ def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
     return build_index(dataset, shlex.quote(path))
 
 
-@patch("fairseq.*:open", _TEST, instead)
+@patch("fairseq.*:open", _TEST, replaced)
 def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
     """Embeddings and dictionaries are read from whatever a setting names: a pipe would hang, a device fill
     the memory.

@@ -16,7 +16,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.table import instead, patch
+from moa_fairseq.plugin.patches.table import patch, replaced
 
 MAX_ITEMS = 10_000  # in all lists, tuples and strings together that + and * make in one setting
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
@@ -25,7 +25,7 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
 @patch(
     "fairseq.*, fairseq_cli.*:eval",
     "plugin/patches/test_literals.py::test_no_module_of_fairseq_has_the_real_eval",
-    instead,
+    replaced,
 )
 def literal(text: Any, *_: Any) -> Any:
     """fairseq runs settings as Python code, and they may come from a checkpoint that somebody else made: they

@@ -67,7 +67,7 @@ class Patch(NamedTuple):
 ROWS: list[Patch] = []
 
 
-def around(original: Callable, change: Callable) -> Callable:
+def wrapped_by(original: Callable, change: Callable) -> Callable:
     """A function that calls change(original, …) with what it is given.
 
     Args:
@@ -82,7 +82,7 @@ def around(original: Callable, change: Callable) -> Callable:
     return wrapped
 
 
-def instead(original: Any, change: Callable) -> Any:
+def replaced(original: Any, change: Callable) -> Any:
     """The change itself."""
     return change
 
@@ -92,7 +92,7 @@ def made_of(original: Any, change: Callable) -> Any:
     return change(original)
 
 
-def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = around) -> Callable:
+def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by) -> Callable:
     """Decorator: a row of the table.
 
     Args:
@@ -106,7 +106,7 @@ def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = aro
     return add
 
 
-class StandIn(types.ModuleType):
+class Proxy(types.ModuleType):
     """Stands for a module in fairseq's: what a subclass does not define is the module's own.
 
     Args:

@@ -22,7 +22,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, as_user_error
-from moa_fairseq.layers.observers import forgetting, observers_of
+from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
 from moa_fairseq.plugin.patches.checkpoint_files import AFTER_DIVERGENCE, load_checkpoint
 from moa_fairseq.plugin.patches.table import made_of, patch
 
@@ -78,7 +78,7 @@ def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: An
     a whole update before it begins. The model is told when an update has been made, so that a checkpoint
     saved between updates is complete and holds nothing of an update that overflowed.
     """
-    for observer in observers_of(trainer.get_model()):
+    for observer in running_statistics_of(trainer.get_model()):
         observer.forget()  # left by an update that overflowed and was skipped
     before_update = getattr(trainer.task, "before_update", None)
     if before_update is not None:
@@ -107,7 +107,7 @@ def observe_no_fillers(
     """A worker that has no micro-batch left runs an old one again, only to take part; routers and gates would
     count its tokens.
     """
-    with forgetting(observers_of(model)) if ignore_grad else contextlib.nullcontext():
+    with forgetting(running_statistics_of(model)) if ignore_grad else contextlib.nullcontext():
         return train_step(task, sample, model, criterion, optimizer, update_num, ignore_grad)
 
 

@@ -13,7 +13,7 @@ from moa_fairseq.experiments.convert import check
 from moa_fairseq.experiments.scoring.trained_model import batches, load_trained
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
-JOBS = ["translation", "masked LM", "causal LM"]
+BASE_MODELS = ["translation", "masked LM", "causal LM"]
 ALL_HEADS = ("--to", "moh", "--moh-shared-heads", 2, "--experts-per-token", 2)
 LEARNED = (*ALL_HEADS, "--moh-router", "learned")
 
@@ -29,7 +29,7 @@ def outputs(checkpoint, data):
 
 
 @pytest.mark.thorough(keep=("[moh learned-translation", "[mae-translation"))
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", BASE_MODELS)
 @pytest.mark.parametrize(
     "flags",
     [
@@ -52,7 +52,7 @@ def test_exact_conversions_give_the_same_outputs(job, flags, dense, convert, tmp
 
 
 @pytest.mark.thorough(keep="moh-translation")
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", BASE_MODELS)
 @pytest.mark.parametrize("target", ["mae", "moh"])
 def test_back_to_dense_gives_the_first_weights_again(job, target, dense, convert, tmp_path):
     checkpoint, data = dense(job)
@@ -83,7 +83,7 @@ def test_stock_fairseq_serves_what_came_back(dense, convert, fairseq, tmp_path):
 
 
 @pytest.mark.thorough(keep="translation")
-@pytest.mark.parametrize("job", JOBS)
+@pytest.mark.parametrize("job", BASE_MODELS)
 def test_fewer_heads_say_so_and_by_how_much(job, dense, convert, tmp_path):
     checkpoint, data = dense(job)
     target = tmp_path / "out.pt"

@@ -28,7 +28,7 @@ from moa_fairseq.experiments.recipes.planner import (
 )
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
-from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 from moa_fairseq.process import flags
 
 pytestmark = pytest.mark.usefixtures("forked_commands")

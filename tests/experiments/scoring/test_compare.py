@@ -17,7 +17,7 @@ from moa_fairseq.experiments.scoring.compare import (
     load_comparison,
     render,
 )
-from moa_fairseq.experiments.scoring.skeleton import task_of
+from moa_fairseq.experiments.scoring.meta_model import task_of
 
 PAPER = {
     "paper": "p",

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.scoring.complexity import PARTS, as_json, complexity, count
-from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 
 
 def test_one_moa_layer_by_hand():

@@ -5,7 +5,7 @@ from dataclasses import dataclass
 
 import torch
 
-from moa_fairseq.layers.experts import SlotOrder, project
+from moa_fairseq.layers.experts import ExpertPermutation, project
 from moa_fairseq.layers.experts.validate import USES
 
 # N, C, E (of each head), k, D, H, which experts the tokens choose
@@ -114,7 +114,7 @@ class Case:
         """What `run` computes by `project`."""
 
         def function(index, leaves):
-            order = SlotOrder(index, leaves["weight"].size(0), in_order)
+            order = ExpertPermutation(index, leaves["weight"].size(0), in_order)
             rows, weight, gates, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))
             options = dict(is_up=self.is_up, fan=self.fan, backend=backend)
             return project(rows, weight, order, gates=gates, bias=bias, **options)

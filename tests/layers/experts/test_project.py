@@ -8,7 +8,7 @@ from projection_cases import SHAPES, USES, choose, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.layers.experts import SlotOrder, every_expert, project, projection
+from moa_fairseq.layers.experts import ExpertPermutation, every_expert, project, projection
 from moa_fairseq.layers.experts.grouped import dense, expert_loop, sorted_rows
 from moa_fairseq.layers.experts.grouped.expert_loop import ExpertLoop
 from moa_fairseq.layers.experts.grouped.sorted_rows import SortedRows
@@ -86,7 +86,7 @@ def switchhead(use, tokens, model_dim, num_experts, k, dim, heads=2):
     upstream = torch.randn(narrow if is_up else wide)
 
     def step(backend="grouped"):
-        order = SlotOrder(index, weight.size(0))
+        order = ExpertPermutation(index, weight.size(0))
         out = project(rows, weight, order, is_up=is_up, fan=fan(k), gates=gate, backend=backend)
         torch.autograd.grad(out, (rows, weight, gate), upstream)
 
@@ -179,7 +179,7 @@ def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
     ],
 )
 def test_sizes_that_do_not_fit_are_refused(rows, weight, options):
-    order = SlotOrder(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
+    order = ExpertPermutation(torch.tensor([[0, 2], [1, 2], [0, 1]]), 3)
     with pytest.raises(ValueError):
         project(torch.randn(rows), torch.randn(weight), order, **options)
 
@@ -248,7 +248,7 @@ def test_only_what_is_asked_for_is_differentiated_where_every_expert_is_chosen(s
 def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     monkeypatch.setattr(expert_loop, "_PIECE", 5)
     index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))
-    order, flat = SlotOrder(index, 7), index.reshape(-1)
+    order, flat = ExpertPermutation(index, 7), index.reshape(-1)
     assert (flat[order.order].diff() >= 0).all()
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
     rows = order.plan(SortedRows, 1)
@@ -271,7 +271,7 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
 def test_when_computing_every_expert_pays(sizes, pays, pays_in_bfloat16):
     tokens, per_token, *shape = sizes
     for dtype, expected in ((torch.float32, pays), (torch.bfloat16, pays_in_bfloat16)):
-        order = SlotOrder(torch.zeros(tokens, per_token, dtype=torch.int64), shape[0])
+        order = ExpertPermutation(torch.zeros(tokens, per_token, dtype=torch.int64), shape[0])
         weight = torch.empty(shape, dtype=dtype)
         product = projection.Product(weight.new_empty(tokens, shape[2]), weight, None, None, order, True, 1)
         assert (not every_expert.unsupported_reason(product)) == expected
@@ -313,7 +313,7 @@ def test_autocast_gives_what_a_matmul_gives(use, backend):
 def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
     """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
     walk_by(walk, monkeypatch)
-    order, gate = SlotOrder(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
+    order, gate = ExpertPermutation(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
     slots, weight = torch.eye(4)[:1].expand(24, -1).bfloat16(), torch.ones(8, 4, 16).bfloat16()
     out = project(slots.contiguous(), weight, order, is_up=False, gates=gate.repeat(3), backend="grouped")
     assert out.shape == (3, 16) and (out == 264).all()

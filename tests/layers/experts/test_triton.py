@@ -16,7 +16,7 @@ import torch
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.experts import SlotOrder, projection, resolve_backend
+from moa_fairseq.layers.experts import ExpertPermutation, projection, resolve_backend
 from moa_fairseq.layers.experts import triton as backend
 
 HERE = Path(__file__).parent
@@ -224,7 +224,7 @@ def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     """A step of generation: every expert in one product, nothing sorted."""
     monkeypatch.setattr(backend, "takes", lambda *_: True)
     monkeypatch.setattr(backend, "project", lambda *_: 1 / 0)
-    monkeypatch.setattr(SlotOrder, "sorted", property(lambda self: 1 / 0))
-    order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
+    monkeypatch.setattr(ExpertPermutation, "sorted", property(lambda self: 1 / 0))
+    order = ExpertPermutation(torch.tensor([[0, 2], [1, 2]]), 3)
     out = projection.project(torch.ones(2, 8), torch.ones(3, 4, 8), order, is_up=True, backend="auto")
     assert (out == 8).all()

@@ -12,7 +12,7 @@ from test_triton import python
 import moa_fairseq
 from moa_fairseq.files import shipped
 from moa_fairseq.layers.experts import (
-    SlotOrder,
+    ExpertPermutation,
     every_expert,
     projection,
     resolve_backend,
@@ -58,7 +58,7 @@ def automatic():
 
 
 def outcome(failed=(), dtypes=("bfloat16", "float16", "float32")):
-    return validation.Outcome(
+    return validation.CheckResult(
         {"routing": 3, "bfloat16": 4}, {"bfloat16": list(failed)} if failed else {}, dtypes
     )
 
@@ -76,7 +76,9 @@ def test_auto_takes_triton_only_where_it_was_checked(on_a_gpu, caplog):
     assert automatic()[0] == "auto" and "1 of 7 checks failed" in automatic()[1]
     assert projection.automatic(torch.bfloat16)[0] == "grouped"
     assert projection.automatic(torch.float16)[0] == "triton"
-    written = validation.write(validation.Outcome({"routing": 3}, {"routing": ["x is wrong"]}, ["float16"]))
+    written = validation.write(
+        validation.CheckResult({"routing": 3}, {"routing": ["x is wrong"]}, ["float16"])
+    )
     assert automatic()[0] == "grouped" and "1 of 3 checks failed" in automatic()[1]
     validation.write(outcome())
     for broken in ("{", "[]", json.dumps({**json.loads(written.read_text()), "triton": "0.0"})):
@@ -121,7 +123,7 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
     monkeypatch.setattr(backend, "project", lambda rows, *_: taken.append(rows.dtype))
     for device in ("cpu", "cpu bfloat16"):
         monkeypatch.setitem(every_expert._STEP, device, -1)
-    order = SlotOrder(torch.tensor([[0, 2], [1, 2]]), 3)
+    order = ExpertPermutation(torch.tensor([[0, 2], [1, 2]]), 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
         rows, weight = torch.ones(2, 8, dtype=dtype), torch.ones(3, 4, 8, dtype=dtype)
         projection.project(rows, weight, order, is_up=True, backend="auto")
@@ -196,11 +198,11 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
     monkeypatch.setattr(validation, "machine", lambda: key)
     assert automatic()[0] == "auto" and validation.verdict()[0] == ("bfloat16", "float16")
     assert [validation.is_open(dtype) for dtype in validation.DTYPES] == [False, False, True]
-    validation.write(validation.Outcome({"routing": 4, "float32, a layer": 2}, {}, ["float32"]))
+    validation.write(validation.CheckResult({"routing": 4, "float32, a layer": 2}, {}, ["float32"]))
     assert set(validation.verdict()[0]) == set(validation.DTYPES)
-    validation.write(validation.Outcome({"float16, a layer": 2}, {"float16, a layer": ["off"]}, []))
+    validation.write(validation.CheckResult({"float16, a layer": 2}, {"float16, a layer": ["off"]}, []))
     assert validation.verdict()[0] == ("bfloat16",)
-    validation.write(validation.Outcome({"float16, a layer": 2}, {}, ["float16"]))
+    validation.write(validation.CheckResult({"float16, a layer": 2}, {}, ["float16"]))
     theirs = validation.read(record)[0]
     theirs.failed["float16, a layer"] = ["off there"]  # and right here
     with pytest.MonkeyPatch.context() as patch:

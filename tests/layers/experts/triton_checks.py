@@ -14,7 +14,7 @@ from projection_cases import SHAPES, USES, choose, variants
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
-from moa_fairseq.layers.experts import SlotOrder, project
+from moa_fairseq.layers.experts import ExpertPermutation, project
 from moa_fairseq.layers.experts import triton as triton_backend
 from moa_fairseq.layers.experts.validate import complaints
 from moa_fairseq.layers.moa import MixtureOfAttention
@@ -138,7 +138,7 @@ def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
 
     monkeypatch.setattr(launch, "rows_per_chunk", lambda *sizes: 16)
     index = torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
-    order = SlotOrder(index, 5)
+    order = ExpertPermutation(index, 5)
     left, right = torch.randn(74, 12, device=DEVICE), torch.randn(74, 20, device=DEVICE)
     cut = sum(-(-count // 16) for count in counts if count > 16)
     _, blocks, parts = launch._chunks(74, 5, 1, left)
@@ -214,14 +214,14 @@ def test_what_the_kernels_do_not_take_goes_elsewhere():
     assert not triton_backend.takes(x.half(), x)
     index = torch.tensor([[0, 2], [1, 2], [0, 1]], device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, dtype=torch.float64)
-    arguments = (x.double(), weight, SlotOrder(index, 3))
+    arguments = (x.double(), weight, ExpertPermutation(index, 3))
     triton, reference = (project(*arguments, is_up=True, backend=name) for name in ("triton", "reference"))
     torch.testing.assert_close(triton, reference)
 
 
 def _both(x, weight, out_weight, gate, index, num_experts):
     """Both directions of SwitchHead with two heads, as a layer uses them: x [N, C] → [N, C]."""
-    order = SlotOrder(index, num_experts)
+    order = ExpertPermutation(index, num_experts)
     options = dict(gates=gate, fan=2, backend="triton")
     heads = project(x, weight, order, is_up=True, **options).tanh()
     return project(heads, out_weight, order, is_up=False, **options)
@@ -241,7 +241,7 @@ def test_operators_keep_the_contract_of_torch(use):
         index, inputs, _ = case.inputs
         leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
         gate = leaves["gate"].detach().flatten().requires_grad_() if "gate" in leaves else None
-        order = SlotOrder(index.to(DEVICE), leaves["weight"].size(0))
+        order = ExpertPermutation(index.to(DEVICE), leaves["weight"].size(0))
         tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
         routing = (order.expert, order.order, order.offsets)
         torch.library.opcheck(triton_backend.expert_project, (*tensors, *routing, case.is_up, *case.slots))

@@ -5,7 +5,7 @@ import os
 import pytest
 import torch
 
-from moa_fairseq.layers.experts import SlotOrder
+from moa_fairseq.layers.experts import ExpertPermutation
 from moa_fairseq.layers.experts import triton as backend
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.routers import TopKRouter
@@ -110,7 +110,7 @@ def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token, hot):
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3))
     scores[:, 3:4] += hot  # of 1: all tokens choose it
     index = scores.topk(per_token).indices.to(DEVICE)
-    exact, fast = SlotOrder(index, experts), SlotOrder(index, experts)
+    exact, fast = ExpertPermutation(index, experts), ExpertPermutation(index, experts)
     fast.sort_by(backend.sorted_slots)
     assert torch.equal(fast.order, exact.order) and torch.equal(fast.offsets, exact.offsets)
     assert fast.offsets.dtype == torch.int32 and fast.order.dtype == torch.int64

@@ -6,7 +6,7 @@ import pytest
 import torch
 import whole_models
 
-from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter

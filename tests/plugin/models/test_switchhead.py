@@ -8,7 +8,7 @@ import torch
 from whole_models import build
 
 from moa_fairseq.experiments.scoring.complexity import complexity
-from moa_fairseq.experiments.scoring.skeleton import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_skeleton
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.forward_context import collect_routings
 

@@ -6,7 +6,7 @@ import torch
 from fairseq.data import Dictionary
 from fairseq.models import ARCH_MODEL_REGISTRY
 
-from moa_fairseq.experiments.scoring.skeleton import parse_training_flags, quiet, task_of
+from moa_fairseq.experiments.scoring.meta_model import parse_training_flags, quiet, task_of
 
 SYMBOLS, PAD = 40, 1
 

@@ -11,7 +11,7 @@ from fairseq.dataclass.configs import CheckpointConfig
 from fairseq_cli import train
 
 from moa_fairseq.plugin.fairseq_compat import PATCHES, load_checkpoint
-from moa_fairseq.plugin.patches.table import around
+from moa_fairseq.plugin.patches.table import wrapped_by
 from moa_fairseq.plugin.patches.training import nan_is_the_worst
 
 NAN, INF = math.nan, math.inf
@@ -128,7 +128,7 @@ def test_a_best_value_of_nan_is_not_restored(tmp_path, known):
 @pytest.mark.parametrize("maximize", [False, True])
 def test_nan_does_not_end_a_training_early(maximize):
     cfg = SimpleNamespace(checkpoint=settings("", maximize_best_checkpoint_metric=maximize, patience=2))
-    stop = around(train.should_stop_early, nan_is_the_worst)
+    stop = wrapped_by(train.should_stop_early, nan_is_the_worst)
     sign = 1.0 if maximize else -1.0
     assert [stop(cfg, value) for value in (NAN, sign, 2 * sign, NAN, 3 * sign)] == [False] * 5
     assert [stop(cfg, value) for value in (NAN, NAN)] == [False, True]

@@ -17,8 +17,8 @@ from omegaconf import OmegaConf
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.losses import BALANCE_LOSSES, z_loss
-from moa_fairseq.layers.observers import observers_of
 from moa_fairseq.layers.routing import RoutingSums
+from moa_fairseq.layers.running_statistics import running_statistics_of
 from moa_fairseq.plugin.forward_context import collect_routings
 from moa_fairseq.plugin.patches import compiled_layers
 from moa_fairseq.plugin.patches.compiled_layers import can_compile, check, compile_layers
@@ -102,13 +102,13 @@ def update(model, src, prev):
         loss = loss + sum(each(sums).sum() for each in BALANCE_LOSSES.values()) + z_loss(sums).sum()
     loss.backward()
     grads = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    seen = [observer.pending.clone() for observer in observers_of(model)]
+    seen = [observer.pending.clone() for observer in running_statistics_of(model)]
     return [loss.detach(), *grads, *seen], [name for name, _ in routings]
 
 
 def compare(model, batches, tolerance, backend):
     expected = [update(model, *each) for each in batches]
-    for observer in observers_of(model):
+    for observer in running_statistics_of(model):
         observer.forget()
     compile_layers(model, backend)
     for (wanted, names), each in zip(expected, batches):

@@ -110,7 +110,7 @@ def test_one_process_checks_and_the_others_wait(train, run, tmp_path):
         thread.start()
         thread.join(0.3)
         assert thread.is_alive() and not ends
-        validation.write(validation.Outcome({"routing": 3}, {}, ["float32"]))
+        validation.write(validation.CheckResult({"routing": 3}, {}, ["float32"]))
     thread.join(20)
     assert ends == ["trained"] and run.begun == []
 

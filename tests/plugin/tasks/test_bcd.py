@@ -23,7 +23,7 @@ from trainer_updates import (
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
-from moa_fairseq.layers.observers import forgetting, observers_of
+from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
 from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.plugin.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, GateSGD
@@ -103,7 +103,7 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
         return {name: decision.probs for name, decision in decisions}
 
     stale = probabilities()
-    with torch.no_grad(), forgetting(observers_of(first.get_model())):
+    with torch.no_grad(), forgetting(running_statistics_of(first.get_model())):
         loss, tokens, _ = first.get_criterion()(first.get_model().train(), samples[0])
     first.task.before_update(first, samples[:1])
     fresh, drawn = probabilities(), {}
@@ -227,9 +227,9 @@ def test_gradients_that_overflow_are_skipped_in_half_precision_only(scaled):
 
     def step(value):
         gradients = GateGradients([gate])
-        gradients.take([torch.full((3,), value)], 1)
+        gradients.accumulate([torch.full((3,), value)], 1)
         with metrics.aggregate(new_root=True) as log:
-            sgd.step(gradients, gradients.meet(), scaled)
+            sgd.step(gradients, gradients.all_reduce(), scaled)
         return log.get_smoothed_values()
 
     assert step(0.25)["g_skipped"] == 0 and gate.tolist() == [0.75] * 3

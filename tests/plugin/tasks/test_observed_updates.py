@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from moa_fairseq.layers.observers import observers_of
 from moa_fairseq.layers.routers import TopKRouter
+from moa_fairseq.layers.running_statistics import running_statistics_of
 
 ROUTED = ("--routing-bias-rate", 0.01, "--criterion", "label_smoothed_cross_entropy_with_routing")
 
@@ -49,7 +49,7 @@ def test_routers_count_what_an_update_was_made_of(routed):
 def test_a_layer_that_observed_nothing_keeps_no_other_from_its_update(routed):
     """As LayerDrop leaves one out."""
     trainer, _, told = routed
-    one, *others = observers_of(trainer.get_model())
+    one, *others = running_statistics_of(trainer.get_model())
     one.observe(torch.ones_like(one.pending))
     trainer.get_model().set_num_updates(7)
     assert others and told[one][0].eq(1).all() and not one.has_pending

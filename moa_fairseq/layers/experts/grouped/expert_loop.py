@@ -10,7 +10,7 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-from moa_fairseq.layers.experts.slot_order import SlotOrder
+from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 
 # An expert's rows are processed in pieces of about this size, so that gathered rows take little memory.
 # Shorter pieces cost time (512: 2 % of a layer of 16K32E256D on two CPU cores), longer ones gain nothing.
@@ -18,7 +18,7 @@ _PIECE = 1024
 
 
 class ExpertLoop:
-    """A plan of the products of one routing (`SlotOrder.plan`): every expert's slots, in pieces.
+    """A plan of the products of one routing (`ExpertPermutation.plan`): every expert's slots, in pieces.
 
     Making it is the one place that waits for a GPU. What it knows of each piece: `experts`, its expert (a
     large share makes several pieces, none is empty); `wide_rows` and `narrow_rows`, the rows of its slots.
@@ -29,7 +29,7 @@ class ExpertLoop:
         fan: how many neighbouring slots share a row of the experts' width.
     """
 
-    def __init__(self, order: SlotOrder, fan: int):
+    def __init__(self, order: ExpertPermutation, fan: int):
         self.slots = order.slots
         self.per_wide = order.per_token
         self.per_narrow = fan

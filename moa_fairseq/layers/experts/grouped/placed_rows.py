@@ -6,14 +6,14 @@ As `every_expert`, with gradients of its own: nothing is kept but what the produ
 import torch
 from torch import Tensor
 
+from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 from moa_fairseq.layers.experts.grouped.sorted_rows import SortedRows
-from moa_fairseq.layers.experts.slot_order import SlotOrder
 
 
 class PlacedRows(SortedRows):
     """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
 
-    def __init__(self, order: SlotOrder, fan: int):
+    def __init__(self, order: ExpertPermutation, fan: int):
         self.slots = order.slots
         self.per_wide = order.per_token
         self.per_narrow = fan

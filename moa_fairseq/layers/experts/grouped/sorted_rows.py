@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.layers.experts.slot_order import SlotOrder
+from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 
 HAS_GROUPED_MM = hasattr(F, "grouped_mm")
 _ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
@@ -46,7 +46,7 @@ def _steps(total: int, other: int, least: int) -> Iterator[tuple[int, int]]:
 
 
 class SortedRows:
-    """A plan of the products of one routing (`SlotOrder.plan`), each over all experts and slots at once.
+    """A plan of one routing's products (`ExpertPermutation.plan`), each over all experts and slots at once.
 
     wide_row [S]: sorted position → wide row; inverse [S]: flat slot → sorted position. Results of the
     experts' width, [S, D], are stored for every slot; those of the model's width, [S, C], never.
@@ -56,7 +56,7 @@ class SortedRows:
         fan: how many neighbouring slots share a row of the experts' width.
     """
 
-    def __init__(self, order: SlotOrder, fan: int):
+    def __init__(self, order: ExpertPermutation, fan: int):
         self.slots = order.slots
         self.per_wide = order.per_token
         self.per_narrow = fan

@@ -18,7 +18,7 @@ from torch import Tensor
 from torch.autograd import Function
 from torch.compiler import is_compiling
 
-from moa_fairseq.layers.experts.slot_order import Fan, SlotOrder
+from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation, Fan
 
 _DTYPES = (torch.float16, torch.bfloat16, torch.float32)
 INTERPRETED = os.environ.get("TRITON_INTERPRET", "0") == "1"  # Triton's own switch, read when it loads
@@ -108,7 +108,7 @@ def takes(rows: Tensor, weight: Tensor) -> bool:
 
 
 def project(
-    rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, order: SlotOrder, fan: Fan
+    rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, order: ExpertPermutation, fan: Fan
 ) -> Tensor:
     """A `Product` by the kernels, which can be differentiated once; biases of a product down included.
 
@@ -136,8 +136,8 @@ def project(
 _MOST_EXPERTS = 512  # that the routing kernels hold at once
 
 
-def sorted_slots(order: SlotOrder) -> tuple[Tensor, Tensor] | None:
-    """What `SlotOrder.order` and `offsets` are, in three launches; None where torch has to sort."""
+def sorted_slots(order: ExpertPermutation) -> tuple[Tensor, Tensor] | None:
+    """What `ExpertPermutation.order` and `offsets` are, in three launches; None where torch has to sort."""
     if order.num_experts > _MOST_EXPERTS:
         return None
     # [S] → [N, K]

@@ -116,7 +116,7 @@ def products(
         weight: [E, D, C].
         bias: [E, D or C], of the result's width, or None.
         gate: [S] or None for ones.
-        order, offsets: those of `SlotOrder`.
+        order, offsets: those of `ExpertPermutation`.
         into_experts: from C to D; else from D to C.
         per_row: neighbouring slots that read one row.
         per_sum: neighbouring slots that are added up.
@@ -196,7 +196,7 @@ def gate_grads(
         weight: [E, D, C].
         bias: [E, D] of the products of the wide rows, or None.
         gate: [S].
-        order, offsets: those of `SlotOrder`.
+        order, offsets: those of `ExpertPermutation`.
         per_wide, per_narrow: neighbouring slots that share a row.
         adds_products: whether the third result is wanted.
 
@@ -297,7 +297,7 @@ def outer(
     Args:
         left: [S / per_left, D].
         right: [S / per_right, C].
-        order, offsets: those of `SlotOrder`.
+        order, offsets: those of `ExpertPermutation`.
         per_left, per_right: neighbouring slots that share a row.
 
     Returns:
@@ -345,7 +345,7 @@ def sum_rows(rows: Tensor, gate: Tensor | None, order: Tensor, offsets: Tensor, 
     Args:
         rows: [S / per_row, W].
         gate: [S] or None for ones.
-        order, offsets: those of `SlotOrder`.
+        order, offsets: those of `ExpertPermutation`.
         per_row: neighbouring slots that share a row.
 
     Returns:

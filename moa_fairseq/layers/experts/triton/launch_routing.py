@@ -127,7 +127,7 @@ def route_grad(
 
 @on_its_device
 def sort(index: Tensor, num_experts: int) -> tuple[Tensor, Tensor]:
-    """The slots in the order of their experts, as `SlotOrder` has them.
+    """The slots in the order of their experts, as `ExpertPermutation` has them.
 
     Args:
         index: [N, K] int64, different experts in a row.

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 
-class Observer(nn.Module):
+class RunningStatistics(nn.Module):
     """Adds up what it sees in training (`pending`), and takes it in after the update (`update`).
 
     So a batch affects only later updates, all accumulation steps and workers count, and a skipped update
@@ -37,7 +37,7 @@ class Observer(nn.Module):
         self.pending += sums
         self.has_pending = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "Observer":
+    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "RunningStatistics":
         before = dict(self._buffers)
         super()._apply(fn, *args, **kwargs)
         for name, buffer in self._buffers.items():
@@ -56,13 +56,17 @@ class Observer(nn.Module):
         self.has_pending = False
 
 
-def observers_of(model: nn.Module) -> list[Observer]:
+def running_statistics_of(model: nn.Module) -> list[RunningStatistics]:
     """Every module of a model that has something to observe, in order."""
-    return [m for m in model.modules() if isinstance(m, Observer) and getattr(m, "pending", None) is not None]
+    return [
+        m
+        for m in model.modules()
+        if isinstance(m, RunningStatistics) and getattr(m, "pending", None) is not None
+    ]
 
 
-def update_observers(
-    observers: Sequence[Observer], all_reduce: Callable[[Tensor], object] | None = None
+def update_running_statistics(
+    running_statistics: Sequence[RunningStatistics], all_reduce: Callable[[Tensor], object] | None = None
 ) -> None:
     """Let each observer take in what it has seen since the last call.
 
@@ -71,22 +75,24 @@ def update_observers(
         all_reduce: sums a tensor over all workers in place; every worker must call at the same time. None:
             there is one worker.
     """
-    if not observers:
+    if not running_statistics:
         return
-    flat = torch.cat([observer.pending for observer in observers])
+    flat = torch.cat([observer.pending for observer in running_statistics])
     if all_reduce is not None:
         all_reduce(flat)
-    for observer, sums in zip(observers, flat.split([o.pending.numel() for o in observers])):
+    for observer, sums in zip(
+        running_statistics, flat.split([o.pending.numel() for o in running_statistics])
+    ):
         observer.update(sums)
         observer.forget()
 
 
 @contextlib.contextmanager
-def forgetting(observers: Sequence[Observer]) -> Iterator[None]:
+def forgetting(running_statistics: Sequence[RunningStatistics]) -> Iterator[None]:
     """Drop what is observed inside the block. `has_pending` stays set: all workers still call all_reduce."""
-    before = [observer.pending.clone() for observer in observers]
+    before = [observer.pending.clone() for observer in running_statistics]
     try:
         yield
     finally:
-        for observer, pending in zip(observers, before):
+        for observer, pending in zip(running_statistics, before):
             observer.pending.copy_(pending)

@@ -10,7 +10,7 @@ Plan = TypeVar("Plan")
 Fan = tuple[bool, int, int]  # of Triton's products: whether it leads up, slots per row, slots per sum
 
 
-class SlotOrder:
+class ExpertPermutation:
     """The permutation of S = N·K slots (token t, choice k; flat index t·K + k) into the order of experts.
 
     Everything is computed when it is first asked for, and kept.
@@ -49,7 +49,7 @@ class SlotOrder:
             self._cell = (self.expert_ids + first.unsqueeze(1)).view(-1)
         return self._cell
 
-    def sort_by(self, sort: Callable[["SlotOrder"], tuple[Tensor, Tensor] | None]) -> None:
+    def sort_by(self, sort: Callable[["ExpertPermutation"], tuple[Tensor, Tensor] | None]) -> None:
         """Let `sort` compute `order` and `offsets` unless they are known.
 
         Args:
@@ -82,7 +82,7 @@ class SlotOrder:
         """[E] int32: end of each expert's positions (cumulative counts)."""
         return self.sorted[1]
 
-    def plan(self, kind: Callable[["SlotOrder", int], Plan], fan: int) -> Plan:
+    def plan(self, kind: Callable[["ExpertPermutation", int], Plan], fan: int) -> Plan:
         """kind(self, fan), made once: the products of a routing share it.
 
         Args:
