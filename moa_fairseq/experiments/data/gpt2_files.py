@@ -101,7 +101,10 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
             path.unlink()
         problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
         raise UserError(f"{problem}, or others. Remove it, or put {source.urls[0]} in its place.")
-    return Gpt2Files(encoder, vocab, path, NUMERIC_ORDER if path == numeric else ROBERTA_ORDER)
+    order = ROBERTA_ORDER
+    if tuple(entries) == ENTRIES:
+        order = NUMERIC_ORDER
+    return Gpt2Files(encoder, vocab, path, order)
 
 
 def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> Path:

@@ -37,7 +37,7 @@ from moa_fairseq.experiments.recipes.batch import (
 from moa_fairseq.experiments.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
 from moa_fairseq.experiments.scoring.complexity import Cost, count
-from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.tables import Column, Table
 
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
@@ -115,7 +115,7 @@ def workload(recipe: Recipe, data: Path | None) -> Workload:
     else:
         vocabulary = recipe.data.bpe or FALLBACK_VOCABULARY
     line = process.flags({**recipe.model.as_flags(), "arch": None})
-    model = build_skeleton(recipe.model.arch, vocabulary, "separate", line)
+    model = build_meta_model(recipe.model.arch, vocabulary, "separate", line)
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2
     if not sample and size and size.sentences:
@@ -232,7 +232,7 @@ def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
 
 @cache
 def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str, Any]:
-    return _sizes(count(build_skeleton(arch, vocabulary), *lengths))
+    return _sizes(count(build_meta_model(arch, vocabulary), *lengths))
 
 
 def _sizes(cost: Cost) -> dict[str, Any]:

@@ -261,19 +261,19 @@ def complexity(
     """Build an architecture without weights and count it.
 
     Args:
-        arch, vocab_size, embeddings, model_flags: as of `build_skeleton`.
+        arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
         src_len, tgt_len: as of `count`.
 
     Raises:
-        UserError: as `build_skeleton`, and for a length below 1.
+        UserError: as `build_meta_model`, and for a length below 1.
     """
     # Building needs all of fairseq and every registered model; counting does not.
-    from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+    from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
     for flag, length in (("--src-len", src_len), ("--tgt-len", tgt_len)):
         if length < 1:
             raise UserError(f"{flag} {length}: a sentence has at least one token.")
-    return count(build_skeleton(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
+    return count(build_meta_model(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
 
 
 def branch_size(
@@ -282,15 +282,15 @@ def branch_size(
     """How large attention starts: the norm of its output ÷ that of its input; see --branch.
 
     Args:
-        arch, vocab_size, embeddings, model_flags: as of `build_skeleton`.
+        arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
 
     Raises:
-        UserError: as `build_skeleton`, and where the model has no attention that this could look at, does not
+        UserError: as `build_meta_model`, and where the model has no attention that this could look at, does not
             run on 20 tokens, or does not fit into memory.
     """
-    from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+    from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
-    meta_model = build_skeleton(arch, vocab_size, embeddings, model_flags)
+    meta_model = build_meta_model(arch, vocab_size, embeddings, model_flags)
     needed = 4 * sum(weights.numel() for weights in meta_model.parameters())
     if needed > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise UserError(
@@ -305,7 +305,7 @@ def branch_size(
     with torch.random.fork_rng(devices=[]), torch.no_grad():
         for seed in range(1, 5):  # one draw of a tiny model's weights is off by 3 %
             torch.manual_seed(seed)
-            model = build_skeleton(arch, vocab_size, embeddings, model_flags, weights=True).eval()
+            model = build_meta_model(arch, vocab_size, embeddings, model_flags, weights=True).eval()
             for module in model.modules():
                 if isinstance(module, (Attention, MultiheadAttention)):
                     module.register_forward_hook(measure, with_kwargs=True)

@@ -61,7 +61,7 @@ def task_of(arch: str) -> str:
     return "masked_lm"
 
 
-def build_skeleton(
+def build_meta_model(
     arch: str,
     vocab_size: int,
     embeddings: str = "shared",

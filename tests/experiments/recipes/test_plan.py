@@ -28,7 +28,7 @@ from moa_fairseq.experiments.recipes.planner import (
 )
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
-from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.process import flags
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -268,7 +268,7 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
     """fairseq copies each tensor to the CPU, half precision to fp32, before it writes the file."""
     recipe = shipped("quickstart_transformer")
     line = flags({**recipe.model.as_flags(), "arch": None})
-    model = build_skeleton(recipe.model.arch, WORDS, "shared", line, weights=True)
+    model = build_meta_model(recipe.model.arch, WORDS, "shared", line, weights=True)
     storages = [value.untyped_storage() for value in move_to_cpu(model.bfloat16().state_dict()).values()]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     planned = disk(recipe, model.float(), True, None, None)

@@ -9,7 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.scoring.complexity import PARTS, as_json, complexity, count
-from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
 
 def test_one_moa_layer_by_hand():
@@ -43,7 +43,7 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
     # K = E: a backend may then compute nothing but the products that are needed
     flags = ["--dropout", "0"] + (["--num-experts", "4"] if arch.startswith("moa") else [])
     # training mode: torch's fused inference path of the dense encoder hides its products
-    model = build_skeleton(arch, 60, model_flags=flags).to_empty(device="cpu").train()
+    model = build_meta_model(arch, 60, model_flags=flags).to_empty(device="cpu").train()
     for parameter in model.parameters():
         torch.nn.init.normal_(parameter, std=0.1)
     for stack in (model.encoder, model.decoder):
@@ -93,7 +93,7 @@ def test_an_encoder_has_no_cache():
 
 
 def test_every_parameter_is_counted_once():
-    model = build_skeleton("moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"])
+    model = build_meta_model("moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"])
     cost = count(model, 3, 3)
     assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.parameters["output"] == 100 * 128
@@ -120,7 +120,7 @@ def test_language_model():
 
 @pytest.mark.parametrize("arch", ["switchhead_roberta_listops", "transformer_xl_roberta_listops"])
 def test_an_encoder_carries_no_chunk(arch):
-    model = build_skeleton(arch, 20)
+    model = build_meta_model(arch, 20)
     cost, attention = count(model, 10, 10), model.encoder.sentence_encoder.layers[0].self_attn
     assert cost.macs["attention_matmul"] == 6 * attention.macs(10, 10)["scores"]
     assert cost.layer is None or cost.layer["plain_macs"] == sum(attention.macs(10, 10).values())

@@ -61,7 +61,7 @@ def test_one_difference_has_no_interval():
 
 
 @pytest.mark.parametrize("n", [2, 5, 12])
-def test_the_smallest_visible_difference_is_found_in_80_percent(n):
+def test_the_minimum_detectable_effect_is_found_in_80_percent(n):
     shift = minimum_detectable_effect(1.0, n)
     draws = np.random.default_rng(n).normal(shift, 1.0, (20_000, n))
     assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.015)

@@ -6,7 +6,7 @@ import pytest
 import torch
 import whole_models
 
-from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
@@ -113,7 +113,7 @@ def test_a_flag_gives_each_module_its_own_start():
     ],
 )
 def test_embeddings_residuals_and_output_have_the_authors_dropout(arch, dropout):
-    decoder = build_skeleton(arch, 100).decoder
+    decoder = build_meta_model(arch, 100).decoder
     assert decoder.dropout_module.p == decoder.output_dropout_module.p == dropout
     for layer in decoder.layers:
         assert layer.dropout_module.p == dropout
@@ -123,7 +123,7 @@ def test_embeddings_residuals_and_output_have_the_authors_dropout(arch, dropout)
 
 def test_only_the_259m_switchall_drops_experts_of_its_attention():
     for arch, dropout in (("switchall_lm_259m", 0.1), ("switchhead_lm_262m", 0.0), ("switchall_lm_47m", 0.0)):
-        for layer in build_skeleton(arch, 100).decoder.layers:
+        for layer in build_meta_model(arch, 100).decoder.layers:
             routers = (layer.self_attn.router, layer.self_attn.source_router)
             assert [router.expert_dropout for router in routers] == [dropout, dropout]
 

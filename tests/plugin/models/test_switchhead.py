@@ -8,7 +8,7 @@ import torch
 from whole_models import build
 
 from moa_fairseq.experiments.scoring.complexity import complexity
-from moa_fairseq.experiments.scoring.meta_model import build_skeleton
+from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.plugin.forward_context import collect_routings
 
@@ -21,7 +21,7 @@ def test_settings_without_a_formula_print_none():
 
 
 def test_parts_of_switchall_add_up():
-    model = build_skeleton("switchall_lm_tiny", 100)
+    model = build_meta_model("switchall_lm_tiny", 100)
     cost = complexity("switchall_lm_tiny", 100, 7, 7)
     layers, C, H, D, E, k, T = 4, 160, 2, 30, 5, 2, 7
     assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
@@ -38,8 +38,8 @@ def test_parts_of_switchall_add_up():
 
 def test_translation_architectures_match_the_dense_parameters():
     for arch, dense in (("base", "transformer"), ("tiny", "mae_transformer_tiny")):
-        model = build_skeleton(f"switchhead_transformer_{arch}", 1000)
-        other = build_skeleton(dense, 1000)
+        model = build_meta_model(f"switchhead_transformer_{arch}", 1000)
+        other = build_meta_model(dense, 1000)
         attention, dense_attention = (
             sum(p.numel() for n, p in found.named_parameters() if "attn." in n and "gate" not in n)
             for found in (model, other)
@@ -71,10 +71,10 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
 
 
 def test_masked_language_model_with_sigma_moe_keeps_its_initialisation(monkeypatch):
-    model = build_skeleton("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
+    model = build_meta_model("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
     mixture = model.encoder.sentence_encoder.layers[0].fc1
     assert isinstance(mixture, SigmaMoE) and mixture.name == "encoder.sentence_encoder.layers.0.fc1"
     calls = []
     monkeypatch.setattr(type(mixture), "restore_initialization", lambda self: calls.append(self))
-    build_skeleton("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
+    build_meta_model("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
     assert len(calls) == 4  # RoBERTa draws every linear layer anew, the router's too
