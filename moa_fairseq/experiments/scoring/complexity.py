@@ -285,8 +285,8 @@ def branch_size(
         arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
 
     Raises:
-        UserError: as `build_meta_model`, and where the model has no attention that this could look at, does not
-            run on 20 tokens, or does not fit into memory.
+        UserError: as `build_meta_model`, and where the model has no attention that this could look at, does
+            not run on 20 tokens, or does not fit into memory.
     """
     from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
