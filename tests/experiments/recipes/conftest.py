@@ -4,7 +4,6 @@ import copy
 import random
 import shlex
 import struct
-from pathlib import Path
 
 import pytest
 import yaml
@@ -12,7 +11,7 @@ import yaml
 from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.experiments.recipes.command import Options, run_recipe
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 
 SMALL = {
     "experiment": "small",
@@ -79,9 +78,8 @@ def write_config(tmp_path):
 
 @pytest.fixture
 def shipped():
-    """shipped(name, *overrides) → the recipe configs/NAME.yaml."""
-    configs = Path(__file__).resolve().parents[3] / "configs"
-    return lambda name, *overrides: load_recipe(configs / f"{name}.yaml", overrides)
+    """shipped(name, *overrides) → the recipe NAME of configs/."""
+    return lambda name, *overrides: load_recipe(shipped_recipes()[name], overrides)
 
 
 @pytest.fixture
