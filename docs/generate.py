@@ -25,7 +25,7 @@ from fairseq.models import ARCH_MODEL_INV_REGISTRY
 import moa_fairseq
 from moa_fairseq.cli import VERBS
 from moa_fairseq.experiments.analysis.command import KINDS
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.compare import Comparison, lines_of, load_comparison, render
 from moa_fairseq.experiments.tables import Column, Table
@@ -133,16 +133,16 @@ def grid(head: list[str], lines: list[list[str]]) -> str:
 
 
 def experiments(comparison: Comparison) -> str:
-    """A line per configs/*.yaml, by paper: what it trains, and the row of the paper that it stands for."""
+    """A line per recipe of configs/, by paper: what it trains, and the row that it stands for."""
     groups: dict[str, list[list[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
-    for path in sorted((ROOT / "configs").glob("*.yaml")):
+    for name, path in sorted(shipped_recipes().items()):
         recipe = load_recipe(path)
-        families = (paper for name, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(name))
+        families = (paper for start, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(start))
         paper, printed, row = next(families, "dense"), recipe.reproduces, ""
         if printed:
             source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
             paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
-        groups[paper].append([f"[{path.stem}]({path.name})", recipe.summary, row])
+        groups[paper].append([f"[{name}]({path.parent.name}/{path.name})", recipe.summary, row])
     titles = {table.paper: table.name for table in comparison.tables}
     titles["dense"] = "Dense models to compare with"
     head = ["Experiment", "What it trains", "Printed"]

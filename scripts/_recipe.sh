@@ -6,6 +6,7 @@ python="${VIRTUAL_ENV:-$root/.venv}/bin/python"
 export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1   # nothing is imported from the working directory
 needed='import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in ("torch", "fairseq", "yaml")))'
 "$python" -c "$needed" || { echo "$python lacks torch, fairseq or PyYAML: run bash scripts/setup.sh first" >&2; exit 2; }
+# recipe NAME OPTIONS: the shipped recipe of that name, whatever the working directory has
 recipe() { exec "$python" -m moa_fairseq.cli recipe "$root/configs/$1.yaml" "${@:2}"; }
 # converted RUN ARGUMENTS -- FLAGS: make runs/<experiment>.pt of another run's average, unless only asked for a plan
 converted() {

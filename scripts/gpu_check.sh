@@ -123,7 +123,7 @@ updates() {
 train() {
   local name=$1 config=$2 data=$3
   shift 3
-  start "$name" 240 "$python" -m moa_fairseq.cli recipe "configs/$config.yaml" --data "$data" \
+  start "$name" 240 "$python" -m moa_fairseq.cli recipe "$config" --data "$data" \
     --save-dir "$scratch/$name" "${cpu[@]}" $(printf -- '--set %s ' "$@")
 }
 gather() {
@@ -163,7 +163,7 @@ benchmark 45 sdpa
 benchmark 120 kernels
 # 3. Does it hold? Fixed updates, side by side: small models leave most of a GPU to each other.
 if [ -n "$multi30k" ]; then
-  step multi30k-data 60 "$python" -m moa_fairseq.cli recipe configs/multi30k_ende_transformer_tiny.yaml \
+  step multi30k-data 60 "$python" -m moa_fairseq.cli recipe multi30k_ende_transformer_tiny \
     --data "$multi30k" --save-dir "$scratch/multi30k-data" --stage prepare
   for model in transformer_tiny moa_tiny moa_tiny_4k4e64d moa_tiny_release; do
     for seed in $seeds; do

@@ -16,9 +16,9 @@ export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONSAFEPATH=1
 
 step() { printf '\n== %s (%d:%02d)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60)); }
 step "dense Transformer"
-moa_fairseq recipe configs/quickstart_transformer.yaml "$@"
+moa_fairseq recipe quickstart_transformer "$@"
 step "mixture of attention heads"
-moa_fairseq recipe configs/quickstart_moa.yaml "$@"
+moa_fairseq recipe quickstart_moa "$@"
 step "pictures"
 moa_fairseq analyze learning-curve runs/quickstart_transformer runs/quickstart_moa \
   --output runs/quickstart_learning_curve.png

@@ -20,6 +20,7 @@ from test_rooms import ROOMS
 
 from moa_fairseq.cli import VERBS, build_parser, main
 from moa_fairseq.experiments.analysis.command import KINDS
+from moa_fairseq.experiments.recipes.loading import find_recipe, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
@@ -140,6 +141,8 @@ def test_a_line_is_understood_by_its_program(document, words):
         words = shlex.split(words[words.index("--wrap") + 1])
     if words[0] == "moa-fairseq":
         build_parser(words[1:]).parse_args(words[1:])
+        if words[1] == "recipe" and not words[2].startswith("my_"):
+            assert find_recipe(Path(words[2])).is_file(), words[2]
     elif words[0] in ("bash", "sbatch"):
         script = next(word for word in words[1:] if word.endswith(".sh"))
         rest = words[words.index(script) + 1 :]
@@ -147,7 +150,7 @@ def test_a_line_is_understood_by_its_program(document, words):
         name = rest.pop(0) if script.startswith("scripts/launch/") else Path(script).stem
         if script.endswith("torchrun.sh") and "--" in rest:
             del rest[rest.index("--") :]  # what follows is torchrun's
-        if (ROOT / "configs" / f"{name}.yaml").is_file():
+        if name in shipped_recipes():
             build_parser(["recipe"]).parse_args(["recipe", name, *rest])
         else:
             assert not script.startswith("scripts/launch/"), name
@@ -163,8 +166,9 @@ def test_dry_run_lines_print_commands():
     assert lines
     for words in {tuple(words): words for words in lines}.values():
         if words[0] == "bash":
-            config = ROOT / "configs" / f"{Path(words[1]).stem}.yaml"
-            assert "$ fairseq-train" in dry_run(ROOT, config, *words[2:])
+            words = ["moa-fairseq", "recipe", Path(words[1]).stem, *words[2:]]
+        if words[2] in shipped_recipes():
+            assert "$ fairseq-train" in dry_run(ROOT, *words[2:])
 
 
 @pytest.mark.thorough

@@ -12,7 +12,7 @@ import pytest
 from packaging.requirements import Requirement
 
 import moa_fairseq
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -103,16 +103,17 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
             check=False,
         )
 
-    for name in ("quickstart_moa", "configs/quickstart_moa.yaml"):
+    for name in ("quickstart_moa", "configs/quickstart_moa.yaml", "configs/quickstart/quickstart_moa.yaml"):
         done = run("recipe", name, "--dry-run", "--gpus", "0")
         assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
     done = run("recipe", "quickstart_mao", "--dry-run")
     assert done.returncode == 2 and "quickstart_moa" in done.stderr
     done = run("compare")
     assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
-    assert {path.stem for path in site.glob("moa_fairseq/share/configs/*.yaml")} == {
-        path.stem for path in (ROOT / "configs").glob("*.yaml")
-    }
+    installed, here = site / "moa_fairseq" / "share" / "configs", ROOT / "configs"
+    files = {path.relative_to(here) for path in here.rglob("*.yaml")}
+    assert {path.relative_to(installed) for path in installed.rglob("*.yaml")} == files
+    assert {path.relative_to(here) for path in shipped_recipes().values()} < files
     share = site / "moa_fairseq" / "share" / "results"
     for name in ("kernels", "benchmarks"):
         assert {path.name for path in (share / name).glob("*.json")} == {
@@ -123,4 +124,5 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     found = subprocess.run([sys.executable, "-c", code], **place, capture_output=True, text=True, check=True)
     assert Path(found.stdout.strip()) == share / "kernels"
-    load_recipe(site / "moa_fairseq" / "share" / "configs" / "wikitext103_lm_moa_47m.yaml")
+    done = run("recipe", "wikitext103_lm_moa_47m", "--dry-run", "--gpus", "0")
+    assert done.returncode == 0, done.stderr

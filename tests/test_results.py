@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -105,7 +105,7 @@ def test_the_losses_of_the_table():
 @pytest.mark.parametrize("path", sorted((RESULTS / "measured").glob("*.json")), ids=lambda path: path.stem)
 def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
     run = record(path.stem)
-    config = ROOT / re.search(r"configs/\S+\.yaml", run["command"]).group()
+    config = find_recipe(Path(re.search(r" recipe (\S+)", run["command"]).group(1)))
     changed = "--set model.experts_per_token" in run["command"]  # another model than the recipe's
     assert (run["experiment"] == config.stem) != changed
     signature = run["metrics"].get("sacrebleu_signature")

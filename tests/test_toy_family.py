@@ -8,7 +8,7 @@ import yaml
 
 from moa_fairseq.cli import build_parser, main
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
 
@@ -102,7 +102,7 @@ def test_a_recipe_trains_and_scores_it(moa_fairseq, toy_data, tmp_path):
 
 
 def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path, said):
-    recipe = load_recipe(ROOT / "configs" / "listops_switchhead_2h.yaml")
+    recipe = load_recipe(shipped_recipes()["listops_switchhead_2h"])
     options = Options(stage="score", save_dir=tmp_path, user_dir=TOY)
     run_recipe(recipe, Hardware(), options, dry_run=True)
     score = next(line for line in said if line.startswith("$ "))[2:].split()

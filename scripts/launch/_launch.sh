@@ -5,7 +5,9 @@ usage() { sed -n '2,/^set /{/^#SBATCH/d;s/^# \{0,1\}//p;}' "$0"; }
 fail() { echo "$launch_name: error: $*" >&2; exit 2; }
 case "${1:-}" in -h|--help) usage; exit 0 ;; "" | -*) usage >&2; fail "name an experiment first (a file of configs/)" ;; esac
 here="$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)"
-config="$here/../../configs/$1.yaml"
+name="${1#configs/}"
+found=("$here"/../../configs/*/"${name%.yaml}.yaml")   # in the folder of its data set
+config="${found[0]}"
 [ -f "$1" ] && config="$1"
 [ -f "$config" ] || fail "there is no recipe $1 (looked for $config)"
 experiment_name="$(basename "$config" .yaml)"

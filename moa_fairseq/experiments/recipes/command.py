@@ -1,15 +1,15 @@
 """Run one experiment: prepare its data, train, average, translate and score, as its YAML file says.
 
-  moa-fairseq recipe configs/multi30k_ende_moa_tiny.yaml --data multi30k/data/task1/raw
-  moa-fairseq recipe configs/wmt14_ende_moa_base.yaml --dry-run --gpus 8
-  moa-fairseq recipe configs/quickstart_moa.yaml --set train.max_epoch=2 --save-dir runs/try
+  moa-fairseq recipe multi30k_ende_moa_tiny --data multi30k/data/task1/raw
+  moa-fairseq recipe wmt14_ende_moa_base --dry-run --gpus 8
+  moa-fairseq recipe quickstart_moa --set train.max_epoch=2 --save-dir runs/try
 
 Prints the plain fairseq commands that it runs; they also stand in <save-dir>/commands.sh, which makes the
 same run again in another folder. Run the same line again after an interruption: finished stages are
 skipped, training goes on from its last checkpoint. --gpus says how many GPUs to use (all that torch sees;
 0: the CPU); --update-freq follows, so that one update has the recipe's number of tokens on any machine.
 
-  moa-fairseq recipe configs/wmt14_ende_moa_big.yaml --plan                    what it will cost
+  moa-fairseq recipe wmt14_ende_moa_big --plan                    what it will cost
   bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh beside it
 """
 

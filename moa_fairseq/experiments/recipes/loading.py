@@ -33,6 +33,10 @@ T = TypeVar("T")
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
 _NOT_YAML = (*_ODD, RecursionError, OverflowError)
+_OTHER_FOLDERS = (
+    "parts",
+    "studies",
+)  # of configs/: what several recipes share; studies
 MOST_LAYERS = 64  # files of one recipe: a base that is named twice at every step would be read 2^n times
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 
@@ -87,13 +91,9 @@ def _layers(
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
-        near = path.parent / name
-        if near.is_file():
-            found = near
-        else:
-            found = shipped("configs") / name
+        found = find_recipe(Path(name), path.parent)
         if not found.is_file():
-            fail(str(path), "base", f"{near.resolve()} is not a file, nor {name!r} a shipped recipe.")
+            fail(str(path), "base", f"{found.resolve()} is not a file, nor {name!r} a shipped recipe.")
         if found.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{found} is built on this file itself.")
         if len(above) + len(layers) >= MOST_LAYERS:
@@ -111,13 +111,30 @@ def _layers(
     return layers
 
 
-def find_recipe(path: Path) -> Path:
-    """The file itself where there is one, else the shipped recipe of that name: NAME or configs/NAME.yaml."""
-    bare = path.parent in (Path(), Path("configs")) and path.suffix in ("", ".yaml")
-    if path.is_file() or not bare:
-        return path
-    named = shipped("configs") / f"{path.stem}.yaml"
-    return named if named.is_file() else path
+def shipped_recipes() -> dict[str, Path]:
+    """Name → file of every recipe of configs/, which has a folder for each data set."""
+    files = shipped("configs").glob("*/*.yaml")
+    return {file.stem: file for file in sorted(files) if file.parent.name not in _OTHER_FOLDERS}
+
+
+def find_recipe(path: Path, folder: Path = Path()) -> Path:
+    """The file itself where there is one, else the shipped recipe of that name.
+
+    folder: from which the path goes. A shipped recipe is called NAME, NAME.yaml or configs/NAME.yaml, and the
+    folder of its data set may be said. A path within configs/, such as parts/moa_losses.yaml, is found, too.
+    """
+    near = folder / path
+    if near.is_file() or path.suffix not in ("", ".yaml"):
+        return near
+    configs = shipped("configs")
+    within = configs / path
+    if within.is_file():
+        return within
+    named = shipped_recipes().get(path.stem, near)
+    bare = path.parent in (Path(), Path("configs"), Path("configs", named.parent.name))
+    if bare or near.parent.resolve() == configs:
+        return named
+    return near
 
 
 def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
@@ -256,7 +273,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     try:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
-        near = sorted({p.stem for folder in (path.parent, shipped("configs")) for p in folder.glob("*.yaml")})
+        near = sorted({*shipped_recipes(), *(file.stem for file in path.parent.glob("*.yaml"))})
         if near:
             hint = did_you_mean(path.stem, near)
         else:

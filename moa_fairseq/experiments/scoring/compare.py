@@ -68,6 +68,7 @@ SCORES = {  # metric → heading
 }
 # What the command of a run says that may differ between seeds.
 _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
+_FILE_OF_A_RECIPE = re.compile(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml")  # which may be called by its name
 
 
 @dataclasses.dataclass
@@ -392,6 +393,7 @@ def _other(runs: list[dict]) -> list[Table]:
     for run in runs:
         keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
         command = _OF_ONE_RUN.sub("", run.get("command") or "")
+        command = _FILE_OF_A_RECIPE.sub(r"\1", command)
         group = alike[(run["experiment"], command, *(str(run.get(key)) for key in keys))]
         seeds = {None, *(other.get("seed") for other in group)} if group else {}
         (alike[(id(run),)] if run.get("seed") in seeds else group).append(run)

@@ -21,7 +21,7 @@ from numpy.typing import NDArray
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import LIST, MAPPING, NUMBER, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.experiments.make import changes
-from moa_fairseq.experiments.recipes.loading import build, fail, load_recipe, read_mapping
+from moa_fairseq.experiments.recipes.loading import build, fail, find_recipe, load_recipe, read_mapping
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 
 DIVERGED = "diverged"
@@ -88,7 +88,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a study file says; recipes are named from the file's folder.
+    """What a study file says; a recipe is a path from the file's folder, or the name of a shipped one.
 
     set: for every system, under its own. stage: "train", or "all" to score, too. Measured is the validation
     loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
@@ -240,7 +240,7 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
         Run(
             key,
             seed,
-            folder / row.recipe,
+            find_recipe(Path(row.recipe), folder),
             row.set,
             records / study.study / f"{key.replace(' ', '-')}-seed{seed}.json",
         )

@@ -14,12 +14,10 @@ from moa_fairseq.experiments.data import download
 from moa_fairseq.experiments.data.catalogue import datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest, summary
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.text import STEPS
-
-CONFIGS = Path(__file__).resolve().parents[3] / "configs"
 
 
 def lines_of(path):
@@ -243,7 +241,7 @@ def test_a_recipe_needs_no_data_of_its_users(
         return Path(shutil.copyfile(archives / Path(source.name).name, folder / source.name))
 
     monkeypatch.setattr(download, "download", serve)
-    recipe = load_recipe(CONFIGS / f"{config}.yaml", ["data.bpe=20"] if name == "wmt14_en_de" else [])
+    recipe = load_recipe(shipped_recipes()[config], ["data.bpe=20"] if name == "wmt14_en_de" else [])
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
     run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
     files = datasets()[recipe.data.recipe].files(("en", "de") if name == "wmt14_en_de" else ())

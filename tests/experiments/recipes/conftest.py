@@ -4,14 +4,13 @@ import copy
 import random
 import shlex
 import struct
-from pathlib import Path
 
 import pytest
 import yaml
 
 from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
 
@@ -80,9 +79,8 @@ def write_config(tmp_path):
 
 @pytest.fixture
 def shipped():
-    """shipped(name, *overrides) → the recipe configs/NAME.yaml."""
-    configs = Path(__file__).resolve().parents[3] / "configs"
-    return lambda name, *overrides: load_recipe(configs / f"{name}.yaml", overrides)
+    """shipped(name, *overrides) → the recipe NAME of configs/."""
+    return lambda name, *overrides: load_recipe(shipped_recipes()[name], overrides)
 
 
 @pytest.fixture

@@ -1,5 +1,6 @@
-"""Every shipped YAML file: valid, accepted by fairseq's own parser, with its header and its script."""
+"""Every shipped YAML file: valid, accepted by fairseq's own parser, with its header; the papers' scripts."""
 
+import fnmatch
 import functools
 import json
 import operator
@@ -13,14 +14,16 @@ from omegaconf import OmegaConf
 
 from moa_fairseq.experiments.recipes.batch import plan_batch
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.complexity import complexity
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIGS = sorted((ROOT / "configs").glob("*.yaml"))
+RECIPES = shipped_recipes()
+CONFIGS = list(RECIPES.values())
 NAMES = [path.stem for path in CONFIGS]
+SCRIPTS = [name for name in NAMES if (ROOT / "scripts" / f"{name}.sh").exists()]
 EVALUATION = {
     TRANSLATION: "fairseq-generate",
     MASKED_LM: "moa-fairseq score",
@@ -51,7 +54,10 @@ def test_fairseq_accepts_the_training_line(path, hardware, shown):
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
 def test_header(path):
     header = re.match(r"(#.*\n)+", path.read_text(encoding="utf-8")).group(0)
-    for word in ("Reproduces:", "Hardware", f"Launch: bash scripts/{path.stem}.sh", "Override", "--set"):
+    launch = f"moa-fairseq recipe {path.stem}"
+    if path.stem in SCRIPTS:
+        launch = f"bash scripts/{path.stem}.sh"
+    for word in ("Reproduces:", "Hardware", f"Launch: {launch}", "Override", "--set"):
         assert word in header
     for override in re.findall(r"--set (\S+)", header):
         load_recipe(path, [override])
@@ -78,6 +84,16 @@ def test_numbers_of_the_headers_are_those_that_were_measured():
     assert checked >= 4
 
 
+def test_a_name_is_that_of_one_recipe():
+    """It stands for the recipe without its folder: in commands, `base:`, studies and records."""
+    folders = [folder for folder in (ROOT / "configs").iterdir() if folder.is_dir()]
+    names = [path.stem for folder in folders if folder.name != "studies" for path in folder.glob("*.yaml")]
+    parts = {path.stem for path in (ROOT / "configs" / "parts").glob("*.yaml")}
+    assert len(names) == len(set(names)) and set(names) == {*RECIPES} | parts
+    assert not list((ROOT / "configs").glob("*.yaml")), "a recipe lies in the folder of its data set"
+    assert max(len(list(folder.iterdir())) for folder in [ROOT / "configs", *folders]) <= 20
+
+
 @functools.cache
 def read(path):
     return yaml.safe_load(path.read_text(encoding="utf-8"))
@@ -97,7 +113,7 @@ def test_a_config_restates_nothing_of_its_bases(path):
     own = yaml.safe_load(path.read_text(encoding="utf-8"))
     names, base = own.pop("base", []), {}
     for name in names if isinstance(names, list) else [names]:
-        layer = read(path.parent / name)
+        layer = read(find_recipe(Path(name), path.parent))
         base = OmegaConf.to_container(OmegaConf.merge(base, layer))
     whole = ("reproduces.", "model.num_experts", "model.experts_per_token", "model.expert_dim")
     assert [key for key in restated(own, base) if not key.startswith(whole)] == []
@@ -110,8 +126,17 @@ def test_every_part_is_a_base_of_several():
 
 
 @pytest.mark.parametrize("path", CONFIGS, ids=NAMES)
-def test_script(path):
+def test_papers_own_models_have_a_link(path):
+    """Those that stand for a row of theirs; others run by `moa-fairseq recipe NAME` alone."""
+    recipe = shipped(path)
+    own = recipe.model.arch.startswith(("moa_", "mae_", "switchhead_", "switchall_", "moh_"))
     script = ROOT / "scripts" / f"{path.stem}.sh"
+    assert script.is_symlink() == bool(own and recipe.reproduces)
+
+
+@pytest.mark.parametrize("name", SCRIPTS)
+def test_script(name):
+    script = ROOT / "scripts" / f"{name}.sh"
     assert script.stat().st_mode & 0o111
     assert subprocess.run(["bash", "-n", str(script)], check=False).returncode == 0
     assert len(script.read_text(encoding="utf-8").splitlines()) <= 5
@@ -149,7 +174,7 @@ text_lm_moh_large: {lr: 0.0005, min-lr: 0.00005, warmup-updates: 500}
 @pytest.mark.parametrize("pattern", PAPERS)
 def test_the_papers_settings(pattern):
     found = 0
-    for path in (ROOT / "configs").glob(f"{pattern}.yaml"):
+    for path in (RECIPES[name] for name in fnmatch.filter(NAMES, pattern)):
         recipe, found = shipped(path), found + 1
         for key, value in PAPERS[pattern].items():
             said = operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
@@ -163,7 +188,7 @@ def test_mohs_language_models_have_the_printed_parameters(name, row):
     (printed,) = {
         each["values"]["# Params."] for each in tables[2]["rows"] if each["row"].startswith(f"{row} ")
     }
-    recipe = load_recipe(ROOT / "configs" / f"text_lm_moh_{name}.yaml")
+    recipe = load_recipe(RECIPES[f"text_lm_moh_{name}"])
     sizes = recipe.model
     heads = ["--experts-per-token", str(sizes.experts_per_token)]
     heads += ["--moh-shared-heads", str(sizes.flags["moh-shared-heads"])]
@@ -184,7 +209,7 @@ def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
 
 
 @pytest.mark.parametrize(
-    "path", sorted((ROOT / "configs").glob("*_moa_*_release.yaml")), ids=lambda p: p.stem
+    "path", [p for p in CONFIGS if fnmatch.fnmatch(p.stem, "*_moa_*_release")], ids=lambda p: p.stem
 )
 def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path):
     """And each has a row of its own, so that its runs are not averaged with those of the paper's settings."""
@@ -256,7 +281,7 @@ def test_each_recipe_stands_for_a_row_that_there_is():
     ],
 )
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
-    one, other = (shipped(ROOT / "configs" / f"{name}.yaml") for name in (dense, mixture))
+    one, other = (shipped(RECIPES[name]) for name in (dense, mixture))
     assert one.data == other.data and one.generate == other.generate and one.average == other.average
     routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
 

@@ -20,11 +20,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import hardware as module
 from moa_fairseq.experiments.recipes.batch import plan_batch, planned_updates, schedule_warning, training_set
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, check_sharding, find_world
-from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe
+from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import CANNOT_GO_ON, OWN, REFUSED, SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
-CONFIGS = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+CONFIGS = sorted(shipped_recipes())
 NAMES_A_FILE = re.compile(
     "path|dir|file|script|save|log|repo|dict|yaml|config|pref|suffix|from|checkpoint|model|root|vocab|json|codes|"
     "lexicon|args|detok|tokenizer|bpe|hash|stats|plasma|wandb"
@@ -242,7 +242,7 @@ def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_pa
     longer = dataclasses.replace(ends, train=dataclasses.replace(ends.train, max_update=100))
     assert "tri_stage" in warning(ends) and warning(longer) is None
     monkeypatch.chdir(tmp_path)
-    line = ["recipe", str(ROOT / "configs" / "quickstart_mlm.yaml"), "--dry-run", "--gpus", "0"]
+    line = ["recipe", "quickstart_mlm", "--dry-run", "--gpus", "0"]
     assert main([*line, "--set", "train.max_update=900"]) == 0
     assert "WARNING: the learning rate of the last update (900)" in capsys.readouterr().out
 

@@ -59,7 +59,7 @@ if __name__ == "__main__":
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["scripts/quickstart_moa.sh", "scripts/launch/multinode.sh"])
+@pytest.mark.parametrize("script", ["scripts/wmt14_ende_moa_base.sh", "scripts/launch/multinode.sh"])
 def test_scripts(planted, script):
     words = (
         ["quickstart_moa", "--nodes", "1", "--node-rank", "0", "--master", "h"] if "launch" in script else []

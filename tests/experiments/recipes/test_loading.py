@@ -8,8 +8,9 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe
+from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import Data, Generate, Model, Recipe, Train
+from moa_fairseq.files import shipped
 
 
 def test_a_valid_recipe_keeps_its_values(small, write_config):
@@ -144,9 +145,27 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
 def test_a_file_comes_before_the_shipped_recipe_of_its_name(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     name = Path("quickstart_moa.yaml")
-    assert find_recipe(name).is_absolute() and find_recipe(Path("configs/quickstart_moa")).is_absolute()
+    assert find_recipe(name) == shipped_recipes()["quickstart_moa"]
     name.touch()
     assert find_recipe(name) == name
+
+
+@pytest.mark.parametrize(
+    "place",
+    ["", "configs", "configs/quickstart", shipped("configs"), shipped("configs") / "studies" / ".."],
+)
+@pytest.mark.parametrize("name", ["quickstart_moa", "quickstart_moa.yaml"])
+def test_a_shipped_recipe_has_its_name_wherever_it_lies(tmp_path, monkeypatch, place, name):
+    monkeypatch.chdir(tmp_path)
+    found = find_recipe(Path(place, name))
+    assert found.samefile(shipped_recipes()["quickstart_moa"])
+    assert load_recipe(found).experiment == "quickstart_moa"
+
+
+@pytest.mark.parametrize("place", ["elsewhere", "configs/multi30k", "../configs", "parts"])
+def test_another_path_is_not_taken_for_a_shipped_recipe(place):
+    path = Path(place, "quickstart_moa.yaml")
+    assert find_recipe(path) == path
 
 
 def test_what_is_built_on_another_file_has_a_summary_of_its_own(small, write_config):

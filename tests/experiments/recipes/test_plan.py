@@ -12,7 +12,7 @@ from fairseq.utils import move_to_cpu
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.planner import (
     DEVICES,
     HOST_SECONDS,
@@ -117,7 +117,7 @@ MEASURED = {
 def test_hours_are_those_of_the_measured_speed(arch):
     """On the card and on its generation; elsewhere a range. And a batch has the measured peak."""
     (name, *settings), hours, peak = MEASURED[arch]
-    recipe = load_recipe(ROOT / "configs" / f"{name}.yaml", settings)
+    recipe = load_recipe(shipped_recipes()[name], settings)
     machines = [assumed_hardware(card, 1) for card in ("H200", "H100", "A100", "RTX4090")]
     here, near, *others = plan(recipe, None, machines, ROOT / "results")["hardware"]
     file = ROOT / "results/benchmarks/training-cuda.json"
@@ -144,14 +144,14 @@ def test_a_speed_is_of_one_size_and_precision():
     assert _nearest([row, older], "H200", "bf16", 8) == older
     nearer = {**row, "device": "H100"}
     assert _nearest([row, nearer], "H100", "bf16", 1) == nearer
-    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["model.num_experts=16"])
+    recipe = load_recipe(shipped_recipes()["quickstart_moa"], ["model.num_experts=16"])
     work = workload(recipe, None)
     speed = {**row, "experiment": recipe.model.arch, "parameters": work.cost.total_parameters}
     assert not _is_of({**speed, "batch_tokens": 8000}, recipe, work)  # the architecture has 8
 
 
 def test_a_batch_that_does_not_fit():
-    recipe = load_recipe(ROOT / "configs/quickstart_moa.yaml", ["train.max_tokens=10000000"])
+    recipe = load_recipe(shipped_recipes()["quickstart_moa"], ["train.max_tokens=10000000"])
     recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None))
     report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
     (entry,) = report["hardware"]

@@ -8,10 +8,10 @@ import torch
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.loading import shipped_recipes
 from moa_fairseq.experiments.study import running
 from moa_fairseq.experiments.study.design import Run
 from moa_fairseq.experiments.study.running import Place, curve_of
-from moa_fairseq.files import shipped
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 
 LINES = [
@@ -70,7 +70,7 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
             raise Stopped
 
     monkeypatch.setattr(running, "Executor", Executor)
-    recipe = shipped("configs") / "quickstart_moa.yaml"
+    recipe = shipped_recipes()["quickstart_moa"]
     one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path / "A-3.json")
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
     with pytest.raises(Stopped):

@@ -14,7 +14,7 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.study import command, design, report, running
 from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
 
@@ -482,6 +482,15 @@ def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
         families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
         family = study.systems[run.system].family
         assert families.get(recipe.model.arch.partition("_")[0], family) == family
+
+
+def test_a_study_names_a_shipped_recipe_as_a_base_does(tmp_path):
+    path = tmp_path / "named.yaml"
+    systems = {"A": {"label": "dense", "recipe": "quickstart_transformer.yaml"}}
+    path.write_text(json.dumps({"study": "named", "question": "Why?", "seeds": 1, "systems": systems}))
+    (run,) = runs_of(load_study(path, tmp_path), tmp_path, tmp_path)
+    assert run.recipe == shipped_recipes()["quickstart_transformer"]
+    assert run.load().experiment == "quickstart_transformer"
 
 
 def test_workers_share_a_study(study, monkeypatch):
