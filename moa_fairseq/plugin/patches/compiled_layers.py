@@ -8,12 +8,14 @@ from __future__ import annotations
 
 import argparse
 import functools
+import importlib
 import inspect
 import logging
 from collections.abc import Callable
 from typing import Any
 
 import torch
+from fairseq.modules.gelu import gelu_accurate
 from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
 from omegaconf import open_dict
 from torch import Tensor, nn
@@ -117,7 +119,9 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
             "of this package have torch's"
         )
     if not layers:
-        reasons[f"--arch {getattr(cfg.model, 'arch', cfg.model._name)}"] = "it has no layer of a Transformer"
+        reasons[f"--arch {getattr(cfg.model, 'arch', cfg.model._name)}"] = (
+            "none of its layers is fairseq's TransformerEncoderLayer or TransformerDecoderLayer"
+        )
     if reasons:
         flag, reason = next(iter(reasons.items()))
         raise UserError(f"{FLAG} does not go with {flag}: {reason}. Leave one of the two out.")
@@ -125,6 +129,10 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
 
 def can_compile(device: torch.device) -> bool:
     """Whether torch can compile for a device here; a warning says why not."""
+    dynamo: Any = importlib.import_module("torch._dynamo")  # what fails here, fails without the flag, too
+    if dynamo.config.disable:
+        logger.warning(f"{FLAG}: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set: nothing is compiled")
+        return False
     try:
         torch.compile(lambda x: x.sin() * x, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
     except Exception as error:  # whatever compilers, their caches and their tools raise
@@ -135,6 +143,7 @@ def can_compile(device: torch.device) -> bool:
 
 def _warn(what: str, error: Exception) -> None:
     lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
+    lines = [line for line in lines if not line.startswith("Set TORCHDYNAMO_VERBOSE")]
     at_fault = [line for line in lines if "error:" in line.lower()]  # a compiler's, below its long command
     reason = " ".join((lines[:2] + at_fault[:2]) if at_fault else lines[:3])
     logger.warning(f"{FLAG}: {what}: {type(error).__name__}: {reason}")
@@ -155,7 +164,9 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
     functorch: Any = torch._functorch.config
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
         functorch.force_non_lazy_backward_lowering = True
+    gelu_accurate(torch.zeros(1))  # its first call writes into the function, which no graph can
     shared = _Compiled(backend, mode)
+    kinds = set()
     for layer in model.modules():
         if isinstance(layer, LAYERS):
             run = functools.partial(shared, layer)  # a copy of the layer has one with the copy
@@ -165,6 +176,12 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
                     checkpointed.func, run, *checkpointed.args[1:], **checkpointed.keywords
                 )
             layer.forward = run
+            kinds.add(type(layer).__name__)
+    names = " and ".join(sorted(kinds))
+    logger.info(
+        f"{FLAG}: {names} are compiled when they first run, and for new kinds of batches: minutes in which "
+        "nothing else is logged"
+    )
 
 
 class _Compiled:

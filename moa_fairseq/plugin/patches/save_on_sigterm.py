@@ -14,6 +14,7 @@ import functools
 import logging
 import math
 import multiprocessing
+import os
 import signal
 import sys
 import threading
@@ -113,6 +114,8 @@ def was_asked() -> bool:
 
 
 def _remember(*_: Any) -> None:
+    if not _asked.is_set():  # a log's lock may be held by what the signal interrupts
+        os.write(2, b"SIGTERM: the training ends after this update\n")
     _asked.set()
     for child in multiprocessing.active_children():
         if isinstance(child, multiprocessing.context.SpawnProcess):  # a process per GPU, not a data worker
