@@ -129,16 +129,22 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
 
 def can_compile(device: torch.device) -> bool:
     """Whether torch can compile for a device here; a warning says why not."""
-    dynamo: Any = importlib.import_module("torch._dynamo")  # what fails here, fails without the flag, too
-    if dynamo.config.disable:
-        logger.warning(f"{FLAG}: TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE is set: nothing is compiled")
-        return False
+    importlib.import_module("torch._dynamo")  # what fails here, fails without the flag, too
+
+    def trial(x: Tensor) -> tuple[Tensor, bool]:
+        return x.sin() * x, torch.compiler.is_compiling()
+
     try:
-        torch.compile(lambda x: x.sin() * x, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
+        _, compiled = torch.compile(trial, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
     except Exception as error:  # whatever compilers, their caches and their tools raise
         _warn("torch cannot compile here, and the layers run as without the flag", error)
         return False
-    return True
+    if not compiled:
+        logger.warning(
+            f"{FLAG}: torch's compiler is turned off (TORCHDYNAMO_DISABLE or TORCH_COMPILE_DISABLE), and the "
+            "layers run as without the flag"
+        )
+    return compiled
 
 
 def _warn(what: str, error: Exception) -> None:
