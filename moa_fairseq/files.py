@@ -93,7 +93,7 @@ def atomic_write(
         os.umask(umask)
         os.chmod(written, 0o666 & ~umask)
         os.replace(written, path)
-        _sync_folder(path.parent)
+        sync_folder(path.parent)
     except BaseException as error:
         with contextlib.suppress(OSError):
             os.unlink(written)
@@ -212,7 +212,7 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
         raise UserError(f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way.")
 
 
-def _sync_folder(folder: Path) -> None:
+def sync_folder(folder: Path) -> None:
     """Make a renaming durable, on systems that can."""
     with contextlib.suppress(OSError):
         handle = os.open(folder, os.O_RDONLY)

@@ -8,6 +8,7 @@ import dataclasses
 import gzip
 import io
 import json
+import lzma
 import random
 import struct
 import tarfile
@@ -35,7 +36,7 @@ from moa_fairseq.experiments.recipes.scores import (
 )
 from moa_fairseq.experiments.recipes.train_log import TrainLog, prune, summarise
 from moa_fairseq.experiments.scoring.compare import load_comparison, render
-from moa_fairseq.experiments.scoring.generate_log import read_generate_log
+from moa_fairseq.experiments.scoring.generate_log import lines_of, read_generate_log
 from moa_fairseq.experiments.study.design import (
     Study,
     System,
@@ -44,6 +45,7 @@ from moa_fairseq.experiments.study.design import (
     losses_of,
     runs_of,
 )
+from moa_fairseq.experiments.study.records import outputs_of
 from moa_fairseq.experiments.text import normalize_punctuation
 
 LONG_INPUT = 60_000  # bytes; what a quadratic pattern shows itself with
@@ -233,6 +235,13 @@ def zips(rng: random.Random) -> bytes:
     return mutated(rng, bytes(data), odd) if rng.random() < 0.6 else bytes(data)
 
 
+def packed_tars(rng: random.Random) -> bytes:
+    """.tar.xz: damaged as such, or well packed with a damaged tar inside."""
+    if rng.random() < 0.3:
+        return mutated(rng, lzma.compress(tar_of()), (b"\xfd7zXZ", b"\0" * 512))
+    return lzma.compress(tars(rng), preset=0)
+
+
 def archives(rng: random.Random) -> bytes:
     return zips(rng) if rng.random() < 0.5 else tars(rng)
 
@@ -303,18 +312,33 @@ RECORD = {
 def parse_study(place: Path) -> None:
     study = load_study((place / "input").rename(place / "input.yaml"), place, tune=True)
     for run in runs_of(study, place, place):
-        assert run.record.parent.parent == place
+        assert run.records.parent == place
 
 
-def parse_record(place: Path) -> None:
+def dump_records(tree: Any) -> str:
+    return "".join(json.dumps(record) + "\n" for record in tree)
+
+
+def parse_records(place: Path, name: str = "records.jsonl") -> None:
     """A record of other settings is left out."""
     study = build(Study, {**STUDY, "study": "record", "tuning": None}, "fuzz")
     study = dataclasses.replace(study, systems={"A": System("a", "input.yaml")})
     (place / "input.yaml").write_text(dump_yaml(RECIPE))
     runs = runs_of(study, place, place)[:1]
-    runs[0].record.parent.mkdir()
-    (place / "input").rename(runs[0].record)
+    runs[0].records.mkdir()
+    (place / "input").rename(runs[0].records / name)
     losses_of(study, runs, fitting_records(study, runs))
+
+
+def parse_single_record(place: Path) -> None:
+    parse_records(place, "A-seed1.json")
+
+
+def parse_translations(place: Path) -> None:
+    """The archive of a study's outputs, one of which is scored."""
+    (place / "input").rename(place / "outputs.tar.xz")
+    for text in outputs_of(place).values():
+        lines_of(text, "outputs.tar.xz")
 
 
 # --- what a run leaves ------------------------------------------------------------------------------
@@ -446,7 +470,13 @@ PARSERS = {
             of_mapping(STUDY, dump_yaml, (*VALUES, *YAML_TEXTS), YAML_ODD),
             *(parse_study, 400, 1e-4),
         ),
-        of_json("record", RECORD, parse_record),
+        of_json("record", RECORD, parse_single_record),
+        Parser(
+            *("records", dump_records([RECORD, RECORD]).encode()),
+            of_mapping([RECORD, RECORD], dump_records, VALUES, JSON_ODD),
+            parse_records,
+        ),
+        Parser("translations", lzma.compress(tar_of()), packed_tars, parse_translations),
         Parser("train-log", LOG_BYTES, LOGS, parse_log),
         Parser("learning-curve", LOG_BYTES, LOGS, parse_curve),
         Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),

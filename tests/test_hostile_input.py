@@ -9,6 +9,7 @@ import contextlib
 import gzip
 import io
 import json
+import lzma
 import os
 import random
 import re
@@ -208,6 +209,7 @@ IN_RECORDS = (
     ({"seed": "1"}, "seed must be a number"),
     ({"settings": []}, "settings must be a mapping"),
 )
+LINE = json.dumps(RECORD) + "\n"
 IN_RESULTS = (
     ({"metrics": []}, "metrics must be a mapping"),
     ({"metrics": {"multi_bleu": "20"}}, "multi_bleu must be a number"),
@@ -248,6 +250,21 @@ PLANTED = [
     *(("study-yaml", text.encode(), says) for text, says in STUDY_TEXTS),
     *(("record", json.dumps({**RECORD, **change}).encode(), says) for change, says in IN_RECORDS),
     *(("record", data.encode(), "") for data in ("", "[]", "{}", '{"seed": 1, "seed": 2}', '["\\ud800"]')),
+    *(
+        ("records", f"{LINE}{json.dumps({**RECORD, **change})}\n".encode(), says and f"line 2.*{says}")
+        for change, says in IN_RECORDS
+    ),
+    *(
+        ("records", f"{LINE}{data}\n{LINE}".encode(), "line 2")
+        for data in (LINE[:40], "[]", "{}", "3", "[" * 100_000, '{"seed": 1, "seed": 2}', NINES)
+    ),
+    *(("records", data.encode(), None) for data in ("", "\n", LINE, f"{LINE}\n{LINE}")),
+    *(("records", (LINE + LINE)[:-end].encode(), None) for end in (1, 2, 40)),  # cut off by a kill
+    *(("translations", lzma.compress(tar), "sparse|damaged") for tar in TARS),
+    *(
+        ("translations", data, "damaged")
+        for data in (b"", lzma.compress(zip_of()), lzma.compress(hostile_input.tar_of())[:-9])
+    ),
     *(("bpe-codes", data, says) for data, says in IN_CODES),
     ("archives", ENCRYPTED, "cannot be unpacked here .*encrypted"),
     *(("archives", zip_with(8, method), "cannot be unpacked here .*compression") for method in (9, 97)),
@@ -270,7 +287,10 @@ def test_what_was_planted_ends_soon_and_is_named(folder):
         if says is None:
             fits = said is None
         else:
-            named = said and re.search(r"\binput\b|\bx\.(zip|tar|tgz)|train\.jsonl|A-seed1\.json", said)
+            named = said and re.search(
+                r"\binput\b|\bx\.(zip|tar|tgz)|train\.jsonl|A-seed1\.json|records\.jsonl|outputs\.tar\.xz",
+                said,
+            )
             fits = named and re.search(says, said) and len(said) <= 2000
         if not fits:
             wrong.append(f"{number}, {name}: {data[:80]!r}: {said!s:.200}")

@@ -1,5 +1,6 @@
 """What results/ says of Multi30k, worked out again from its records."""
 
+import hashlib
 import json
 import math
 import re
@@ -8,7 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 
+from moa_fairseq.experiments.data.archives import contents
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
+from moa_fairseq.experiments.study.records import records_of
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -56,10 +59,11 @@ def test_the_scores_and_p_values_of_the_table(test_set):
 def test_the_p_values_are_two_sided_and_of_these_outputs():
     assert "--paired-ar" in SIGNIFICANCE["command"] and "case:lc" in SIGNIFICANCE["signature"]
     assert "tok:none" in SIGNIFICANCE["signature"] and "--paired-bs" not in PAGE
+    translated = contents(RESULTS / "outputs.tar.xz")
     for test_set, baselines in SIGNIFICANCE["sets"].items():
         for baseline, rows in baselines.items():
             for name, row in rows.items():
-                assert (RESULTS / "outputs" / name / f"{test_set}.de").is_file()
+                assert f"{name}/{test_set}.de" in translated
                 found = bleu(name)[test_set] - bleu(baseline)[test_set]
                 assert row["difference"] == pytest.approx(found, abs=0.011)  # <unk> in a log's references
     below = {
@@ -114,8 +118,28 @@ def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
 
 
 def test_a_studys_commands_are_not_of_one_machine():
-    files = [*(RESULTS / "studies").rglob("*.json")]
+    files = [*(RESULTS / "studies").rglob("*.json*")]
     found = [
         file.name for file in files if re.search(r"[ '=]/(?!tmp/)\w+/", file.read_text(encoding="utf-8"))
     ]
     assert files and not found
+
+
+@pytest.mark.parametrize("path", sorted(RESULTS.rglob("outputs.tar.xz")), ids=lambda path: path.parent.name)
+def test_the_translations_are_those_that_were_scored(path):
+    texts = contents(path)
+    lines = path.with_name("outputs.sha256").read_text(encoding="utf-8").splitlines()
+    assert lines == [f"{hashlib.sha256(texts[name]).hexdigest()}  {name}" for name in sorted(texts)]
+    if path.parent != RESULTS:
+        scored = {
+            f"{system}-seed{seed}.{subset}.txt"
+            for (system, seed), record in records_of(path.parent).items()
+            for subset in record.content["metrics"]
+        }
+        assert scored == texts.keys()
+
+
+def test_a_run_has_one_record():
+    for path in (RESULTS / "studies").rglob("records.jsonl"):
+        assert len(records_of(path.parent)) == len(path.read_text(encoding="utf-8").splitlines())
+    assert not list((RESULTS / "studies").rglob("*-seed[0-9]*.json"))

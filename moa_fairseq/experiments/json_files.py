@@ -6,21 +6,27 @@ What is read is plain: mappings, lists, text in UTF-8, numbers, true, false and 
 from __future__ import annotations
 
 import json
+import logging
 import math
+import os
 import re
 import reprlib
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any, ClassVar, NoReturn
 
+import portalocker
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, refuse_irregular
+from moa_fairseq.files import atomic_write, disk_errors, refuse_irregular, refuse_link, sync_folder
+
+log = logging.getLogger(__name__)
 
 # PyYAML reads some 100,000 bytes a second; the longest study here has 8,000.
 MOST_BYTES = {"JSON": 64 << 20, "YAML": 256 << 10}
 MOST_VALUES = 100_000  # of a YAML file, with every `*alias` written out
+LOCK_SECONDS = 60  # how long another process may take to append a line
 
 
 def is_number(value: Any) -> bool:
@@ -63,6 +69,83 @@ def read_json(path: Path, remedy: str) -> Any:
             half a letter (a lone surrogate).
     """
     return _read(path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy)
+
+
+def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
+    """The values of a JSON Lines file.
+
+    A last line that a kill cut off is passed over, with a warning: it is no JSON, and has no line end.
+
+    Args:
+        path: The file; each of its lines is a value, or empty.
+        remedy: What a UserError ends with.
+
+    Returns:
+        Number of the line, from 1 → its value.
+
+    Raises:
+        FileNotFoundError: There is no such file.
+        UserError: As read_json; it names the line.
+    """
+    return _read(path, "JSON", lambda text: _values(text, path), remedy)
+
+
+def _values(text: str, path: Path) -> dict[int, Any]:
+    found = {}
+    lines = text.split("\n")
+    for number, line in enumerate(lines, 1):
+        if not line.strip():
+            continue
+        try:
+            found[number] = json.loads(line, object_pairs_hook=_each_key_once)
+        except (ValueError, RecursionError) as error:
+            if number < len(lines):
+                raise ValueError(f"line {number}: {error}") from error
+            log.warning("%s, line %d was cut off, and does not count", path, number)
+    return found
+
+
+def append_json_line(path: Path, content: Any) -> None:
+    """Append a value to a JSON Lines file, whole and on the disk, while other processes may do the same.
+
+    Lines before it are never written again. A last line that a kill cut off is taken away.
+
+    Args:
+        path: The file; it and its folder are made where they are not there.
+        content: What becomes one line.
+
+    Raises:
+        UserError: The disk is full, the file cannot be written or locked, or is no ordinary file.
+    """
+    refuse_link(path)
+    refuse_irregular(path, "File")
+    line = json.dumps(content).encode("ascii") + b"\n"
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        try:
+            with portalocker.Lock(path, "a+b", timeout=LOCK_SECONDS) as stream:
+                stream.seek(0)
+                rest = stream.read().rpartition(b"\n")[2]
+                if _is_json(rest):
+                    line = b"\n" + line
+                elif rest:
+                    stream.truncate(stream.tell() - len(rest))
+                stream.write(line)
+                stream.flush()
+                os.fsync(stream.fileno())
+        except portalocker.LockException as error:
+            raise UserError(
+                f"{path} cannot be locked ({error}). Write to a file system with locks."
+            ) from error
+        sync_folder(path.parent)
+
+
+def _is_json(line: bytes) -> bool:
+    try:
+        json.loads(line)
+    except (ValueError, RecursionError):
+        return False
+    return True
 
 
 def read_yaml(path: Path, remedy: str) -> Any:

@@ -1,10 +1,12 @@
-"""Taking single files out of archives: only what was asked for, to where this program says."""
+"""Taking single files out of archives: only what was asked for, to where this program says. Packing some."""
 
 from __future__ import annotations
 
+import contextlib
 import errno
 import functools
 import gzip
+import io
 import lzma
 import posixpath
 import shutil
@@ -12,14 +14,15 @@ import struct
 import tarfile
 import zipfile
 import zlib
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterator, Mapping
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, refuse_irregular
 
 BLOCK = 1 << 20
+MOST_BYTES = 256 << 20  # of all that `contents` holds in memory
 # What the standard library raises for damaged bytes: bad numbers, names and sizes among them.
 _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
@@ -56,13 +59,68 @@ def extract(
         if posixpath.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"{name} would leave the folder")
     found: dict[str, int] = {}
-    try:
+    with _damage_named(archive):
         for path, opened in _members(archive):
             name = name_in(path)
             if name in names and name not in found:
                 with opened() as content, atomic_write(folder / name, "wb") as output:
                     shutil.copyfileobj(content, output, BLOCK)
                     found[name] = output.tell()
+    return found
+
+
+def contents(archive: Path) -> dict[str, bytes]:
+    """All ordinary files of an archive, in memory; nothing is written.
+
+    Args:
+        archive: A tar (also .tar.gz and .tar.xz) or zip archive.
+
+    Returns:
+        Name → bytes. Of two files of one name the later one counts.
+
+    Raises:
+        UserError: There is no such file, it holds more than 256 MiB, or as `extract`.
+    """
+    refuse_irregular(archive, "Archive")
+    found: dict[str, bytes] = {}
+    left = MOST_BYTES
+    with _damage_named(archive):
+        for path, opened in _members(archive):
+            with opened() as content:
+                data = content.read(left + 1)
+            left -= len(data)
+            if left < 0:
+                raise UserError(f"{archive} holds more than {MOST_BYTES:,} bytes: unpack it by hand.")
+            found[posixpath.normpath(path)] = data
+    return found
+
+
+def pack(archive: Path, files: Mapping[str, bytes]) -> None:
+    """Write a .tar.xz, which for the same files is the same to the byte.
+
+    Args:
+        archive: Where it goes; what is there is replaced as a whole.
+        files: Name → bytes.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with (
+        atomic_write(archive, "wb") as output,
+        lzma.open(output, "wb", preset=9 | lzma.PRESET_EXTREME) as compressed,
+        tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as tar,
+    ):
+        for name in sorted(files):
+            member = tarfile.TarInfo(name)  # of 1970, and of nobody
+            member.size = len(files[name])
+            tar.addfile(member, io.BytesIO(files[name]))
+
+
+@contextlib.contextmanager
+def _damage_named(archive: Path) -> Iterator[None]:
+    """Errors of reading an archive, in words for users."""
+    try:
+        yield
     except RuntimeError as error:  # NotImplementedError among them: encrypted, or compressed as Python cannot
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"{archive} cannot be unpacked here ({error}). {remedy}.") from error
@@ -72,19 +130,22 @@ def extract(
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
-    return found
 
 
 def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
     """(path, what opens it) of each ordinary file in the archive."""
-    if not archive.name.endswith((".tar", "gz")):
+    if not archive.name.endswith((".tar", "gz", ".xz")):
         with zipfile.ZipFile(archive) as package:
             for info in package.infolist():
                 if not info.is_dir():
                     yield info.filename, functools.partial(package.open, info)
         return
     # One pass from front to back, so that a large archive is decompressed only once.
-    opener = gzip.open if archive.name.endswith("gz") else open
+    opener: Callable[..., Any] = open
+    if archive.name.endswith("gz"):
+        opener = gzip.open
+    elif archive.name.endswith(".xz"):
+        opener = lzma.open
     with opener(archive, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
 
         def opened(member: tarfile.TarInfo) -> IO[bytes]:

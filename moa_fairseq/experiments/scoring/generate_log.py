@@ -5,6 +5,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.archives import contents
 from moa_fairseq.experiments.data.encodings import encoding_remedy
 from moa_fairseq.experiments.json_files import LIST, MAPPING, TEXT, check_kinds, read_yaml
 
@@ -145,13 +146,39 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
 def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
 
+    Args:
+        path: of the file; also ARCHIVE.tar.xz/NAME, for a file in an archive.
+
     Raises:
         UserError: for a file that cannot be read and for undecodable bytes (naming the line).
     """
+    for archive in Path(path).parents:
+        if archive.suffix == ".xz" and archive.is_file():
+            packed = contents(archive)
+            name = Path(path).relative_to(archive).as_posix()
+            if name not in packed:
+                raise UserError(f"{archive} holds no {name}, but {', '.join(sorted(packed)[:5])} …")
+            return lines_of(packed[name], path)
     try:
         data = Path(path).read_bytes()
     except OSError as error:
         raise UserError(f"Cannot read {path}: {error.strerror or error}.") from error
+    return lines_of(data, path)
+
+
+def lines_of(data: bytes, path: str | Path) -> list[str]:
+    """The lines of a text in UTF-8, as `read_lines`.
+
+    Args:
+        data: The text.
+        path: What a message calls it.
+
+    Returns:
+        The lines, without their line ends.
+
+    Raises:
+        UserError: A line is not UTF-8.
+    """
     rows = data.split(b"\n")
     if rows[-1] == b"":
         rows.pop()

@@ -3,6 +3,7 @@ of a masked language model; accuracy of a classifier.
 
   moa-fairseq score generate-test.txt                      # or a run folder
   moa-fairseq score --hypothesis out.tok.de --reference test.tok.de [--reference second.tok.de]
+  moa-fairseq score --hypothesis outputs.tar.xz/L-seed1.test.txt --reference test.de        in an archive
   moa-fairseq score moa-seed1.txt moa-seed2.txt --against dense-seed1.txt dense-seed2.txt
   moa-fairseq score --masked-lm average.pt --data data/wikitext103/binarised
   moa-fairseq score --classifier checkpoint_best.pt --data data/listops/binarised

@@ -6,11 +6,12 @@
   sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       of a cluster
   moa-fairseq study configs/studies/language.yaml --report
   moa-fairseq study configs/studies/translation.yaml --report --references DIR/tokens/test.de
+  moa-fairseq study configs/studies/translation.yaml --pack    single files into one
 
 All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
---runs and leaves a record below results/studies/. A run that has a record is never made again, so an
-interrupted study goes on where it stopped; a training that diverged counts as the worst. Several workers
-may share one study, on one machine or on several with a common file system.
+--runs and leaves a record, a line of results/studies/STUDY/records.jsonl. A run that has a record is never
+made again, so an interrupted study goes on where it stopped; a training that diverged counts as the worst.
+Several workers may share one study, on one machine or on several with a common file system.
 """
 
 from __future__ import annotations
@@ -28,6 +29,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.records import pack_study
 from moa_fairseq.experiments.study.report import as_text, draw, report
 from moa_fairseq.experiments.study.running import Place, open_runs, work
 from moa_fairseq.files import atomic_write
@@ -42,12 +44,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--data", type=Path, metavar="DIR", help="--data of every recipe")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)")
     parser.add_argument(
-        "--records", type=Path, metavar="DIR", help="where records lie (results/studies beside configs/)"
+        "--records",
+        type=Path,
+        metavar="DIR",
+        help="records lie in DIR/STUDY (results/studies beside configs/)",
     )
     parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each run (0: the CPU)")
     parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (1)")
     parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
     parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
+    parser.add_argument(
+        "--pack",
+        action="store_true",
+        help="take records and translations that are files of their own into records.jsonl, outputs.tar.xz",
+    )
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
     parser.add_argument("--seeds", type=int, metavar="N", help="with --report: of the first N seeds alone")
     parser.add_argument(
@@ -72,6 +82,10 @@ def run(args: argparse.Namespace) -> int:
         name = f"report-{args.seeds}-seeds"
     if args.references and not args.report:
         raise UserError("--references goes with --report.")
+    if args.pack:
+        packed = pack_study(root / study.study)
+        log.info("%s: %d records and %d translations were packed", root / study.study, *packed)
+        return 0
     runs = runs_of(study, args.study.parent, root)
     if args.report:
         content = report(study, runs, args.references)
@@ -90,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
     log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
     if args.dry_run:
         for one in left:
-            log.info("%s", one.record.stem)
+            log.info("%s", one.name)
     elif args.jobs > 1:
         _work_together(args.jobs)
     else:

@@ -19,10 +19,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import LIST, MAPPING, NUMBER, TEXT, check_kinds, is_number, read_json
+from moa_fairseq.experiments.json_files import is_number
 from moa_fairseq.experiments.make import changes
 from moa_fairseq.experiments.recipes.loading import build, fail, find_recipe, load_recipe, read_mapping
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
+from moa_fairseq.experiments.study.records import REMEDY, Record, records_of
 
 DIVERGED = "diverged"
 STAGES = ("train", "all")
@@ -37,12 +38,6 @@ _LIMITS = {
     "levels": (0, 10_000),
 }
 _NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
-_RECORD = {
-    **dict.fromkeys(("study", "system", "end", "commit", "hardware", "precision", "command"), TEXT),
-    **dict.fromkeys(("seed", "parameters", "tokens_per_second"), NUMBER),
-    **{"curve": LIST, "settings": MAPPING},
-}
-_REMEDY = "Delete it, or bring the committed one back with git checkout."
 _ANEW = "Take the change back, or give the study another name: it is run anew under that."
 # What is no part of a record's settings: the seed and the precision, which it says beside them, and how a
 # training is carried out.
@@ -111,13 +106,18 @@ class Study:
 
 
 class Run(NamedTuple):
-    """One training. record: the file that says how it went; its name is that of the run folder, too."""
+    """One training. records: the folder with the study's records."""
 
     system: str
     seed: int
     recipe: Path
     overrides: dict[str, Any]
-    record: Path
+    records: Path
+
+    @property
+    def name(self) -> str:
+        """That of the run folder, and of its translations."""
+        return f"{self.system.replace(' ', '-')}-seed{self.seed}"
 
     @property
     def block(self) -> tuple[int, str]:
@@ -237,13 +237,7 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
     """Every run in its order: all systems of one seed, then those of the next. folder: of the study file."""
     seeds = range(study.first_seed, study.first_seed + study.seeds)
     return [
-        Run(
-            key,
-            seed,
-            find_recipe(Path(row.recipe), folder),
-            row.set,
-            records / study.study / f"{key.replace(' ', '-')}-seed{seed}.json",
-        )
+        Run(key, seed, find_recipe(Path(row.recipe), folder), row.set, records / study.study)
         for seed, (key, row) in itertools.product(seeds, study.systems.items())
     ]
 
@@ -269,32 +263,30 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
     return {"stage": stage, **found}
 
 
-def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[Path, dict[str, Any]]:
-    """File → record, of the runs that have a record that fits them.
+def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[str, dict[str, Any]]:
+    """Name → record, of the runs that have a record that fits them.
 
     A record fits that is of the study, system and seed, and whose settings are those that the study and its
     recipes say now; those without settings have a command with the study's part of them. The others are named
     in a warning; strict: in a UserError. Raises UserError for a damaged record.
     """
-    found: dict[Path, dict[str, Any]] = {}
+    found: dict[str, dict[str, Any]] = {}
     others: dict[str, tuple[str, str]] = {}
     settings: dict[str, dict[str, Any]] = {}
+    records: dict[tuple[str, int], Record] = {}
+    for folder in {run.records for run in runs}:
+        records.update(records_of(folder))
     for run in runs:
-        try:
-            record = read_json(run.record, _REMEDY)
-        except FileNotFoundError:
+        if (run.system, run.seed) not in records:
             continue
-        where = str(run.record)
-        check_kinds(record, _RECORD, where, _REMEDY, required=("study", "system", "seed", "end", "curve"))
-        for row in record["curve"]:
-            check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", _REMEDY)
-        now = {"study": study.study, "system": run.system, "seed": run.seed}
-        made = {key: record[key] for key in now}
-        # that of another run was copied here
+        where, record = records[run.system, run.seed]
+        now = {"study": study.study}
+        made = {"study": record["study"]}
+        # that of another study was copied here
         if made == now:
             remedy = _ANEW
         else:
-            remedy = _REMEDY
+            remedy = REMEDY
         if made == now and record.get("settings"):
             made = record["settings"]
             now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)
@@ -306,7 +298,7 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
             why = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
             others[where] = why, remedy
         else:
-            found[run.record] = record
+            found[run.name] = record
     if others and strict:
         first, (why, remedy) = next(iter(others.items()))
         raise UserError(
@@ -335,7 +327,7 @@ def _settings_in(command: str) -> dict[str, Any]:
 def losses_of(
     study: Study,
     runs: list[Run],
-    records: dict[Path, dict[str, Any]],
+    records: dict[str, dict[str, Any]],
     levels: NDArray[np.float64] | None = None,
 ) -> dict[str, dict[int, float]]:
     """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
@@ -345,7 +337,7 @@ def losses_of(
     found: dict[str, dict[int, float]] = {key: {} for key in study.systems}
     diverged = []
     for run in runs:
-        if record := records.get(run.record):
+        if record := records.get(run.name):
             last = [row.get("valid") for row in record["curve"]][-study.last :]
             if record["end"] == DIVERGED or not last or None in last:
                 diverged.append(run)

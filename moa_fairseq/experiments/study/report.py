@@ -20,7 +20,7 @@ from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against, interval_of
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
 from moa_fairseq.experiments.scoring.complexity import branch_size, complexity
-from moa_fairseq.experiments.scoring.generate_log import read_lines
+from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
 from moa_fairseq.experiments.scoring.significance import (
     EQUIVALENT,
     GAIN,
@@ -38,6 +38,7 @@ from moa_fairseq.experiments.study.design import (
     fitting_records,
     losses_of,
 )
+from moa_fairseq.experiments.study.records import outputs_of
 from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.process import flags
 
@@ -100,14 +101,14 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     """
     records = fitting_records(study, runs)
     planned = runs
-    left = Counter(run.block for run in runs if run.record not in records)
+    left = Counter(run.block for run in runs if run.name not in records)
     runs = [run for run in planned if run.block not in left]
     for block, number in left.items():
         if number < sum(run.block == block for run in planned):
             log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
-    found = [records[run.record] for run in runs]
+    found = [records[run.name] for run in runs]
     if not found:
-        folder = planned[0].record.parent
+        folder = planned[0].records
         raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
     losses = losses_of(study, runs, records)
     systems = [
@@ -138,7 +139,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         for name, contrast in study.contrasts.items():
             both = [run for run in runs if run.system in (contrast.first, contrast.second)]
             if dropout[contrast.first] == dropout[contrast.second]:
-                levels = common_levels(study, [records[run.record] for run in both])
+                levels = common_levels(study, [records[run.name] for run in both])
                 at_equal[name] = losses_of(study, both, records, levels)
         tables["at_equal_training_loss"] = _contrasts(study, at_equal)
     if references:
@@ -198,15 +199,16 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
     """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
     texts: dict[str, dict[int, RunningText]] = {name: {} for name in study.systems}
     target = read_lines(references)
+    outputs = outputs_of(runs[0].records)
     for run in runs:
         recipe = run.load()
         if not recipe.generate:
             raise UserError(f"{run.recipe} translates nothing: leave --references out.")
-        path = run.record.parent / "outputs" / f"{run.record.stem}.{recipe.subsets[0]}.txt"
-        if not path.is_file():  # not run, or diverged
+        name = f"{run.name}.{recipe.subsets[0]}.txt"
+        if name not in outputs:  # not run, or diverged
             continue
-        if len(lines := read_lines(path)) != len(target):
-            problem = f"--references {references} has {len(target)} lines, {path} has {len(lines)}"
+        if len(lines := lines_of(outputs[name], name)) != len(target):
+            problem = f"--references {references} has {len(target)} lines, {name} has {len(lines)}"
             raise UserError(f"{problem}: give the target side of subset {recipe.subsets[0]}.")
         texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
     rows = []

@@ -13,14 +13,14 @@ from typing import Any, NamedTuple
 import portalocker
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.experiments.recipes.result import commit, data_differences, versions
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
 from moa_fairseq.experiments.study.design import DIVERGED, Run, Study, fitting_records, settings_of
-from moa_fairseq.files import atomic_write
+from moa_fairseq.experiments.study.records import append_record, records_of, write_output
 from moa_fairseq.process import Executor, flags, terminate_as_interrupt, to_shell
 
 log = logging.getLogger(__name__)
@@ -66,13 +66,13 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     records = fitting_records(place.study, runs, strict=True)
     now = commit()
     elsewhere = set()
-    not_looked_at = {run.block for run in runs if not run.record.is_file()}
+    not_looked_at = {run.block for run in runs if run.name not in records}
     for run in runs:
-        record = records.get(run.record)
+        record = records.get(run.name)
         if record and (there := record.get("commit")) != now:
             raise UserError(
-                f"{run.record} was made at commit {there}, and this is {now}: all runs of a study need one "
-                f"commit. Run it from a worktree: git worktree add ../study {there}."
+                f"{run.name} in {run.records} was made at commit {there}, and this is {now}: all runs of a "
+                f"study need one commit. Run it from a worktree: git worktree add ../study {there}."
             )
         if record and run.block in not_looked_at:
             not_looked_at.remove(run.block)
@@ -82,7 +82,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 elsewhere.add(run.block)
                 words = [", ".join(each.values()) for each in (before, here)]
                 log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
-    left = [run for run in runs if run.block not in elsewhere and not run.record.is_file()]
+    left = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in left}.values():
         run.load()  # a mistake in a later one is found before the first is trained
     return left
@@ -93,16 +93,16 @@ def work(runs: list[Run], place: Place) -> None:
     place.folders.mkdir(parents=True, exist_ok=True)
     with terminate_as_interrupt():
         for number, run in enumerate(runs, 1):
-            lock = place.folders / f"{run.record.stem}.lock"
+            lock = place.folders / f"{run.name}.lock"
             with contextlib.suppress(portalocker.LockException), portalocker.Lock(lock, "a", timeout=0):
-                if not run.record.is_file():
-                    log.info("%d of %d: %s", number, len(runs), run.record.stem)
+                if (run.system, run.seed) not in records_of(run.records):
+                    log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
 
 
 def _carry_out(run: Run, place: Place) -> None:
     """Train, and write the record. Raises UserError where training fails, unless it diverged."""
-    folder = place.folders / run.record.stem
+    folder = place.folders / run.name
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
@@ -121,8 +121,7 @@ def _carry_out(run: Run, place: Place) -> None:
     scores = saved_json(folder / "result.json")
     for path in folder.glob("generate-*.txt"):
         subset = path.stem.removeprefix("generate-")
-        with atomic_write(run.record.parent / "outputs" / f"{run.record.stem}.{subset}.txt") as stream:
-            stream.writelines(f"{line}\n" for line in read_generate_log(path).hypotheses)
+        write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
     record = {
         "study": place.study.study,
         "system": run.system,
@@ -139,7 +138,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "date": datetime.date.today().isoformat(),
         "command": to_shell(command, environment),
     }
-    write_json(run.record, record)
+    append_record(run.records, record)
 
 
 def curve_of(path: Path) -> list[dict[str, Any]]:

@@ -71,7 +71,7 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
 
     monkeypatch.setattr(running, "Executor", Executor)
     recipe = shipped_recipes()["quickstart_moa"]
-    one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path / "A-3.json")
+    one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path)
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
     with pytest.raises(Stopped):
         running._carry_out(one, place)

@@ -17,6 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.study import command, design, report, running
 from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
+from moa_fairseq.experiments.study.records import append_record, records_of
 
 STUDIES = Path(__file__).resolve().parents[3].glob("configs/studies/*.yaml")
 
@@ -102,6 +103,31 @@ def pictures(study, monkeypatch):
     return lambda: {path.stem for path in folder.glob("*.png") if path.stat().st_size > 1000}
 
 
+def record_of(folder, name):
+    """The record of a run, such as B-seed2."""
+    return {
+        f"{system}-seed{seed}".replace(" ", "-"): each.content
+        for (system, seed), each in records_of(folder).items()
+    }[name]
+
+
+def keep(folder, records):
+    """Write a study's records anew."""
+    lines = (json.dumps(content) + "\n" for content in records)
+    (folder / "records.jsonl").write_text("".join(lines))
+
+
+def changed(folder, name, **values):
+    """Give a run's record other values: a rerun's line comes last, and counts."""
+    append_record(folder, {**record_of(folder, name), **values})
+
+
+def without(folder, name):
+    """Take a run's record away."""
+    gone = record_of(folder, name)
+    keep(folder, [each.content for each in records_of(folder).values() if each.content != gone])
+
+
 def report_of(study, **changes):
     status, records = study("--report", **changes)
     assert status == 0
@@ -112,7 +138,8 @@ def test_systems_of_a_seed_run_back_to_back(study, capsys):
     status, records = study()
     assert status == 0
     assert Player.ran == [f"{system}-seed{seed}" for seed in (1, 2, 3, 4) for system in "AB"]
-    record = json.loads((records / "B-seed2.json").read_text())
+    assert sorted(path.name for path in records.iterdir()) == ["records.jsonl"]
+    record = record_of(records, "B-seed2")
     assert record["curve"][0] == {"updates": 2, "valid": 5.54, "train": 9.0}
     assert (record["system"], record["seed"], record["end"], record["commit"]) == (
         "B",
@@ -122,7 +149,7 @@ def test_systems_of_a_seed_run_back_to_back(study, capsys):
     )
     assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
     assert record["precision"] == "fp32"
-    (records / "B-seed2.json").unlink()
+    without(records, "B-seed2")
     capsys.readouterr()
     assert study("--dry-run")[0] == 0
     assert re.findall(r"[AB]-seed\d", capsys.readouterr().out) == ["B-seed2"], "what is left"
@@ -155,7 +182,7 @@ def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
     assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
     for row in whole["systems"]:  # of the seeds that are a sample
         assert row["deviation"] == pytest.approx(statistics.stdev(row["by_seed"].values()))
-    (records / "A-seed2.json").unlink()
+    without(records, "A-seed2")
     assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
 
 
@@ -163,9 +190,7 @@ def test_speeds_are_compared_within_a_seed(study):
     _, records = study()
     for seed, speed in enumerate(((100, 50), (900, 675), (10, 2), (1000, 900)), 1):
         for system, tokens_per_second in zip("AB", speed):
-            path = records / f"{system}-seed{seed}.json"
-            record = {**json.loads(path.read_text()), "tokens_per_second": tokens_per_second}
-            path.write_text(json.dumps(record))
+            changed(records, f"{system}-seed{seed}", tokens_per_second=tokens_per_second)
     assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
 
 
@@ -217,7 +242,11 @@ def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
             )
             (records / "outputs" / f"{name}-seed{seed}.test.txt").write_text(lines)
     assert study("--report", "--references", str(references), systems=systems)[0] == 0
-    rows = json.loads((records / "report.json").read_text())["translations"]
+    loose = (records / "report.json").read_text()
+    assert study("--pack", systems=systems)[0] == 0 and not (records / "outputs").exists()
+    assert study("--report", "--references", str(references), systems=systems)[0] == 0
+    assert (records / "report.json").read_text() == loose, "packed they say the same"
+    rows = json.loads(loose)["translations"]
     assert [(row["metric"], row["n"]) for row in rows] == [("BLEU", 3), ("chrF", 3)]
     for row in rows:
         assert row["low"] < row["difference"] < row["high"] and row["difference"] > 5
@@ -266,9 +295,8 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     monkeypatch.setattr(command, "draw", lambda study, content: {})
     records = Path("results/studies/toy")
     assert "0.2000" in (records / "report.md").read_text()
-    path = records / "B-seed4.json"  # diverged at a high training loss, which moves no level
-    record = json.loads(path.read_text())
-    path.write_text(json.dumps({**record, "end": "diverged", "curve": record["curve"][:1]}))
+    curve = record_of(records, "B-seed4")["curve"]  # diverged at a high training loss, which moves no level
+    changed(records, "B-seed4", end="diverged", curve=curve[:1])
     (row,) = report_of(study, **changes)["at_equal_training_loss"]
     assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, "it is the worst of the others"
 
@@ -307,7 +335,7 @@ def test_a_run_whose_last_validation_is_no_number_has_diverged(study, monkeypatc
 
     monkeypatch.setattr(Player, "run", run)
     _, records = study(seeds=1)
-    ends = {name: json.loads((records / f"{name}-seed1.json").read_text())["end"] for name in "AB"}
+    ends = {name: record_of(records, f"{name}-seed1")["end"] for name in "AB"}
     assert ends == {"A": "finished", "B": "diverged"}
 
 
@@ -315,7 +343,7 @@ def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
     monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full")))
     status, records = study()
     assert status == 2 and "the disk is full" in capsys.readouterr().err
-    assert not list(records.glob("*.json"))
+    assert not records_of(records)
 
 
 def test_a_tuning_study_chooses_each_systems_values(study):
@@ -327,10 +355,10 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
     study("--tune", **budgets)
     assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
-    tried = json.loads(Path("results/studies/toy_tuning/A-lr=1-seed101.json").read_text())
+    tried = record_of(Path("results/studies/toy_tuning"), "A-lr=1-seed101")
     assert "--set train.max_update=2 " in tried["command"] + " "
     study(**budgets)
-    command = json.loads((Path("results/studies/toy/A-seed1.json")).read_text())["command"]
+    command = record_of(Path("results/studies/toy"), "A-seed1")["command"]
     assert "--set train.flags.lr=2" in command and "--set train.max_update=4" in command
     assert "--set train.flags.clip-norm=2" in command, "its own lies over what all have"
     assert study("--tune")[0] == 2, "nothing to tune"
@@ -338,7 +366,7 @@ def test_a_tuning_study_chooses_each_systems_values(study):
 
 def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
-    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path / "A-seed1.json")
+    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path)
     assert settings_of(run, "train")["train.flags.clip-norm"] == 0
 
 
@@ -347,12 +375,11 @@ def test_tuning_counts_every_seed(study):
     tuning = {"grid": {"train.flags.lr": [1, 2]}, "seeds": 2}
     study("--tune", tuning=tuning)
     for seed, loss in ((101, 500.0), (102, 1.0)):  # with a rate of 2 both are above 100, and below 110
-        path = Path(f"results/studies/toy_tuning/A-lr=1-seed{seed}.json")
-        record = json.loads(path.read_text())
-        record["curve"] = [{**row, "valid": loss} for row in record["curve"]]
-        path.write_text(json.dumps(record))
+        folder = Path("results/studies/toy_tuning")
+        curve = record_of(folder, f"A-lr=1-seed{seed}")["curve"]
+        changed(folder, f"A-lr=1-seed{seed}", curve=[{**row, "valid": loss} for row in curve])
     study(tuning=tuning)
-    command = json.loads(Path("results/studies/toy/A-seed1.json").read_text())["command"]
+    command = record_of(Path("results/studies/toy"), "A-seed1")["command"]
     assert "--set train.flags.lr=2" in command
 
 
@@ -400,7 +427,7 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         path.write_text(json.dumps({**STUDY, "set": {"train.flags.lr": 1}, **changes}))
         capsys.readouterr()
         found = load_study(path, records.parent)
-        return {file.stem for file in fitting_records(found, runs_of(found, path.parent, records.parent))}
+        return set(fitting_records(found, runs_of(found, path.parent, records.parent)))
 
     every = {f"{system}-seed{seed}" for system in "AB" for seed in (1, 2)}
     assert (
@@ -408,20 +435,18 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         == fitting(question="worded anew", set={"train.flags.lr": 1, "train.precision": "amp"})
         == every
     )
-    copied = (records / "B-seed2.json").read_text()
-    for place in ("A-seed2", "B-seed1"):  # of another system, of another seed
-        before = (records / f"{place}.json").read_text()
-        (records / f"{place}.json").write_text(copied)
-        assert fitting() == every - {place}
-        assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
-        assert "Delete it" in capsys.readouterr().err
-        (records / f"{place}.json").write_text(before)
-    record = json.loads(copied)
-    del record["settings"]  # as records were: what the study added stands in the command
-    (records / "B-seed2.json").write_text(json.dumps(record))
+    before = (records / "records.jsonl").read_text()
+    changed(records, "B-seed2", study="another")  # was copied here
+    assert fitting() == every - {"B-seed2"}
+    assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
+    assert "records.jsonl, line 5 (study: another → toy)" in (said := capsys.readouterr().err)
+    assert "Delete it" in said
+    (records / "records.jsonl").write_text(before)
+    # as records were: what the study added stands in the command
+    changed(records, "B-seed2", settings=None)
     assert fitting() == every
-    record["command"] = record["command"].replace("lr=1", "lr=2")
-    (records / "B-seed2.json").write_text(json.dumps(record))
+    command = record_of(records, "B-seed2")["command"]
+    changed(records, "B-seed2", command=command.replace("lr=1", "lr=2"))
     assert fitting() == every - {"B-seed2"}
     (tmp_path / "configs" / "tiny.yaml").write_text(RECIPE.replace("max_update: 4", "max_update: 8"))
     assert not fitting()
@@ -430,8 +455,8 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
 def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path):
     grid = {"model.flags.adam-betas": ["../../../x/y", "(0.9, 0.98)", "a/b", "a_b"]}
     assert study("--tune", tuning={"grid": grid})[0] == 0
-    files = sorted(tmp_path.glob("results/studies/toy_tuning/*.json"))
-    assert len(files) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
+    found = records_of(tmp_path / "results/studies/toy_tuning")
+    assert len(found) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
     assert {path.parent.name for path in tmp_path.rglob("train.jsonl")} == set(Player.ran)
 
 
@@ -441,10 +466,11 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
-    for path in records.glob("A-*.json"):  # a stranger's records fit the stranger's study
-        record = json.loads(path.read_text())
-        record["settings"][f"model.flags.{flag}"] = str(tmp_path / "trap")
-        path.write_text(json.dumps(record))
+    for system, seed in list(records_of(records)):  # a stranger's records fit the stranger's study
+        settings = record_of(records, f"{system}-seed{seed}")["settings"]
+        settings = {**settings, f"model.flags.{flag}": str(tmp_path / "trap")}
+        if system == "A":
+            changed(records, f"A-seed{seed}", settings=settings)
     systems = {"A": planted, "B": STUDY["systems"]["B"]}
     assert study("--report", systems=systems)[0] == 2
     assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
@@ -508,15 +534,16 @@ def test_workers_share_a_study(study, monkeypatch):
 
 
 def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
-    runs, ran = [SimpleNamespace(record=tmp_path / f"{n}.json") for n in range(3)], []
+    runs = [Run("A", seed, tmp_path / "tiny.yaml", {}, tmp_path) for seed in range(3)]
+    ran = []
 
     def carry_out(run, place):
-        ran.append(run.record.stem)
-        runs[1].record.touch()
+        ran.append(run.seed)
+        append_record(tmp_path, {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []})
 
     monkeypatch.setattr(running, "_carry_out", carry_out)
     running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
-    assert ran == ["0", "2"]
+    assert ran == [0, 2]
 
 
 def test_every_claim_names_a_contrast_of_a_study():

@@ -1,0 +1,167 @@
+"""What the runs of a study leave in its folder: records.jsonl, and outputs.tar.xz with outputs.sha256.
+
+A record may also be a file of its own, SYSTEM-seedN.json, and a translation one in outputs/. Such a file
+counts in place of a packed one of the same name. `pack` takes them into the others.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moa_fairseq.experiments.data.archives import contents, pack
+from moa_fairseq.experiments.json_files import (
+    LIST,
+    MAPPING,
+    NUMBER,
+    TEXT,
+    append_json_line,
+    check_kinds,
+    read_json,
+    read_json_lines,
+)
+from moa_fairseq.files import atomic_write
+
+RECORDS = "records.jsonl"
+ARCHIVE = "outputs.tar.xz"
+CHECKSUMS = "outputs.sha256"
+SINGLE_OUTPUTS = "outputs"
+REMEDY = "Delete it, or bring the committed one back with git checkout."
+_SINGLE = re.compile(r".+-seed\d+\.json")
+_KINDS = {
+    **dict.fromkeys(("study", "system", "end", "commit", "hardware", "precision", "command"), TEXT),
+    **dict.fromkeys(("seed", "parameters", "tokens_per_second"), NUMBER),
+    **{"curve": LIST, "settings": MAPPING},
+}
+
+
+class Record(NamedTuple):
+    """One run's record. where: its file, and line, as messages name it."""
+
+    where: str
+    content: dict[str, Any]
+
+
+def records_of(folder: Path) -> dict[tuple[str, int], Record]:
+    """Every record of a study.
+
+    Args:
+        folder: Of the study, such as results/studies/STUDY.
+
+    Returns:
+        (system, seed) → its record: of several the last line, or a file of its own.
+
+    Raises:
+        UserError: A record is damaged.
+    """
+    single = _single_records(folder)  # first: `pack_study` removes one when it stands in the other file
+    packed = []
+    path = folder / RECORDS
+    with contextlib.suppress(FileNotFoundError):
+        for number, content in read_json_lines(path, REMEDY).items():
+            packed.append(_checked(content, f"{path}, line {number}"))
+    return {(each.content["system"], each.content["seed"]): each for each in (*packed, *single)}
+
+
+def append_record(folder: Path, content: dict[str, Any]) -> None:
+    """Append a run's record to those of its study.
+
+    Args:
+        folder: Of the study.
+        content: The record.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    append_json_line(folder / RECORDS, content)
+
+
+def outputs_of(folder: Path) -> dict[str, bytes]:
+    """Every translation of a study's runs.
+
+    Args:
+        folder: Of the study.
+
+    Returns:
+        RUN.SUBSET.txt → the text, a line for each sentence.
+
+    Raises:
+        UserError: The archive is damaged.
+    """
+    found = {}
+    if (folder / ARCHIVE).is_file():
+        found = contents(folder / ARCHIVE)
+    for path in _single_outputs(folder):
+        found[path.name] = path.read_bytes()
+    return found
+
+
+def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
+    """Write a run's translation of a test set, as a file of its own.
+
+    Args:
+        folder: Of the study.
+        run: The run's name.
+        subset: The test set.
+        lines: The translations, in the order of the test set.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    with atomic_write(folder / SINGLE_OUTPUTS / f"{run}.{subset}.txt") as stream:
+        stream.writelines(f"{line}\n" for line in lines)
+
+
+def pack_study(folder: Path) -> tuple[int, int]:
+    """Take records and translations that are files of their own into records.jsonl and outputs.tar.xz.
+
+    A file is removed when what it holds is on the disk elsewhere, so a kill loses nothing: pack again.
+
+    Args:
+        folder: Of the study.
+
+    Returns:
+        How many records and translations were taken.
+
+    Raises:
+        UserError: A record is damaged, or something cannot be written.
+    """
+    single = _single_records(folder)
+    for record in sorted(single, key=lambda each: (each.content["seed"], each.content["system"])):
+        append_record(folder, record.content)
+        Path(record.where).unlink()
+    outputs = _single_outputs(folder)
+    if outputs:
+        texts = outputs_of(folder)
+        pack(folder / ARCHIVE, texts)
+        with atomic_write(folder / CHECKSUMS) as stream:
+            stream.writelines(
+                f"{hashlib.sha256(texts[name]).hexdigest()}  {name}\n" for name in sorted(texts)
+            )
+        for path in outputs:
+            path.unlink()
+        with contextlib.suppress(OSError):  # something else lies there
+            (folder / SINGLE_OUTPUTS).rmdir()
+    return len(single), len(outputs)
+
+
+def _single_records(folder: Path) -> list[Record]:
+    found = []
+    for path in sorted(path for path in folder.glob("*.json") if _SINGLE.fullmatch(path.name)):
+        with contextlib.suppress(FileNotFoundError):  # packed in the meantime
+            found.append(_checked(read_json(path, REMEDY), str(path)))
+    return found
+
+
+def _checked(content: Any, where: str) -> Record:
+    check_kinds(content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve"))
+    for row in content["curve"]:
+        check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", REMEDY)
+    return Record(where, content)
+
+
+def _single_outputs(folder: Path) -> list[Path]:
+    return sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())

@@ -1,0 +1,158 @@
+"""What runs leave in a study's folder: a line each, whole or not at all, and an archive of translations."""
+
+import hashlib
+import json
+import multiprocessing
+import os
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data import archives
+from moa_fairseq.experiments.data.archives import contents, pack
+from moa_fairseq.experiments.json_files import append_json_line
+from moa_fairseq.experiments.scoring.generate_log import read_lines
+from moa_fairseq.experiments.study import records
+from moa_fairseq.experiments.study.records import (
+    append_record,
+    outputs_of,
+    pack_study,
+    records_of,
+    write_output,
+)
+
+
+def made(system="A", seed=1, **values):
+    return {"study": "toy", "system": system, "seed": seed, "end": "finished", "curve": [], **values}
+
+
+def ends(folder):
+    return {key: record.content["end"] for key, record in records_of(folder).items()}
+
+
+def test_what_a_kill_cut_off_is_passed_over_and_the_next_line_takes_its_place(tmp_path, caplog):
+    path = tmp_path / "records.jsonl"
+    for seed in (1, 2):
+        append_record(tmp_path, made(seed=seed))
+    whole = path.read_bytes()
+    path.write_bytes(whole + whole[:30])
+    assert ends(tmp_path) == {("A", 1): "finished", ("A", 2): "finished"}
+    assert f"{path}, line 3 was cut off" in caplog.text
+    append_record(tmp_path, made(seed=3))
+    assert path.read_bytes() == whole + json.dumps(made(seed=3)).encode() + b"\n"
+
+
+def test_a_last_line_without_its_end_counts_where_it_is_whole(tmp_path):
+    """Editors leave such files, and a kill may fall there."""
+    path = tmp_path / "records.jsonl"
+    path.write_text(json.dumps(made()))
+    append_record(tmp_path, made(seed=2))
+    assert list(ends(tmp_path)) == [("A", 1), ("A", 2)] and path.read_bytes().count(b"\n") == 2
+
+
+def test_a_rerun_takes_the_place_of_what_was_recorded(tmp_path):
+    for end in ("diverged", "finished"):
+        append_record(tmp_path, made(end=end))
+    assert ends(tmp_path) == {("A", 1): "finished"}
+
+
+def test_lines_are_on_the_disk_before_a_run_has_its_record(tmp_path, monkeypatch):
+    synced = []
+    monkeypatch.setattr(os, "fsync", lambda handle: synced.append(os.fstat(handle).st_size))
+    append_record(tmp_path, made())
+    assert (tmp_path / "records.jsonl").stat().st_size in synced
+
+
+def test_lines_of_many_writers_are_all_there(tmp_path):
+    path = tmp_path / "records.jsonl"
+
+    def write(system):
+        for seed in range(20):
+            append_json_line(path, made(system, seed, command="x" * 5000))
+
+    fork = multiprocessing.get_context("fork")
+    writers = [fork.Process(target=write, args=(system,)) for system in "ABCD"]
+    for writer in writers:
+        writer.start()
+    for writer in writers:
+        writer.join(60)
+    assert set(ends(tmp_path)) == {(system, seed) for system in "ABCD" for seed in range(20)}
+
+
+def test_a_link_is_not_written_through(tmp_path):
+    (tmp_path / "other").write_text("x")
+    (tmp_path / "records.jsonl").symlink_to(tmp_path / "other")
+    with pytest.raises(UserError, match="is a link"):
+        append_record(tmp_path, made())
+
+
+@pytest.fixture
+def folder(tmp_path):
+    """With a line, a file of its own for the same run and one for another, and a translation of each."""
+    append_record(tmp_path, made(end="diverged"))
+    for system, seed in (("B", 2), ("A", 1)):
+        (tmp_path / f"{system}-seed{seed}.json").write_text(json.dumps(made(system, seed)))
+        write_output(tmp_path, f"{system}-seed{seed}", "test", ["Ein Satz .", "Ü"])
+    (tmp_path / "report-9-seeds.json").write_text("{}")
+    return tmp_path
+
+
+def test_records_that_are_files_are_read_and_packed(folder):
+    before = ends(folder)
+    texts = outputs_of(folder)
+    assert before == {("A", 1): "finished", ("B", 2): "finished"}
+    assert pack_study(folder) == (2, 2) and pack_study(folder) == (0, 0)
+    names = {path.name for path in folder.iterdir()}
+    assert names == {"records.jsonl", "outputs.tar.xz", "outputs.sha256", "report-9-seeds.json"}
+    assert ends(folder) == before and outputs_of(folder) == texts
+    sums = [line.split("  ") for line in (folder / "outputs.sha256").read_text().splitlines()]
+    assert sums == [[hashlib.sha256(texts[name]).hexdigest(), name] for name in sorted(texts)]
+    assert read_lines(folder / "outputs.tar.xz" / "A-seed1.test.txt") == ["Ein Satz .", "Ü"]
+    with pytest.raises(UserError, match=r"outputs\.tar\.xz holds no C-seed1\.test\.txt"):
+        read_lines(folder / "outputs.tar.xz" / "C-seed1.test.txt")
+
+
+def test_a_later_translation_takes_the_place_of_a_packed_one(folder):
+    pack_study(folder)
+    write_output(folder, "A-seed1", "test", ["anders"])
+    assert outputs_of(folder)["A-seed1.test.txt"] == b"anders\n"
+    pack_study(folder)
+    assert outputs_of(folder)["A-seed1.test.txt"] == b"anders\n" and len(outputs_of(folder)) == 2
+
+
+@pytest.mark.parametrize("step", ["append_record", "pack", "atomic_write"])
+def test_nothing_is_lost_where_packing_ends_early(folder, monkeypatch, step):
+    before = ends(folder)
+    texts = outputs_of(folder)
+
+    def stop(*arguments):
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(records, step, stop)
+        pack_study(folder)
+    assert ends(folder) == before and outputs_of(folder) == texts
+    pack_study(folder)
+    assert ends(folder) == before and outputs_of(folder) == texts
+
+
+def test_an_archive_follows_from_its_files_alone(tmp_path):
+    files = {"b": b"2", "a/c": b"1"}
+    for name, order in (("one", sorted(files)), ("two", sorted(files, reverse=True))):
+        pack(tmp_path / f"{name}.tar.xz", {key: files[key] for key in order})
+    assert (tmp_path / "one.tar.xz").read_bytes() == (tmp_path / "two.tar.xz").read_bytes()
+    assert contents(tmp_path / "one.tar.xz") == files
+
+
+def test_an_archive_does_not_fill_the_memory(tmp_path, monkeypatch):
+    monkeypatch.setattr(archives, "MOST_BYTES", 10)
+    pack(tmp_path / "x.tar.xz", {"a": b"12345", "b": b"123456"})
+    with pytest.raises(UserError, match="more than 10 bytes"):
+        contents(tmp_path / "x.tar.xz")
+
+
+def test_single_files_are_known_by_their_names(tmp_path):
+    for name in ("report.json", "report-9-seeds.json", "A-seed1.json.bak"):
+        Path(tmp_path / name).write_text("no record")
+    assert records_of(tmp_path) == {}
