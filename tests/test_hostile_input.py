@@ -261,6 +261,7 @@ PLANTED = [
     *(("records", data.encode(), None) for data in ("", "\n", LINE, f"{LINE}\n{LINE}")),
     *(("records", (LINE + LINE)[:-end].encode(), None) for end in (1, 2, 40)),  # cut off by a kill
     *(("translations", lzma.compress(tar), "sparse|damaged") for tar in TARS),
+    ("translations", lzma.compress(hostile_input.tar_of().replace(b"z", b"\xff")), "line 1: .*not UTF-8"),
     *(
         ("translations", data, "damaged")
         for data in (b"", lzma.compress(zip_of()), lzma.compress(hostile_input.tar_of())[:-9])

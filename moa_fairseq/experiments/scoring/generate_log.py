@@ -171,7 +171,7 @@ def lines_of(data: bytes, path: str | Path) -> list[str]:
 
     Args:
         data: The text.
-        path: What a message calls it.
+        path: Its file, or what a message calls a text in an archive.
 
     Returns:
         The lines, without their line ends.
@@ -187,8 +187,9 @@ def lines_of(data: bytes, path: str | Path) -> list[str]:
         try:
             lines.append(row.decode("utf-8"))
         except UnicodeDecodeError as error:
-            raise UserError(
-                f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8. "
-                f"{encoding_remedy(Path(path))}"
-            ) from error
+            remedy = "Unpack the archive, mend the file, and pack it again."
+            if Path(path).is_file():
+                remedy = encoding_remedy(Path(path))
+            problem = f"{path}, line {number}: byte 0x{row[error.start]:02x} is not UTF-8"
+            raise UserError(f"{problem}. {remedy}") from error
     return lines

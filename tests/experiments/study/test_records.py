@@ -137,6 +137,12 @@ def test_nothing_is_lost_where_packing_ends_early(folder, monkeypatch, step):
     assert ends(folder) == before and outputs_of(folder) == texts
 
 
+def test_a_packed_text_that_is_not_utf_8_is_named(tmp_path):
+    pack(tmp_path / "outputs.tar.xz", {"A-seed1.test.txt": b"gut\n\xfc\n"})
+    with pytest.raises(UserError, match=r"A-seed1\.test\.txt, line 2: byte 0xfc .* Unpack"):
+        read_lines(tmp_path / "outputs.tar.xz" / "A-seed1.test.txt")
+
+
 def test_an_archive_follows_from_its_files_alone(tmp_path):
     files = {"b": b"2", "a/c": b"1"}
     for name, order in (("one", sorted(files)), ("two", sorted(files, reverse=True))):
