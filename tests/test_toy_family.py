@@ -34,6 +34,7 @@ def test_the_verb_is_found_after_the_plugin(plugin):
     assert build_parser(argv).parse_args(argv).arch == ARCH
 
 
+@pytest.mark.thorough
 @pytest.mark.slow
 def test_it_trains_generates_counts_and_is_analysed(fairseq, moa_fairseq, toy_data, tmp_path, capsys):
     flags = ("--max-epoch", 1, "--user-dir", TOY, "--parity-scale", 1.5)

@@ -141,7 +141,7 @@ def test_generate_interactive_and_validate(fairseq, toy_data, toy_checkpoint):
     assert "load_balance_loss" in done.stdout + done.stderr
 
 
-@pytest.mark.thorough(keep="moa")
+@pytest.mark.thorough
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
     done = fairseq.train(toy_data, tmp_path, "--num-batch-buckets", 3, "--max-epoch", 1, arch=arch)

@@ -67,6 +67,7 @@ def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_p
     draw_heads(maps).savefig(tmp_path / "heads.png")
 
 
+@pytest.mark.thorough
 def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path, capsys):
     command = ["analyze", "attention-maps", str(toy_checkpoint), "--data", str(toy_data), "--cpu"]
     for more in ([], ["--layer", "1", "--sentence", "3"]):

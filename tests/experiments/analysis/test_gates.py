@@ -73,6 +73,7 @@ def test_batches_with_padding_count_as_a_loop_over_single_sentences(
     assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
 
 
+@pytest.mark.thorough
 def test_a_language_model_has_gates_for_each_position(
     text_data, save_model, tmp_path, analyze, each_sentence
 ):

@@ -288,7 +288,7 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
     assert not (tmp_path / "mae.pt").exists()
 
 
-@pytest.mark.thorough(keep="control1")
+@pytest.mark.thorough
 @pytest.mark.parametrize("control", [("--attention-branch-scale", 0.25), ("--head-gate", "head")])
 def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)

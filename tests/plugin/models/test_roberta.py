@@ -76,7 +76,7 @@ def log_records(done, field):
     return [json.loads(line) for line in lines]
 
 
-@pytest.mark.thorough(keep="dense")
+@pytest.mark.thorough
 @pytest.mark.parametrize(
     "arch, criterion, flags",
     [
