@@ -129,7 +129,8 @@ def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     shapes = [(3, 9, 7), (5, 6, 6), (2, 5, 8), *((rows, 4 + rows, 9) for rows in range(2, 9))]
     batches = [batch(i, *shape, padded=i != 1) for i, shape in enumerate(shapes)]
     compare(model, batches, 1e-12, "aot_eager")
-    assert not [record for record in caught if compiled_layers.FLAG in record.getMessage()]
+    warned = [record.getMessage() for record in caught if record.levelno >= logging.WARNING]
+    assert not [text for text in warned if compiled_layers.FLAG in text]
     # the last layer of a decoder, which returns weights, is a kind of its own
     kinds = len({type(m) for m in model.modules() if isinstance(m, compiled_layers.LAYERS)})
     kinds += hasattr(model, "encoder") and hasattr(model, "decoder")
