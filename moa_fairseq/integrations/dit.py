@@ -27,10 +27,9 @@ MIXTURES: dict[tuple[str, int], tuple[tuple[int, tuple[int, int, int]], ...]] = 
     ("XL", 90): ((9, (8, 8, 0)), (10, (16, 16, 0)), (9, (24, 16, 3))),
     ("XL", 75): ((9, (8, 8, 0)), (10, (16, 10, 2)), (9, (24, 14, 2))),
 }
-# a side; share without a class in training; of a noise level
-PATCH = 2
-CLASS_DROPOUT = 0.1
-FREQUENCIES = 256
+PATCH = 2  # a side
+CLASS_DROPOUT = 0.1  # the share of images without a class in training
+FREQUENCIES = 256  # of a noise level
 
 
 def waves(places: Tensor, width: int) -> Tensor:

@@ -24,9 +24,8 @@ from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
-# of queries; of [q | k | v], as timm has it
-QUERIES = "q_proj"
-FUSED = "qkv"
+QUERIES = "q_proj"  # the projection of queries
+FUSED = "qkv"  # that of [q | k | v], as timm has it
 
 
 @dataclass

@@ -570,7 +570,7 @@ class Attention(nn.Module, abc.ABC):
                 "memory: build it with equal kdim and vdim"
             )
         weight = getattr(k_proj, "weight", None)
-        # quantised: a method
+        # a quantised layer's weight is a method
         if isinstance(weight, Tensor):
             expected = weight.dtype
         else:

@@ -68,31 +68,31 @@ def running_statistics_of(model: nn.Module) -> list[RunningStatistics]:
 def update_running_statistics(
     running_statistics: Sequence[RunningStatistics], all_reduce: Callable[[Tensor], object] | None = None
 ) -> None:
-    """Let each observer take in what it has seen since the last call.
+    """Let each take in what it has seen since the last call.
 
     Args:
-        observers: those of a model, the same ones in the same order on every worker.
+        running_statistics: those of a model, the same ones in the same order on every worker.
         all_reduce: sums a tensor over all workers in place; every worker must call at the same time. None:
             there is one worker.
     """
     if not running_statistics:
         return
-    flat = torch.cat([observer.pending for observer in running_statistics])
+    flat = torch.cat([statistics.pending for statistics in running_statistics])
     if all_reduce is not None:
         all_reduce(flat)
-    for observer, sums in zip(
+    for statistics, sums in zip(
         running_statistics, flat.split([o.pending.numel() for o in running_statistics])
     ):
-        observer.update(sums)
-        observer.forget()
+        statistics.update(sums)
+        statistics.forget()
 
 
 @contextlib.contextmanager
 def forgetting(running_statistics: Sequence[RunningStatistics]) -> Iterator[None]:
     """Drop what is observed inside the block. `has_pending` stays set: all workers still call all_reduce."""
-    before = [observer.pending.clone() for observer in running_statistics]
+    before = [statistics.pending.clone() for statistics in running_statistics]
     try:
         yield
     finally:
-        for observer, pending in zip(running_statistics, before):
-            observer.pending.copy_(pending)
+        for statistics, pending in zip(running_statistics, before):
+            statistics.pending.copy_(pending)

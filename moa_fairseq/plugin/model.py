@@ -52,9 +52,12 @@ Model = TypeVar("Model", bound=nn.Module)
 class MixtureModel(Extended):
     """Precedes the fairseq model that it extends.
 
-    attention_family: a name of FAMILIES. default_arch: the architecture whose values are used where neither
-    the user nor another architecture gave one. refused: options of fairseq that change or read the inside of
-    its own attention, which a mixture lacks, each with the value that means off.
+    Args:
+        attention_family: a name of FAMILIES.
+        default_arch: the architecture whose values are used where neither the user nor another architecture
+            gave one.
+        refused: options of fairseq that change or read the inside of its own attention, which a mixture
+            lacks, each with the value that means off.
     """
 
     attention_family: ClassVar[str]
@@ -170,7 +173,7 @@ class MixtureModel(Extended):
         if num_updates != self._updates_seen:
             self._updates_seen = num_updates
             running_statistics = running_statistics_of(self)
-            if any(observer.has_pending for observer in running_statistics):
+            if any(statistics.has_pending for statistics in running_statistics):
                 update_running_statistics(running_statistics, sum_over_workers())
 
 

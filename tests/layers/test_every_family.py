@@ -202,8 +202,8 @@ def losses_of(decisions):
 def outcome(module, run, *inputs):
     """What a training pass leaves: output, losses, sums of observers, all gradients."""
     module.zero_grad()
-    for observer in running_statistics_of(module):
-        observer.forget()
+    for statistics in running_statistics_of(module):
+        statistics.forget()
     torch.manual_seed(5)
     with collect_routings() as decisions:
         out = run(*inputs)
@@ -309,10 +309,10 @@ def test_a_pass_that_fails_is_not_observed():
     attention = MixtureOfAttentiveExperts(WIDTH, 4, self_attention=True)
     running_statistics = running_statistics_of(attention)
     attention(torch.randn(3, 2, WIDTH), None, None)
-    before = [observer.pending.clone() for observer in running_statistics]
+    before = [statistics.pending.clone() for statistics in running_statistics]
     with pytest.raises(ZeroDivisionError), forgetting(running_statistics):
         attention(torch.randn(3, 2, WIDTH), None, None)
         1 / 0  # noqa: B018
     assert before[0].any()
-    for observer, pending in zip(running_statistics, before):
-        assert torch.equal(observer.pending, pending)
+    for statistics, pending in zip(running_statistics, before):
+        assert torch.equal(statistics.pending, pending)

@@ -188,7 +188,7 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
     attention(x, memory, memory)
     running_statistics = running_statistics_of(attention)
     before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
-    assert running_statistics and all(observer.pending.abs().sum() > 0 for observer in running_statistics)
+    assert running_statistics and all(statistics.pending.abs().sum() > 0 for statistics in running_statistics)
     attention.eval()
     attention(x, memory, memory)
     for name, buffer in attention.named_buffers():

@@ -86,8 +86,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         attention = dict(model.named_modules())[name]
         if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        # [B, T]
-        tokens = sample["net_input"]["src_tokens"]
+        tokens = sample["net_input"]["src_tokens"]  # [B, T]
         dictionary = task.source_dictionary
         if name.startswith("decoder") and "prev_output_tokens" in sample["net_input"]:
             tokens = sample["net_input"]["prev_output_tokens"]

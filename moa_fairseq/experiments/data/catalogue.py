@@ -249,7 +249,11 @@ class Dataset:
         return self.name == "parallel" or (self.kind == TRANSLATION and self.archives and bool(self.steps))
 
     def of_own_text(self, raw: bool) -> Dataset:
-        """This data set made of train, valid and test of one's own. raw: through its line functions."""
+        """This data set made of train, valid and test of one's own.
+
+        Args:
+            raw: the text goes through the data set's line functions.
+        """
         own = datasets()["parallel"]
         steps = {"other": self.steps.get("test", ()), **self.steps}
         if raw:

@@ -59,9 +59,8 @@ _HABITS = {
     )
     for lang in languages.split()
 }
-# marks that touch words; and others
-_QUOTES = "„“”‚‘’«»‹›–—…¿¡\xa0\xad"
-_SIGNS = "€£§°½²³·•©®™†"
+_QUOTES = "„“”‚‘’«»‹›–—…¿¡\xa0\xad"  # marks that touch words
+_SIGNS = "€£§°½²³·•©®™†"  # other marks
 # What charset-normalizer may guess and iconv does not know.
 _NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
 _ICONV = {

@@ -41,11 +41,19 @@ def default_workers() -> int:
 class PreparationJob:
     """One data section of a recipe: its files, and the steps that every kind of data has.
 
-    settings: the recipe's `data` section as a mapping. subsets: those that training and scoring need. source:
-    the --data folder, or None for a data set that is downloaded or drawn. root: where the stages are kept.
-    downloads: where public files are kept (beside `root` unless given). dataset: in place of the table's row.
-    commands: the file that keeps the commands. whole: the line that makes all of it. unread: the steps are
-    only shown, and the source may not be there yet.
+    Args:
+        settings: the recipe's `data` section.
+        subsets: those that training and scoring need.
+        source: the --data folder, or None for a data set that is downloaded or drawn.
+        root: where the stages are kept.
+        executor: runs the commands.
+        downloads: where public files are kept; beside `root` unless given.
+        offline: nothing is downloaded.
+        workers: how many processes treat text.
+        dataset: in place of the table's row.
+        commands: the file that keeps the commands.
+        whole: the line that makes all of it.
+        unread: the steps are only shown, and the source may not be there yet.
     """
 
     settings: Mapping[str, Any]
@@ -137,8 +145,11 @@ class PreparationJob:
     ) -> Step:
         """fairseq-preprocess of the text that a step made.
 
-        splits: all but train and valid are tests. name: of the folder of sentences or of classes. finish:
-        puts what else belongs there into the new folder.
+        Args:
+            text: the step.
+            splits: all but train and valid are tests.
+            name: of the folder of sentences or of classes.
+            finish: called with the new folder; puts there what else belongs to it.
         """
         folder = text.output / name
         kind = self.data.kind

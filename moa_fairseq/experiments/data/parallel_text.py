@@ -23,14 +23,13 @@ BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UT
 SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
-# hyphens
+# What a text does with the hyphens of compounds
 SPLIT = "split"
 WHOLE = "whole"
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
-# lines
-_LOOKED_AT = 1000
-_ACCIDENTS = 2
-_MOST_ODD = 0.02
+_LOOKED_AT = 1000  # lines
+_ACCIDENTS = 2  # lines
+_MOST_ODD = 0.02  # of the lines
 _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 

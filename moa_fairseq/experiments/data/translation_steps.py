@@ -27,9 +27,8 @@ from moa_fairseq.experiments.data.parallel_text import (
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.experiments.make import Step
 
-# pairs of the training text that are shown, that are looked at
-SHOWN = 3
-SAMPLE = 1000
+SHOWN = 3  # pairs of the training text
+SAMPLE = 1000  # pairs that are looked at
 log = logging.getLogger(__name__)
 
 
@@ -143,9 +142,18 @@ def translation_steps(job: PreparationJob) -> list[Step]:
 
 
 def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:
-    """Write fraction of the pairs of two files, one at least, in their order; returns how many (MAE §5.2).
+    """Write a share of the pairs of two files, one at least, in their order (MAE §5.2).
 
     The sample of a smaller fraction is part of a larger one's with the same seed.
+
+    Args:
+        source: the two files that are read.
+        destination: the two that are written.
+        fraction: the share, above 0 and at most 1.
+        seed: chooses the pairs.
+
+    Returns:
+        How many pairs are written (`lines`), and of how many (`of`).
     """
     total = sum(1 for _ in read_lines(source[0].path))
     order = list(range(total))

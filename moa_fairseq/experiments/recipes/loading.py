@@ -120,8 +120,12 @@ def shipped_recipes() -> dict[str, Path]:
 def find_recipe(path: Path, folder: Path = Path()) -> Path:
     """The file itself where there is one, else the shipped recipe of that name.
 
-    folder: from which the path goes. A shipped recipe is called NAME, NAME.yaml or configs/NAME.yaml, and the
-    folder of its data set may be said. A path within configs/, such as parts/moa_losses.yaml, is found, too.
+    A shipped recipe is called NAME, NAME.yaml or configs/NAME.yaml, and the folder of its data set may be
+    said. A path within configs/, such as parts/moa_losses.yaml, is found, too.
+
+    Args:
+        path: as the user wrote it.
+        folder: from which the path goes.
     """
     near = folder / path
     if near.is_file() or path.suffix not in ("", ".yaml"):

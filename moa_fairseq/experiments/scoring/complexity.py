@@ -204,8 +204,7 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     macs = 2 * C * n * d * T**2
     floats = 2 * C * n * T**2
     if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
-        # their script has k = 2 for every n
-        k = 2
+        k = 2  # in their script, for every n
         experts = attention.num_experts
         macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
         return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}

@@ -129,7 +129,7 @@ class _WithoutValues(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.FILLING:
-            # of torch.nn.init
+            # the first argument of torch.nn.init's functions
             if args:
                 tensor = args[0]
             else:

@@ -150,8 +150,7 @@ def approximate_randomisation(
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
     ours = len(first)
     (runs, sentences, counts) = pooled.shape
-    # rows: faster than take_along_axis
-    flat = pooled.reshape(-1, counts)
+    flat = pooled.reshape(-1, counts)  # rows: faster than take_along_axis
     place = np.arange(sentences)
     random = np.random.default_rng(seed)
 

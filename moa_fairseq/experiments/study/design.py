@@ -50,7 +50,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class System:
-    """One line of the tables. set: `section.key: value` over the recipe, as --set takes them."""
+    """One line of the tables.
+
+    Args:
+        label: its name for people.
+        recipe: a path from the study file's folder, or the name of a shipped recipe.
+        family: of its attention; systems of one family share a colour.
+        set: `section.key: value` over the recipe, as --set takes them.
+    """
 
     label: str
     recipe: str
@@ -72,7 +79,12 @@ class Tuning:
     """The runs that choose values for each system: those of the lowest mean loss, of all points of a grid.
 
     They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
-    set: over what the systems have, such as a smaller budget.
+
+    Args:
+        grid: `section.key` → the values that are tried.
+        seeds: how many for each point.
+        first_seed: the others follow it.
+        set: over what the systems have, such as a smaller budget.
     """
 
     grid: dict[str, list[Any]]
@@ -83,11 +95,22 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a study file says; a recipe is a path from the file's folder, or the name of a shipped one.
+    """What a study file says. The first system is the baseline.
 
-    set: for every system, under its own. stage: "train", or "all" to score, too. Measured is the validation
-    loss in bits, mean of the `last` validations; differences within ± margin are called equivalent. The first
-    system is the baseline. levels: the losses are compared at so many equal training losses, too (0: not).
+    Args:
+        study: its name, which is the file's.
+        question: what it decides, one sentence.
+        seeds: how many for each system.
+        systems: name → a `System`.
+        contrasts: name → a `Contrast`.
+        set: for every system, under its own.
+        tuning: a `Tuning`, or None.
+        first_seed: the others follow it.
+        stage: "train", or "all" to score, too.
+        threads: of each run on a CPU.
+        last: the loss is the mean of so many last validations, in bits.
+        margin: differences within ± this are called equivalent, in bits.
+        levels: the losses are compared at so many equal training losses, too; 0: not.
     """
 
     study: str
@@ -106,7 +129,15 @@ class Study:
 
 
 class Run(NamedTuple):
-    """One training. records: the folder with the study's records."""
+    """One training.
+
+    Args:
+        system: its name in the study.
+        seed: of the training.
+        recipe: the file.
+        overrides: the system's `section.key: value`.
+        records: the folder with the study's records.
+    """
 
     system: str
     seed: int
@@ -132,10 +163,16 @@ class Run(NamedTuple):
 
 
 def load_study(path: Path, records: Path, tune: bool = False) -> Study:
-    """Read and check a study file. tune: its tuning runs, a system for each point of the grid.
+    """Read and check a study file.
 
-    Without it the systems have the values that the tuning chose. records: the folder of all studies' records.
-    Raises UserError that names file and key, and where the tuning is not complete.
+    Args:
+        path: the file.
+        records: the folder of all studies' records.
+        tune: its tuning runs, a system for each point of the grid; else the systems have the values that the
+            tuning chose.
+
+    Raises:
+        UserError: names file and key; also where the tuning is not complete.
     """
     file = str(path)
     study = build(Study, read_mapping(path, "study"), file)
@@ -234,7 +271,13 @@ def _file_name(text: str) -> str:
 
 
 def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
-    """Every run in its order: all systems of one seed, then those of the next. folder: of the study file."""
+    """Every run in its order: all systems of one seed, then those of the next.
+
+    Args:
+        study: of which runs.
+        folder: of the study file.
+        records: the folder of all studies' records.
+    """
     seeds = range(study.first_seed, study.first_seed + study.seeds)
     return [
         Run(key, seed, find_recipe(Path(row.recipe), folder), row.set, records / study.study)
@@ -268,7 +311,15 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
 
     A record fits that is of the study, system and seed, and whose settings are those that the study and its
     recipes say now; those without settings have a command with the study's part of them. The others are named
-    in a warning; strict: in a UserError. Raises UserError for a damaged record.
+    in a warning.
+
+    Args:
+        study: of which records.
+        runs: all of its runs.
+        strict: the others are an error.
+
+    Raises:
+        UserError: for a damaged record, and for one that does not fit, with `strict`.
     """
     found: dict[str, dict[str, Any]] = {}
     others: dict[str, tuple[str, str]] = {}
@@ -332,7 +383,12 @@ def losses_of(
 ) -> dict[str, dict[int, float]]:
     """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
 
-    levels: training losses at which the validation loss is read, in place of the last validations.
+    Args:
+        study: says how many validations count.
+        runs: those that are looked at.
+        records: name of a run → its record.
+        levels: training losses, in bits, at which the validation loss is read, in place of the last
+            validations.
     """
     found: dict[str, dict[int, float]] = {key: {} for key in study.systems}
     diverged = []

@@ -39,7 +39,12 @@ _KINDS = {
 
 
 class Record(NamedTuple):
-    """One run's record. where: its file, and line, as messages name it."""
+    """One run's record.
+
+    Args:
+        where: its file, and line, as messages name it.
+        content: what it holds.
+    """
 
     where: str
     content: dict[str, Any]

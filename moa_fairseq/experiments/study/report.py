@@ -96,8 +96,13 @@ TRANSLATION_COLUMNS = (
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
     """The tables as data: systems, contrasts, and what made the records, of the seeds that are complete.
 
-    references: the test set's target side in words, to score the recorded translations with.
-    Raises UserError where no seed is complete.
+    Args:
+        study: its systems and contrasts.
+        runs: all of its runs.
+        references: the test set's target side in words, to score the recorded translations with.
+
+    Raises:
+        UserError: where no seed is complete.
     """
     records = fitting_records(study, runs)
     planned = runs
@@ -348,7 +353,7 @@ def _against(study: Study, content: dict[str, Any], colours: dict[str, str], nam
     base = content["systems"][0]
     figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
     panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    # where there is space
+    # there is space for labels beside one panel alone
     if len(names) == 1:
         key_of_name = "label"
     else:

@@ -34,7 +34,14 @@ _NOT_FINITE = re.compile(
 
 
 class Place(NamedTuple):
-    """Where a study runs. data: --data of its recipes. gpus: of each run; 0 for the CPU."""
+    """Where a study runs.
+
+    Args:
+        study: what runs.
+        folders: the folder of its run folders.
+        data: --data of its recipes.
+        gpus: of each run; 0 for the CPU.
+    """
 
     study: Study
     folders: Path

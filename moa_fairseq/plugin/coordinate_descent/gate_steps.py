@@ -73,8 +73,8 @@ class GStep:
         model.train()
         criterion.train()
         model.set_num_updates(trainer.get_num_updates())
-        for observer in running_statistics_of(model):
-            observer.forget()
+        for statistics in running_statistics_of(model):
+            statistics.forget()
         with requiring_gradients(parameters):
             sums = GateGradients(parameters)
             for sample in samples:

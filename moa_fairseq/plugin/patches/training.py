@@ -78,8 +78,8 @@ def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: An
     a whole update before it begins. The model is told when an update has been made, so that a checkpoint
     saved between updates is complete and holds nothing of an update that overflowed.
     """
-    for observer in running_statistics_of(trainer.get_model()):
-        observer.forget()  # left by an update that overflowed and was skipped
+    for statistics in running_statistics_of(trainer.get_model()):
+        statistics.forget()  # left by an update that overflowed and was skipped
     before_update = getattr(trainer.task, "before_update", None)
     if before_update is not None:
         before_update(trainer, samples)

@@ -102,14 +102,14 @@ def update(model, src, prev):
         loss = loss + sum(each(sums).sum() for each in BALANCE_LOSSES.values()) + z_loss(sums).sum()
     loss.backward()
     grads = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
-    seen = [observer.pending.clone() for observer in running_statistics_of(model)]
+    seen = [statistics.pending.clone() for statistics in running_statistics_of(model)]
     return [loss.detach(), *grads, *seen], [name for name, _ in routings]
 
 
 def compare(model, batches, tolerance, backend):
     expected = [update(model, *each) for each in batches]
-    for observer in running_statistics_of(model):
-        observer.forget()
+    for statistics in running_statistics_of(model):
+        statistics.forget()
     compile_layers(model, backend)
     for (wanted, names), each in zip(expected, batches):
         found, found_names = update(model, *each)

@@ -65,18 +65,7 @@ class ExpertLoop:
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
-        """The sums of a `Product`, piece by piece.
-
-        Args:
-            rows: up: [N, C]; down: [S / fan, D].
-            weight: [E, D, C].
-            bias: [E, D] or None; of a product up only.
-            gate: [S] or None for ones.
-            is_up: the direction.
-
-        Returns:
-            Up: [S / fan, D]; down: [N, C]; in the dtype of the rows.
-        """
+        """As `SortedRows.forward`, piece by piece."""
         if is_up:
             matrices = weight.transpose(1, 2)
             per_sum = self.per_narrow
@@ -109,16 +98,7 @@ class ExpertLoop:
         is_up: bool,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Gradients of rows, weight, bias and gate, those that `needs` asks for.
-
-        Args:
-            grad: of the result of `forward`.
-            rows, weight, bias, gate, is_up: as `forward` had them.
-            needs: which of the four gradients are asked for.
-
-        Returns:
-            Four gradients, None where none is asked for; zeros of an expert that nobody chose.
-        """
+        """As `SortedRows.backward`; an expert that nobody chose gets zeros."""
         if is_up:
             matrices = weight
             per_row = self.per_wide

@@ -20,9 +20,8 @@ _LEAST_CACHE = 16 * 2**20  # bytes; a buffer of this size is never cut: launches
 _SUM_TILE = (8, 128)  # rows × columns of a program that adds slots
 _ROWS_TILE = (32, 128)  # rows × columns that a program holds while it sums an expert's rows
 _CHUNK_SUM_TILE = 1024
-# rows
-_MIN_CHUNK = 256
-_CHUNK_UNIT = 128
+_MIN_CHUNK = 256  # rows
+_CHUNK_UNIT = 128  # rows
 
 
 Launcher = TypeVar("Launcher", bound=Callable[..., Any])
