@@ -6,7 +6,7 @@
 
 eager: an update of dense and MoA models, base and big. profile: operators, launches and Python calls of an
 update of the base models, and its time without autograd's own threads. layer: a step of one small encoder
-layer (4 sentences of 6 tokens, width 64), eager and by Inductor. compiled: every layer by torch.compile,
+layer (4 sentences of 6 tokens, width 64), eager and by Inductor, and fairseq's by torch.compile alone. compiled: every layer by torch.compile,
 with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
 of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
 host time, launches and Python calls of a step of beam search.
@@ -188,24 +188,33 @@ def layer(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     sizes = [f"--{side}-{name}={width}" for side in ("encoder", "decoder") for name, width in widths.items()]
     experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
     calls: dict[str, Call] = {}
-    for arch in base(args):
-        flags = sizes + experts if "moa" in arch else sizes
-        for suffix in ("", ", compiled"):
-            model = build(arch, words, args.device, args.torch_dtype, *flags).train()
-            if suffix:
-                compile_layers(model)
-            x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
-
-            def step(run: Any = model.encoder.layers[0], x: torch.Tensor = x) -> None:
-                run(x, encoder_padding_mask=None).sum().backward()
-
-            calls[arch + suffix] = step
-    seconds = take_turns(calls, 10 * args.rounds, args.device)
     moa, dense = base(args)
+    for arch, way in [
+        (moa, ""),
+        (moa, ", compiled"),
+        (dense, ""),
+        (dense, ", compiled"),
+        (dense, ", torch.compile alone"),
+    ]:
+        flags = sizes + experts if arch == moa else sizes
+        model = build(arch, words, args.device, args.torch_dtype, *flags).train()
+        run = model.encoder.layers[0]
+        if way == ", compiled":
+            compile_layers(model)
+        elif way:
+            run = torch.compile(run, dynamic=True)  # what torch makes of fairseq's layer without this package
+        x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+
+        def step(run: Any = run, x: torch.Tensor = x) -> None:
+            run(x, encoder_padding_mask=None).sum().backward()
+
+        calls[arch + way] = step
+    seconds = take_turns(calls, 10 * args.rounds, args.device)
     return {
         "seconds": seconds,
         "compiled_over_eager_dense": seconds[f"{moa}, compiled"] / seconds[dense],
         "compiled_over_compiled_dense": seconds[f"{moa}, compiled"] / seconds[f"{dense}, compiled"],
+        "torch_compile_alone_over_eager_dense": seconds[f"{dense}, torch.compile alone"] / seconds[dense],
     }
 
 
