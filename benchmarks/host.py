@@ -6,10 +6,10 @@
 
 eager: an update of dense and MoA models, base and big. profile: operators, launches and Python calls of an
 update of the base models, and its time without autograd's own threads. layer: a step of one small encoder
-layer (4 sentences of 6 tokens, width 64), eager and by Inductor, and fairseq's by torch.compile alone. compiled: every layer by torch.compile,
-with dynamic shapes and whole graphs. graph: forward and backward of one shape as a CUDA graph,
-of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode "reduce-overhead"). decode:
-host time, launches and Python calls of a step of beam search.
+layer (4 sentences of 6 tokens, width 64), eager and by Inductor, and fairseq's by torch.compile alone.
+compiled: every layer by torch.compile, with dynamic shapes and whole graphs. graph: forward and backward of
+one shape as a CUDA graph, of eager and of compiled layers. overhead: torch.compile's own CUDA graphs (mode
+"reduce-overhead"). decode: host time, launches and Python calls of a step of beam search.
 
 Layers are compiled as by `fairseq-train --compile-layers`. The records of an H200 are older than that flag:
 they were measured at 2c0a964 with results/host/layers-compiled.diff applied.
