@@ -24,6 +24,7 @@ VERBS = {
     "translate": ("inference.translate", "translate raw text with a trained run"),
     "complete": ("inference.complete", "let a trained language model go on with a text"),
     "fill-mask": ("scoring.fill_mask", "let a masked language model fill a gap"),
+    "export": ("inference.export", "a trained run as a small folder to give away"),
     "complexity": ("scoring.complexity", "parameters and MACs of an architecture"),
     "compare": ("scoring.compare", "the papers' numbers beside the measured ones"),
     "analyze": (

@@ -144,8 +144,8 @@ def kept_text(checkpoint: Path) -> Path | None:
     Raises:
         UserError: where it was changed.
     """
-    run = _run_of(checkpoint)
-    if run is None or not (run / KEPT / MANIFEST).is_file():
+    run = _run_of(checkpoint, f"{KEPT}/{MANIFEST}")  # an exported model has no state.json
+    if run is None:
         return None
     remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
     check_text(run / KEPT / BINARISED, remedy)
@@ -178,7 +178,7 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
                 remedy = f"Leave --data out, to use the run's own {path}, or name the data it was trained on"
                 raise UserError(f"{data} has another {name}, or none, than {path}, of training. {remedy}.")
         return []
-    run = _run_of(checkpoint)
+    run = _run_of(checkpoint, STATE)
     if run:
         trained = marks(run).get("prepare", {}).get("facts")
     else:
@@ -240,7 +240,7 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
     return sorted(found.keys() - listed)
 
 
-def _run_of(checkpoint: Path) -> Path | None:
-    """The run folder that a checkpoint lies in, itself or in its checkpoints/."""
+def _run_of(checkpoint: Path, file: str) -> Path | None:
+    """The folder that has a file, and a checkpoint in itself or in its checkpoints/."""
     places = checkpoint.resolve().parents[:2]
-    return next((place for place in places if (place / STATE).is_file()), None)
+    return next((place for place in places if (place / file).is_file()), None)

@@ -29,6 +29,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Complete line by line. Returns the exit status."""
+    text_model.resolve_model(args)
     for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
         if value < 1:
             raise UserError(f"{flag} {value}: give at least 1.")

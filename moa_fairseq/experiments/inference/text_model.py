@@ -19,6 +19,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
+from moa_fairseq.experiments.inference.export import named_model
 from moa_fairseq.experiments.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data, prepare_facts
 from moa_fairseq.experiments.scoring.trained_model import device_for
@@ -31,14 +32,29 @@ BATCH = 64  # lines that are read before the first of them is answered, where no
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The run, its text, and how it is read."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
+    text = "a run folder, an exported one, or a checkpoint with --data"
+    parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help=text)
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
+    text = "in place of RUN: an exported model's name, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
+    parser.add_argument("--model", metavar="NAME", help=text)
     parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
     parser.add_argument(
         "--segmented", action="store_true", help="the text is tokenised and segmented, as fairseq reads it"
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
+
+
+def resolve_model(args: argparse.Namespace) -> None:
+    """Let --model stand for RUN, whose place FILE has then. Raises UserError for both, and for neither."""
+    if args.model is None:
+        if args.run_dir is None:
+            raise UserError("Name a run folder, or an exported model with --model NAME.")
+        return
+    if args.file is not None:
+        raise UserError(f"--model {args.model} stands in place of RUN: leave {args.run_dir} out.")
+    args.file = args.run_dir
+    args.run_dir = named_model(args.model)
 
 
 class TextModel(GeneratorHubInterface):

@@ -67,6 +67,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Translate line by line. Returns the exit status."""
+    text_model.resolve_model(args)
     settings = _generation(args)
     if args.layer is not None and not args.show_experts:
         raise UserError(f"--layer {args.layer} goes with --show-experts.")

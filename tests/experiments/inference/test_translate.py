@@ -80,6 +80,71 @@ def test_a_file_is_translated_as_the_run_translates_its_test_set(run, capsys):
     assert out.read_text(encoding="utf-8").splitlines() == expected
 
 
+def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
+    run, capsys, tmp_path, monkeypatch
+):
+    monkeypatch.setenv("MOA_FAIRSEQ_MODELS", str(tmp_path))
+    exported = tmp_path / "tiny"
+    assert main(["export", str(run), str(exported)]) == 0
+    capsys.readouterr()
+    text = run.parent / "test.en"
+    assert (
+        answer(capsys, "translate", "--model", "tiny", text)
+        == answer(capsys, "translate", exported, text)
+        == answer(capsys, "translate", run, text)
+    )
+    state = torch.load(exported / "average.pt", weights_only=False)
+    of_run = torch.load(run / "checkpoints" / "checkpoint_best.pt", weights_only=False)["model"]
+    assert state["last_optimizer_state"] is None
+    assert state["model"].keys() == of_run.keys()
+    for name, tensor in state["model"].items():
+        assert tensor.dtype == (torch.float16 if of_run[name].is_floating_point() else of_run[name].dtype)
+        assert torch.equal(tensor, of_run[name].to(tensor.dtype))
+    tied = [state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")]
+    assert tied[0] == tied[1]
+    card = (exported / "README.md").read_text(encoding="utf-8")
+    parameters = sum(tensor.numel() for tensor in {t.data_ptr(): t for t in of_run.values()}.values())
+    assert f"| Parameters | {parameters:,} |" in card
+    assert "not scored" in card
+    scored = tmp_path / "scored"
+    shutil.copytree(run, scored)
+    metrics = {"multi_bleu": 12.345678, "sacrebleu_signature": "nrefs:1|case:mixed"}
+    (scored / "result.json").write_text(json.dumps({"metrics": metrics, "subset": "test", "seed": 3}))
+    assert main(["export", str(scored), str(tmp_path / "other")]) == 0
+    card = (tmp_path / "other" / "README.md").read_text(encoding="utf-8")
+    assert "12.35" in card
+    assert "nrefs:1|case:mixed" in card.replace("\\|", "|")
+    assert json.loads((tmp_path / "other" / "result.json").read_text())["seed"] == 3
+
+
+def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys, tmp_path, monkeypatch):
+    monkeypatch.setenv("MOA_FAIRSEQ_MODELS", str(tmp_path))
+    assert main(["export", str(run), str(run)]) == 2
+    assert "exists" in capsys.readouterr().err
+    foreign = tmp_path / "foreign"
+    (foreign / "checkpoints").mkdir(parents=True)
+    assert main(["export", str(foreign), str(tmp_path / "new")]) == 2
+    assert str(foreign) in capsys.readouterr().err
+    state = torch.load(run / "checkpoints" / "checkpoint_best.pt", weights_only=False)
+    huge = tmp_path / "huge"
+    shutil.copytree(run, huge)
+    state["model"]["encoder.layers.0.fc1.weight"][0, 0] = 1e5
+    torch.save(state, huge / "checkpoints" / "checkpoint_best.pt")
+    assert main(["export", str(huge), str(tmp_path / "new")]) == 2
+    assert "encoder.layers.0.fc1.weight" in capsys.readouterr().err
+    shutil.rmtree(huge / "text")
+    assert main(["export", str(huge), str(tmp_path / "new")]) == 2
+    assert str(huge / "text") in capsys.readouterr().err
+    assert not list(tmp_path.glob("new*"))
+    for words, named in (
+        (["--model", "none"], str(tmp_path / "none")),
+        ([], "--model"),
+        (["--model", "none", str(run), "text"], str(run)),
+    ):
+        assert main(["translate", *words]) == 2
+        assert named in capsys.readouterr().err
+
+
 def test_text_is_segmented_as_the_data_was(run):
     (data,) = Path(run.parent / "data").glob("*/binarised")
     codec = codec_of(data, "translation")

@@ -1,0 +1,156 @@
+"""Export a trained run as a small folder for others: weights in half precision, its text files, a model card.
+
+moa-fairseq export runs/tatoeba_ende_moa_tiny moa-tiny-en-de
+moa-fairseq translate moa-tiny-en-de english.txt
+
+The folder is read like the run itself, by every verb. README.md is the card: data and its terms of use, the
+score with its signature, how it was trained. Scores are those of the run, before its weights were rounded.
+"""
+
+from __future__ import annotations
+
+import argparse
+import logging
+import os
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data.download import default_cache
+from moa_fairseq.experiments.data.text_files import KEPT, kept_text
+from moa_fairseq.experiments.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
+from moa_fairseq.experiments.recipes.loading import read_mapping
+from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+
+log = logging.getLogger(__name__)
+_RESULT = "result.json"
+
+
+def models_folder() -> Path:
+    """Where `--model NAME` looks: $MOA_FAIRSEQ_MODELS, else `models` in the cache of this package."""
+    named = os.environ.get("MOA_FAIRSEQ_MODELS")
+    if named:
+        return Path(named)
+    return default_cache() / "models"
+
+
+def named_model(name: str) -> Path:
+    """The folder of an exported model.
+
+    Args:
+        name: of a folder in `models_folder()`.
+
+    Raises:
+        UserError: says where it was looked for, and how to make it.
+    """
+    folder = models_folder() / name
+    if (folder / "average.pt").is_file():
+        return folder
+    there = sorted(path.parent.name for path in models_folder().glob("*/average.pt"))
+    raise UserError(
+        f"--model {name}: there is no {folder / 'average.pt'}. Models lie in $MOA_FAIRSEQ_MODELS, else in "
+        f"{default_cache() / 'models'}; here: {', '.join(there) or 'none'}. "
+        f"`moa-fairseq export RUN {folder}` "
+        "puts one there; `bash scripts/tiny_models.sh` trains and exports moa-, moh- and dense-tiny-en-de."
+    )
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq export`."""
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder of `moa-fairseq recipe`")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="the new folder; its name is the model's")
+
+
+def run(args: argparse.Namespace) -> int:
+    """Write the folder, whole or not at all.
+
+    Raises:
+        UserError: for a run without a model, a text or a recipe, for weights that half precision cannot hold,
+            and for a folder that is there.
+    """
+    if args.folder.exists():
+        raise UserError(f"{args.folder} exists already: name a new folder, or delete it first.")
+    checkpoint = trained_checkpoint(args.run_dir)
+    if not checkpoint.is_file():
+        raise UserError(f"{args.run_dir} holds no trained model: {checkpoint} is missing.")
+    if kept_text(checkpoint) is None:
+        raise UserError(
+            f"{args.run_dir / KEPT} is missing, without which nobody can give the model text. Only runs of "
+            "`moa-fairseq recipe` keep it: train with a recipe, or run its command again to add it."
+        )
+    recipe = read_mapping(args.run_dir / "recipe.yaml", "recipe")
+    result: dict[str, Any] = {}
+    if (args.run_dir / _RESULT).exists():
+        result = read_json(args.run_dir / _RESULT, "Run the recipe again.")
+    weights = _halved(load_checkpoint(checkpoint), checkpoint)
+    new = args.folder.with_name(args.folder.name + ".partial")
+    shutil.rmtree(new, ignore_errors=True)
+    new.mkdir(parents=True)
+    save_checkpoint(weights, new / "average.pt")
+    shutil.copytree(args.run_dir / KEPT, new / KEPT)
+    shutil.copyfile(args.run_dir / "recipe.yaml", new / "recipe.yaml")
+    if result:
+        write_json(new / _RESULT, result)
+    parameters = sum({tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}.values())
+    (new / "README.md").write_text(_card(args.folder.name, recipe, result, parameters), encoding="utf-8")
+    new.rename(args.folder)
+    size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
+    log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
+    return 0
+
+
+def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
+    """The checkpoint without the optimizer, its weights in fp16; tensors that were one tensor stay one."""
+    halves: dict[tuple, torch.Tensor] = {}
+    model = {}
+    for name, tensor in state["model"].items():
+        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
+        if view not in halves or not tensor.numel():
+            halves[view] = tensor.half() if tensor.is_floating_point() else tensor
+            if not torch.equal(halves[view].isfinite(), tensor.isfinite()):
+                raise UserError(f"{path}: {name} has numbers beyond 65,504, too large for fp16.")
+        model[name] = halves[view]
+    if isinstance(state.get("extra_state"), dict):
+        state["extra_state"].pop("carried_context", None)  # of a training that goes on
+    return {**state, "model": model, "last_optimizer_state": None}
+
+
+def _card(name: str, recipe: Mapping[str, Any], result: Mapping[str, Any], parameters: int) -> str:
+    data = recipe.get("data") or {}
+    dataset = datasets().get(str(data.get("recipe")))
+    lines = [f"# {name}", "", str(recipe.get("summary", "")), "", "| | |", "| --- | --- |"]
+    rows: dict[str, Any] = {
+        "Architecture": (recipe.get("model") or {}).get("arch"),
+        "Parameters": f"{parameters:,}",
+        "Languages": " → ".join(str(data[side]) for side in ("source", "target") if data.get(side)),
+        "Data": dataset and f"{dataset.name}: {dataset.summary}",
+        "Terms of use of the data": dataset and dataset.licence,
+    }
+    for metric, value in (result.get("metrics") or {}).items():
+        rows[f"{metric}, {result.get('subset')} set"] = round(value, 2) if is_number(value) else value
+    for key in ("updates", "train_seconds", "hardware", "seed", "commit", "date"):
+        rows[key.replace("_", " ").capitalize()] = result.get(key)
+    versions = (result.get("versions") or {}).items()
+    rows["Versions"] = ", ".join(f"{package} {version}" for package, version in versions)
+    rows["Trained by"] = result.get("command") and f"`{result['command']}`"
+    for key, value in rows.items():
+        if value not in (None, ""):
+            escaped = str(value).replace("|", "\\|")  # as in a signature
+            lines.append(f"| {key} | {escaped} |")
+    if not result:
+        lines += ["", "It was not scored."]
+    verb = "translate" if data.get("target") else "complete"
+    lines += [
+        "",
+        "Scores are those of the run, before its weights were rounded to half precision.",
+        "",
+        f"    moa-fairseq {verb} {name} text.txt",
+        "",
+    ]
+    return "\n".join(lines)
