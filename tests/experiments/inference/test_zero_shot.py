@@ -13,10 +13,11 @@ import torch
 import yaml
 from shared_fixtures import USER_DIR
 
+from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.data.prepare import Preparation
-from moa_fairseq.experiments.inference import text_model
+from moa_fairseq.experiments.inference import text_model, zero_shot
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not here: bash scripts/test.sh --zero-shot")
 CHUNK = 12
@@ -283,9 +284,10 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
         patch.setattr(HarnessModel, "_output", interrupt)
         assert main([*command, "--max-tokens", "12"]) == 130
     assert list(run.glob("*.unfinished*"))
-    patch = monkeypatch.setattr(HarnessModel, "_output", lambda *args: answered.append(0) or output(*args))
+    again = []
+    monkeypatch.setattr(HarnessModel, "_output", lambda *args: again.append(0) or output(*args))
     assert main([*command, "--max-tokens", "12"]) == 0
-    assert not list(run.glob("*.unfinished*"))
+    assert len(again) == 5 - 1 and not list(run.glob("*.unfinished*"))
     record = json.loads((run / "zero_shot.json").read_text())
     assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (lm_eval.__version__, None, 1)
     task = record["tasks"]["lambada_openai"]
@@ -320,7 +322,7 @@ def test_the_childrens_book_test_asks_for_the_word_and_the_rest_of_its_sentence(
     }
     write_task = writer(tmp_path)
     for part in ("cn", "ne", "p", "v"):
-        task = {"include": str(zero_shot.TASKS / f"cbt_{part}.yaml"), "dataset_name": None}
+        task = {"include": str(zero_shot.TASKS / f"cbt_{part}.yaml"), "dataset_name": None, "validation_split": None}
         write_task(f"cbt_{part}", [document] * 2, **task)
     harness = harness_of(train("moa_lm_tiny", data, *CARRIED), data)
     found = samples_of(harness, [zero_shot.TASKS, tmp_path], "cbt_cn", of="cbt")["cbt_cn"]
