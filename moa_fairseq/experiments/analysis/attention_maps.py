@@ -167,8 +167,8 @@ def pass_with_weights(
     Args:
         model: in evaluation mode.
         net_input: fairseq's arguments of the model.
-        watch: called after each attention, before what stands around it goes on, with its name, the module, the
-            keywords of its call, and the routings so far.
+        watch: called after each attention, before what stands around it goes on, with its name, the module,
+            the keywords of its call, and the routings so far.
 
     Returns:
         Name of the module → weights of each head or slot, [H, B, T, S]; and the routings.

@@ -1,4 +1,4 @@
-"""Which heads look up what followed the last time: prefix matching and copying (arXiv 2209.11895; SwitchHead Fig. 6).
+"""Which heads look up what followed the last time: prefix matching and copying (arXiv 2209.11895).
 
   moa-fairseq analyze induction-heads runs/wikitext2_lm_switchhead_tiny --output heads.png
   moa-fairseq analyze induction-heads RUN --length 40 --sequences 32 --output heads.png --json heads.json
@@ -6,14 +6,15 @@
 Random symbols, all different, are read twice in a row, behind </s>. At each symbol of the second time:
 
 - prefix matching: the attention that a head pays to the symbol after the earlier occurrence. Even attention
-  would pay about 1 / (1.5 · length).
-- copying: what the head writes there is put through the last norm's gain and the output matrix, without what
-  stands between (its direct effect). Of all that it raises the logits of the sequence's symbols above their mean
-  over the vocabulary, this is the share of the symbol after the earlier occurrence, 1 / length by chance.
+  would pay about 1 / (1.5 * length).
+- copying: what the head writes there goes through the last norm's gain and the output matrix, without what
+  stands between (its direct effect). Of all that it raises the logits of the sequence's symbols above their
+  mean over the vocabulary, this is the share of the symbol after the earlier occurrence; 1 / length is even.
 
-A head that does both is an induction head. Scores are means over the second time of all sequences. In MoA, MoH and
-their relatives a head is an expert, and scores are means over the symbols that chose it. In SwitchHead each
-head is also split by the experts that wrote the value at the symbol attended to.
+A head that does both is an induction head. The picture shows their attention, as SwitchHead's Figure 6 does.
+Scores are means over the second time of all sequences. In MoA, MoH and their relatives a head is an expert,
+with means over the symbols that chose it. In SwitchHead each head is also split by the experts that wrote the
+value of the symbol attended to.
 """
 
 from __future__ import annotations
@@ -35,6 +36,7 @@ from moa_fairseq.experiments.scoring.trained_model import device_for
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
@@ -70,13 +72,15 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         )
     dictionary = task.source_dictionary
     symbols = [index for index in range(dictionary.nspecial, len(dictionary)) if dictionary.count[index] > 0]
-    most = min(len(symbols), (min(task.args.tokens_per_sample, model.max_positions()) - 1) // 2)
+    block = task.args.tokens_per_sample
+    network: Any = model
+    most = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
     for flag, value, largest in (("--length", args.length, most), ("--sequences", args.sequences, 1024)):
         least = 2 if flag == "--length" else 1
         if not least <= value <= largest:
             raise UserError(
-                f"{flag} {value}: give {least} to {largest:,}; the model reads {task.args.tokens_per_sample} symbols at "
-                f"once, of {len(symbols):,} different ones."
+                f"{flag} {value}: give {least} to {largest:,}. The model reads {block:,} symbols at once, of "
+                f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
             )
     generator = torch.Generator().manual_seed(args.seed)
     rows = [torch.randperm(len(symbols), generator=generator)[: args.length] for _ in range(args.sequences)]
@@ -116,7 +120,7 @@ class HeadScore:
         name: the module's path in the model.
         label: "head 3", or "expert 3" where an expert is a head; the first is 1.
         prefix: prefix matching.
-        copying: None where the module's output is not a sum over heads that this analysis knows.
+        copying: None where the module's output is not one sum over heads, and for an adaptive softmax.
         chosen: by which share of the symbols.
         experts: of the values at what is attended to, where they have any.
         map: the attention in the first sequence, [T, T], zero where the head was not chosen; and the gates of
@@ -223,9 +227,8 @@ def _direct_effects(
         return torch.where(total > 0, raised.gather(2, own)[..., 0] / total, 0.0).cpu()
 
     nothing: Any = 0.0
-    with _only(module, None) as heads:
-        with forward_context(routings=()):
-            nothing = type(module).forward(module, **call)[0]  # biases
+    with _only(module, None) as heads, forward_context(routings=()):
+        nothing = type(module).forward(module, **call)[0]  # biases
     if len(heads) != 1:  # it attends in several parts
         return found
     for head in range(heads[0]):
@@ -233,6 +236,7 @@ def _direct_effects(
             found.heads.append(copying())
     values = _value_routing(module, routings)
     if values is not None:
+        v_proj: Any = module.v_proj
         for expert in range(values.num_experts):
             chosen = values.expert_ids == expert
 
@@ -240,7 +244,7 @@ def _direct_effects(
                 rows, order, gates, *rest = args
                 return rows, order, gates * chosen, *rest
 
-            hook = module.v_proj.register_forward_pre_hook(keep)
+            hook = v_proj.register_forward_pre_hook(keep)
             found.value_experts.append(copying())
             hook.remove()
     return found
@@ -276,26 +280,26 @@ def _scores(
 ) -> list[HeadScore]:
     """The scores of a module's heads from its weights, [H, B, T, S]."""
     count, batch, length, _ = weights.shape
-    copying = None if written is None or not written.heads else torch.stack(written.heads)
+    copying = None
+    if written is not None and written.heads:
+        copying = torch.stack(written.heads)
     chosen = torch.ones(count, batch, length, dtype=torch.bool)
     word = "head"
     routing = routings.get("queries")
-    by_slots = routing is not None and not isinstance(
-        module, (MixtureOfAttentiveExperts, SwitchHeadAttention)
-    )
-    if by_slots and routing is not None:
+    # MAE's experts share all heads, SwitchHead's stand around them; elsewhere tokens choose the heads.
+    if routing is not None and not isinstance(module, (MixtureOfAttentiveExperts, SwitchHeadAttention)):
         word = "expert"
-        slots = (
-            module.head_index(routing) if hasattr(module, "head_index") else routing.expert_ids
-        )  # [N, slots]
-        slots = slots.view(batch, length, count).permute(2, 0, 1).cpu()
-        every = int(getattr(module, "num_experts", routing.num_experts)) * getattr(
-            module, "heads_per_expert", 1
+        index = routing.expert_ids
+        every = routing.num_experts
+        if isinstance(module, MixtureOfAttention):
+            index = module.head_index(routing)
+            every *= module.heads_per_expert
+        slots = index.view(batch, length, count).permute(2, 0, 1).cpu()  # [N, slots] → [slots, B, T]
+        weights = weights.new_zeros(every, *weights.shape[1:]).scatter(
+            0, slots[..., None].expand_as(weights), weights
         )
-        index = slots[..., None].expand_as(weights)
-        weights = weights.new_zeros(every, *weights.shape[1:]).scatter(0, index, weights)
         chosen = torch.zeros(every, batch, length, dtype=torch.bool).scatter(0, slots, True)
-        if copying is not None and not isinstance(module, MixtureOfHeads):
+        if copying is not None and not isinstance(module, MixtureOfHeads):  # whose results stand by head
             place = slots[:, :, places.queries]
             copying = copying.new_zeros(every, *copying.shape[1:]).scatter(0, place, copying)
     at = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
@@ -308,43 +312,28 @@ def _scores(
     values = _value_routing(module, routings)
     found = []
     for head in range(weights.size(0)):
-        own = of_queries[head]
-        first = {
-            side: each.view(weights.size(0), -1, batch, length)[head, :, 0] for side, each in gates.items()
-        }
         experts = []
-        for expert in range(0 if values is None else values.num_experts // values.groups):
-            number = head * (values.num_experts // values.groups) + expert
-            wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
-            part = _mean(None if written is None else written.value_experts[number], wrote)
-            experts.append(
-                HeadScore(
-                    name,
-                    f"expert {expert + 1}",
-                    _mean(at[head], wrote) or 0.0,
-                    part,
-                    wrote.double().mean().item(),
-                )
-            )
-        found.append(
-            HeadScore(
-                name,
-                f"{word} {head + 1}",
-                _mean(at[head], own) or 0.0,
-                None if copying is None else _mean(copying[head], own),
-                own.double().mean().item(),
-                experts,
-                (weights[head, 0], first),
-            )
-        )
+        if values is not None:
+            size = values.num_experts // values.groups
+            for expert in range(size):
+                number = head * size + expert
+                wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
+                effect = written.value_experts[number] if written and written.value_experts else None
+                experts.append(_head_score(name, f"expert {expert + 1}", at[head], effect, wrote))
+        own = None if copying is None else copying[head]
+        score = _head_score(name, f"{word} {head + 1}", at[head], own, of_queries[head])
+        first = {side: each.view(len(weights), -1, batch, length)[head, :, 0] for side, each in gates.items()}
+        found.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
     return found
 
 
-def _mean(values: Tensor | None, where: Tensor) -> float | None:
-    """The mean of some values; None without any."""
-    if values is None or not where.any():
-        return None
-    return values[where].double().mean().item()
+def _head_score(name: str, label: str, at: Tensor, copying: Tensor | None, chosen: Tensor) -> HeadScore:
+    """Means where the head was chosen; at, copying, chosen: [B, N − 1]."""
+    share = chosen.double().mean().item()
+    if not share:
+        return HeadScore(name, label, 0.0, None if copying is None else 0.0, share)
+    effect = None if copying is None else copying[chosen].double().mean().item()
+    return HeadScore(name, label, at[chosen].double().mean().item(), effect, share)
 
 
 def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -> Figure:
@@ -357,13 +346,14 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     """
     shown = [head for head in heads[:_SHOWN] if head.map is not None]
     figure = Figure(figsize=(4.4 * len(shown) + 0.4, 7.6), layout="constrained")
-    top, bottom = figure.subfigures(2, 1, height_ratios=[1, 1.7])
+    parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
+    top, bottom = parts
     modules = sorted(
         {head.name for head in heads},
         key=lambda name: [int(part) for part in name.split(".") if part.isdigit()],
     )
     most = max(int(head.label.split()[1]) for head in heads)
-    panels = top.subplots(1, 2)
+    panels: Any = top.subplots(1, 2)
     for panel, score in zip(panels, ("prefix", "copying")):
         values = torch.full((len(modules), most), torch.nan)
         for head in heads:
