@@ -133,8 +133,8 @@ FOUR_HEADS = ("--decoder-attention-heads", 4)
         ("transformer_xl_lm_tiny", ("--switchhead-heads", 4, "--expert-dim", 16)),
         ("moh_transformer_lm_small", (*FOUR_HEADS, "--moh-shared-heads", 1, "--experts-per-token", 2)),
         ("mae_transformer_lm_base", FOUR_HEADS),
-        ("gqe_transformer_lm_base", FOUR_HEADS),
-        ("namoh_transformer_lm_base", FOUR_HEADS),
+        ("gqe_lm_base", FOUR_HEADS),
+        ("namoh_lm_base", FOUR_HEADS),
     ],
 )
 def test_heads_of_other_families_are_near_chance_before_training(text_data, arch, flags):
@@ -148,7 +148,7 @@ def test_heads_of_other_families_are_near_chance_before_training(text_data, arch
     "flags, message",
     [
         (["--length", "40"], "--length 40"),
-        (["--sequences", "0"], "--sequences 0"),
+        (["--length", "5", "--sequences", "0"], "--sequences 0"),
         (["--subset", "x"], "--subset"),
     ],
 )
