@@ -299,6 +299,8 @@ def _scores(
             0, slots[..., None].expand_as(weights), weights
         )
         chosen = torch.zeros(every, batch, length, dtype=torch.bool).scatter(0, slots, True)
+        if copying is not None and len(copying) not in (count, every):  # NAMOH attends in packed rows
+            copying = None
         if copying is not None and not isinstance(module, MixtureOfHeads):  # whose results stand by head
             place = slots[:, :, places.queries]
             copying = copying.new_zeros(every, *copying.shape[1:]).scatter(0, place, copying)

@@ -140,7 +140,10 @@ FOUR_HEADS = ("--decoder-attention-heads", 4)
 def test_heads_of_other_families_are_near_chance_before_training(text_data, arch, flags):
     heads, predicted = measure_heads(build(text_data, arch, *flags), TWICE, torch.device("cpu"))
     assert max(head.prefix for head in heads) < 0.4 and predicted < 0.5
-    assert all(0 <= head.copying < 0.7 for head in heads)
+    if arch in ("gqe_lm_base", "namoh_lm_base"):  # their heads' results do not stand side by side
+        assert all(head.copying is None for head in heads)
+    else:
+        assert all(0 <= head.copying < 0.7 for head in heads)
     assert len({head.name for head in heads}) == 2
 
 
