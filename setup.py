@@ -71,6 +71,8 @@ setup(
         "hf": ["transformers>=4.48,<6", "accelerate>=1.1"],
         # moa_fairseq.integrations.vision; timm's torchvision has to be built for the same torch
         "vision": ["timm>=1.0.9,<2"],
+        # moa-fairseq zero-shot
+        "zero-shot": ["lm_eval==0.4.13"],
         "triton": ["triton>=3.1; platform_system == 'Linux'"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },

@@ -25,6 +25,7 @@ VERBS = {
     "complete": ("inference.complete", "let a trained language model go on with a text"),
     "fill-mask": ("scoring.fill_mask", "let a masked language model fill a gap"),
     "export": ("inference.export", "a trained run as a small folder to give away"),
+    "zero-shot": ("inference.zero_shot", "accuracy of a language model on tasks of lm-evaluation-harness"),
     "complexity": ("scoring.complexity", "parameters and MACs of an architecture"),
     "compare": ("scoring.compare", "the papers' numbers beside the measured ones"),
     "analyze": (

@@ -7,6 +7,8 @@
 #                                      transformers and timm without fairseq, in .venv-integrations: transformers 5
 #                                      cannot be imported beside the torchaudio that fairseq brings.
 #                                      TRANSFORMERS="transformers==4.48.3" asks for another version.
+#   bash scripts/setup.sh --zero-shot  lm_eval beside all of this, in .venv-zero-shot: it shares what the ordinary
+#                                      environment has, whose pinned packages stay as they are.
 #
 # A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
 # too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
@@ -14,7 +16,7 @@
 set -euo pipefail
 export PYTHONSAFEPATH=1   # nothing is imported from the working directory
 
-[ "${1:-}" = "--help" ] && { sed -n '2,13s/^# \{0,1\}//p' "$0"; exit 0; }
+[ "${1:-}" = "--help" ] && { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_pin=${TORCH:-torch==2.13.0}
 
@@ -55,6 +57,23 @@ if [ "${1:-}" = "--integrations" ]; then
       cat "$site/torchvision/__init__.py"; } > "$venv/torchvision.py"
     mv "$venv/torchvision.py" "$site/torchvision/__init__.py"
   fi
+  ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
+  printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
+  echo "setup.sh: ready. Activate it with: source $venv/bin/activate"
+  exit 0
+fi
+if [ "${1:-}" = "--zero-shot" ]; then
+  bash "$root/scripts/setup.sh"
+  base=${VIRTUAL_ENV:-$root/.venv}/bin/python
+  venv=$root/.venv-zero-shot
+  python=$venv/bin/python
+  wanted=$(cat "$root/setup.py" "$root/scripts/setup.sh" | cksum; echo "$root $base")
+  [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
+  "$base" -m venv --clear "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  (cd / && "$base" -c 'import site; print(*site.getsitepackages(), sep="\n")') > "$site/shared_with_the_project.pth"
+  "$python" -m pip install --quiet --disable-pip-version-check -e "$root[zero-shot]" \
+    || fail "pip could not install lm_eval beside the project."
   ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
   printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
   echo "setup.sh: ready. Activate it with: source $venv/bin/activate"

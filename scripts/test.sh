@@ -4,6 +4,8 @@
 #   bash scripts/test.sh tests/layers/experts -x
 #   bash scripts/test.sh --integrations      only tests/integrations, in an environment with transformers that it makes;
 #                                            --all runs them where that environment is
+#   bash scripts/test.sh --zero-shot         only those of moa-fairseq zero-shot, with lm_eval in an environment that it
+#                                            makes; --all runs them where that environment is
 set -euo pipefail
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
@@ -16,6 +18,16 @@ if [ "${1:-}" = "--integrations" ]; then
   shift
   [ -e "${1:-}" ] || set -- tests/integrations "$@" # before options for pytest
   integrations "$@"
+  exit
+fi
+zero_shot() {
+  (cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} .venv-zero-shot/bin/python -m pytest \
+    tests/experiments/inference/test_zero_shot.py "$@")
+}
+if [ "${1:-}" = "--zero-shot" ]; then
+  bash "$root/scripts/setup.sh" --zero-shot
+  shift
+  zero_shot "$@"
   exit
 fi
 bash "$root/scripts/setup.sh"
@@ -50,6 +62,9 @@ status=0
 "$python" -m pytest --numprocesses "$workers" --dist worksteal "$@" || status=$?
 if [ "${1:-}" = "--all" ] && [ -d .venv-integrations ]; then
   integrations tests/integrations || status=1
+fi
+if [ "${1:-}" = "--all" ] && [ -d .venv-zero-shot ]; then
+  zero_shot --all || status=1
 fi
 if [ -n "$types" ]; then
   wait "$types" || status=1

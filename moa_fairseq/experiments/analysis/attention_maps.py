@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,7 +28,7 @@ from moa_fairseq.experiments.analysis.routed_model import kind_of
 from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.plugin.forward_context import collect_routings
+from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
@@ -127,31 +127,7 @@ def measure_attention(
     sample = dataset.collater([dataset[sentence]])
     if device.type == "cuda":
         sample = utils.move_to_cuda(sample)
-    model = model.to(device).eval()
-    weights_by_name: dict[str, Tensor] = {}
-    hooks = []
-    for name, module in model.named_modules():
-        if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
-            vars(module)["ever_training"] = True
-        if not isinstance(module, (Attention, MultiheadAttention)):
-            continue
-        if isinstance(module, MultiheadAttention):
-            module.skip_embed_dim_check = True  # its other path averages over the heads
-
-        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return args, {**kwargs, "need_weights": True, "need_head_weights": True}
-
-        def keep(module: nn.Module, args: tuple, result: Any, name: str = name) -> None:
-            weights_by_name[name] = result[1][:, 0].float().cpu()
-
-        hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
-        hooks.append(module.register_forward_hook(keep))
-    with torch.no_grad(), collect_routings() as routings:
-        model(**sample["net_input"], features_only=True)
-    for hook in hooks:
-        hook.remove()
-    if not weights_by_name:
-        raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
+    weights_by_name, routings = pass_with_weights(model.to(device).eval(), sample["net_input"])
     tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
     if previous is None:
@@ -159,7 +135,7 @@ def measure_attention(
     else:
         target = [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
-    for name, weights in weights_by_name.items():
+    for name, (weights, *_) in ((name, each.unbind(1)) for name, each in weights_by_name.items()):
         # The decoder of a language model reads the source tokens.
         if target and name.startswith("decoder."):
             queries = target
@@ -174,7 +150,7 @@ def measure_attention(
             for named, routing in routings
             if named.removesuffix(f".{routing.side}") == name and routing.scope == "tokens"
         ]
-        gates = {routing.side: _gates(routing) for routing in own}
+        gates = {routing.side: gates_by_expert(routing) for routing in own}
         if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
             gates["keys"] = gates["queries"]
         groups = own[0].groups if own else 1
@@ -182,7 +158,58 @@ def measure_attention(
     return maps
 
 
-def _gates(routing: Routing) -> Tensor:
+@torch.no_grad()
+def pass_with_weights(
+    model: nn.Module, net_input: dict[str, Any], watch: Callable[..., None] | None = None
+) -> tuple[dict[str, Tensor], NamedRoutings]:
+    """One forward pass that keeps the weights of every attention.
+
+    Args:
+        model: in evaluation mode.
+        net_input: fairseq's arguments of the model.
+        watch: called after each attention, before what stands around it goes on, with its name, the module,
+            the keywords of its call, and the routings so far.
+
+    Returns:
+        Name of the module → weights of each head or slot, [H, B, T, S]; and the routings.
+
+    Raises:
+        UserError: for a model without such attention.
+    """
+    weights_by_name: dict[str, Tensor] = {}
+    hooks = []
+    for name, module in model.named_modules():
+        if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
+            vars(module)["ever_training"] = True
+        if not isinstance(module, (Attention, MultiheadAttention)):
+            continue
+        if isinstance(module, MultiheadAttention):
+            module.skip_embed_dim_check = True  # its other path averages over the heads
+
+        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+            return args, {**kwargs, "need_weights": True, "need_head_weights": True}
+
+        def keep(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any, name: str = name
+        ) -> None:
+            weights_by_name[name] = result[1].float().cpu()
+            if watch is not None:
+                watch(name, module, kwargs, routings)
+
+        hooks.append(module.register_forward_pre_hook(ask, with_kwargs=True))
+        hooks.append(module.register_forward_hook(keep, with_kwargs=True))
+    try:
+        with collect_routings() as routings:
+            model(**net_input, features_only=True)
+    finally:
+        for hook in hooks:
+            hook.remove()
+    if not weights_by_name:
+        raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
+    return weights_by_name, routings
+
+
+def gates_by_expert(routing: Routing) -> Tensor:
     """[E, N]: the gate of each expert for each token."""
     gate = routing.gates.detach().float()
     gates = gate.new_zeros(gate.size(0), routing.num_experts)
@@ -224,28 +251,49 @@ def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     """The map of one head; the gates of the queries on its left, those of the keys below."""
     own = head if each.groups > 1 else 0
     strips = {side: gates.view(each.groups, -1, gates.size(1))[own] for side, gates in each.gates.items()}
+    title = f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}"
+    draw_map(place, each.weights[head], each.queries, strips, title, each.keys)
+
+
+def draw_map(
+    place: Any,
+    weights: Tensor,
+    rows: list[str],
+    strips: dict[str, Tensor],
+    title: str,
+    columns: list[str] | None = None,
+) -> None:
+    """The attention of one head, with the gates of the experts that tokens chose beside it.
+
+    Args:
+        place: a figure, or a part of one.
+        weights: [T, S].
+        rows: the T attending tokens.
+        strips: "queries" and "keys" → the gates, [E, T] and [E, S], where anything is routed.
+        title: of the map.
+        columns: the S tokens that they attend to (the same).
+    """
+    columns = rows if columns is None else columns
     wide, tall = (len(strips.get(side, ())) for side in ("queries", "keys"))
-    unit = max(1, len(each.queries) // 24)
+    unit = max(1, len(rows) // 24)
     panels = place.subplots(
         1 + bool(tall),
         1 + bool(wide),
         squeeze=False,
-        width_ratios=[*([wide * unit] if wide else []), len(each.keys)],
-        height_ratios=[len(each.queries), *([tall * unit] if tall else [])],
+        width_ratios=[*([wide * unit] if wide else []), len(columns)],
+        height_ratios=[len(rows), *([tall * unit] if tall else [])],
     )
     for panel in panels.flat:
         panel.set_axis_off()
     main = panels[0][-1]
-    queries = panels[0][0]
-    keys = panels[-1][-1]
-    _show(main, each.weights[head], [] if wide else each.queries, [] if tall else each.keys)
-    main.set_title(f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}", fontsize=7)
+    _show(main, weights, [] if wide else rows, [] if tall else columns)
+    main.set_title(title, fontsize=7)
     most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
     experts = [str(expert + 1) for expert in range(max(wide, tall))]
     if wide:
-        _show(queries, strips["queries"].t(), each.queries, experts[:wide], "Oranges", most)
+        _show(panels[0][0], strips["queries"].t(), rows, experts[:wide], "Oranges", most)
     if tall:
-        _show(keys, strips["keys"], experts[:tall], each.keys, "Oranges", most)
+        _show(panels[-1][-1], strips["keys"], experts[:tall], columns, "Oranges", most)
 
 
 def _show(

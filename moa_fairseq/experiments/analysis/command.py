@@ -6,6 +6,7 @@
   moa-fairseq analyze gates runs/C --output gates.png
   moa-fairseq analyze expert-tokens runs/C --words
   moa-fairseq analyze attention-maps runs/D --sentence 3 --layer 2 --output heads.png
+  moa-fairseq analyze induction-heads runs/E --output induction.png
 
 A run folder stands for its averaged (else its best) checkpoint and for the data it was trained on; so does
 the --save-dir of a plain fairseq-train, or the folder around it.
@@ -18,7 +19,14 @@ import warnings
 from pathlib import Path
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis import attention_maps, expert_load, expert_tokens, gates, learning_curve
+from moa_fairseq.experiments.analysis import (
+    attention_maps,
+    expert_load,
+    expert_tokens,
+    gates,
+    induction_heads,
+    learning_curve,
+)
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
@@ -27,8 +35,9 @@ from moa_fairseq.files import refuse_overwriting
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
 # Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
-KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps)
+KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps, induction_heads)
 OF_LOGS = (learning_curve,)
+OF_RANDOM_TEXT = (induction_heads,)
 WITHOUT_PICTURE = (expert_tokens,)
 
 # what a recipe writes into its run folder
@@ -51,8 +60,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         if kind not in OF_LOGS:
             add("model", type=Path, metavar="RUN_DIR|CHECKPOINT")
             add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
-            add("--subset", default="valid", help="which subset of the data to run (valid)")
-            add("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
+            if kind not in OF_RANDOM_TEXT:
+                add("--subset", default="valid", help="which subset of the data to run (valid)")
+                add("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
             add("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
             add("--cpu", action="store_true", help="do not use a GPU")
         kind.add_arguments(subparser)
@@ -75,10 +85,12 @@ def run(args: argparse.Namespace) -> int:
     about = {}
     if of_model:
         warnings.filterwarnings("ignore", message=".*pin_memory")
-        if args.max_tokens < 1:
+        if getattr(args, "max_tokens", 1) < 1:
             raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
         checkpoint, data = checkpoint_and_data(args.model, args.data)
-        about = {"checkpoint": str(checkpoint), "subset": args.subset}
+        about = {"checkpoint": str(checkpoint)}
+        if "subset" in args:
+            about["subset"] = args.subset
         model, task = load_trained(checkpoint, data)
         args.data = data or Path(task.cfg.data)
         found = args.analyze(args, model, task)

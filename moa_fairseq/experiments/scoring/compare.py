@@ -65,6 +65,9 @@ SCORES = {  # metric → heading
     "lm_ppl": "LM ppl",
     "lm_bits": "bits per token",
     "accuracy": "Accuracy (%)",
+    "lambada_acc": "LAMBADA (%)",
+    "blimp_acc": "BLiMP (%)",
+    "cbt_acc": "CBT (%)",
 }
 # What the command of a run says that may differ between seeds.
 _OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")

@@ -1,0 +1,288 @@
+"""A causal language model of fairseq as a model of lm-evaluation-harness, with the run's own segmentation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from fairseq.data.data_utils import collate_tokens
+from lm_eval.api.model import TemplateLM
+from lm_eval.models.utils import normalize_gen_kwargs
+from lm_eval.utils import get_rolling_token_windows, make_disjoint_window
+from torch import Tensor
+from tqdm import tqdm
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.inference.text_codec import PieceCodec
+from moa_fairseq.experiments.inference.text_model import TextModel
+
+_LOGITS = 1 << 25  # numbers of the output layer that are held at once
+
+
+class Read(NamedTuple):
+    """What a model says of the last n symbols of a text.
+
+    Args:
+        log_probs: natural logarithm of the probability of each of them, [n].
+        likeliest: the symbol that was likeliest in each place, [n] int64.
+    """
+
+    log_probs: Tensor
+    likeliest: Tensor
+
+
+class HarnessModel(TemplateLM):
+    """What lm_eval asks of a model: log-probabilities of continuations and texts, and greedy generation.
+
+    Every text begins behind `</s>`, as in training and in fairseq-eval-lm. A model that carries a context
+    (--carried-chunks) reads a text of any length in chunks of --tokens-per-sample symbols, from its
+    beginning. Another one reads at most that many: of a longer context the end, of a longer text (rolling)
+    one window after the other.
+
+    Args:
+        model: a run, as `text_model.load` gives it.
+        max_tokens: symbols of a batch, padding included.
+    """
+
+    def __init__(self, model: TextModel, max_tokens: int = 4096):
+        super().__init__()
+        self.text_model = model
+        self.network = model.models[0]
+        self.dictionary = model.task.source_dictionary
+        self.max_tokens = max_tokens
+        self.chunk = model.cfg.task.tokens_per_sample
+        self.carries_context = getattr(self.network.decoder, "context", None) is not None
+        if not self.carries_context:
+            self.chunk = min(self.chunk, self.network.max_positions())
+        self.has_lines = not isinstance(model.codec, PieceCodec)  # pieces forget where a line ends
+
+    @property
+    def eot_token_id(self) -> int:
+        return int(self.dictionary.eos())
+
+    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+        """The symbols of a text, without `</s>` around it; one that the dictionary lacks is `<unk>`.
+
+        Args:
+            string: raw text. A line feed is `</s>`, the end of a line, for words and bytes.
+            add_special_tokens, kwargs: of other models of lm_eval.
+        """
+        borders = {self.dictionary.bos(), self.dictionary.pad(), self.dictionary.eos()}
+        ids: list[int] = []
+        for number, line in enumerate(string.split("\n") if self.has_lines else [string]):
+            symbols = self.text_model.codec.encode(line)
+            found = self.dictionary.encode_line(symbols, add_if_not_exist=False, append_eos=False).tolist()
+            if number:
+                ids.append(self.eot_token_id)
+            ids += [self.dictionary.unk() if each in borders else each for each in found]
+        return ids
+
+    def tok_decode(self, ids: Sequence[int]) -> str:
+        """Symbols as raw text; `</s>` is a line feed."""
+        lines: list[list[str]] = [[]]
+        for each in ids:
+            if each == self.eot_token_id:
+                lines.append([])
+            else:
+                lines[-1].append(self.dictionary[each])
+        return "\n".join(self.text_model.codec.decode(" ".join(line)) for line in lines)
+
+    def _loglikelihood_tokens(
+        self,
+        requests: list[tuple[tuple[str, str], list[int], list[int]]],
+        disable_tqdm: bool = False,
+        **kwargs: Any,
+    ) -> list[tuple[float, bool]]:
+        """For each (texts, context, continuation): Σ log p of the continuation, and whether it is greedy.
+
+        A continuation with `<unk>` is never greedy: the model cannot name such a word.
+
+        Raises:
+            UserError: for a continuation without symbols, or of more than the model reads.
+        """
+        windows = []
+        for texts, context, continuation in requests:
+            if not continuation:
+                raise UserError(
+                    f"A task has the continuation {texts[1]!r} behind a context that ends in "
+                    f"{texts[0][-40:]!r}: together they have no symbol more than the context, in the model's "
+                    "segmentation. Begin the continuation with a space (target_delimiter)."
+                )
+            if context[:1] != [self.eot_token_id]:
+                context = [self.eot_token_id, *context]
+            inputs = [*context, *continuation[:-1]]
+            if not self.carries_context:
+                if len(continuation) > self.chunk:
+                    raise UserError(
+                        f"A task has a continuation of {len(continuation)} symbols, the model reads "
+                        f"{self.chunk}: {texts[1][:60]!r}. Leave the task out."
+                    )
+                inputs = inputs[-self.chunk :]
+            windows.append((inputs, continuation))
+        answers: dict[int, tuple[float, bool]] = {}
+        for number, read in self._reads(windows, disable_tqdm):
+            target = windows[number][1]
+            greedy = read.likeliest.tolist() == target and self.dictionary.unk() not in target
+            answers[number] = (read.log_probs.sum().item(), greedy)
+            self.cache_hook.add_partial("loglikelihood", requests[number][0], answers[number])
+        return [answers[number] for number in range(len(requests))]
+
+    def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
+        """Σ log p of every text, each behind `</s>`."""
+        windows: list[tuple[list[int], list[int]]] = []
+        owners = []
+        for owner, request in enumerate(requests):
+            ids = self.tok_encode(request.args[0])
+            if self.carries_context:
+                longest = max(1, len(ids))
+            else:
+                longest = self.chunk
+            for pair in get_rolling_token_windows(ids, self.eot_token_id, longest, 1):
+                context, target = make_disjoint_window(pair)
+                windows.append(([*context, *target[:-1]], target))
+                owners.append(owner)
+        sums = [0.0] * len(requests)
+        left = [owners.count(owner) for owner in range(len(requests))]
+        for number, read in self._reads(windows, disable_tqdm):
+            owner = owners[number]
+            sums[owner] += read.log_probs.sum().item()
+            left[owner] -= 1
+            if not left[owner]:
+                self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, sums[owner])
+        return sums
+
+    def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
+        """The likeliest next symbol, again and again, until one of the texts in `until` stands there.
+
+        Each symbol takes one pass over the text so far. Where pieces have no ends of lines, `</s>` ends it.
+
+        Raises:
+            UserError: for a task that draws.
+        """
+        rows = [[self.eot_token_id, *self.tok_encode(request.args[0])] for request in requests]
+        lengths = [len(row) for row in rows]
+        prompts = [self.tok_decode(row[1:]) for row in rows]
+        settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
+        if any(each["do_sample"] for each in settings):
+            raise UserError("A task draws what it generates (do_sample), and here generation is greedy only.")
+        texts = [""] * len(requests)
+        bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
+        for batch in self._batches(rows):
+            active = [number for number in batch if settings[number]["max_gen_toks"] > 0]
+            while active:
+                active.sort(key=lambda number: -len(rows[number]))
+                inputs = [rows[number][0 if self.carries_context else -self.chunk :] for number in active]
+                reads = self._read(inputs, [[self.eot_token_id]] * len(active))
+                unfinished = []
+                for number, read in zip(active, reads):
+                    rows[number].append(int(read.likeliest))
+                    texts[number] = self.tok_decode(rows[number][1:])[len(prompts[number]) :]
+                    stops = [texts[number].find(stop) for stop in settings[number]["until"] if stop]
+                    found = [place for place in stops if place >= 0]
+                    if found:
+                        texts[number] = texts[number][: min(found)]
+                    ended = bool(found) or (not self.has_lines and rows[number][-1] == self.eot_token_id)
+                    if not ended and len(rows[number]) - lengths[number] < settings[number]["max_gen_toks"]:
+                        unfinished.append(number)
+                active = unfinished
+            for number in batch:
+                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
+            bar.update(len(batch))
+        bar.close()
+        return texts
+
+    def text_facts(self, requests: Sequence[tuple[Any, ...]]) -> dict[str, int]:
+        """How a task's texts look in the model's segmentation.
+
+        Args:
+            requests: arguments of lm_eval's requests: (context, continuation), (text,), (context, settings).
+
+        Returns:
+            symbols: in all texts; unknown: those of them that are `<unk>`; requests; unknown_targets:
+            requests whose scored text has an `<unk>`; cut: requests whose context was too long for the model.
+        """
+        facts = dict.fromkeys(("requests", "symbols", "unknown", "unknown_targets", "cut"), 0)
+        unknown = self.dictionary.unk()
+        for texts in requests:
+            rest = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
+            if texts[0] and rest:
+                context, target = self._encode_pair(texts[0], rest)
+            elif rest:
+                context, target = [], self.tok_encode(rest)
+            else:
+                context, target = self.tok_encode(texts[0]), []
+            if len(texts) == 1:
+                context, target = target, context
+            facts["requests"] += 1
+            facts["symbols"] += len(context) + len(target)
+            facts["unknown"] += context.count(unknown) + target.count(unknown)
+            facts["unknown_targets"] += unknown in target
+            too_long = len(context) + len(target) > self.chunk and len(texts) > 1
+            facts["cut"] += too_long and not self.carries_context
+        return facts
+
+    def _batches(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
+        """Numbers of rows, the longest first, in batches of at most max_tokens a chunk."""
+        batch: list[int] = []
+        for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
+            if batch and (len(batch) + 1) * min(self.chunk, len(rows[batch[0]])) > self.max_tokens:
+                yield batch
+                batch = []
+            batch.append(number)
+        if batch:
+            yield batch
+
+    def _reads(
+        self, windows: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
+    ) -> Iterator[tuple[int, Read]]:
+        """(number, what is said of its targets) of every (inputs, targets)."""
+        with tqdm(total=len(windows), desc="Scoring", disable=disable_tqdm or None) as bar:
+            for batch in self._batches([inputs for inputs, _ in windows]):
+                inputs, targets = zip(*(windows[number] for number in batch))
+                yield from zip(batch, self._read(inputs, targets))
+                bar.update(len(batch))
+
+    @torch.no_grad()
+    def _read(self, inputs: Sequence[list[int]], targets: Sequence[list[int]]) -> list[Read]:
+        """What the model says of the symbols behind the last places of each row; the first row is longest.
+
+        Args:
+            inputs: what the model reads, each row beginning where the text or its window does.
+            targets: as many symbols of each row as are scored; the last one follows the last input.
+        """
+        pieces: list[list[Read]] = [[] for _ in inputs]
+        for number, start in enumerate(range(0, len(inputs[0]), self.chunk)):
+            rows = [torch.tensor(row[start : start + self.chunk]) for row in inputs if len(row) > start]
+            tokens = collate_tokens(rows, self.dictionary.pad()).to(self.text_model.device)
+            more = {"chunk": number} if self.carries_context else {}
+            features = self.network(tokens, features_only=True, **more)[0]  # [B, T, C]
+            first = [len(row) - len(target) - start for row, target in zip(inputs, targets)]
+            chosen = []
+            wanted: list[int] = []
+            sizes = []
+            for index, row in enumerate(rows):
+                begin = min(max(0, first[index]), len(row))
+                chosen.append(features[index, begin : len(row)])
+                wanted += targets[index][begin - first[index] : len(row) - first[index]]
+                sizes.append(len(row) - begin)
+            if not wanted:
+                continue
+            read = self._output(torch.cat(chosen), torch.tensor(wanted, device=features.device))
+            for index, parts in enumerate(zip(read.log_probs.split(sizes), read.likeliest.split(sizes))):
+                pieces[index].append(Read(*parts))
+        return [Read(*(torch.cat(parts) for parts in zip(*found))) for found in pieces]
+
+    def _output(self, features: Tensor, targets: Tensor) -> Read:
+        """Of places: features [n, C], and the symbols that follow them, [n]."""
+        decoder = self.network.decoder
+        step = max(1, _LOGITS // len(self.dictionary))
+        found = []
+        for x, target in zip(features.split(step), targets.split(step)):
+            if decoder.adaptive_softmax is not None:
+                log_probs = decoder.adaptive_softmax.get_log_prob(x[None], None)[0]
+            else:
+                logits = decoder.output_layer(x)
+                log_probs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
+            found.append((log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu()))
+        return Read(*(torch.cat(parts) for parts in zip(*found)))

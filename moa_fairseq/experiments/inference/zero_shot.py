@@ -1,0 +1,243 @@
+"""Zero-shot accuracy of a causal language model, by lm-evaluation-harness (lm_eval).
+
+  moa-fairseq zero-shot runs/wikitext103_lm_switchhead_47m --tasks lambada_openai,blimp,cbt
+  moa-fairseq zero-shot RUN --tasks my_task --include-path my_tasks --limit 100
+
+The text goes through the run's own segmentation: SentencePiece's pieces, bytes, or words between spaces. A
+word or letter that the dictionary lacks is <unk>, and counted. An answer with <unk> has the probability of
+<unk>, and is never taken for the likeliest text.
+
+All numbers go into RUN/zero_shot.json, and the accuracies of SwitchHead's tables into the metrics of
+RUN/result.json, where `moa-fairseq compare` finds them. After an interruption the same command goes on.
+
+lm_eval is not installed with this project: pip install '.[zero-shot]', or bash scripts/setup.sh --zero-shot.
+It fetches a task's data from Hugging Face's hub. cbt, the Children's Book Test, is a task of this package.
+"""
+
+from __future__ import annotations
+
+import argparse
+import difflib
+import hashlib
+import json
+import logging
+import shlex
+import sys
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
+from moa_fairseq.experiments.inference import text_model
+from moa_fairseq.experiments.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
+from moa_fairseq.experiments.recipes.result import write_record
+from moa_fairseq.experiments.scoring.trained_model import shortened
+from moa_fairseq.experiments.tables import Column, Table, page
+from moa_fairseq.files import refuse_overwriting
+
+OUTPUT = "zero_shot.json"
+TASKS = Path(__file__).parent / "zero_shot_tasks"
+# Metric of a result, in per cent → lm_eval's task or group, and its metric.
+OF_A_RESULT = {
+    "lambada_acc": ("lambada_openai", "acc"),
+    "blimp_acc": ("blimp", "acc"),
+    "cbt_acc": ("cbt", "acc"),
+}
+_BOOTSTRAP = 1000  # draws for the standard error of a perplexity
+_REMEDY = "It should be what a recipe wrote: restore it, or name a checkpoint instead of the run."
+log = logging.getLogger(__name__)
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Flags of `moa-fairseq zero-shot`."""
+    add = parser.add_argument
+    add("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
+    add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, with commas between them")
+    add("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
+    add("--limit", type=int, metavar="N", help="only the first N documents of each task, for a trial")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="symbols of a batch (4096)")
+    add("--output", type=Path, metavar="FILE.json", help=f"write here (RUN/{OUTPUT})")
+    add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
+    add(
+        "--segmented",
+        action="store_true",
+        help="the tasks' text is segmented already: words between spaces are the model's symbols",
+    )
+    add("--cpu", action="store_true", help="do not use a GPU")
+    add("--json", action="store_true", help="print the file's content instead of a table")
+    parser.set_defaults(file=None)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Evaluate, write, and print. Returns the exit status."""
+    for flag, value in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
+        if value is not None and value < 1:
+            raise UserError(f"{flag} {value}: give at least 1.")
+    names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
+    manager = _task_manager(names, args.include_path)
+    from lm_eval.evaluator import simple_evaluate
+
+    from moa_fairseq.experiments.inference.harness import HarnessModel
+
+    folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
+    output = args.output or folder / OUTPUT
+    args.output = None  # of `text_model`, text
+    refuse_overwriting(output, [args.run_dir, folder / "result.json"], "--output")
+    model = text_model.load(args, LANGUAGE_MODELING)
+    checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
+    with checkpoint.open("rb") as stream:
+        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    harness = HarnessModel(model, args.max_tokens)
+    state = hashlib.sha256(f"{digest} {model.cfg.task.data} {args.segmented}".encode()).hexdigest()[:12]
+    answered = output.with_name(f"{output.stem}.unfinished-{state}")
+    log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
+    try:
+        found = simple_evaluate(
+            model=harness,
+            tasks=names,
+            task_manager=manager,
+            limit=args.limit,
+            use_cache=str(answered),
+            bootstrap_iters=_BOOTSTRAP,
+        )
+    except OSError as error:  # of Hugging Face's hub as well
+        raise UserError(
+            f"--tasks {args.tasks}: a task's data cannot be read ({shortened(error)}). lm_eval fetches it "
+            "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
+        ) from error
+    assert found is not None  # of the first process, and this is the only one
+    record = {
+        "run": args.run_dir.name,
+        "checkpoint": str(checkpoint),
+        "checkpoint_sha256": digest,
+        "data": str(model.cfg.task.data),
+        "lm_eval": found["lm_eval_version"],
+        "limit": args.limit,
+        "segmented": args.segmented,
+        "tokens_per_sample": harness.chunk,
+        "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
+        "device": str(model.device),
+        "bootstrap_draws": _BOOTSTRAP,
+        "tasks": {name: _of_task(name, found, harness) for name in found["results"]},
+    }
+    command = shlex.join(["moa-fairseq", *sys.argv[1:]])
+    write_record(output, record, command)
+    for part in answered.parent.glob(f"{answered.name}_rank*"):
+        part.unlink()
+    _into_result(args.run_dir, record)
+    if args.json:
+        print(json.dumps(read_json(output, ""), indent=1, ensure_ascii=False))
+    else:
+        print(_shown(record), end="")
+    log.info("wrote %s", output)
+    return 0
+
+
+def _task_manager(names: list[str], include_path: Path | None) -> Any:
+    """lm_eval's index of tasks, of its own ones only where one of them is named: that takes ten seconds.
+
+    Raises:
+        UserError: where lm_eval is not installed, for a folder that is not there, and for unknown tasks.
+    """
+    try:
+        from lm_eval.tasks import TaskManager
+    except ImportError as error:
+        raise UserError(
+            f"zero-shot needs lm-evaluation-harness ({error}): pip install '.[zero-shot]' in the repository, "
+            "or bash scripts/setup.sh --zero-shot, which leaves the pinned environment as it is."
+        ) from error
+    if include_path is not None and not include_path.is_dir():
+        raise UserError(f"--include-path {include_path} is not a folder: name the one with the task files.")
+    if not names:
+        raise UserError("--tasks names no task: give names with commas between them, such as blimp,cbt.")
+    folders = [str(folder) for folder in (TASKS, include_path) if folder is not None]
+    manager = TaskManager(include_path=folders, include_defaults=False)
+    if not set(names) <= set(manager.all_tasks):
+        manager = TaskManager(include_path=folders)
+    for name in names:
+        if name not in manager.all_tasks:
+            alike = ", ".join(difflib.get_close_matches(name, manager.all_tasks))
+            hint = f" Did you mean {alike}?" if alike else ""
+            raise UserError(
+                f"--tasks {name}: neither lm_eval nor --include-path has a task or group of that name.{hint}"
+            )
+    return manager
+
+
+def _of_task(name: str, found: dict[str, Any], harness: Any) -> dict[str, Any]:
+    """What lm_eval found for a task or group, with the number of documents and how its text looks."""
+    metrics = {key.removesuffix(",none"): value for key, value in found["results"][name].items()}
+    about: dict[str, Any] = {
+        "version": found["versions"].get(name),
+        "metrics": {key: value for key, value in metrics.items() if is_number(value) and key != "sample_len"},
+    }
+    if name not in found["samples"]:
+        return {**about, "tasks": found["group_subtasks"].get(name, [])}
+    samples = {sample["doc_id"]: sample for sample in found["samples"][name]}.values()
+    requests = [tuple(request) for sample in samples for request in sample["arguments"]]
+    sizes = found["n-samples"][name]
+    return {
+        **about,
+        "shots": found["n-shot"].get(name),
+        "documents": sizes["effective"],
+        "of": sizes["original"],
+        "text": harness.text_facts(requests),
+    }
+
+
+def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
+    """Add the accuracies of whole tasks to the metrics of a run's result.json, if it has one."""
+    path = run_dir / "result.json"
+    tasks = record["tasks"]
+    new = {
+        metric: round(100 * tasks[task]["metrics"][key], 4)
+        for metric, (task, key) in OF_A_RESULT.items()
+        if task in tasks and record["limit"] is None
+    }
+    if not new or not path.is_file():
+        return
+    result = read_json(path, _REMEDY)
+    if not isinstance(result, dict) or not isinstance(result.get("metrics"), dict):
+        raise UserError(f"{path} has no metrics. {_REMEDY}")
+    result["metrics"].update(new)
+    result["zero_shot"] = {key: record[key] for key in ("lm_eval", "tokens_per_sample", "carried_chunks")}
+    write_json(path, result)
+    log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
+
+
+def _shown(record: dict[str, Any]) -> str:
+    """The tasks as a table; warnings name those whose answers have unknown words, or were cut."""
+    columns = [Column("task", "Task", once=True), Column("metric", "Metric"), Column("value", "Value", ">")]
+    columns += [Column("error", "±", ">"), Column("documents", "Documents", ">")]
+    columns += [Column("unknown", "unknown", ">")]
+    lines = []
+    for name, task in record["tasks"].items():
+        text = task.get("text")
+        for metric, value in task["metrics"].items():
+            if metric.endswith("_stderr"):
+                continue
+            error = task["metrics"].get(f"{metric}_stderr")
+            lines.append(
+                {
+                    "task": name,
+                    "metric": metric,
+                    "value": f"{value:.4f}",
+                    "error": "" if error is None else f"{error:.4f}",
+                    "documents": "" if text is None else f"{task['documents']:,}",
+                    "unknown": "" if text is None else f"{text['unknown'] / max(1, text['symbols']):.2%}",
+                }
+            )
+        if text and text["unknown_targets"]:
+            log.warning(
+                "%s: %s of %s answers have a word or letter that the dictionary lacks",
+                *(name, f"{text['unknown_targets']:,}", f"{text['requests']:,}"),
+            )
+        if text and text["cut"]:
+            log.warning(
+                "%s: %s of %s contexts are longer than the model reads; the beginning is left out",
+                *(name, f"{text['cut']:,}", f"{text['requests']:,}"),
+            )
+    limit = f"limit {record['limit']} (for a trial only), " if record["limit"] else ""
+    made = f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
+    return page([Table(columns, lines), f"{made}{record['carried_chunks']} carried chunks."], markdown=False)

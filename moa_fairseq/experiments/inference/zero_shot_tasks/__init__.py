@@ -1,0 +1,1 @@
+"""Task files of lm-evaluation-harness that it lacks itself."""
