@@ -10,7 +10,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
-from moa_fairseq.experiments.data.prepare import Preparation, prepared_folder
+from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder
 from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, put_mark
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
 from moa_fairseq.experiments.recipes.steps import Run
@@ -85,6 +85,8 @@ def recall(run: Run) -> Prepared:
     if "sentences" not in known or place is None:
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
     settings = known.get("settings", {})
+    if "recipe" in settings:
+        settings = {**LATER, **settings}
     sentences = known["sentences"]
     changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
     found = [f"{key}: {change}" for key, change in changed.items()]
