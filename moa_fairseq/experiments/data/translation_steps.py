@@ -106,6 +106,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
         return write_splits(tokenised(), languages, new, job.workers)
 
     def learn(new: Path) -> dict[str, int]:
+        new.mkdir()
         counts = {}
         for name in dict.fromkeys(models.values()):
             if given:

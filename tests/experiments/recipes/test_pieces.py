@@ -71,9 +71,7 @@ def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(recipe, write_con
     )
     assert not found["meta"]["warnings"] and set(found) == {"sacrebleu", "meta"}
     log = (run / "train.log").read_text("utf-8")
-    references = [
-        line.split("example reference: ")[1] for line in log.splitlines() if "example reference" in line
-    ]
+    references = re.findall(r"example reference: (.*)", log)
     raw = (pairs / "valid.ja").read_text("utf-8").splitlines()
     assert references and set(references) <= set(raw), "validation decodes its pieces"
     capsys.readouterr()
