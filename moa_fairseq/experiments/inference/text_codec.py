@@ -138,7 +138,7 @@ def codec_of(data: Path, kind: str) -> Any:
         codes = next((str(found[name]) for name in (f"bpe/{CODES}", CODES) if name in found), "")
         if rules.get("merges") and not codes:
             raise UserError(f"{root}/bpe/{CODES} is missing, by which the text was segmented. {remedy}")
-        pair = (WordCodec(), WordCodec())
+        pair: tuple[Any, Any] = (WordCodec(), WordCodec())
         if rules.get("encoder") == SENTENCEPIECE:
             names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in found)
             pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
