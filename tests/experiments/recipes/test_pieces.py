@@ -11,6 +11,7 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.scores import headline_of
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -101,3 +102,12 @@ def test_moses_tokens_in_pieces_are_scored_as_tokens(recipe, write_config, shown
         generate, score = shown(load_recipe(write_config(recipe)))[-2:]
         assert generate[generate.index("--remove-bpe") + 1] == "sentencepiece"
         assert ("--detokenized" in score, "--chain" in score) == (raw, raw)
+
+
+def test_running_text_of_any_language_is_scored_by_sacrebleu(recipe, write_config):
+    recipe["data"]["target"] = "fi"
+    assert recipe["score"]["headline"] == "multi_bleu"
+    loaded = load_recipe(write_config(recipe))
+    assert headline_of(loaded, loaded, {}) == "sacrebleu"
+    tokens = load_recipe(write_config(recipe), ["data.tokenize=true"])
+    assert headline_of(tokens, tokens, {}) == "multi_bleu"
