@@ -6,12 +6,14 @@ import functools
 import importlib
 import logging
 import os
+import re
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import NoReturn
 
 import moa_fairseq
-from moa_fairseq.errors import UserError, printable
+from moa_fairseq.errors import UserError, did_you_mean, printable
 from moa_fairseq.experiments.tables import Terminal
 
 # verb → (module of `experiments` with add_arguments(parser) and run(args) -> int, one line of help)
@@ -79,7 +81,29 @@ def reporting_to(handler: logging.Handler) -> Iterator[None]:
         logger.setLevel(level)
 
 
-class _VerbParser(argparse.ArgumentParser):
+class _Parser(argparse.ArgumentParser):
+    """Names what a mistyped verb, flag or choice may have been."""
+
+    def error(self, message: str) -> NoReturn:
+        """As argparse's, with the nearest names."""
+        if choice := re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message):
+            message += did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
+        elif message.startswith("unrecognized arguments: "):
+            words = [word.partition("=")[0] for word in message.split() if word.startswith("--")]
+            message += "".join(did_you_mean(word, [*_flags_of(self)]) for word in words)
+        super().error(message)
+
+
+def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
+    """All flags of a parser, those of its verbs among them."""
+    for action in parser._actions:
+        yield from action.option_strings
+        if isinstance(action, argparse._SubParsersAction):
+            for verb in action.choices.values():
+                yield from _flags_of(verb)
+
+
+class _VerbParser(_Parser):
     """The parser of one verb. any_order: positional arguments may stand between and after the flags."""
 
     any_order = False
@@ -104,7 +128,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     Raises:
         ImportError: where that module needs what is not installed.
     """
-    parser = argparse.ArgumentParser(prog="moa-fairseq", description=__doc__)
+    parser = _Parser(prog="moa-fairseq", description=__doc__)
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )

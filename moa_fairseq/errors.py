@@ -1,5 +1,6 @@
 """The one exception that a user is meant to read."""
 
+import difflib
 import re
 from collections.abc import Collection
 
@@ -32,6 +33,19 @@ def printable(text: str, coloured: bool = False) -> str:
     return _CONTROL.sub(
         lambda sign: sign[0] if coloured and sign[1] else sign[0].encode("unicode_escape").decode(), text
     )
+
+
+def did_you_mean(name: str, known: Collection[str]) -> str:
+    """' (did you mean x or y?)' for the names nearest to one that is not known; '' where none is near.
+
+    Args:
+        name: as the user wrote it.
+        known: all that there are.
+    """
+    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
+    if near:
+        return f" (did you mean {' or '.join(near)}?)"
+    return ""
 
 
 def check_choice(flag: str, value: object, known: Collection[str]) -> None:

@@ -10,6 +10,8 @@
 #   bash scripts/setup.sh --zero-shot  lm_eval beside all of this, in .venv-zero-shot: it shares what the ordinary
 #                                      environment has, whose pinned packages stay as they are.
 #
+# On a Mac or aarch64, where PyPI has no wheel of fairseq, fairseq is built from source, which takes a C++ compiler and some
+# minutes; FAIRSEQ=source asks for that elsewhere.
 # A torch that is already there is kept (that of the Python it is made with is shared, in a virtual environment
 # too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
 # is kept too. Running it again takes no time; after a change of the requirements it installs what is new.
@@ -90,6 +92,7 @@ has() { (cd / && "$python" -c "import $1") 2>/dev/null; }
 trap '[ -z "$made" ] || has torch || rm -rf "$venv"' EXIT
 stamp=$venv/.moa_fairseq_setup
 wanted=$(cat "$root/setup.py" "$root/scripts/requirements.txt" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin")
+case ${FAIRSEQ:-$(uname -sm)} in "Linux x86_64") from_source= ;; *) from_source=yes ;; esac
 if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/moa-fairseq" ]; then
   exit 0
 fi
@@ -122,9 +125,20 @@ if has fairseq && ! "$python" -m pip show -q ve-fairseq 2>/dev/null; then
   echo "setup.sh: keeping the fairseq that is there; installing only what the plugin lacks"
   install setuptools && install --no-build-isolation -e "$root[recipes,test]"
 else
+  pins=$root/scripts/requirements.txt
+  if [ -n "$from_source" ]; then
+    built=$(mktemp -d)
+    if ! has fairseq; then
+      echo "setup.sh: building fairseq (ve-fairseq) from source"
+      bash "$root/scripts/fairseq_wheel.sh" "$built" "$python" || fail "fairseq was not built; the lines above say why."
+    fi
+    sed '/^ve-fairseq==/,/[^\\]$/d' "$pins" > "$built/requirements.txt"
+    pins=$built/requirements.txt
+  fi
   echo "setup.sh: installing fairseq (ve-fairseq) and the other requirements, pinned and hashed"
-  install --no-deps --require-hashes -r "$root/scripts/requirements.txt" \
+  install --no-deps --require-hashes -r "$pins" \
     || fail "the pinned requirements could not be installed; the lines above say which."
+  [ -z "$from_source" ] || has fairseq || install --no-deps "$built"/*.whl
   install --no-deps --no-build-isolation -e "$root"
 fi
 

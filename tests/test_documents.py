@@ -29,7 +29,16 @@ DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8")
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
 OTHER_WORDS = ("source", "pip", "sacrebleu", "for", "echo", "done")
-OTHERS_FLAGS = {"--help", "--bpe-codes", "--wer-args", "--paired-ar", "--force", "--array", "--wrap"}
+OTHERS_FLAGS = {
+    "--help",
+    "--bpe-codes",
+    "--sentencepiece-model",
+    "--wer-args",
+    "--paired-ar",
+    "--force",
+    "--array",
+    "--wrap",
+}
 
 
 def blocks(document, language):
@@ -175,7 +184,11 @@ def test_dry_run_lines_print_commands():
 def test_the_guide_to_own_data_can_be_followed(tmp_path):
     for recipe in blocks("docs/own-data.md", "yaml"):
         (tmp_path / recipe.split()[1]).write_text(recipe, encoding="utf-8")
-    texts = {"my_pairs": [f"{split}.{side}" for split in ("train", "valid", "test") for side in ("fr", "en")]}
+    texts = {
+        "my_pairs": [
+            f"{split}.{side}" for split in ("train", "valid", "test") for side in ("fr", "en", "ja", "am")
+        ]
+    }
     texts["my_text"] = [f"{split}.txt" for split in ("train", "valid", "test")]
     for folder, names in texts.items():
         (tmp_path / folder).mkdir()

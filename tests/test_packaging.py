@@ -54,6 +54,14 @@ def test_pythons_are_those_that_setup_takes():
     assert str(pythons).replace("'", '"') in text(".github/workflows/test.yml")
 
 
+def test_without_a_compiler_fairseq_is_not_built(tmp_path):
+    line = ["bash", str(ROOT / "scripts" / "fairseq_wheel.sh"), str(tmp_path / "out")]
+    environment = {**os.environ, "CXX": "no-compiler-of-this-name"}
+    done = subprocess.run(line, env=environment, capture_output=True, text=True, check=False)
+    assert done.returncode == 1 and done.stderr.count("\n") == 1
+    assert "no-compiler-of-this-name" in done.stderr and not (tmp_path / "out").exists()
+
+
 def test_both_checks_run_one_script():
     for name in (".ci/run", ".github/workflows/test.yml"):
         assert "bash scripts/test.sh" in text(name)

@@ -21,6 +21,7 @@ try:
         lengths,
         literals,
         malformed_checkpoints,
+        pieces,
         save_on_sigterm,
         saved_numbers,
         table,
@@ -38,7 +39,7 @@ load_checkpoint = checkpoint_files.load_checkpoint
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
     *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
-    *(kernel_check, host_tokens, compiled_layers),
+    *(kernel_check, host_tokens, compiled_layers, pieces),
 )
 PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
 

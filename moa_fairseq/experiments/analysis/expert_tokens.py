@@ -9,8 +9,8 @@ its own position). In MoA a token counts for the K experts that it chose, or wit
 greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
 decoder. Padding, sentence ends and unknown words do not count.
 
-BPE pieces ("sub@@") are counted as they are; --words joins them, and each of a word's n pieces then counts as
-1/n of the word for its expert. Experts are numbered from 0.
+Pieces ("sub@@" of BPE, "▁sub" of SentencePiece) are counted as they are; --words joins them, and each of a
+word's n pieces then counts as 1/n of the word for its expert. Experts are numbered from 0.
 
 Ids of GPT-2's byte-pair encoding are decoded: ' cat' in quotes begins a word, and bytes that are not a
 character by themselves are written as \\xNN. In a masked language model the positions chosen to be guessed
@@ -35,11 +35,13 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.gpt2_pieces import gpt2_pieces
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.analysis.routed_model import forward_passes
+from moa_fairseq.experiments.scoring.text_marks import join_subwords
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
 
 NAME = "expert-tokens"
 SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
+BEGINS = "\u2581"  # a SentencePiece piece that begins a word
 CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
 
 Segmenter = Callable[[Sequence[str | None]], Iterator[tuple[str, list[int]]]]
@@ -52,7 +54,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--min-count", type=int, default=5, metavar="N", help="only tokens that occur at least N times (5)"
     )
-    parser.add_argument("--words", action="store_true", help='join BPE pieces ("@@ ") into words')
+    parser.add_argument("--words", action="store_true", help="join pieces (@@ or ▁) into words")
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
@@ -74,6 +76,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     join = args.words
     if spelling:
         counter = TokenCounter(spelling.words if join else spelling.pieces)
+    elif any(symbol.startswith(BEGINS) for symbol in task.source_dictionary.symbols):
+        counter = TokenCounter(words_of_pieces if join else pieces)
     else:
         counter = TokenCounter(words if join else pieces)
     masked_out = 0 if hasattr(task, "mask_idx") else None
@@ -133,6 +137,18 @@ def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
             parts = [part[: -len(CONTINUES)] for part in symbols[start:position] if part]
             yield "".join([*parts, symbol]), list(range(start, position + 1))
         start = position + 1
+
+
+def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
+    """(word, positions of its SentencePiece pieces); words whose beginning is a None are left out."""
+    start = 0
+    for position, symbol in enumerate([*symbols, None]):
+        if symbol is not None and not symbol.startswith(BEGINS):
+            continue
+        found = [part for part in symbols[start:position] if part]
+        if found and found[0].startswith(BEGINS):
+            yield join_subwords(" ".join(found), "sentencepiece"), list(range(start, position))
+        start = position + (symbol is None)
 
 
 class TokenCounter:

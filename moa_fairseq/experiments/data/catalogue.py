@@ -19,6 +19,9 @@ TRANSLATION = "translation"
 LANGUAGE_MODELING = "language_modeling"
 MASKED_LM = "masked_lm"
 CLASSIFICATION = "classification"
+# How words are segmented: joint merges, or pieces of raw text.
+SUBWORD_NMT = "subword_nmt"
+SENTENCEPIECE = "sentencepiece"
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
 # Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.

@@ -6,6 +6,7 @@
   moa-fairseq prepare iwslt14_de_en --source en --target de OUT
   moa-fairseq prepare multi30k --target fr --from multi30k/data/task1/raw --offline
   moa-fairseq prepare parallel OUT --from my_pairs --source fr --target en --tokenize --bpe 8000
+  moa-fairseq prepare parallel OUT --from my_pairs --source ja --target en --segmentation sentencepiece
   moa-fairseq prepare text_sp OUT --from my_text --bpe 4000  # train.txt, valid.txt and test.txt
   moa-fairseq prepare text_gpt2bpe OUT --from my_text
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
@@ -32,10 +33,17 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import check_place
-from moa_fairseq.experiments.data.catalogue import MASKED_LM, TRANSLATION, Dataset, datasets
+from moa_fairseq.experiments.data.catalogue import (
+    MASKED_LM,
+    SENTENCEPIECE,
+    SUBWORD_NMT,
+    TRANSLATION,
+    Dataset,
+    datasets,
+)
 from moa_fairseq.experiments.data.job import default_workers
 from moa_fairseq.experiments.data.manifest import read_manifest, summary
-from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.experiments.data.prepare import LATER, Preparation
 from moa_fairseq.process import Executor, terminate_as_interrupt
 
 # OUT may stand anywhere on the command line.
@@ -67,13 +75,23 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--flavour", metavar="NAME", help=editions)
     add("--source", metavar="LANG", help="source language, to turn a pair round")
     add("--target", metavar="LANG", help="target language")
-    merges = "joint merges to learn, 0 for none (default: the data set's); of text_sp: SentencePiece pieces"
+    merges = (
+        "joint merges to learn, 0 for none (default: the data set's); of text_sp and --segmentation "
+        "sentencepiece: pieces"
+    )
     add("--bpe", type=int, metavar="N", help=merges)
     raw = (
         "of train, valid and test of your own: whether they are raw, and get the data set's tokeniser here, "
         "which is Moses' of parallel (default: raw is an error)"
     )
     add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
+    pieces = parser.add_argument_group("pieces of raw text (parallel)")
+    cut = "sentencepiece takes raw text and needs no tokeniser (default: %(default)s)"
+    pieces.add_argument("--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut)
+    model = f"of sentencepiece (default: {LATER['piece_model']})"
+    pieces.add_argument("--piece-model", choices=("unigram", "bpe"), help=model)
+    fallback = "letters without a piece become bytes, and none is unknown (default: they do)"
+    pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
     drawn = parser.add_argument_group("data that is drawn (listops)")
     defaults = datasets()["listops"].generated
     sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
@@ -133,6 +151,8 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     one_language = dataset.kind != TRANSLATION
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
     drawn = bool(names()[name].generated)
+    by_pieces = args.segmentation == SENTENCEPIECE
+    of_pieces = args.piece_model or args.byte_fallback is not None
     pair = (args.source, args.target)
     refusals = [
         (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
@@ -142,6 +162,12 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
         (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
         (not (one_language or dataset.languages or all(pair)), f"{name}: say --source and --target"),
         (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
+        (by_pieces and name != "parallel", f"{name} has a segmentation of its own: leave --segmentation out"),
+        (by_pieces and args.bpe == 0, "--segmentation sentencepiece: --bpe 0 leaves it no pieces"),
+        (
+            of_pieces and not by_pieces,
+            "--piece-model and --byte-fallback go with --segmentation sentencepiece",
+        ),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
         (args.tokenize and not dataset.takes_raw, f"{name}: leave --tokenize out"),
         (args.tokenize is False and one_language, f"{name}: leave --no-tokenize out"),
@@ -168,6 +194,9 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
         "source": source,
         "target": target,
         "bpe": dataset.merges if args.bpe is None else args.bpe or None,
+        "segmentation": args.segmentation,
+        "piece_model": args.piece_model or LATER["piece_model"],
+        "byte_fallback": args.byte_fallback is not False,
         "joined_dictionary": dataset.joined_dictionary,
         "lowercase": False,
         "tokenize": args.tokenize,

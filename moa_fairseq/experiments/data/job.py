@@ -7,6 +7,7 @@ import functools
 import itertools
 import logging
 import os
+import types
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -141,6 +142,7 @@ class PreparationJob:
         text: Step,
         splits: Sequence[str],
         name: str = "",
+        dictionaries: Mapping[str, Any] = types.MappingProxyType({}),
         finish: Callable[[Path], Any] = lambda new: None,
     ) -> Step:
         """fairseq-preprocess of the text that a step made.
@@ -149,6 +151,7 @@ class PreparationJob:
             text: the step.
             splits: all but train and valid are tests.
             name: of the folder of sentences or of classes.
+            dictionaries: flags of fairseq-preprocess that name some that are made already.
             finish: called with the new folder; puts there what else belongs to it.
         """
         folder = text.output / name
@@ -169,6 +172,7 @@ class PreparationJob:
             "testpref": ",".join(tests) or None,
             **({"joined-dictionary": self.joined} if self.languages else {}),
             "workers": 1 if kind == CLASSIFICATION else self.workers,
+            **dictionaries,
             **self.data.preprocess,
             **(self.settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {}),
             "destdir": OUT,

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import logging
 import shutil
 from pathlib import Path
 from typing import Any
 
-from moa_fairseq.experiments.data import monolingual
+from moa_fairseq.experiments.data import monolingual, pieces
 from moa_fairseq.experiments.data.binarised import DICTIONARY
 from moa_fairseq.experiments.data.gpt2_files import (
     DICTIONARIES,
@@ -31,20 +32,23 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
     data = job.data
     folder = job.root / "model"
     steps: list[Step] = []
-    pieces = job.settings.get("bpe") or data.pieces
+    count = job.settings.get("bpe") or data.pieces
 
     def read() -> dict[str, Any]:
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
 
     def learn(new: Path) -> dict[str, int]:
-        log.info("learning %s SentencePiece pieces", f"{pieces:,}")
-        return monolingual.train_pieces(job.texts["train"], pieces, new)
+        log.info("learning %s SentencePiece pieces", f"{count:,}")
+        texts = job.texts["train"]
+        lines = itertools.chain.from_iterable(text.lines() for text in texts)
+        model = new / pieces.MODEL
+        return {"pieces": pieces.learn(lines, texts[0].path, count, model, **pieces.LANGUAGE_MODEL)}
 
     def write(new: Path) -> dict[str, Any]:
         if data.encoder == "bytes":
             facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
         elif data.encoder == "sentencepiece":
-            facts = monolingual.write_pieces(job.texts, folder / monolingual.MODEL, new, job.workers)
+            facts = monolingual.write_pieces(job.texts, folder / pieces.MODEL, new, job.workers)
         else:
             facts = monolingual.write_lines(job.texts, new)
         for split, fact in facts.items():
@@ -52,7 +56,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         return facts
 
     if data.encoder == "sentencepiece":
-        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": pieces}))
+        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": count}))
     model = {"model": steps[0]} if steps else {}
     steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
     if data.encoder != "none":

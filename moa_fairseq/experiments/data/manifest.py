@@ -19,7 +19,7 @@ from moa_fairseq.files import checksum
 
 MANIFEST = "manifest.json"
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
-STAGES = ("model", "text", "tokens", "bpe", "binarised")
+STAGES = ("model", "text", "tokens", "bpe", "pieces", "binarised")
 
 
 def manifest_of(
@@ -43,7 +43,8 @@ def manifest_of(
     """
     known = marks(root)
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
-    counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe")]  # the last one that counts them
+    # of each split, the last stage that counts its lines
+    counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe", "pieces")]
     lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}

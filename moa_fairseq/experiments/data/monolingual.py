@@ -5,19 +5,17 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
-
-import sentencepiece
+from typing import BinaryIO
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, refuse_symbols
+from moa_fairseq.experiments.data.pieces import processor
 from moa_fairseq.experiments.text.workers import chunks
 from moa_fairseq.files import atomic_write
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = dict[str, dict[str, int]]
 CHUNK = 5000
-MODEL = "sentencepiece.model"
 # SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
 ROW = 100_000
 # Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
@@ -82,38 +80,12 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
         }
 
 
-def train_pieces(texts: Sequence[Piece], count: int, folder: Path) -> dict[str, int]:
-    """Learn SentencePiece pieces (BPE, digits apart) on text; writes `folder/sentencepiece.model`.
-
-    Args:
-        texts: files of the training text.
-        count: how many pieces.
-        folder: is made.
-
-    Returns:
-        pieces: their number.
-
-    Raises:
-        UserError: where SentencePiece cannot learn so many on this text.
-    """
-    settings: dict[str, Any] = {"vocab_size": count, "model_type": "bpe", "split_digits": True}
-    with atomic_write(folder / MODEL, "wb") as stream:
-        try:
-            sentencepiece.SentencePieceTrainer.train(
-                sentence_iterator=_lines(texts), model_writer=stream, minloglevel=2, **settings
-            )
-        except RuntimeError as error:
-            problem = f"SentencePiece cannot learn {count:,} pieces on {texts[0].path}: {error}"
-            raise UserError(f"{problem}. Ask for another number: --bpe N (data.bpe).") from error
-    return {"pieces": count}
-
-
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
     """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line.
 
     Args:
         texts: split → its files.
-        model: the file that `train_pieces` wrote.
+        model: SentencePiece's file.
         folder: is made.
         workers: threads.
 
@@ -123,14 +95,14 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     Raises:
         UserError: for a split without text.
     """
-    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    found = processor(str(model))
     facts = {}
     for split, pieces in texts.items():
         lines = itertools.count()
         read = (line for line, _ in zip(_lines(pieces), lines))
-        batches = (processor.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
+        batches = (found.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
         # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
-        tokens = (token for batch in batches for ids in batch for token in processor.id_to_piece(ids))
+        tokens = (token for batch in batches for ids in batch for token in found.id_to_piece(ids))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
         facts[split]["lines"] = next(lines)
     return facts

@@ -25,6 +25,7 @@ from moa_fairseq.experiments.data.catalogue import (
     CLASSIFICATION,
     LANGUAGE_MODELING,
     MASKED_LM,
+    SUBWORD_NMT,
     TRANSLATION,
     datasets,
 )
@@ -123,8 +124,13 @@ def given_fingerprint(source: Path) -> str:
     return fingerprint_of("given", {path.name: path.stat().st_size for path in files if path.is_file()})
 
 
+# Keys of a data section that came later, with the values by which data is as before.
+LATER = {"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback": True}
+
+
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
-    return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
+    said = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
+    return parent / f"{name}-{fingerprint_of(said, place)[:8]}"

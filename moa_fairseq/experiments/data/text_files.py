@@ -16,11 +16,10 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, LABEL
-from moa_fairseq.experiments.data.catalogue import Dataset, datasets
+from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, Dataset, datasets
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.monolingual import MODEL
 from moa_fairseq.experiments.data.prepare import given_fingerprint
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, marks
@@ -30,7 +29,7 @@ from moa_fairseq.files import checksum
 KEPT = "text"
 BINARISED = "binarised"
 _DICTIONARIES = (DICTIONARY, "dict.*.txt", f"{INPUT}/{DICTIONARY}", f"{LABEL}/{DICTIONARY}", ENCODER, VOCAB)
-_BESIDE = (f"bpe/{CODES}", CODES, f"model/{MODEL}")  # the binarised folder
+_BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")  # the binarised folder
 _REMEDY = "Put the original back, or delete this one and prepare the data again."
 log = logging.getLogger(__name__)
 
@@ -48,7 +47,7 @@ def text_files(data: Path) -> dict[str, Path]:
     """
     within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
     if (data.parent / MANIFEST).is_file():
-        beside = [data.parent / name for name in _BESIDE]
+        beside = [path for name in _BESIDE for path in sorted(data.parent.glob(name))]
     else:
         beside = []
     named = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
@@ -100,8 +99,10 @@ def _is_step(step: Any) -> bool:
 def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
     source = settings.get("source")
     target = settings.get("target")
-    merges = bool(settings.get("bpe") or settings.get("codes"))
-    said = {"kind": dataset.kind, "encoder": dataset.encoder, "merges": merges}
+    by_pieces = settings.get("segmentation") == SENTENCEPIECE
+    merges = bool(settings.get("bpe") or settings.get("codes")) and not by_pieces
+    encoder = SENTENCEPIECE if by_pieces else dataset.encoder
+    said = {"kind": dataset.kind, "encoder": encoder, "merges": merges}
     if source is None or target is None:
         return said
     steps = [list(step) for step in dataset.steps_for("test", source, settings)]

@@ -20,6 +20,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import get_vocabulary, learn_bpe
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data import pieces
 from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut
 from moa_fairseq.experiments.data.parallel_text import (
     BAD,
@@ -54,12 +55,13 @@ class Treatment(NamedTuple):
 
     Args:
         steps: line functions of each side, first of all.
-        codes: the file of the merges that are applied then, or "".
+        codes: the file of the merges that are applied then, or of each side that of its SentencePiece model,
+            or "".
         cleaning: what drops pairs in the end.
     """
 
     steps: tuple[tuple[Step, ...], tuple[Step, ...]] = ((), ())
-    codes: str = ""
+    codes: str | tuple[str, str] = ""
     cleaning: Cleaning | None = None
 
 
@@ -98,7 +100,9 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
         if text.startswith(BAD):
             return text[len(BAD) :]
     sides = [words_of(*both) for both in zip(pair, treatment.steps)]
-    if treatment.codes:
+    if isinstance(treatment.codes, tuple):
+        sides = [pieces.encode(*both) for both in zip(treatment.codes, sides)]
+    elif treatment.codes:
         sides = [load_codes(treatment.codes).process_line(side) for side in sides]
     source, target = sides
     if treatment.cleaning:

@@ -1,4 +1,4 @@
-"""The steps of parallel text: tokens → bpe → sample → binarised."""
+"""The steps of parallel text: tokens → bpe, or model → pieces → sample → binarised."""
 
 from __future__ import annotations
 
@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data import pieces
+from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, datasets
 from moa_fairseq.experiments.data.job import CODES, PreparationJob
 from moa_fairseq.experiments.data.parallel_text import (
     BAD,
@@ -26,6 +27,8 @@ from moa_fairseq.experiments.data.parallel_text import (
 )
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.experiments.make import Step
+from moa_fairseq.experiments.text.languages import writes_no_spaces
+from moa_fairseq.experiments.text.tokenizer import has_prefixes
 
 SHOWN = 3  # pairs of the training text
 SAMPLE = 1000  # pairs that are looked at
@@ -33,20 +36,22 @@ log = logging.getLogger(__name__)
 
 
 def translation_steps(job: PreparationJob) -> list[Step]:
-    """tokens → bpe → sample → binarised."""
+    """tokens → bpe, or model → pieces → sample → binarised."""
     settings = job.settings
     languages = job.languages
     data = job.data
     tokens = text = job.root / "tokens"
     merges = settings["bpe"]
     given = settings.get("codes")
+    by_pieces = settings.get("segmentation") == SENTENCEPIECE
+    models = pieces.names(languages, settings["joined_dictionary"])
     splits = list(job.parts or job.subsets)
     if data.hold_out and data.hold_out.split not in splits:
         splits.insert(1, data.hold_out.split)
 
     def pairs(split: str) -> list[PiecePair]:
-        pieces = job.texts.get(split, [])
-        return list(zip(pieces[::2], pieces[1::2]))
+        texts = job.texts.get(split, [])
+        return list(zip(texts[::2], texts[1::2]))
 
     def pair(folder: Path, split: str) -> PiecePair:
         return Piece(folder / f"{split}.{languages[0]}"), Piece(folder / f"{split}.{languages[1]}")
@@ -57,7 +62,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
             steps = [data.steps_for(split, language, settings) for language in languages]
             treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
             train = split == "train"
-            own = not data.downloadable
+            own = not data.downloadable and not by_pieces  # which cut any word into text
             hold_out = data.hold_out if train else None
             found.append(Split(split, pairs(split), treatment, hold_out, train, own))
         return found
@@ -73,7 +78,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
         for sides in sample[:SHOWN]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
         asked = datasets()[settings["recipe"]]
-        taken = not data.steps and not data.codes and settings.get("tokenize") is None
+        taken = not data.steps and not data.codes and settings.get("tokenize") is None and not by_pieces
         if taken and is_raw(itertools.chain(*sample)):
             way = datasets()[asked.raw or asked.name]
             if asked.raw:
@@ -95,33 +100,64 @@ def translation_steps(job: PreparationJob) -> list[Step]:
                 "comparable with the paper's without a compound split",
                 *(pairs("train")[0][1].path, asked.name),
             )
+        for language in languages:
+            if any(name == "tokenize" for name, _ in data.steps_for("test", language, settings)):
+                _warn_of_rules(language)
         return write_splits(tokenised(), languages, new, job.workers)
+
+    def learn(new: Path) -> dict[str, int]:
+        new.mkdir()
+        counts = {}
+        for name in dict.fromkeys(models.values()):
+            if given:
+                counts[name] = pieces.obtain(new / name, Path(given))
+            else:
+                log.info("learning %s SentencePiece pieces: %s", f"{merges:,}", name)
+                texts = [tokens / f"train.{language}" for language in languages if models[language] == name]
+                lines = itertools.chain.from_iterable(map(read_lines, texts))
+                counts[name] = pieces.learn(lines, texts[0], merges, new / name, **how)
+            pieces.write_dictionary(new / name)
+        return counts
 
     def segment(new: Path) -> dict[str, Any]:
         new.mkdir()
-        if given:
+        codes: str | tuple[str, str] = str(new / CODES)
+        if by_pieces:
+            codes = (str(model / models[languages[0]]), str(model / models[languages[1]]))
+        elif given:
             shutil.copyfile(given, new / CODES)
         else:
             log.info("learning %s joint BPE merges", f"{merges:,}")
             learn_codes([tokens / f"train.{language}" for language in languages], merges, new / CODES)
-        treatments = {split: Treatment(codes=str(new / CODES), cleaning=cleaning[split]) for split in splits}
+        treatments = {split: Treatment(codes=codes, cleaning=cleaning[split]) for split in splits}
         segmented = [Split(split, [pair(tokens, split)], how) for split, how in treatments.items()]
         return write_splits(segmented, languages, new, job.workers)
 
-    def segment_inputs() -> dict[str, Any]:
+    def learned() -> Any:
         if given and not Path(given).is_file():
-            raise UserError(f"data.codes: there is no file {given} with BPE merges.")
-        if given:
-            learned = job.checksum(Path(given))
-        else:
-            learned = merges
-        return {"tokens": steps[0], "codes": learned, "cleaning": cleaning}
+            raise UserError(
+                f"data.codes: there is no file {given} with BPE merges or SentencePiece's pieces."
+            )
+        return job.checksum(Path(given)) if given else merges
 
     steps = [Step("tokens", tokens, tokenise, token_inputs)]
-    if merges is not None or given:
+    model = job.root / "model"
+    cleaning = {split: data.cleaning("bpe", split) for split in splits}
+    dictionaries = {}
+    if by_pieces:
+        how = pieces.translation_settings(settings["piece_model"], settings["byte_fallback"])
+        text = job.root / "pieces"
+        steps.append(
+            Step("model", model, learn, lambda: {"tokens": steps[0], "pieces": learned(), "settings": how})
+        )
+        steps.append(Step("pieces", text, segment, {"model": steps[-1], "cleaning": cleaning}))
+        sides = [str(pieces.dictionary_of(model / models[language])) for language in languages]
+        dictionaries = {"srcdict": sides[0], "tgtdict": None if job.joined else sides[1]}
+    elif merges is not None or given:
         text = job.root / "bpe"
-        cleaning = {split: data.cleaning("bpe", split) for split in splits}
-        steps.append(Step("bpe", text, segment, segment_inputs))
+        steps.append(
+            Step("bpe", text, segment, lambda: {"tokens": steps[0], "codes": learned(), "cleaning": cleaning})
+        )
     fraction = settings.get("train_fraction")
     seed = settings.get("train_fraction_seed", 1)
     if fraction not in (None, 1):
@@ -137,8 +173,19 @@ def translation_steps(job: PreparationJob) -> list[Step]:
             return sample_pairs(pair(whole, "train"), pair(new, "train"), fraction, seed)
 
         steps.append(Step("sample", text, sample, {"text": steps[-1], "fraction": fraction, "seed": seed}))
-    steps.append(job.binarise(steps[-1], splits))
+    steps.append(job.binarise(steps[-1], splits, dictionaries=dictionaries))
     return [*steps, job.manifest(steps[-1])]
+
+
+def _warn_of_rules(language: str) -> None:
+    if writes_no_spaces(language):
+        log.warning(
+            "Moses' tokeniser finds no words in %s, which has no spaces: data.segmentation=%s needs none",
+            language,
+            SENTENCEPIECE,
+        )
+    elif not has_prefixes(language):
+        log.warning("Moses has no list of abbreviations for %s, and takes the English one, as here", language)
 
 
 def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:

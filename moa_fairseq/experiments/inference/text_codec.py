@@ -2,51 +2,37 @@
 
 from __future__ import annotations
 
-import functools
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.catalogue import TRANSLATION
+from moa_fairseq.experiments.data import pieces
+from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, TRANSLATION
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.monolingual import MODEL
 from moa_fairseq.experiments.data.text_files import rules_of, text_files
 from moa_fairseq.experiments.data.text_stages import load_codes, words_of
+from moa_fairseq.experiments.scoring.text_marks import join_subwords
 from moa_fairseq.experiments.text import Step
 from moa_fairseq.experiments.text.tokenizer import detokenize
 
 
-class TranslationCodec(NamedTuple):
-    """Line functions and merges.
+class MergeCodec(NamedTuple):
+    """Tokens in subwords of subword-nmt.
 
     Args:
-        steps: those of the source language.
-        codes: the file of the merges, or "" for none.
-        target: the target language, which text that was tokenised here is detokenised by.
+        codes: the file of the merges.
     """
 
-    steps: tuple[Step, ...] = ()
-    codes: str = ""
-    target: str = ""
+    codes: str
 
     def encode(self, line: str) -> str:
-        """A raw sentence of the source language as subwords with spaces between them."""
-        tokens = words_of(line, self.steps)
-        if self.codes:
-            return load_codes(self.codes).process_line(tokens)
-        return tokens
+        """Tokens as subwords, all but the last of a word with the mark @@."""
+        return load_codes(self.codes).process_line(line)
 
     def decode(self, symbols: str) -> str:
-        """Subwords of the target language as raw text; tokens where the data set came tokenised."""
-        if self.codes:
-            tokens = (symbols + " ").replace("@@ ", "").strip()
-        else:
-            tokens = symbols
-        is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
-        if is_tokenised_here:
-            return detokenize(tokens, self.target)
-        return tokens
+        """Subwords as tokens."""
+        return join_subwords(symbols, "subword_nmt")
 
 
 class PieceCodec(NamedTuple):
@@ -59,13 +45,12 @@ class PieceCodec(NamedTuple):
     model: str
 
     def encode(self, line: str) -> str:
-        """Running text as pieces; a letter without a piece becomes <unk>."""
-        processor = _processor(self.model)
-        return " ".join(processor.id_to_piece(processor.encode(line)))
+        """Running text as pieces; a letter without a piece becomes bytes, or <unk> if the model has none."""
+        return pieces.encode(self.model, line)
 
     def decode(self, symbols: str) -> str:
         """Pieces as running text."""
-        return _processor(self.model).decode_pieces(symbols.split())
+        return join_subwords(symbols, "sentencepiece")
 
 
 class ByteCodec(NamedTuple):
@@ -93,11 +78,30 @@ class WordCodec(NamedTuple):
         return symbols
 
 
-@functools.lru_cache(maxsize=1)
-def _processor(model: str) -> Any:
-    import sentencepiece
+class TranslationCodec(NamedTuple):
+    """Line functions, and the segmentation of both languages.
 
-    return sentencepiece.SentencePieceProcessor(model_file=model)
+    Args:
+        steps: those of the source language.
+        segmentations: what segments source and target: a codec each.
+        target: the target language, which text that was tokenised here is detokenised by.
+    """
+
+    steps: tuple[Step, ...] = ()
+    segmentations: tuple[Any, Any] = (WordCodec(), WordCodec())
+    target: str = ""
+
+    def encode(self, line: str) -> str:
+        """A raw sentence of the source language as subwords with spaces between them."""
+        return self.segmentations[0].encode(words_of(line, self.steps))
+
+    def decode(self, symbols: str) -> str:
+        """Subwords of the target language as raw text; as tokens where the data set came tokenised."""
+        tokens = self.segmentations[1].decode(symbols)
+        is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
+        if is_tokenised_here:
+            return detokenize(tokens, self.target)
+        return tokens
 
 
 def codec_of(data: Path, kind: str) -> Any:
@@ -123,16 +127,26 @@ def codec_of(data: Path, kind: str) -> Any:
         other = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
         raise UserError(f"{root / MANIFEST} is not of data for {kind}: {other}")
     found = text_files(data)
+
+    def pieces_of(name: str) -> PieceCodec:
+        if f"model/{name}" not in found:
+            raise UserError(f"{root}/model/{name} is missing, by which the text was segmented. {remedy}")
+        return PieceCodec(str(found[f"model/{name}"]))
+
     if kind == TRANSLATION:
+        steps = tuple((name, options) for name, options in rules.get("steps", ()))
         codes = next((str(found[name]) for name in (f"bpe/{CODES}", CODES) if name in found), "")
         if rules.get("merges") and not codes:
             raise UserError(f"{root}/bpe/{CODES} is missing, by which the text was segmented. {remedy}")
-        steps = tuple((name, options) for name, options in rules.get("steps", ()))
-        return TranslationCodec(steps, codes, rules["target"])
-    if rules.get("encoder") != "sentencepiece":
+        pair: tuple[Any, Any] = (WordCodec(), WordCodec())
+        if rules.get("encoder") == SENTENCEPIECE:
+            names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in found)
+            pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
+        elif codes:
+            pair = (MergeCodec(codes), MergeCodec(codes))
+        return TranslationCodec(steps, pair, rules["target"])
+    if rules.get("encoder") != SENTENCEPIECE:
         if rules.get("encoder") == "bytes":
             return ByteCodec()
         return WordCodec()
-    if f"model/{MODEL}" not in found:
-        raise UserError(f"{root}/model/{MODEL} is missing, by which the text was segmented. {remedy}")
-    return PieceCodec(str(found[f"model/{MODEL}"]))
+    return pieces_of(pieces.MODEL)

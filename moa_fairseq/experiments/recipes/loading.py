@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import difflib
 import itertools
 import json
 import reprlib
@@ -18,7 +17,7 @@ from fairseq import options
 from omegaconf import OmegaConf, SCMode
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.json_files import read_yaml
 from moa_fairseq.experiments.recipes.ending import unmet
 from moa_fairseq.experiments.recipes.lengths import check_blocks
@@ -175,7 +174,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
     except ConfigKeyError as error:
         known = typing.get_type_hints(error.object_type or cls)
         name = f"{dot}{error.full_key}"
-        fail(file, name, f"unknown key{did_you_mean(str(error.key)[:100], known)}.")
+        fail(file, name, f"unknown key{near_or_all(str(error.key)[:100], known)}.")
     except OmegaConfBaseException as error:
         holder: Any = error.object_type or cls
         kind: Any
@@ -239,7 +238,7 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
         values = getattr(recipe, section)
         for name in (name for name, value in values.flags.items() if value is not None) if values else ():
             if f"--{name}" not in known:
-                near = did_you_mean(name, [word[2:] for word in known if word.startswith("--")])
+                near = near_or_all(name, [word[2:] for word in known if word.startswith("--")])
                 raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
             if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
@@ -256,12 +255,9 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     return args
 
 
-def did_you_mean(name: str, known: Collection[str]) -> str:
-    """' (did you mean x?)' for the nearest known names, else the list of them."""
-    near = difflib.get_close_matches(name, known, n=3, cutoff=0.6)
-    if near:
-        return f" (did you mean {' or '.join(near)}?)"
-    return f" (known: {', '.join(sorted(known))[:300]})"
+def near_or_all(name: str, known: Collection[str]) -> str:
+    """The nearest known names as of `did_you_mean`, else the list of them."""
+    return did_you_mean(name, known) or f" (known: {', '.join(sorted(known))[:300]})"
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:
@@ -279,7 +275,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     except FileNotFoundError:
         near = sorted({*shipped_recipes(), *(file.stem for file in path.parent.glob("*.yaml"))})
         if near:
-            hint = did_you_mean(path.stem, near)
+            hint = near_or_all(path.stem, near)
         else:
             hint = ""
         raise UserError(f"There is no {kind} file {path}{hint}.") from None

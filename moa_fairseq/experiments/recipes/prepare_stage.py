@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import re
 from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
-from moa_fairseq.experiments.data.prepare import Preparation, prepared_folder
+from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder
 from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, put_mark
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
 from moa_fairseq.experiments.recipes.steps import Run
@@ -20,6 +21,8 @@ from moa_fairseq.process import Executor, to_shell
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
 # What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
+# Every tenth package of so many and the last, what was left out, the sum.
+_SHOWN = re.compile(r"\[ *(?:\d*0/|(\d+)/\1\])|.*(?:left out|unique pairs|warning|error)", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
 
@@ -35,7 +38,7 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         shown = to_shell(corpus, executor.environment)
         log.info("$ %s", shown)
         keep_command(shown, run.folder / COMMANDS)
-        executor.run(corpus, run.folder / "corpus.log", errors_too=True, on_line=_log_line)
+        executor.run(corpus, run.folder / "corpus.log", errors_too=True, on_line=show_of_corpus)
     prepared = job.run()
     if prepared.folder.parent == job.root:
         depends_on = list(job.settings)
@@ -85,6 +88,8 @@ def recall(run: Run) -> Prepared:
     if "sentences" not in known or place is None:
         raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
     settings = known.get("settings", {})
+    if "recipe" in settings:
+        settings = {**LATER, **settings}
     sentences = known["sentences"]
     changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
     found = [f"{key}: {change}" for key, change in changed.items()]
@@ -117,5 +122,7 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
     return Preparation(data, run.recipe.splits, source, root, executor, **places), corpus
 
 
-def _log_line(line: str) -> None:
-    log.info("  %s", line)
+def show_of_corpus(line: str) -> None:
+    """Show a line of `moa-fairseq corpus` that tells of progress, of a gap or of the end; its log has all."""
+    if _SHOWN.match(line):
+        log.info("  %s", line)

@@ -10,11 +10,20 @@ import reprlib
 from pathlib import Path
 from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
-from moa_fairseq.experiments.data.catalogue import CLASSIFICATION, MASKED_LM, TRANSLATION, datasets
+from moa_fairseq.experiments.data.catalogue import (
+    CLASSIFICATION,
+    MASKED_LM,
+    SENTENCEPIECE,
+    SUBWORD_NMT,
+    TRANSLATION,
+    datasets,
+)
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING as CAUSAL_LM
 from moa_fairseq.process import unsafe_value
 
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
+SEGMENTATIONS = (SUBWORD_NMT, SENTENCEPIECE)
+PIECE_MODELS = ("unigram", "bpe")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
     *("multi_bleu", "compound_split_bleu", "sacrebleu", "get_ende_bleu", "moa_release_bleu"),
@@ -125,12 +134,26 @@ class Data:
     source: Optional[str] = _key("language; not for language models and classifiers", "fr", default=None)
     target: Optional[str] = _key("language; not for language models and classifiers", "en", default=None)
     bpe: Optional[int] = _key(
-        "joint merges to learn on the training text (of text_sp: pieces); null where it is segmented already",
+        "joint merges to learn on the training text (of text_sp and sentencepiece: pieces); null where it is "
+        "segmented already",
         8000,
         default=None,
     )
-    codes: Optional[str] = _key("a file of merges learned elsewhere, in place of bpe", default=None)
-    joined_dictionary: bool = _key("one dictionary for both languages", default=True)
+    codes: Optional[str] = _key(
+        "a file of merges, or SentencePiece's model, learned elsewhere, in place of bpe", default=None
+    )
+    segmentation: str = _key(
+        "of parallel and binarised text; sentencepiece takes raw text and needs no tokeniser",
+        choices=SEGMENTATIONS,
+        default=SUBWORD_NMT,
+    )
+    piece_model: str = _key("of sentencepiece", choices=PIECE_MODELS, default="unigram")
+    byte_fallback: bool = _key(
+        "of sentencepiece: letters without a piece become bytes, and none is unknown", default=True
+    )
+    joined_dictionary: bool = _key(
+        "one dictionary for both languages, of sentencepiece one model", default=True
+    )
     lowercase: bool = _key("the text in lower case", default=False)
     tokenize: Optional[bool] = _key(
         "of text of your own: whether it is raw; unless said, raw text is an error", True, default=None
@@ -140,6 +163,11 @@ class Data:
     )
     train_fraction_seed: int = _key("draws the part", default=1)
     flags: Dict[str, Any] = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
+
+    @property
+    def running_text(self) -> bool:
+        """True where decoded text is as it was before any tokeniser: it is scored as it stands."""
+        return self.segmentation == SENTENCEPIECE and not self.tokenize
 
 
 @dataclasses.dataclass
@@ -397,6 +425,7 @@ def _values(recipe: Recipe) -> Problems:
             other = ""
         remedy = f"use data.recipe {other or 'parallel'}"
         yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text: {remedy}, or leave it out."
+    yield from _pieces(data)
     if data.bpe and data.codes:
         yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
@@ -405,6 +434,22 @@ def _values(recipe: Recipe) -> Problems:
         yield "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends."
     if recipe.generate and not recipe.generate.subsets:
         yield "generate.subsets", "is empty: name at least one subset, such as [test]."
+
+
+def _pieces(data: Data) -> Problems:
+    """What SentencePiece needs, and what is not read without it."""
+    takes = ("parallel", "binarised")
+    if data.segmentation != SENTENCEPIECE:
+        for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
+            if getattr(data, key) != default:
+                yield f"data.{key}", f"is read with data.segmentation: {SENTENCEPIECE} alone: leave it out."
+    elif data.recipe not in takes:
+        why = f"{data.recipe} has a segmentation of its own"
+        yield "data.segmentation", f"{why}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}."
+    elif data.recipe == "parallel" and not (data.bpe or data.codes):
+        yield "data.bpe", f"is missing: {SENTENCEPIECE} needs the number of pieces, such as 8000."
+    elif data.codes and not data.joined_dictionary:
+        yield "data.codes", "is one model for both languages: leave data.joined_dictionary: false out."
 
 
 def _average(recipe: Recipe) -> Problems:

@@ -14,7 +14,7 @@ from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_nu
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.experiments.scoring.text_marks import writes_no_spaces
+from moa_fairseq.experiments.text.languages import writes_no_spaces
 
 log = logging.getLogger(__name__)
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
@@ -131,9 +131,9 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
 def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
     """The metric of a run's result, which depends on its references.
 
-    Without spaces between words it is sacreBLEU, whose tokeniser is the language's. A row's BLEU may be that
-    after one compound split, which the tokeniser (`-a`) or the chain has made: the same number of text with
-    the other kind of hyphens is that of the other chain.
+    Of running text, and without spaces between words, it is sacreBLEU, whose tokeniser is the language's. A
+    row's BLEU may be that after one compound split, which the tokeniser (`-a`) or the chain has made: the
+    same number of text with the other kind of hyphens is that of the other chain.
 
     Args:
         recipe: of the run.
@@ -141,6 +141,8 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
         scores: those of the recipe's first subset.
     """
     headline = (recipe.score or Score()).headline
+    if recipe.data.running_text:
+        return "sacrebleu"
     measured = scores.get("meta", {}).get("without_spaces") is True
     if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
         signature = str(scores.get("sacrebleu", {}).get("signature"))

@@ -28,6 +28,7 @@ from moa_fairseq.experiments.recipes.schema import (
     CLASSIFICATION,
     INTERVAL,
     POSITIONS,
+    SENTENCEPIECE,
     SKIP,
     TRANSLATION,
     Average,
@@ -39,7 +40,7 @@ from moa_fairseq.experiments.recipes.schema import (
 from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog
 from moa_fairseq.experiments.scoring.average import last_checkpoints, numbered_checkpoints
-from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
+from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU
 from moa_fairseq.files import checksum
 from moa_fairseq.process import flags, positional
 
@@ -177,11 +178,16 @@ def _train(run: Run) -> Step:
     if world:
         on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
     logs = recipe.training_flags.get("tensorboard-logdir")
+    if recipe.data.segmentation == SENTENCEPIECE and recipe.training_flags.get("eval-bleu"):
+        validation = {"eval-bleu-remove-bpe": SENTENCEPIECE}
+    else:
+        validation = {}
     values = {
         **recipe.model.as_flags(),
         "criterion": train.criterion,
         **({} if hardware.gpus else on_cpus),
         **train.flags,
+        **validation,
         **({"tensorboard-logdir": str(run.folder / logs)} if logs else {}),
         "max-tokens": batch.max_tokens,
         "update-freq": batch.update_freq,
@@ -279,13 +285,14 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
 
 def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
     """The beam search, in fp32 so that scores do not depend on the hardware."""
+    by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
     values = {
         "path": str(run.model),
         "gen-subset": subset,
         "beam": section.beam,
         "lenpen": section.lenpen,
         "max-tokens": section.max_tokens,
-        "remove-bpe": section.remove_bpe,
+        "remove-bpe": SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe,
         # which the task limits, too
         **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
         **section.flags,
@@ -327,7 +334,10 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     """The scoring of the translations, by the headline's chain, too."""
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
-    values = {"target-lang": run.recipe.data.target, "also": headline, **section.flags, "json": True}
+    values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
+    if run.recipe.data.running_text:  # which has no tokens for the other chains
+        values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
+    values.update({**section.flags, "json": True})
     if run.recipe.generate and run.recipe.generate.flags.get(SKIP):
         values["allow-partial"] = True
     line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]

@@ -28,6 +28,7 @@ _UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are update
 _LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
 _NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
+_BEGINS = "Start iterating over samples"
 _CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that says what it does to the kernels
 
 
@@ -148,6 +149,7 @@ class TrainLog:
         parameters: numbers of parameters that fairseq tells, shared and of experts.
         updated: how many of them are trained, where the task says it.
         started: of this session: seconds of a clock, and which part of the training was done then.
+        goes_on: whether this session goes on from a checkpoint; which part was done the first record tells.
         skipped: what was said about left-out sentences, which fairseq says again in every epoch.
     """
 
@@ -157,6 +159,7 @@ class TrainLog:
     parameters: list[int] = dataclasses.field(default_factory=list)
     updated: int | None = None  # of them, where the task says it
     started: tuple[float, float] | None = None  # when, and which part of the training was done
+    goes_on: bool = False
     # What was said about left-out sentences: fairseq says it again in every epoch.
     skipped: set[str] = dataclasses.field(default_factory=set)
 
@@ -181,9 +184,12 @@ class TrainLog:
             if message not in self.skipped:
                 self.skipped.add(message)
                 self._print(f"  fairseq: {message}", last=True)
+        elif _BEGINS in line and not (self.started or self.goes_on):
+            self.started = (time.monotonic(), 0.0)
         elif "Loaded checkpoint " in line and (match := _LOADED.search(line)):
             prune(self.path, int(match.group(1)))
-            if int(match.group(1)):  # a pretrained model counts from 0
+            self.goes_on = int(match.group(1)) > 0
+            if self.goes_on:  # a pretrained model counts from 0
                 print(f"  going on from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: dict[str, Any]) -> None:
@@ -197,8 +203,8 @@ class TrainLog:
             score = record.get(f"valid_{name}", "?")
             self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
         elif "train_loss" in record:
-            speed = record.get("train_wps", "?")
-            self._print(f"  epoch {epoch}: train loss {record['train_loss']}, {speed} tokens/s", last=True)
+            state = f"train loss {record['train_loss']}, {record.get('train_wps', '?')} tokens/s"
+            self._print(f"  epoch {epoch}: {state}{self._time_left(epoch, updates)}", last=True)
         else:
             if self.max_update:
                 end = f" of {self.max_update:,}"
@@ -215,7 +221,7 @@ class TrainLog:
         done = max((number / goal for number, goal in goals if goal), default=0.0)
         self.started = self.started or (now, done)
         began, before = self.started
-        if done <= before:
+        if done <= before or done >= 1:
             return ""
         seconds = max(0.0, (now - began) / (done - before) * (1 - done))
         return f", about {datetime.timedelta(seconds=round(seconds))} left"

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import difflib
 import functools
 import io
 import logging
@@ -27,7 +26,7 @@ from fairseq.models.roberta import model as fairseq_roberta
 from torch.overrides import TorchFunctionMode
 
 import moa_fairseq  # noqa: F401  (registers the architectures)
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.plugin import masked_lm
 
 EMBEDDINGS = {
@@ -48,12 +47,7 @@ def task_of(arch: str) -> str:
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
-        close = difflib.get_close_matches(arch, ARCH_MODEL_REGISTRY, n=4)
-        if close:
-            hint = f" Did you mean {', '.join(close)}?"
-        else:
-            hint = ""
-        raise UserError(f"--arch {arch}: no such architecture.{hint}")
+        raise UserError(f"--arch {arch}: no such architecture{did_you_mean(arch, ARCH_MODEL_REGISTRY)}.")
     if issubclass(model, FairseqEncoderDecoderModel):
         return "translation"
     if issubclass(model, FairseqLanguageModel):
@@ -167,19 +161,23 @@ def parse_training_flags(
         UserError: where fairseq does not take them.
     """
     complaint = io.StringIO()
+    parser = parser or options.get_training_parser()
     # fairseq looks for --user-dir in sys.argv while it builds the parser.
     argv = sys.argv
     sys.argv = ["fairseq-train"]
     try:
         # Its usage text is hundreds of lines long: only the last one says what is wrong.
         with quiet(), contextlib.redirect_stderr(complaint):
-            return options.parse_args_and_arch(parser or options.get_training_parser(), flags)
+            return options.parse_args_and_arch(parser, flags)
     except SystemExit as error:
         lines = complaint.getvalue().strip().splitlines() or ["unknown flag"]
         reason = re.sub(
             r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
         )
-        raise UserError(f"{refusal}: {reason}") from error
+        _, _, unknown = reason.partition("unrecognized arguments: ")
+        words = (word for word in unknown.split() if word.startswith("--"))
+        hints = (did_you_mean(word, parser._option_string_actions) for word in words)
+        raise UserError(f"{refusal}: {reason}{''.join(hints)}") from error
     except (ValueError, KeyError, AssertionError) as error:
         raise UserError(f"{refusal}: {error}") from error
     finally:

@@ -85,7 +85,13 @@ from moa_fairseq.experiments.scoring.chains import (
     score,
 )
 from moa_fairseq.experiments.scoring.generate_log import beside_recipe, read_generate_log, read_lines
-from moa_fairseq.experiments.scoring.text_marks import RUNNING, lacks_spaces, score_warnings, subword_kind
+from moa_fairseq.experiments.scoring.text_marks import (
+    RUNNING,
+    join_subwords,
+    lacks_spaces,
+    score_warnings,
+    subword_kind,
+)
 from moa_fairseq.experiments.tables import Column, Table
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
@@ -222,20 +228,6 @@ def _compare(first: list[RunningText], second: list[RunningText], as_json: bool)
         counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
         print(f"{counts}; {first[0].chain}")
     return 0
-
-
-def join_subwords(line: str, kind: str) -> str:
-    """Undo subwords.
-
-    Args:
-        line: symbols between spaces.
-        kind: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁; else no change.
-    """
-    if kind == "subword_nmt":
-        return f"{line} ".replace("@@ ", "").rstrip(" ")
-    if kind == "sentencepiece":
-        return line.replace(" ", "").replace("\u2581", " ").strip(" ")
-    return line
 
 
 def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:

@@ -3,6 +3,10 @@
 import re
 from collections.abc import Mapping, Sequence
 
+from fairseq.data import data_utils
+
+from moa_fairseq.experiments.text.languages import language_of, writes_no_spaces
+
 TOKENISED = "tokenised already"
 RUNNING = "untokenised"
 _SUBWORD = re.compile(r"\S@@(?: |$)")
@@ -10,25 +14,6 @@ _PIECE = "\u2581"
 # Signs at their word, and alone. Commas stand in numbers, too, and full stops in abbreviations.
 _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
-
-
-# Languages whose words no spaces part, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
-_WITHOUT_SPACES = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue", "bo", "dz")
-_CODES = {
-    **{"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th", "khm": "km"},
-    **{"mya": "my", "bur": "my", "lao": "lo", "bod": "bo", "tib": "bo", "dzo": "dz"},
-}
-
-
-def language_of(code: str) -> str:
-    """The language of a code such as zh_CN, zho_Hans or ja, in ISO 639-1 where it has such a code."""
-    language = re.split("[-_]", code.lower())[0]
-    return _CODES.get(language, language)
-
-
-def writes_no_spaces(lang: str) -> bool:
-    """True for languages whose words no spaces part, tokenised or not."""
-    return language_of(lang) in _WITHOUT_SPACES
 
 
 def lacks_spaces(lang: str | None, words: int, lines: int) -> bool:
@@ -54,6 +39,17 @@ def subword_kind(lines: Sequence[str]) -> str:
     if sum(marks) > len(marks) / 2:
         return "sentencepiece"
     return "none"
+
+
+def join_subwords(line: str, kind: str) -> str:
+    """Undo subwords, as fairseq's --remove-bpe does with the plugin's patch for bytes.
+
+    Args:
+        line: symbols between spaces.
+        kind: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁ and bytes to letters, "none"
+            changes nothing.
+    """
+    return data_utils.post_process(line, kind)
 
 
 def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:

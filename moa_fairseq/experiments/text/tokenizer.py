@@ -1,4 +1,4 @@
-"""Moses' `tokenizer.perl` for the languages of the papers and most others.
+"""Moses' `tokenizer.perl`, with the rules that it has for single languages.
 
 The lists of abbreviations come from sacremoses. The rules are applied here, because sacremoses'
 character classes date from an old Unicode (it cuts Chinese words into characters, Perl does not) and
@@ -15,14 +15,18 @@ from sacremoses.corpus import NonbreakingPrefixes
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.text.normalize import EDITIONS, MULTI30K_EDITION
 
-# Languages whose special rules (colons, middle dots, glottal stops) are not restated here.
-UNSUPPORTED_LANGUAGES = ("ca", "fi", "so", "sv", "tdt")
-
 _ALPHA = r"\p{Alphabetic}"
 _ALNUM = r"\p{Alphabetic}\p{Nd}"
 _NUMBER = r"\p{N}"
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0E, 0x20)])
-_SPECIAL = regex.compile(rf"([^{_ALNUM}\s.'`,\-])")
+# Signs that stand inside of words of a language, as in USA:n and col·legi.
+_WITHIN_WORDS = {"fi": ":", "sv": ":", "ca": "·"}
+# … and that end a word all the same, unless a small letter follows. (Moses has this rule for the middle dot,
+# too, which it never finds: Perl reads that line of the script as Latin-1.)
+_BEFORE_SMALL_LETTERS = {
+    language: regex.compile(rf"{sign}(?=$|[^\p{{Ll}}])")
+    for language, sign in (("fi", ":"), ("sv", ":"), ("tdt", "'"))
+}
 _HYPHEN = regex.compile(rf"([{_ALNUM}])-(?=[{_ALNUM}])")
 _DOTS = re.compile(r"\.\.+(?=(.)?)")
 _COMMAS = [
@@ -44,7 +48,7 @@ _ESCAPES = (
 _DOT = "\x00"
 
 
-def _apostrophe_rules(between_letters: str, after_other: str) -> list[tuple[regex.Pattern, str]]:
+def _apostrophe_rules(between_letters: str, after_other: str = _ALPHA) -> list[tuple[regex.Pattern, str]]:
     """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
     other = rf"([^{_ALPHA}])"
     letter = rf"([{_ALPHA}])"
@@ -52,7 +56,7 @@ def _apostrophe_rules(between_letters: str, after_other: str) -> list[tuple[rege
         (regex.compile(f"{other}'{other}"), r"\1 ' \2"),
         (regex.compile(f"([^{after_other}])'{letter}"), r"\1 ' \2"),
         (regex.compile(f"{letter}'{other}"), r"\1 ' \2"),
-        (regex.compile(f"{letter}'{letter}"), between_letters),
+        *([(regex.compile(f"{letter}'{letter}"), between_letters)] if between_letters else []),
     ]
 
 
@@ -61,7 +65,8 @@ _APOSTROPHES = {
         *_apostrophe_rules(r"\1 '\2", _ALPHA + _NUMBER),
         (regex.compile(rf"({_NUMBER})'s"), r"\1 's"),
     ],
-    **dict.fromkeys(("fr", "it", "ga"), _apostrophe_rules(r"\1' \2", _ALPHA)),
+    **dict.fromkeys(("fr", "it", "ga", "ca"), _apostrophe_rules(r"\1' \2")),
+    **dict.fromkeys(("so", "tdt"), _apostrophe_rules("")),  # between letters it is a glottal stop
 }
 _ANY_APOSTROPHE = [(regex.compile("'"), " ' ")]
 
@@ -84,13 +89,10 @@ def tokenize(
             made Multi30k's published files did.
 
     Raises:
-        UserError: for UNSUPPORTED_LANGUAGES and for an unknown edition.
+        UserError: for an unknown edition.
     """
-    if lang in UNSUPPORTED_LANGUAGES or edition not in EDITIONS:
-        raise UserError(
-            f"Moses' tokenizer for language {lang!r}, edition {edition!r} is not available: choose an "
-            f"edition of {', '.join(EDITIONS)} and a language other than {', '.join(UNSUPPORTED_LANGUAGES)}."
-        )
+    if edition not in EDITIONS:
+        raise UserError(f"Moses' tokenizer has no edition {edition!r}: choose one of {', '.join(EDITIONS)}.")
     if line.isprintable():
         text = line
     else:
@@ -98,7 +100,9 @@ def tokenize(
     if not text.strip():
         return line if text == line else ""
     text = " ".join(text.split())
-    text = _SPECIAL.sub(r" \1 ", text)
+    text = _special(lang).sub(r" \1 ", text)
+    if lang in _BEFORE_SMALL_LETTERS:
+        text = _BEFORE_SMALL_LETTERS[lang].sub(lambda sign: f" {sign[0]} ", text)
     if aggressive_hyphens:
         text = _HYPHEN.sub(r"\1 @-@ ", text)
     if ".." in text:
@@ -142,15 +146,25 @@ def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
 
 
 @cache
+def _special(lang: str) -> regex.Pattern:
+    """The signs that stand apart in a language whatever their neighbours are."""
+    return regex.compile(rf"([^{_ALNUM}\s.'`,\-{_WITHIN_WORDS.get(lang, '')}])")
+
+
+def has_prefixes(lang: str) -> bool:
+    """True where Moses has a list of abbreviations of the language's own."""
+    return lang in NonbreakingPrefixes().available_langs.values()
+
+
+@cache
 def nonbreaking_prefixes(lang: str) -> tuple[frozenset, frozenset]:
     """Abbreviations of `lang` (English for a language without a list).
 
     Returns:
         Two sets: those never followed by a sentence end, and those that are safe before digits.
     """
-    known = NonbreakingPrefixes()
     kinds: dict[bool, set] = {False: set(), True: set()}
-    for entry in known.words(lang if lang in known.available_langs.values() else "en"):
+    for entry in NonbreakingPrefixes().words(lang if has_prefixes(lang) else "en"):
         word, _, marker = entry.strip().partition(" ")
         kinds["#NUMERIC_ONLY#" in marker].add(word)
     return frozenset(kinds[False]), frozenset(kinds[True])

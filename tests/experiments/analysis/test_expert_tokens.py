@@ -8,7 +8,13 @@ from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.analysis.expert_tokens import TokenCounter, attributed, pieces, words
+from moa_fairseq.experiments.analysis.expert_tokens import (
+    TokenCounter,
+    attributed,
+    pieces,
+    words,
+    words_of_pieces,
+)
 from moa_fairseq.experiments.analysis.gpt2_pieces import Gpt2Pieces
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.layers.routing import Routing
@@ -54,6 +60,8 @@ def test_a_token_counts_for_every_expert_that_it_chose():
 
 
 def test_pieces_and_words():
+    split = [None, "\u2581un", "able", "\u2581cat", None, "ing", "\u2581caf", "<0xC3>", "<0xA9>"]
+    assert list(words_of_pieces(split)) == [("unable", [1, 2]), ("cat", [3]), ("café", [6, 7, 8])]
     symbols = [None, "un@@", "able", "cat", "run@@", None, "x@@", "y@@", "z", "cut@@"]
     assert list(pieces(symbols[:3])) == [("un@@", [1]), ("able", [2])]
     assert list(words(symbols)) == [("unable", [1, 2]), ("cat", [3]), ("xyz", [6, 7, 8])]

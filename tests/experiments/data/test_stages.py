@@ -13,7 +13,7 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import make
-from moa_fairseq.experiments.data import archives, monolingual, text_stages
+from moa_fairseq.experiments.data import archives, monolingual, pieces, text_stages
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import given_fingerprint, prepared_folder
@@ -238,6 +238,7 @@ POINTS = [
     ("wmt14_en_de", text_stages, "learn_bpe", (1,)),
     ("wmt14_en_de", make, "replace", (1, 4, 6, 7, 8)),
     ("wmt14_en_de", make, "put_mark", (1, 5, 12, 16)),
+    ("wikitext103_sp8k", pieces, "atomic_write", (1,)),
     ("wikitext103_sp8k", monolingual, "atomic_write", (1, 2)),
     ("wikitext103_sp8k", make, "replace", (1, 2)),
     ("wikitext103_word", monolingual, "_write", (1, 2)),

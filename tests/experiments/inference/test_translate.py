@@ -17,7 +17,7 @@ from fairseq.data import Dictionary
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
-from moa_fairseq.experiments.inference.text_codec import TranslationCodec, codec_of
+from moa_fairseq.experiments.inference.text_codec import MergeCodec, TranslationCodec, codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import _generation
 from moa_fairseq.experiments.scoring.trained_model import load_trained
@@ -244,7 +244,7 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
 
 
 def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
-    assert TranslationCodec(codes="codes").decode("ha@@ us@@ tür@@") == "haustür"
+    assert TranslationCodec(segmentations=(MergeCodec("codes"),) * 2).decode("ha@@ us@@ tür@@") == "haustür"
     assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
 
 

@@ -20,6 +20,7 @@ from moa_fairseq.experiments.recipes.hardware import (
     precision_name,
 )
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.prepare_stage import show_of_corpus
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Model, Train
 from moa_fairseq.experiments.recipes.steps import Options
@@ -203,6 +204,17 @@ def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config, 
 
 TORCHRUN = {"RANK": "9", "WORLD_SIZE": "16", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "8"}
 TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
+
+
+def test_of_the_corpus_a_run_shows_what_tells_something(said):
+    packages = [f"[{number:2}/42] p{number} 1.0 (1.0 MB): {number} clean pairs" for number in range(1, 43)]
+    gap = "[ 3/42] p3 1.0: left out. No network."
+    end = "24,357 unique pairs from 42 packages (117 MB) in data: built (96.8 s)"
+    table = ["package  pairs", "-------  -----", "p10      1,035", "train  21,857  176,404  167,056"]
+    for line in ("downloading pip:p1==1.0", *packages, gap, *table, end):
+        show_of_corpus(line)
+    shown = [line.strip() for line in said]
+    assert shown == [*(packages[number - 1] for number in (10, 20, 30, 40, 42)), gap, end]
 
 
 def test_machines_by_flags():

@@ -116,6 +116,7 @@ def test_flags_with_which_no_training_goes_on(small, write_config, section, name
         ("score", "masked", "has no such flag (did you mean masked-lm"),  # an abbreviation
         ("score", "masked-lm", "not a free flag"),
         ("train", "max-tok", "max-tok"),
+        ("train", "warmup-update", "did you mean --warmup-updates"),
         ("train", "update-freq", "train.effective_batch_tokens"),
         ("train", "bf16", "train.precision"),
         ("model", "arch", "say model.arch"),

@@ -109,6 +109,21 @@ def test_the_time_left_is_reckoned_from_this_sessions_updates(tmp_path, capsys, 
     assert "left" not in first and second.endswith("about 0:01:00 left")
 
 
+def test_the_first_record_of_a_new_training_tells_the_time_left(tmp_path, capsys, monkeypatch):
+    """One of four epochs in 30 seconds, whose lines are rarer than its ends, leaves three for another 90."""
+    clock = iter((1000.0, 1030.0, 1120.0))
+    monkeypatch.setattr(train_log.time, "monotonic", lambda: next(clock))
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=4, max_update=None)
+    log(PREFIX + "Start iterating over samples")
+    for epoch in (1, 4):
+        log(
+            PREFIX
+            + json.dumps({"epoch": epoch, "train_loss": "5", "train_wps": "9", "train_num_updates": "3"})
+        )
+    first, last = capsys.readouterr().out.splitlines()
+    assert first.endswith("about 0:01:30 left") and "left" not in last
+
+
 def test_sentences_that_fairseq_skips_are_shown_once(tmp_path, capsys):
     log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
     for _ in range(3):

@@ -162,7 +162,7 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
 @pytest.mark.parametrize(
     "flags, says",
     [
-        (["--arch", "moa_transformer_bas"], "Did you mean moa_transformer_base"),
+        (["--arch", "moa_transformer_bas"], "did you mean moa_transformer_base"),
         (["--arch", "moa_transformer_base", "--vocab-size", "3"], "--vocab-size 3"),
         (["--arch", "moa_transformer_base", "--src-len", "0"], "--src-len 0"),
         (["--arch", "moa_transformer_base", "--experts-per-token", "9"], "--experts-per-token 9"),

@@ -36,9 +36,9 @@ def test_unknown_step_is_named():
 
 
 def test_error_of_a_worker_reaches_the_caller():
-    finnish = functools.partial(work, steps=[("tokenize", {"lang": "fi"})])
-    with pytest.raises(UserError, match="not available"):
-        list(ordered_map(finnish, chunks(["x"] * 10, 1), 2, "text"))
+    unknown = functools.partial(work, steps=[("tokenize", {"lang": "fi", "edition": "2015"})])
+    with pytest.raises(UserError, match="2015"):
+        list(ordered_map(unknown, chunks(["x"] * 10, 1), 2, "text"))
 
 
 SLOW = """

@@ -47,13 +47,21 @@ def test_equals_recorded_perl(command):
         assert ours(command, line) == expected, f"{command} on {line!r}"
 
 
+@pytest.mark.parametrize("command", RECORDED["languages"])
+def test_rules_of_single_languages_equal_recorded_perl(command):
+    for line, expected in RECORDED["languages"][command].items():
+        assert ours(command, line) == expected, f"{command} on {line!r}"
+
+
 def differs(script):
     """Whether some recorded line shows that a script's functions are not what they were."""
+    recorded = {command: zip(RECORDED["lines"], outputs) for command, outputs in RECORDED["perl"].items()}
+    recorded.update({command: lines.items() for command, lines in RECORDED["languages"].items()})
     return any(
         ours(command, line) != expected
-        for command, outputs in RECORDED["perl"].items()
+        for command, lines in recorded.items()
         if command.startswith(script)
-        for line, expected in zip(RECORDED["lines"], outputs)
+        for line, expected in lines
     )
 
 
@@ -80,7 +88,7 @@ def test_every_sign_that_is_replaced_has_a_recorded_line(monkeypatch):
         assert differs("replace-unicode-punctuation.perl"), chr(sign)
 
 
-@pytest.mark.parametrize("table", ["_COMMAS", "_ESCAPES", "en", "fr"])
+@pytest.mark.parametrize("table", ["_COMMAS", "_ESCAPES", "en", "fr", "ca", "so"])
 def test_every_rule_of_the_tokenizer_has_a_recorded_line(monkeypatch, table):
     of_language = table in tokenizer._APOSTROPHES
     rules = tokenizer._APOSTROPHES[table] if of_language else getattr(tokenizer, table)
@@ -141,10 +149,17 @@ def test_detokenize_undoes_tokenize():
     assert detokenize(tokenize(line, "en", aggressive_hyphens=True), "en") == line
 
 
-@pytest.mark.parametrize("lang, edition", [("fi", "current"), ("de", "2015")])
-def test_what_is_not_restated_is_refused(lang, edition):
-    with pytest.raises(UserError, match="not available"):
-        tokenize("x", lang, edition=edition)
+def test_another_edition_is_refused():
+    with pytest.raises(UserError, match="2015"):
+        tokenize("x", "de", edition="2015")
+
+
+@pytest.mark.parametrize(
+    "lang, known", [("fi", True), ("sv", True), ("ca", True), ("so", False), ("am", False)]
+)
+def test_a_language_without_a_list_has_the_english_one(lang, known):
+    assert tokenizer.has_prefixes(lang) == known
+    assert (tokenizer.nonbreaking_prefixes(lang) == tokenizer.nonbreaking_prefixes("en")) != known
 
 
 def test_unknown_edition_of_normalization_is_refused():

@@ -1,0 +1,38 @@
+"""SentencePiece's bytes as letters."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from typing import Any
+
+from moa_fairseq.plugin.patches.table import patch
+
+_HERE = "plugin/patches/test_pieces.py::"
+_BYTES = re.compile(r"(?<!\S)<0x[0-9A-F]{2}>(?: <0x[0-9A-F]{2}>)*(?!\S)")
+
+
+def with_letters(symbols: str) -> str:
+    """Pieces between spaces, each run of bytes (`<0xE3> <0x81> <0x82>`) as letters, by UTF-8."""
+
+    def letters(run: re.Match) -> str:
+        return bytes(int(byte[3:5], 16) for byte in run[0].split()).decode("utf-8", errors="replace")
+
+    return _BYTES.sub(letters, symbols)
+
+
+@patch("fairseq.data.data_utils:post_process", _HERE + "test_bytes_become_letters")
+def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str:
+    """--remove-bpe sentencepiece leaves the bytes of a model with byte fallback as text, such as <0xE3>."""
+    if symbol == "sentencepiece":
+        sentence = with_letters(sentence)
+    return post_process(sentence, symbol)
+
+
+@patch(
+    "fairseq.data.encoders.sentencepiece_bpe:SentencepieceBPE.decode",
+    _HERE + "test_the_encoder_of_pieces_undoes_bytes",
+)
+def decode_bytes(decode: Callable, encoder: Any, x: str) -> str:
+    """--bpe sentencepiece leaves the bytes of a model with byte fallback as text, too."""
+    return decode(encoder, with_letters(x))
