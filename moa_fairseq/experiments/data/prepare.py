@@ -126,5 +126,6 @@ def given_fingerprint(source: Path) -> str:
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
+    settings = {key: value for key, value in settings.items() if key != "tokens" or value}  # a later key
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     return parent / f"{name}-{fingerprint_of(dict(settings), place)[:8]}"
