@@ -109,11 +109,10 @@ class PreparationJob:
         Of text of which only so many tokens are used: the files that these were taken from.
         """
         if self.data.tokens:
-            used = marks(self.root).get("text", {}).get("facts") or {}
-            return {
-                split: [*map(self.piece, parts[: used.get(split, {}).get("parts", 0)])]
-                for split, parts in self.parts.items()
-            }
+            facts = marks(self.root).get("text", {}).get("facts") or {}
+            used = {split: fact["parts"] for split, fact in facts.items()}
+            used["train"] = max(used.get("train", 0), self.data.learn_on)
+            return {split: [*map(self.piece, some[: used.get(split)])] for split, some in self.parts.items()}
         # All together, so that an archive is gone through once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes

@@ -128,15 +128,13 @@ def run(args: argparse.Namespace) -> int:
     config = find_recipe(args.config)
     headlines = []
     rows = [args] if args.row is None else _with_rows(args, config)
-    for one in itertools.chain.from_iterable(
-        [row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows
-    ):
+    runs = ([row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows)
+    for one in itertools.chain.from_iterable(runs):
         if result := _run_once(one, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
-    if (
-        args.seeds and args.row != ALL_ROWS and len(headlines) > 1 and None not in headlines
-    ):  # None: a model that diverged
+    of_one_row = args.seeds and args.row != ALL_ROWS
+    if of_one_row and len(headlines) > 1 and None not in headlines:  # None: a model that diverged
         mean = statistics.mean(headlines)
         deviation = statistics.stdev(headlines)
         log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
