@@ -65,6 +65,8 @@ setup(
         # sacreBLEU's tokenisers of Japanese and Korean, 50 MB
         "ja": ["sacrebleu[ja]>=2.4,<3"],
         "ko": ["sacrebleu[ko]>=2.4,<3"],
+        # text in .zst
+        "zst": ["zstandard>=0.22,<1"],
         # A working fairseq of your own serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
         # moa_fairseq.integrations.hf; transformers 5 cannot be imported beside fairseq's torchaudio

@@ -24,6 +24,7 @@ SUBWORD_NMT = "subword_nmt"
 SENTENCEPIECE = "sentencepiece"
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
+SHARD = "{shard}"  # in the names of files that are numbered
 # Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
@@ -65,12 +66,14 @@ class Part(NamedTuple):
     Args:
         members: names of files: the first that is there is the text.
         archive: the public file that holds them, or "" where the text is a file by itself.
-        markup: how its lines are taken out of it: plain, sgm or wit3.
+        markup: how its lines are taken out of it: plain, sgm, wit3 or documents.
+        shards: in the table, how many parts stand in this row, whose members have {shard} from 00000 on.
     """
 
     members: tuple[str, ...]
     archive: str = ""
     markup: str = "plain"
+    shards: int = 0
 
     @property
     def source(self) -> str:
@@ -130,6 +133,8 @@ class Dataset:
         encoder: what makes tokens of text in one language: words, sentencepiece, bytes, or none where nothing
             is binarised.
         pieces: how many SentencePiece pieces to learn.
+        tokens: split → how many pieces of its text are used, from its beginning; the others are used whole.
+        learn_on: parts of the training text that SentencePiece learns on; 0: all.
         byte_splits: split → bytes, in the order of the one file that they are cut from.
         published: languages, merges and md5 of the published segmented text.
         generated: the settings of `ListOps`, for data that is drawn.
@@ -155,6 +160,8 @@ class Dataset:
     bring: str = ""
     encoder: str = ""
     pieces: int = 0
+    tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
+    learn_on: int = 0
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)
@@ -194,8 +201,9 @@ class Dataset:
 
         return {
             split: [
-                named(part, split=split, lang=language, side=side)
+                named(part, split=split, lang=language, side=side, shard=f"{shard:05d}")
                 for part in parts
+                for shard in range(part.shards or 1)
                 for language, side in (list(zip(languages, SIDES)) or [("", "")])
             ]
             for split, parts in self.splits.items()
@@ -287,8 +295,11 @@ def public_files() -> dict[str, PublicFile]:
     found = {}
     for name, row in table["files"].items():
         folder, _, base = name.rpartition("/")
-        urls = [f"{place}/{base}" for place in table["places"].get(folder, ())]
-        found[name] = PublicFile(name, **{**row, "urls": tuple(row.get("urls", urls))})
+        urls = row.get("urls", [f"{place}/{base}" for place in table["places"].get(folder, ())])
+        about = {key: value for key, value in row.items() if key not in ("urls", "shards")}
+        for number in range(row.get("shards", 1)):
+            one = name.replace(SHARD, f"{number:05d}")
+            found[one] = PublicFile(one, tuple(url.replace(SHARD, f"{number:05d}") for url in urls), **about)
     return found
 
 

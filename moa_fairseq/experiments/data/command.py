@@ -9,6 +9,7 @@
   moa-fairseq prepare parallel OUT --from my_pairs --source ja --target en --segmentation sentencepiece
   moa-fairseq prepare text_sp OUT --from my_text --bpe 4000  # train.txt, valid.txt and test.txt
   moa-fairseq prepare text_gpt2bpe OUT --from my_text
+  moa-fairseq prepare c4 --from c4/en --tokens 3276800000    # the first tokens of the hub's files
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
 Every stage is a folder in OUT that appears when it is whole: the same line again goes on where it stopped.
@@ -80,6 +81,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "sentencepiece: pieces"
     )
     add("--bpe", type=int, metavar="N", help=merges)
+    first = "tokens of the training text, from its beginning (of c4 and pes2o; default: the data set's)"
+    add("--tokens", type=int, metavar="N", help=first)
     raw = (
         "of train, valid and test of your own: whether they are raw, and get the data set's tokeniser here, "
         "which is Moses' of parallel (default: raw is an error)"
@@ -168,6 +171,8 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
             of_pieces and not by_pieces,
             "--piece-model and --byte-fallback go with --segmentation sentencepiece",
         ),
+        (args.tokens is not None and not dataset.tokens, f"{name} is used whole: leave --tokens out"),
+        (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens}: at least one is needed"),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
         (args.tokenize and not dataset.takes_raw, f"{name}: leave --tokenize out"),
         (args.tokenize is False and one_language, f"{name}: leave --no-tokenize out"),
@@ -182,7 +187,7 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
 def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
     """The data section of a recipe that uses the data set as its table row says."""
     if dataset.kind != TRANSLATION:
-        return {"recipe": dataset.name, "bpe": args.bpe, "flags": {}}
+        return {"recipe": dataset.name, "bpe": args.bpe, "tokens": args.tokens, "flags": {}}
     first, second = dataset.languages[:2] or (args.source, args.target)
     # One that is named turns the pair round where it stands on the other side.
     source = args.source or (second if args.target == first else first)

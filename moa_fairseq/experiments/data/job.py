@@ -25,7 +25,7 @@ from moa_fairseq.experiments.data.manifest import MANIFEST, manifest_of
 from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.experiments.data.parallel_text import Piece, find_file, read_lines
 from moa_fairseq.experiments.json_files import write_json
-from moa_fairseq.experiments.make import OUT, Step
+from moa_fairseq.experiments.make import OUT, Step, marks
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import Executor, flags
 
@@ -105,7 +105,15 @@ class PreparationJob:
 
     @functools.cached_property
     def texts(self) -> dict[str, list[Piece]]:
-        """split → its files, fetched and extracted where necessary; those of two languages alternate."""
+        """split → its files, fetched and extracted where necessary; those of two languages alternate.
+
+        Of text of which only so many tokens are used: the files that these were taken from.
+        """
+        if self.data.tokens:
+            facts = marks(self.root).get("text", {}).get("facts") or {}
+            used = {split: fact["parts"] for split, fact in facts.items()}
+            used["train"] = max(used.get("train", 0), self.data.learn_on)
+            return {split: [*map(self.piece, some[: used.get(split)])] for split, some in self.parts.items()}
         # All together, so that an archive is gone through once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
@@ -115,6 +123,10 @@ class PreparationJob:
             with atomic_write(self.root / CODES) as stream:
                 stream.writelines(line + "\n" for line in read_lines(pieces[codes].path))
         return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
+
+    def piece(self, part: Part) -> Piece:
+        """The file of one part, fetched where necessary."""
+        return self.store.pieces([part])[part]
 
     @property
     def languages(self) -> tuple[str, ...]:

@@ -21,6 +21,7 @@ from moa_fairseq.experiments.data.gpt2_files import (
 )
 from moa_fairseq.experiments.data.job import PreparationJob
 from moa_fairseq.experiments.data.manifest import MANIFEST
+from moa_fairseq.experiments.data.obtain import before_growth
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import Step, marks
 
@@ -33,20 +34,50 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
     folder = job.root / "model"
     steps: list[Step] = []
     count = job.settings.get("bpe") or data.pieces
+    most = dict(data.tokens)
+    if job.settings.get("tokens"):
+        most["train"] = job.settings["tokens"]
 
     def read() -> dict[str, Any]:
+        if data.tokens:  # many files, of which those are asked for that are needed
+            return {"encoder": data.encoder, "files": data.name}
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
+
+    @functools.cache
+    def announce() -> None:
+        before_growth(data, job.store, sum(most.values()), job.root)
 
     def learn(new: Path) -> dict[str, int]:
         log.info("learning %s SentencePiece pieces", f"{count:,}")
-        texts = job.texts["train"]
+        if data.tokens:
+            announce()
+            texts = [*map(job.piece, job.parts["train"][: data.learn_on])]
+        else:
+            texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
         return {"pieces": pieces.learn(lines, texts[0].path, count, model, **pieces.LANGUAGE_MODEL)}
 
+    def grow(new: Path) -> dict[str, Any]:
+        announce()
+        growing = job.root / "growing"  # outlives an interruption, as the step's own folder does not
+        facts = {
+            split: monolingual.grow_pieces(
+                parts, job.piece, folder / pieces.MODEL, growing / split, most[split], job.workers
+            )
+            for split, parts in job.parts.items()
+        }
+        new.mkdir()
+        for split in facts:
+            shutil.move(growing / split, new / split)
+        shutil.rmtree(growing)
+        return facts
+
     def write(new: Path) -> dict[str, Any]:
         if data.encoder == "bytes":
             facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
+        elif data.tokens:
+            facts = grow(new)
         elif data.encoder == "sentencepiece":
             facts = monolingual.write_pieces(job.texts, folder / pieces.MODEL, new, job.workers)
         else:
@@ -57,11 +88,13 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
 
     if data.encoder == "sentencepiece":
         steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": count}))
-    model = {"model": steps[0]} if steps else {}
+    model: dict[str, Any] = {"model": steps[0]} if steps else {}
+    if data.tokens:
+        model["tokens"] = most
     steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
     if data.encoder != "none":
         steps.append(job.binarise(steps[-1], data.subsets))
-    return [*steps, job.manifest(steps[-1])]
+    return [*steps, job.manifest(steps[-1], **({"tokens": most} if most else {}))]
 
 
 def masked_lm_steps(job: PreparationJob) -> list[Step]:

@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+import logging
+import os
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import BinaryIO
 
+from tqdm import tqdm
+
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, refuse_symbols
 from moa_fairseq.experiments.data.pieces import processor
+from moa_fairseq.experiments.json_files import saved_json, write_json
 from moa_fairseq.experiments.text.workers import chunks
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, checksum
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = dict[str, dict[str, int]]
 CHUNK = 5000
+BATCH = 200  # lines, which may be whole documents
+SAVED = 50_000_000  # bytes
 # SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
 ROW = 100_000
 # Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
 _BYTES = [f"{value} " for value in range(256)]
+log = logging.getLogger(__name__)
 
 
 def write_lines(texts: Texts, folder: Path) -> Facts:
@@ -106,6 +115,83 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
         facts[split]["lines"] = next(lines)
     return facts
+
+
+def grow_pieces(
+    parts: Sequence[Part],
+    fetch: Callable[[Part], Piece],
+    model: Path,
+    path: Path,
+    most: int,
+    workers: int,
+) -> dict[str, int]:
+    """Write the first `most` pieces of texts to a file; a later call goes on where an earlier one stopped.
+
+    A line has whole lines of the text, and ROW pieces or more; the last of a part may have fewer.
+    What is done stands in `path`.json after every SAVED bytes. Neither text nor pieces are kept in memory.
+
+    Args:
+        parts: of the text, in order; those behind the last piece are not asked for.
+        fetch: part → its file.
+        model: SentencePiece's file.
+        path: the file; its folder is made.
+        most: pieces.
+        workers: threads.
+
+    Returns:
+        lines (of the text), tokens (pieces), parts (how many were read).
+
+    Raises:
+        UserError: where the text has fewer pieces.
+    """
+    found = processor(str(model))
+    notes = path.with_name(f"{path.name}.json")
+    of = [checksum(model), most, [part.members[0] for part in parts]]
+    done = saved_json(notes)
+    if done.get("of") != of or not path.is_file() or path.stat().st_size < done["bytes"]:
+        done = {"of": of, "parts": 0, "in_part": 0, "lines": 0, "tokens": 0, "bytes": 0}
+    path.parent.mkdir(parents=True, exist_ok=True)
+    if done["tokens"]:
+        log.info("%s: going on behind %s pieces", path.name, f"{done['tokens']:,}")
+    shown = {"unit": " pieces", "total": most, "initial": done["tokens"], "disable": None, "leave": False}
+    with open(path, "r+b" if done["bytes"] else "wb") as stream, tqdm(**shown) as bar:
+        stream.truncate(done["bytes"])
+        stream.seek(done["bytes"])
+
+        def write(row: list[int], ends: bool = False) -> None:
+            row = row[: most - done["tokens"]]
+            # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+            stream.write((" ".join(found.id_to_piece(row)) + "\n").encode() if row else b"")
+            done["tokens"] += len(row)
+            bar.update(len(row))
+            if ends or stream.tell() - done["bytes"] > SAVED:
+                stream.flush()
+                os.fsync(stream.fileno())
+                done["bytes"] = stream.tell()
+                write_json(notes, done)
+
+        for part in parts[done["parts"] :]:
+            if done["tokens"] >= most:
+                break
+            row: list[int] = []
+            texts = itertools.islice(fetch(part).lines(), done["in_part"], None)
+            batches = (found.encode(some, num_threads=workers) for some in chunks(texts, BATCH))
+            for ids in itertools.chain.from_iterable(batches):
+                row += ids
+                done["in_part"] += 1
+                done["lines"] += 1
+                if len(row) >= min(ROW, most - done["tokens"]):
+                    write(row)
+                    row = []
+                    if done["tokens"] >= most:
+                        break
+            done.update(parts=done["parts"] + 1, in_part=0)
+            write(row, ends=True)
+            log.info("%s: %s of %s pieces", part.members[0], f"{done['tokens']:,}", f"{most:,}")
+    if done["tokens"] < most:
+        problem = f"The text of {path.name} has {done['tokens']:,} pieces, and {most:,} are asked for"
+        raise UserError(f"{problem}: ask for fewer, --tokens N (data.tokens), or give more text.")
+    return {name: done[name] for name in ("lines", "tokens", "parts")}
 
 
 def _lines(pieces: Iterable[Piece]) -> Iterator[str]:

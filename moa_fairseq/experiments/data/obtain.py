@@ -26,7 +26,11 @@ from moa_fairseq.process import locked
 
 MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
+MOST_NAMES = 20  # in one error
 GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest names no path outside of its own
+# Of running text in 8,000 pieces: a token as text, binarised and on its way there; and in packed files.
+TOKEN_BYTES = 12
+PACKED_BYTES = 2
 log = logging.getLogger(__name__)
 
 
@@ -124,11 +128,7 @@ class Store:
                 file = self._file(name)
                 inside = [part for part in texts if not texts[part] and part.source == name]
                 texts.update(self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file})
-        return {
-            part: Piece(path, "sgm" if {".sgm", ".xml"} & {*path.suffixes[-2:]} else part.markup)
-            for part, path in texts.items()
-            if path
-        }
+        return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def _find(self, part: Part) -> Path | None:
         """The text in the user's folder, by its name in the archive or the last part of it."""
@@ -176,6 +176,16 @@ class Store:
         return {part: folder / next(member for member in part.members if member in found) for part in parts}
 
 
+def _markup(path: Path, part: Part) -> str:
+    """How the lines of a text are taken out of a file, which its name may tell."""
+    suffixes = {*path.suffixes[-2:]}
+    if {".sgm", ".xml"} & suffixes:
+        return "sgm"
+    if {".json", ".jsonl"} & suffixes:
+        return "documents"
+    return part.markup
+
+
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
     """Checksum of a file; one that is remembered, and has the same size and time, is not read again.
 
@@ -220,15 +230,48 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
+    _check_disk(dataset.name, ((downloads, size), (root, max(whole - size - there, 0))))
+
+
+def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> None:
+    """Say the terms of a data set of which so many tokens are used, and their size; check the free disk.
+
+    Args:
+        dataset: with its licence.
+        store: where its files come from.
+        tokens: of all splits together.
+        root: where the stages will be.
+
+    Raises:
+        UserError: as `before_download`.
+    """
+    if dataset.licence:
+        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
+    text = tokens * TOKEN_BYTES
+    packed = tokens * PACKED_BYTES
+    first = dataset.files()[0]
+    log.info(
+        f"{tokens:,} tokens take about {human(text)} of disk in {root}. They come from "
+        f"{Path(first.name).name} and the files behind it; what is not at hand is fetched file by file, "
+        f"about {human(packed)} in all, from {first.urls[0]} on"
+    )
+    there = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    given = sum(path.stat().st_size for path in store.downloads.rglob("*") if path.is_file())
+    fetched = 0 if store.offline or store.at_hand else max(packed - given, 0)
+    _check_disk(dataset.name, ((store.downloads, fetched), (root, max(text - there, 0))))
+
+
+def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
+    """Raise UserError where a disk has less free than what will be written to these folders of it."""
     needs: dict[int, float] = {}
-    for place, need in ((downloads.absolute(), size), (root.absolute(), max(whole - size - there, 0))):
+    for place, need in ((place.absolute(), need) for place, need in places):
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
         device = existing.stat().st_dev
         needs[device] = needs.get(device, 0) + need
         free = shutil.disk_usage(existing).free
         if free < needs[device] and not os.environ.get(OVERRIDE):
             raise UserError(
-                f"{dataset.name} needs about {human(needs[device])} more on the disk of {existing}, which "
+                f"{name} needs about {human(needs[device])} more on the disk of {existing}, which "
                 f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
                 f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
             )
@@ -282,7 +325,8 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     names = [name for part in parts for name in (part.archive, *part.members) if name]
     names += [f"train.{language}" for language in languages if dataset.archives]
     if not any(find_file(source, name) for name in names):
-        looked = ", ".join(dict.fromkeys(Path(name).name for name in names))
+        base = [*dict.fromkeys(Path(name).name for name in names)]
+        looked = ", ".join(base[:MOST_NAMES]) + (", …" if len(base) > MOST_NAMES else "")
         remedy = "Name a folder that has some of them, or leave --data away, so that all are downloaded"
         raise UserError(
             f"--data {source} holds no file of {dataset.name}. Looked for {looked}[.gz]. {remedy}."

@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import collections
 import gzip
+import importlib
+import io
 import itertools
+import json
 import re
 import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, through
 
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
+MAX_DOCUMENT_BYTES = 100_000_000
+# What SwitchHead's authors write behind each document, in place of the line ends that their text has not.
+DOCUMENT_END = "<STORY_SEP>"
 # Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
 BAD = "\0"
 BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
@@ -34,8 +40,8 @@ _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
 
-def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
-    """The lines of a UTF-8 file (gzip when named .gz) without line ends.
+def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -> Iterator[str]:
+    """The lines of a UTF-8 file (gzip when named .gz, zstandard when named .zst) without line ends.
 
     A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line: other
     Unicode separators stay inside the text.
@@ -44,9 +50,11 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
         path: the file.
         mark_bad: a line of undecodable bytes, with a NUL or of absurd length is given as BAD and its reason
             (one of BAD_LINES) instead of an error, to be dropped and counted.
+        most: bytes that a line may have.
 
     Raises:
-        UserError: with the line number for such a line; for a truncated gzip; and where many of the first
+        UserError: with the line number for such a line; for a truncated gzip file; for .zst without the
+            package that reads it; and where many of the first
             lines hold the control characters that Windows' text becomes when it is taken for Latin-1.
     """
     number = odd = 0
@@ -61,9 +69,9 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
             )
 
     try:
-        with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
+        with _opened(path) as stream:
             for number, raw in enumerate(stream, start=1):
-                if len(raw) > MAX_LINE_BYTES:
+                if len(raw) > most:
                     reason = LONG
                     story = f"{len(raw):,} bytes long; that is not a sentence."
                 elif b"\0" in raw:
@@ -92,6 +100,50 @@ def read_lines(path: Path, mark_bad: bool = False) -> Iterator[str]:
                 check()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
         raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
+    except Exception as error:  # of a package that need not be there
+        if type(error).__name__ != "ZstdError":
+            raise
+        raise UserError(f"{path} is a damaged zstandard file ({error}): fetch it again.") from error
+
+
+def _opened(path: Path) -> Any:
+    """The bytes of a file, unpacked."""
+    if path.suffix == ".gz":
+        return gzip.open(path, "rb")
+    if path.suffix != ".zst":
+        return open(path, "rb")
+    try:
+        zstandard = importlib.import_module("zstandard")
+    except ImportError as error:
+        remedy = "Install it (pip install zstandard), or unpack the file: zstd -d"
+        raise UserError(
+            f"{path} is a zstandard file, which the package zstandard reads. {remedy}."
+        ) from error
+    # Some sets are packed with a window of up to 2 GB.
+    opened = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(max_window_size=2**31))
+    return io.BufferedReader(opened)  # which has lines
+
+
+def read_documents(path: Path) -> Iterator[str]:
+    """The texts of a file with a JSON object in each line, as of C4 and peS2o; empty ones are left out.
+
+    Args:
+        path: the file, plain, .gz or .zst.
+
+    Raises:
+        UserError: for a line that is not an object with a "text"; and as `read_lines`.
+    """
+    for number, line in enumerate(read_lines(path, most=MAX_DOCUMENT_BYTES), 1):
+        try:
+            text = json.loads(line)["text"]
+        except (ValueError, TypeError, LookupError, RecursionError):
+            text = None
+        if not isinstance(text, str):
+            raise UserError(
+                f'{path}, line {number:,}: this is not a JSON object with a "text": fetch it again.'
+            )
+        if text:
+            yield text + DOCUMENT_END
 
 
 # What takes the lines of text out of the files that the evaluation campaigns publish.
@@ -132,15 +184,17 @@ class Piece(NamedTuple):
     """One file of text and how its lines are taken out of it.
 
     Args:
-        path: the file, plain or .gz.
-        markup: a key of MARKUP.
+        path: the file, plain, .gz or .zst.
+        markup: a key of MARKUP, or documents.
     """
 
     path: Path
     markup: str = "plain"
 
     def lines(self, mark_bad: bool = False) -> Iterator[str]:
-        """The lines of text; see read_lines."""
+        """The lines of text; see read_lines. Of documents: one after the other, see read_documents."""
+        if self.markup == "documents":
+            return read_documents(self.path)
         return MARKUP[self.markup](read_lines(self.path, mark_bad))
 
 

@@ -131,6 +131,7 @@ LATER = {"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback":
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
+    settings = {key: value for key, value in settings.items() if key != "tokens" or value}  # a later key
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     said = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
     return parent / f"{name}-{fingerprint_of(said, place)[:8]}"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import logging
 import shutil
@@ -16,6 +17,7 @@ from moa_fairseq.experiments.data.text_files import same_text
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
+from moa_fairseq.layers.mae import RANDOM_EXPERT
 from moa_fairseq.plugin.patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
 
 LAST = "checkpoint_last.pt"
@@ -137,7 +139,8 @@ def prepare_facts(run_folder: Path) -> dict[str, Any]:
 def finetuned(recipe: Recipe) -> Recipe:
     """The recipe with all that follows from `pretrained` and `finetune`; others come back as they are.
 
-    noft: nothing is trained, the pretrained model is evaluated. ftg: the gates by plain SGD at the recipe's
+    noft: nothing is trained, the pretrained model is evaluated; one random expert (MAE's Table 5) is drawn by
+    train.seed. ftg: the gates by plain SGD at the recipe's
     gate-lr, all other optimisation flags being the experts'. The data is segmented with the merges and
     numbered with the dictionaries of the pretrained run, unless the recipe names others.
     """
@@ -159,12 +162,17 @@ def finetuned(recipe: Recipe) -> Recipe:
         sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
         named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
         data = dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
+    average = recipe.average
+    generate = recipe.generate
     if recipe.finetune == "noft":
         average = None
-    else:
-        average = recipe.average
+        said = generate.flags.get("model-overrides") if generate else None
+        overrides = ast.literal_eval(said or "{}")
+        if generate and overrides.get("mae_evaluate_with") == RANDOM_EXPERT:
+            drawn = repr({**overrides, "mae_evaluate_seed": recipe.train.seed})
+            generate = dataclasses.replace(generate, flags={**generate.flags, "model-overrides": drawn})
     train = dataclasses.replace(recipe.train, flags=flags)
-    return dataclasses.replace(recipe, data=data, train=train, average=average)
+    return dataclasses.replace(recipe, data=data, train=train, average=average, generate=generate)
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:

@@ -17,15 +17,18 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
 import os
+import re
 import shlex
 import statistics
 import subprocess
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import moa_fairseq
 from moa_fairseq.errors import UserError
@@ -40,12 +43,13 @@ from moa_fairseq.experiments.recipes.hardware import (
     detect_hardware,
     find_world,
 )
-from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe
+from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe, row_overrides
 from moa_fairseq.experiments.recipes.running import STAGES, run_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.process import environment_of_a_child, flags
 
+ALL_ROWS = "all"  # of --row
 log = logging.getLogger(__name__)
 
 
@@ -88,6 +92,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="override one value of the YAML file, e.g. train.max_epoch=5; may be repeated",
     )
     add(
+        "--row",
+        metavar="ROW",
+        help="another row of the paper, which the file has under `rows`, in a folder of its own; all: the "
+        "file's own row, and then each of them",
+    )
+    add(
         "--seeds",
         metavar="N,N,...",
         help="one run after another, each with its seed (train.seed) and a folder and record of its own",
@@ -117,15 +127,35 @@ def run(args: argparse.Namespace) -> int:
     """Run one recipe, with each of --seeds, or tell what it would do. Returns the exit status."""
     config = find_recipe(args.config)
     headlines = []
-    for one in [args] if args.seeds is None else _with_seeds(args, config.stem):
+    rows = [args] if args.row is None else _with_rows(args, config)
+    runs = ([row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows)
+    for one in itertools.chain.from_iterable(runs):
         if result := _run_once(one, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
-    if len(headlines) > 1 and None not in headlines:  # None: a model that diverged
+    of_one_row = args.seeds and args.row != ALL_ROWS
+    if of_one_row and len(headlines) > 1 and None not in headlines:  # None: a model that diverged
         mean = statistics.mean(headlines)
         deviation = statistics.stdev(headlines)
         log.info("seeds %s: %.2f, standard deviation %.2f", args.seeds, mean, deviation)
     return 0
+
+
+def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Namespace]:
+    """The arguments of a run of --row, or of each row that the file has; those of `rows` have own folders."""
+    recipe = load_recipe(config)
+    if args.row == ALL_ROWS:
+        yield args
+        names = list(recipe.rows)
+    else:
+        names = [args.row]
+    for name in names:
+        suffix = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
+        own: dict[str, Any] = {"overrides": [*row_overrides(recipe, name), *args.overrides]}
+        own["save_dir"] = Path(f"{args.save_dir or Path('runs') / config.stem}_{suffix}")
+        if args.record is not None:
+            own["record"] = f"{args.record or config.stem}_{suffix}"
+        yield argparse.Namespace(**{**vars(args), **own})
 
 
 def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.Namespace]:
@@ -146,10 +176,19 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
 
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json where it was scored."""
-    # The row of a paper is that of the file, with whatever it is fine-tuned from.
-    kept = [text for text in args.overrides if text.partition("=")[0].strip() in ("finetune", "pretrained")]
     recipe = load_recipe(config, args.overrides)
-    row = load_recipe(config, kept)
+    # The row of a paper is what the file says of it, with any seed, and with whatever it is fine-tuned from
+    # unless that is what rows differ in.
+    free = ["train.seed"]
+    if not any("pretrained" in values for values in recipe.rows.values()):
+        free.append("pretrained")
+    kept = [text for text in args.overrides if text.partition("=")[0].strip() in free]
+    row = load_recipe(config, [*(row_overrides(recipe, recipe.row) if recipe.row else ()), *kept])
+    stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
+    if recipe.reproduces and not stands:
+        log.warning(
+            "pretrained is %s, and not the row's %s: it stands for none", recipe.pretrained, row.pretrained
+        )
     if recipe.finetune:
         recipe = finetuned(recipe)
         row = finetuned(row)
@@ -181,7 +220,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         record=record,
         command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
         preparation=_preparation(args, config, folder, plugin),
-        published=row if recipe.reproduces else None,
+        published=row if stands else None,
         training=training,
     )
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())

@@ -21,7 +21,7 @@ from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.json_files import read_yaml
 from moa_fairseq.experiments.recipes.ending import unmet
 from moa_fairseq.experiments.recipes.lengths import check_blocks
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, FINETUNING, Recipe, problems, reserved
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, Recipe, problems, reserved
 from moa_fairseq.experiments.scoring import score
 from moa_fairseq.experiments.scoring.meta_model import parse_training_flags
 from moa_fairseq.files import shipped
@@ -43,7 +43,8 @@ _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", st
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
 
-    A null stands for a key that is not said.
+    A null stands for a key that is not said. Where the values are those of one of the file's `rows`,
+    `reproduces` names that row.
 
     Args:
         path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the
@@ -60,24 +61,58 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
-    try:
-        said: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
-    except _NOT_YAML as error:
-        raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
+    said = _said(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, said], file)
+    # A row is met where its values change nothing but the printed number.
+    names = recipe.rows if recipe.reproduces else ()
+    own = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
+    for name in sorted(own, key=lambda name: len(own[name])):  # the one that says most wins
+        cell = ["reproduces.value=null", *own[name]]
+        other = _built(Recipe, [*layers, said, _said([*cell, f"reproduces.row={json.dumps(name)}"])], file)
+        if dataclasses.replace(other, reproduces=None) == dataclasses.replace(recipe, reproduces=None):
+            recipe = other
     if "recipe" in (said.get("data") or ()):
         recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
         given = reprlib.repr(recipe.experiment)
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
-    row = FINETUNING.get(recipe.finetune or "")
-    cell = recipe.reproduces
-    if cell and row and cell.row != row:  # each method of fine-tuning has its own; the file names one
-        recipe = dataclasses.replace(recipe, reproduces=dataclasses.replace(cell, row=row, value=None))
     for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
         fail(file, key, problem)
     return recipe
+
+
+def _said(overrides: Sequence[str]) -> dict[str, Any]:
+    """What `section.key=value` strings say, as a mapping of a recipe file."""
+    try:
+        found: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
+    except _NOT_YAML as error:
+        raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
+    return dict(found)
+
+
+def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--row") -> list[str]:
+    """The `section.key=value` strings that make one of a recipe's `rows` of it.
+
+    Args:
+        recipe: of the file.
+        name: of the row.
+        cell: those of `reproduces`, which tell of the printed number, too.
+        file: what the row stands in, for the error.
+
+    Raises:
+        UserError: for a name that the recipe does not have, and for a row that is not a mapping.
+    """
+    if name not in recipe.rows:
+        fail(file, name, f"{recipe.experiment} has no such row{did_you_mean(name, recipe.rows)}.")
+    values = recipe.rows[name]
+    if not isinstance(values, dict) or not values.keys() - {"reproduces.value"}:
+        fail(file, f"rows.{name}", "must say what differs: a mapping of section.key to values.")
+    return [
+        f"{key}={json.dumps(value)}"
+        for key, value in values.items()
+        if cell or not str(key).startswith("reproduces.")
+    ]
 
 
 def _layers(
@@ -87,6 +122,8 @@ def _layers(
     mapping = read_mapping(path, "recipe")
     layers = [] if layers is None else layers
     names = mapping.pop("base", [])
+    if above:  # the rows of a base are its own
+        mapping.pop("rows", None)
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")

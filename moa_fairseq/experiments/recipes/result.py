@@ -153,6 +153,10 @@ def data_differences(
         row.update(_text_facts(vars(recipe.data)))
         found.update(_text_facts(said))
     if dataset:
+        if dataset.tokens:
+            train = {"train": recipe.data.tokens} if recipe.data.tokens else {}
+            row["tokens"] = {**dataset.tokens, **train}
+            found.update({key: said[key] for key in ("tokens",) if key in said})
         if dataset.generated:
             row["generated"] = dict(dataset.generated)
             found.update({key: said[key] for key in ("generated",) if key in said})
@@ -284,6 +288,7 @@ def record(run: Run, started: float) -> Path | None:
     values = {
         "experiment": recipe.experiment,
         "reproduces": cell,
+        **({"row": recipe.row} if cell and recipe.row else {}),
         **({"differences": found} if found else {}),
         "headline": headline if recipe.score else None,
         "metrics": metrics.pop(subset),

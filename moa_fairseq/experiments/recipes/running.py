@@ -102,7 +102,11 @@ def run_recipe(
         if options.stage != "prepare":
             make(steps(run), folder, executor=executor, wanted=wanted)
         with atomic_write(folder / "recipe.yaml") as stream:
-            mapping = {**dataclasses.asdict(recipe), "reproduces": None}  # which result.json tells
+            mapping = {
+                **dataclasses.asdict(recipe),
+                "reproduces": None,
+                "rows": {},
+            }  # which result.json tells
             yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
         return record(run, started)
 

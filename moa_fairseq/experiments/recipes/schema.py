@@ -30,8 +30,7 @@ HEADLINE_METRICS = (
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
     "accuracy",
 )
-# What `finetune` may say (MAE, section 5.2), and the row of the paper's Table 7 that it stands for.
-FINETUNING = {"noft": "NOFT", "ftg": "FTG", "ftg_plus": "FTG+", "ftall": "FTALL"}
+FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # what `finetune` may say (MAE, section 5.2)
 # The kinds of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
 
@@ -162,6 +161,10 @@ class Data:
         "part of the training pairs that is used, in (0, 1]; a smaller part lies in a larger", default=None
     )
     train_fraction_seed: int = _key("draws the part", default=1)
+    tokens: Optional[int] = _key(
+        "of c4 and pes2o: tokens of the training text, from its beginning; null: the data set's number",
+        default=None,
+    )
     flags: Dict[str, Any] = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
 
     @property
@@ -271,11 +274,22 @@ class Recipe:
     model: Model = _key("")
     train: Train = _key("")
     reproduces: Optional[Reproduces] = _key("", default=None)
+    rows: Dict[str, Any] = _key(
+        "other rows that the file stands for: the row's name and what differs, `section.key: value` (--row)",
+        default_factory=dict,
+    )
     pretrained: Optional[str] = _key("a run folder or a checkpoint to fine-tune", default=None)
     finetune: Optional[str] = _key("how it is fine-tuned (MAE, Table 7)", choices=FINETUNING, default=None)
     average: Optional[Average] = _key("", default=None)
     generate: Optional[Generate] = _key("", default=None)
     score: Optional[Score] = _key("", default=None)
+
+    @property
+    def row(self) -> Optional[str]:
+        """Which of `rows` it is; None for the file's own row."""
+        if self.reproduces and self.reproduces.row in self.rows:
+            return self.reproduces.row
+        return None
 
     @property
     def kind(self) -> str:
@@ -430,6 +444,8 @@ def _values(recipe: Recipe) -> Problems:
         yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
         yield "data.train_fraction", f"must lie above 0 and not above 1, not {data.train_fraction}."
+    if data.tokens and not (data.recipe in datasets() and datasets()[data.recipe].tokens):
+        yield "data.tokens", f"data.recipe {data.recipe} is used whole: leave it out."
     if train.max_epoch is None and train.max_update is None:
         yield "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends."
     if recipe.generate and not recipe.generate.subsets:
@@ -531,7 +547,7 @@ def _flags(recipe: Recipe) -> Problems:
             yield key, f"write flags as on the command line, without the leading dashes: {proper}."
         if value is not None and (why := reserved(section, name)):
             yield key, why
-        if name == "model-overrides":
+        if name == "model-overrides" and value is not None:
             try:
                 dictionary = isinstance(ast.literal_eval(value), dict)
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):

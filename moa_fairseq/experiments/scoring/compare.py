@@ -39,6 +39,7 @@ STATUSES = ("not run", "running", "OOM", "diverged")
 MEASURED = "measured"
 COMPUTED = "computed"
 NO_RECIPE = "no recipe"
+NOT_PRINTED = "–"
 
 # What a run may say about itself: how its number came about, in this order, and more.
 _FACTS = {
@@ -47,7 +48,7 @@ _FACTS = {
     **dict.fromkeys(("hardware", "date", "commit"), TEXT),
 }
 _KINDS = {
-    **dict.fromkeys(("experiment", "headline", "command"), TEXT),
+    **dict.fromkeys(("experiment", "headline", "command", "row"), TEXT),
     **dict.fromkeys(("parameters", "train_seconds"), NUMBER),
     **dict.fromkeys(("metrics", "reproduces", "generation", "evaluation"), MAPPING),
     **_FACTS,
@@ -82,7 +83,7 @@ class Cell:
         column: its heading in the paper.
         quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
             metric, or None.
-        paper: the printed number.
+        paper: the printed number; None for a count that the paper does not print.
         printed: the number as it stands in the paper.
         ours: the mean over the runs, or the count.
         spread: the runs' sample standard deviation where there are several.
@@ -96,7 +97,7 @@ class Cell:
 
     column: str
     quantity: str | None
-    paper: float
+    paper: float | None
     printed: str
     ours: float | None = None
     spread: float | None = None
@@ -223,7 +224,8 @@ def load_comparison(
         quantity = cell.quantity or ""
         cell.ours = counts[quantity]
         cell.status = COMPUTED
-        cell.difference = counts[quantity] - cell.paper
+        if cell.paper is not None:
+            cell.difference = counts[quantity] - cell.paper
         if quantity.startswith("macs"):
             cell.plain = counts["macs"]
             cell.attention = counts["attention_macs"]
@@ -263,17 +265,19 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     same_table = str(target.get("table")) == table["table"] and "row" in target
     if same_table:
         stands = target.get("row") == row["row"]
-    else:
-        stands = run["experiment"] in row["experiments"]
+    else:  # one of the recipe's `rows` is named with it
+        name = run["experiment"] + (f": {run['row']}" if run.get("row") else "")
+        stands = name in row["experiments"]
     return stands and target.get("paper") == paper
 
 
 def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tuple]]:
     """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
     fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
-    texts = dict(zip(reversed(row["values"]), reversed(fields)))  # before them stand K, E and D, if anything
+    shown = [column for column, paper in row["values"].items() if paper is not None]
+    texts = dict(zip(reversed(shown), reversed(fields)))  # before them stand K, E and D, if anything
     for column, paper in row["values"].items():
-        text = texts.get(column, f"{paper}")
+        text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
         # Where our number comes from: the column's description, with the row's changes.
         about = {**table["columns"].get(column, {}), **row.get("columns", {}).get(column, {})}
         if quantity := about.get("quantity"):
@@ -364,10 +368,13 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
         cell: the number.
     """
     line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
-    if cell.status == COMPUTED and cell.ours is not None and cell.difference is not None:
-        percent = round(100 * cell.difference / cell.paper, 1) or 0.0  # no "-0.0"
-        decimals = max(1, len(f"{cell.paper / 1e6:g}".partition(".")[2]))
-        line.update(paper=f"{cell.paper / 1e6:g}M", ours=f"{cell.ours / 1e6:.{decimals}f}M")
+    if cell.status == COMPUTED and cell.ours is not None:
+        paper = cell.paper or 0
+        decimals = max(1, len(f"{paper / 1e6:g}".partition(".")[2]))
+        line["ours"] = f"{cell.ours / 1e6:.{decimals}f}M"
+        if cell.difference is not None:
+            percent = round(100 * cell.difference / paper, 1) or 0.0  # no "-0.0"
+            line.update(paper=f"{paper / 1e6:g}M", difference=f"{percent:+.1f} %")
         beside = {"plain count": cell.plain, "attention alone": cell.attention}
         more = [
             {"model": row.row, "measure": f"{cell.column}, {name}", "ours": f"{count / 1e6:.1f}M"}
@@ -377,7 +384,7 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
         if cell.cache is not None:
             measure = "cache, bytes a token and layer"
             more.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
-        return [{**line, "difference": f"{percent:+.1f} %"}, *more]
+        return [line, *more]
     if [other.column for other in row.cells].count(cell.column) > 1:
         # The printed number is compared with several chains.
         line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"

@@ -208,7 +208,7 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
         experts = attention.num_experts
         macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
         return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
-    if not isinstance(attention, SwitchHeadAttention) or attention.shares_selection:
+    if not isinstance(attention, SwitchHeadAttention):
         return None
     if not attention.experts:  # dense: Eq. 11-12
         macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
@@ -217,9 +217,13 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
         return None
     k = attention.experts_per_token
     experts = attention.num_experts
-    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + 2 * experts * C * width * T
+    selections = 1 if attention.shares_selection else 2
+    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
     macs += relative * 2 * n * d * width * T
-    return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + 2 * experts * C * T}
+    return {
+        "macs": macs,
+        "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + selections * experts * C * T,
+    }
 
 
 def part_of(name: str, module: nn.Module) -> str:

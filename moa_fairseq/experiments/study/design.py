@@ -302,7 +302,9 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
     recipe = dataclasses.replace(run.load(), reproduces=None)
     if stage == "train":
         recipe = dataclasses.replace(recipe, average=None, generate=None, score=None)
-    found = {key: value for key, value in said(recipe) if key not in ("experiment", "summary", *_FREE)}
+    found = {
+        key: value for key, value in said(recipe) if key not in ("experiment", "summary", "rows", *_FREE)
+    }
     return {"stage": stage, **found}
 
 

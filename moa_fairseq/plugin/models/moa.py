@@ -12,6 +12,7 @@ def _sizes(per_token: int, num_experts: int, dim: int) -> dict:
 TRANSLATION = {
     "base": _sizes(8, 8, 128),  # 65M parameters on WMT14 En-De
     "big": _sizes(16, 32, 256),  # 200M
+    "16k32e512d": _sizes(16, 32, 512),  # Table 4 and Figure 4
     # Table 3
     "ablation_a": _sizes(8, 8, 256),
     "ablation_b": _sizes(8, 16, 256),

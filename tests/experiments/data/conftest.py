@@ -3,6 +3,7 @@
 import gzip
 import hashlib
 import io
+import json
 import pickle
 import random
 import tarfile
@@ -156,7 +157,31 @@ def enwik8(folder):
     write_zip(folder / "enwik8.zip", {"enwik8": data})
 
 
+def documents(path, rows):
+    """A file of JSON lines, packed where its name says so."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lines = "".join(json.dumps(row) + "\n" for row in rows).encode()
+    path.write_bytes(gzip.compress(lines, mtime=0) if path.suffix == ".gz" else lines)
+
+
+def hub(train, valid, count):
+    """The maker of the first files of a set, as the hub names them."""
+
+    def make(folder):
+        for number in range(count):
+            rows = [
+                {"text": "\n".join(sentences(4, "en", seed)), "url": "x"}
+                for seed in range(9 * number, 9 * number + 9)
+            ]
+            documents(folder / train.format(number), rows)
+        documents(folder / valid, rows)
+
+    return make
+
+
 MINIATURES = {
+    "c4": hub("c4-train.{:05d}-of-01024.json.gz", "c4-validation.00000-of-00008.json.gz", 4),
+    "pes2o": hub("train-{:05d}-of-00020.json.gz", "validation-00000-of-00002.json.gz", 4),
     "wmt14_en_de": wmt_de,
     "wmt14_en_de_vaswani": vaswani,
     "wmt14_en_fr": wmt_fr,
@@ -187,7 +212,13 @@ def miniature(tmp_path):
 def made():
     """The functions that make archives and look at folders."""
     return types.SimpleNamespace(
-        sentences=sentences, text=text, sgm=sgm, write_tar=write_tar, write_zip=write_zip, tree=tree
+        sentences=sentences,
+        text=text,
+        sgm=sgm,
+        write_tar=write_tar,
+        write_zip=write_zip,
+        documents=documents,
+        tree=tree,
     )
 
 
@@ -200,12 +231,15 @@ def tables(monkeypatch):
         changed = pickle.loads(_TABLE)
         for name in changed["files"]:
             base = name.rpartition("/")[2]
-            changed["files"][name] = {"urls": [urls + base], **(pins or {}).get(base, {})}
+            numbered = {key: value for key, value in changed["files"][name].items() if key == "shards"}
+            changed["files"][name] = {"urls": [urls + base], **numbered, **(pins or {}).get(base, {})}
         lm = changed["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
         changed["classification"]["listops"]["generated"]["sizes"] = {"train": 100, "valid": 10, "test": 20}
-        for name in ("wikitext103_sp8k", "wikitext2_sp4k"):
+        for name in ("wikitext103_sp8k", "wikitext2_sp4k", "c4", "pes2o"):
             lm[name]["pieces"] = 60
+        for name in ("c4", "pes2o"):
+            lm[name].update(tokens={"train": 1500, "valid": 300}, learn_on=2)
         monkeypatch.setattr(catalogue, "_table", lambda: changed)
         for cache in caches:
             cache.cache_clear()

@@ -2,6 +2,7 @@
 
 import fnmatch
 import functools
+import itertools
 import json
 import operator
 import re
@@ -12,9 +13,16 @@ import pytest
 import yaml
 from omegaconf import OmegaConf
 
+from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.recipes.batch import plan_batch
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.loading import (
+    check_flags,
+    find_recipe,
+    load_recipe,
+    row_overrides,
+    shipped_recipes,
+)
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.complexity import complexity
@@ -43,10 +51,11 @@ def test_fairseq_accepts_the_training_line(path, hardware, shown):
     plan = shown(recipe, hardware, Options())
     plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
     programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
+    train = ["fairseq-train"] if recipe.finetune != "noft" else []  # which evaluates what is trained
     average = ["moa-fairseq average"] if recipe.average else []
     texts = 2 if recipe.kind == CLASSIFICATION else 1  # sentences and classes
     prepare = ["fairseq-preprocess"] * texts
-    expected = [*prepare, "fairseq-train", *average, EVALUATION[recipe.kind]]
+    expected = [*prepare, *train, *average, EVALUATION[recipe.kind]]
     assert programs[: len(expected)] == expected
 
 
@@ -236,11 +245,41 @@ def test_each_recipe_stands_for_a_row_that_there_is():
         paper = json.loads(path.read_text(encoding="utf-8"))
         for table in paper["tables"]:
             rows.update({(paper["paper"], table["table"], row["row"]): row for row in table["rows"]})
+    found = 0
     for recipe in map(shipped, CONFIGS):
-        cell = recipe.reproduces
-        if cell and not recipe.finetune:
-            row = rows[cell.paper, cell.table, cell.row]
-            assert recipe.experiment in row["experiments"] and row["values"][cell.column] == cell.value
+        for name in (None, *recipe.rows):
+            one = load_recipe(RECIPES[recipe.experiment], row_overrides(recipe, name) if name else ())
+            cell = one.reproduces
+            if cell:
+                row = rows[cell.paper, cell.table, cell.row]
+                entry = f"{recipe.experiment}: {name}" if name else recipe.experiment
+                assert one.row == name and entry in row["experiments"]
+                assert row["values"][cell.column] == cell.value
+                found += name is not None
+    assert (
+        found >= 14 + 5 + 3 + 12 + 6 + 2
+    )  # of MoA, MAE twice, SwitchHead on C4 and peS2o, beside MoA, with RoPE
+
+
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if "rows:" in p.read_text(encoding="utf-8")], ids=lambda p: p.stem
+)
+def test_fairseq_accepts_each_row_and_its_model_is_the_counted_one(path):
+    recipe = shipped(path)
+    rows = {}
+    for paper in (ROOT / "results" / "papers").glob("*.json"):
+        for table in json.loads(paper.read_text(encoding="utf-8"))["tables"]:
+            for row in table["rows"]:
+                rows.update({name: row for name in row["experiments"]})
+    for name in recipe.rows:
+        one = load_recipe(path, row_overrides(recipe, name))
+        args = check_flags(one)
+        row = rows[f"{recipe.experiment}: {name}"]
+        for flag, value in itertools.pairwise(row.get("model_flags", ())):
+            if flag.startswith("--"):
+                said = getattr(args, flag[2:].replace("-", "_"))
+                assert value.startswith("--") or str(said) == value, f"{name}: {flag}"
+        assert row.get("arch", one.model.arch) == one.model.arch
 
 
 @pytest.mark.parametrize(
@@ -272,6 +311,14 @@ def test_each_recipe_stands_for_a_row_that_there_is():
         ("wikitext103_lm_transformer_rope_45m", "wikitext103_lm_switchhead_rope_45m", {}),
         ("wikitext103_lm_transformer_rope_244m", "wikitext103_lm_switchhead_rope_243m", {}),
         ("enwik8_lm_transformer_xl", "enwik8_lm_switchhead", {}),
+        *(
+            (f"{data}_lm_transformer_xl_{size}", f"{data}_lm_{name}_{size}", clipping)
+            for data in ("c4", "pes2o")
+            for size in ("47m", "262m")
+            for name, clipping in (("switchhead", {}), ("switchall", {"clip-norm": 0.25}))
+        ),
+        ("c4_lm_transformer_rope_45m", "c4_lm_switchhead_rope_45m", {}),
+        ("c4_lm_transformer_rope_244m", "c4_lm_switchhead_rope_243m", {}),
         *(
             ("wikitext2_lm_transformer_xl_tiny", f"wikitext2_lm_{name}_tiny", {})
             for name in ("moa", "switchhead", "switchhead_e1", "switchall", "transformer_xl_2heads")
@@ -322,7 +369,11 @@ def test_switchheads_settings(path):
     assert recipe.score.flags.get("carried-chunks") == flags.get("carried-chunks")
     if "moa" not in path.stem:  # every row has a loss of its own
         assert flags.get("z-loss-coef", 0) == 0
-    assert recipe.subsets[0] == ("valid" if recipe.reproduces.table == "1" else "test")
+    validated = recipe.reproduces.table == "1" or recipe.data.recipe in ("c4", "pes2o")
+    assert recipe.subsets[0] == ("valid" if validated else "test")
+    if recipe.data.recipe in ("c4", "pes2o"):  # section 3: the first 10^5 T N tokens
+        tokens = recipe.data.tokens or datasets()[recipe.data.recipe].tokens["train"]
+        assert tokens == 100000 * texts * length
 
 
 @pytest.mark.thorough

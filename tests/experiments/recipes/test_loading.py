@@ -8,7 +8,13 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.loading import (
+    check_flags,
+    find_recipe,
+    load_recipe,
+    row_overrides,
+    shipped_recipes,
+)
 from moa_fairseq.experiments.recipes.schema import Data, Generate, Model, Recipe, Train
 from moa_fairseq.files import shipped
 
@@ -284,3 +290,63 @@ def test_a_training_may_stop_at_the_learning_rate_zero(small, write_config):
     path = write_config(small)
     goals = [load_recipe(path, [f"train.flags.stop-min-lr={rate}"]).goal for rate in ("null", "0")]
     assert "stop-min-lr" not in goals[0] and goals[1]["stop-min-lr"] == 0
+
+
+CELL = {"paper": "p", "table": "1", "row": "own", "column": "BLEU", "value": 1.0}
+ROWS = {
+    "seven": {"reproduces.value": 7.0, "train.max_epoch": 7},
+    "seven, clipped": {"reproduces.table": "2", "train.max_epoch": 7, "train.flags.clip-norm": 0.5},
+}
+
+
+@pytest.fixture
+def rows(small, write_config):
+    """The small recipe with two other rows."""
+    return write_config({**small, "reproduces": CELL, "rows": ROWS})
+
+
+@pytest.mark.parametrize(
+    ("overrides", "row", "table", "value"),
+    [
+        ([], None, "1", 1.0),
+        (["train.seed=5"], None, "1", 1.0),
+        (["train.max_epoch=7"], "seven", "1", 7.0),
+        (["train.max_epoch=7", "train.seed=5"], "seven", "1", 7.0),
+        (["train.max_epoch=7", "train.flags.clip-norm=0.5"], "seven, clipped", "2", None),
+        (["train.flags.clip-norm=0.5"], None, "1", 1.0),
+        (["train.max_epoch=8"], None, "1", 1.0),
+    ],
+)
+def test_a_recipe_is_the_row_whose_values_it_has(rows, overrides, row, table, value):
+    recipe = load_recipe(rows, overrides)
+    assert recipe.row == row and recipe.reproduces.row == (row or "own")
+    assert (recipe.reproduces.table, recipe.reproduces.value) == (table, value)
+
+
+def test_the_rows_of_a_base_are_its_own(rows, write_config):
+    child = write_config({"base": "small.yaml", "experiment": "b", "train": {"max_epoch": 7}})
+    recipe = load_recipe(child)
+    assert not recipe.rows and recipe.reproduces.row == "own"
+
+
+def test_a_row_is_made_of_what_it_says(rows):
+    recipe = load_recipe(rows)
+    assert row_overrides(recipe, "seven") == ["train.max_epoch=7"]
+    for name in ROWS:
+        assert load_recipe(rows, row_overrides(recipe, name)).row == name
+    with pytest.raises(UserError, match=r"--row: sevn: .*did you mean seven"):
+        row_overrides(recipe, "sevn")
+
+
+@pytest.mark.parametrize("said", [7, {}, {"reproduces.value": 7.0}, None, ["train.max_epoch"]])
+def test_a_row_that_says_nothing_is_refused(small, write_config, said):
+    path = write_config({**small, "reproduces": CELL, "rows": {"seven": said}})
+    with pytest.raises(UserError, match=r"rows\.seven: must say what differs"):
+        load_recipe(path)
+
+
+@pytest.mark.parametrize("key", ["train.max_epochs", "nothing", "train.flags"])
+def test_a_row_of_a_key_that_there_is_not_is_refused(small, write_config, key):
+    path = write_config({**small, "reproduces": CELL, "rows": {"seven": {key: 7}}})
+    with pytest.raises(UserError, match=key.rpartition(".")[2]):
+        load_recipe(path)

@@ -233,13 +233,27 @@ def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
     made = {"settings": settings, "dataset": "wmt14_en_de", "steps": steps}
     (binarised / "manifest.json").write_text(json.dumps(made))
 
-    def run(*overrides, **options):
+    def run(*overrides, of=(), **options):
         said.clear()
         options.setdefault("data", binarised)
-        more = Options(**options, published=load_recipe(path))
+        more = Options(**options, published=load_recipe(path, of))
         return list(said), run_recipe(load_recipe(path, overrides), CPU, more, FakeExecutor)
 
     return run
+
+
+def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):
+    path = tmp_path / "configs" / "small.yaml"
+    rows = {"wide beam": {"reproduces.value": 2.0, "generate.beam": 7}}
+    path.write_text(yaml.safe_dump({**yaml.safe_load(path.read_text()), "rows": rows}))
+    beam = ["generate.beam=7"]
+    values = json.loads(go(*beam, of=beam)[1].read_text())
+    assert (
+        values["row"] == values["reproduces"]["row"] == "wide beam" and values["reproduces"]["value"] == 2.0
+    )
+    assert yaml.safe_load((tmp_path / "runs" / "small" / "recipe.yaml").read_text())["rows"] == {}
+    assert "row" not in json.loads(go()[1].read_text())
+    assert "row" not in json.loads(go(*beam, "generate.lenpen=0.5", of=beam)[1].read_text())
 
 
 def reproduces(result):

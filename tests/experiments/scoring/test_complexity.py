@@ -185,3 +185,24 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
 def test_bad_input(capsys, flags, says):
     assert main(["complexity", *flags]) == 2
     assert says in capsys.readouterr().err
+
+
+def test_a_shared_selection_costs_one_selection_less():
+    """SwitchHead, section 3.6: k, E, C and T of the 47M model on C4; one router of H * E rows is left out."""
+    both = [
+        as_json(
+            complexity(
+                "switchhead_lm_47m", 8000, tgt_len=256, model_flags=["--experts-per-token", "3", *more]
+            )
+        )
+        for more in ((), ("--switchhead-shared-selection",))
+    ]
+    saved = {key: both[0][key] - both[1][key] for key in ("parameters", "switchhead_layer_macs")}
+    width, experts, chunks, length = 412, 5, 2, 256
+    assert saved == {
+        "parameters": 16 * 2 * experts * width,
+        "switchhead_layer_macs": experts * chunks * width * length,
+    }
+    assert (
+        both[0]["switchhead_layer_floats"] - both[1]["switchhead_layer_floats"] == experts * chunks * length
+    )

@@ -1,0 +1,82 @@
+"""`moa-fairseq recipe NAME --row ROW`: other rows of a file, each in a folder of its own."""
+
+import ast
+
+import pytest
+
+from moa_fairseq.cli import main
+from moa_fairseq.experiments.recipes import command
+
+ONE_EXPERT = "wmt14_ende_one_expert"
+RANDOM = "UNI-MAE-7, one random expert"
+
+
+@pytest.fixture
+def started(monkeypatch, tmp_path):
+    """started(*words) → (recipe, options) of each run that `moa-fairseq recipe` starts."""
+    monkeypatch.chdir(tmp_path)
+    found = []
+    monkeypatch.setattr(
+        command,
+        "run_recipe",
+        lambda recipe, hardware, options, dry_run=False: found.append((recipe, options)),
+    )
+
+    def start(*words):
+        found.clear()
+        assert main(["recipe", *words, "--gpus", "0"]) == 0
+        return list(found)
+
+    return start
+
+
+def test_all_rows_are_run_one_after_the_other(started):
+    """MoA's Table 7: 15 cells, of which the file's own row is one."""
+    runs = started("wmt14_ende_moa_base", "--row", "all")
+    assert runs[0][0].row is None and len(runs) == 15
+    losses = set()
+    for recipe, options in runs:
+        flags = recipe.train.flags
+        losses.add((recipe.model.num_experts, flags["load-balance-coef"], flags["z-loss-coef"]))
+        assert options.published.reproduces == recipe.reproduces and options.published.train == recipe.train
+        assert recipe.reproduces.table == ("7" if recipe.row else "1")
+    each = {(0.01, 0.0), (0.0, 0.01), (0.0, 0.001), (0.01, 0.001), (0.01, 0.01)}
+    assert losses == {(experts, *both) for experts in (8, 16, 32) for both in each}
+    folders = [str(options.save_dir) for _, options in runs]
+    assert folders[:2] == ["runs/wmt14_ende_moa_base", "runs/wmt14_ende_moa_base_8k8e128d_0_01la"]
+    assert len(set(folders)) == 15
+
+
+def test_one_row_with_its_folder_and_record(started):
+    ((recipe, options),) = started(ONE_EXPERT, "--row", "NOBCD", "--save-dir", "runs/x", "--record")
+    assert (recipe.row, recipe.pretrained) == ("NOBCD", "runs/wmt14_ende_nobcd")
+    assert str(options.save_dir) == "runs/x_nobcd"
+    assert options.record.name == "wmt14_ende_one_expert_nobcd.json"
+    assert "generate.flags.model-overrides=null" in options.preparation  # a line that needs no --row
+
+
+def test_a_row_that_the_file_does_not_have_is_refused(started, capsys):
+    assert main(["recipe", ONE_EXPERT, "--row", "NOBDC", "--dry-run"]) == 2
+    assert "did you mean NOBCD" in capsys.readouterr().err
+
+
+def test_each_seed_draws_another_expert_and_stands_for_the_row(started):
+    runs = started(ONE_EXPERT, "--row", RANDOM, "--seeds", "3,4")
+    for seed, (recipe, options) in zip((3, 4), runs, strict=True):
+        flags = recipe.generate.flags["model-overrides"]
+        assert ast.literal_eval(flags) == {"mae_evaluate_with": "random-expert", "mae_evaluate_seed": seed}
+        assert options.published.generate == recipe.generate and recipe.reproduces.row == RANDOM
+    ((recipe, _),) = started(ONE_EXPERT)
+    assert recipe.generate.flags["model-overrides"] == "{'mae_evaluate_with': 'top-expert'}"
+
+
+@pytest.mark.parametrize("row", [(), ("--row", "NOBCD")])
+def test_another_pretrained_model_stands_for_no_row(started, row):
+    ((recipe, options),) = started(ONE_EXPERT, *row, "--set", "pretrained=runs/mine")
+    assert recipe.pretrained == "runs/mine" and options.published is None
+
+
+def test_where_rows_do_not_differ_in_it_any_pretrained_model_will_do(started):
+    words = ("--set", "pretrained=runs/mine")
+    ((recipe, options),) = started("iwslt14_ende_mae7_transfer", "--row", "FTG", *words)
+    assert options.published.pretrained == recipe.pretrained == "runs/mine" and recipe.row == "FTG"
