@@ -181,19 +181,22 @@ def test_what_cannot_be_done_is_said_in_a_line(prepare, words, story):
     assert status == 2 and story in complaint and complaint.count("\n") == 1
 
 
+SEGMENTED = {"segmentation": "subword_nmt", "piece_model": None, "byte_fallback": None}
+
+
 @pytest.mark.parametrize(
     ("source", "target", "pair"),
     [(None, None, "de en"), ("en", None, "en de"), (None, "de", "en de"), ("de", "en", "de en")],
 )
 def test_a_pair_can_be_turned_round(source, target, pair):
-    named = argparse.Namespace(source=source, target=target, bpe=None, tokenize=None)
+    named = argparse.Namespace(source=source, target=target, bpe=None, tokenize=None, **SEGMENTED)
     settings = command._settings(command.names()["iwslt14_de_en"], named)
     assert f"{settings['source']} {settings['target']}" == pair
 
 
 @pytest.mark.parametrize("said, merges", [(None, 10000), (0, None), (30, 30)])
 def test_no_merges_are_a_number_of_merges(said, merges):
-    named = argparse.Namespace(source=None, target=None, bpe=said, tokenize=None)
+    named = argparse.Namespace(source=None, target=None, bpe=said, tokenize=None, **SEGMENTED)
     assert command._settings(command.names()["iwslt14_de_en"], named)["bpe"] == merges
 
 

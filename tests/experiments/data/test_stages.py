@@ -239,7 +239,7 @@ POINTS = [
     ("wmt14_en_de", make, "replace", (1, 4, 6, 7, 8)),
     ("wmt14_en_de", make, "put_mark", (1, 5, 12, 16)),
     ("wikitext103_sp8k", pieces, "atomic_write", (1,)),
-    ("wikitext103_sp8k", monolingual, "atomic_write", (1, 2)),
+    ("wikitext103_sp8k", monolingual, "atomic_write", (2,)),
     ("wikitext103_sp8k", make, "replace", (1, 2)),
     ("wikitext103_word", monolingual, "_write", (1, 2)),
     ("wikitext103_gpt2bpe", make, "replace", (1, 2, 3)),
