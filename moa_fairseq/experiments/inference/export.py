@@ -13,6 +13,7 @@ import argparse
 import logging
 import os
 import shutil
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -25,11 +26,13 @@ from moa_fairseq.experiments.data.download import default_cache
 from moa_fairseq.experiments.data.text_files import KEPT, kept_text
 from moa_fairseq.experiments.json_files import is_number, read_json, write_json
 from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
-from moa_fairseq.experiments.recipes.loading import read_mapping
+from moa_fairseq.experiments.recipes.loading import build, read_mapping
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
 log = logging.getLogger(__name__)
 _RESULT = "result.json"
+_VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 
 def models_folder() -> Path:
@@ -47,8 +50,10 @@ def named_model(name: str) -> Path:
         name: of a folder in `models_folder()`.
 
     Raises:
-        UserError: says where it was looked for, and how to make it.
+        UserError: for a path, and for a model that is not there: where it is looked for, and what makes it.
     """
+    if Path(name).name != name:
+        raise UserError(f"--model {name} is no name: give a path as RUN.")
     folder = models_folder() / name
     if (folder / "average.pt").is_file():
         return folder
@@ -84,22 +89,25 @@ def run(args: argparse.Namespace) -> int:
             f"{args.run_dir / KEPT} is missing, without which nobody can give the model text. Only runs of "
             "`moa-fairseq recipe` keep it: train with a recipe, or run its command again to add it."
         )
-    recipe = read_mapping(args.run_dir / "recipe.yaml", "recipe")
+    path = args.run_dir / "recipe.yaml"
+    recipe = build(Recipe, read_mapping(path, "recipe"), str(path))
     result: dict[str, Any] = {}
     if (args.run_dir / _RESULT).exists():
         result = read_json(args.run_dir / _RESULT, "Run the recipe again.")
     weights = _halved(load_checkpoint(checkpoint), checkpoint)
-    new = args.folder.with_name(args.folder.name + ".partial")
-    shutil.rmtree(new, ignore_errors=True)
-    new.mkdir(parents=True)
-    save_checkpoint(weights, new / "average.pt")
-    shutil.copytree(args.run_dir / KEPT, new / KEPT)
-    shutil.copyfile(args.run_dir / "recipe.yaml", new / "recipe.yaml")
-    if result:
-        write_json(new / _RESULT, result)
     parameters = sum({tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}.values())
-    (new / "README.md").write_text(_card(args.folder.name, recipe, result, parameters), encoding="utf-8")
-    new.rename(args.folder)
+    args.folder.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=args.folder.parent, prefix=f"{args.folder.name}.") as temporary:
+        new = Path(temporary) / "new"
+        new.mkdir()
+        save_checkpoint(weights, new / "average.pt")
+        shutil.copytree(args.run_dir / KEPT, new / KEPT)
+        shutil.copyfile(path, new / "recipe.yaml")
+        if result:
+            write_json(new / _RESULT, result)
+        card = _card(args.folder.name, recipe, result, parameters)
+        (new / "README.md").write_text(card, encoding="utf-8")
+        new.rename(args.folder)
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
     return 0
@@ -121,14 +129,12 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**state, "model": model, "last_optimizer_state": None}
 
 
-def _card(name: str, recipe: Mapping[str, Any], result: Mapping[str, Any], parameters: int) -> str:
-    data = recipe.get("data") or {}
-    dataset = datasets().get(str(data.get("recipe")))
-    lines = [f"# {name}", "", str(recipe.get("summary", "")), "", "| | |", "| --- | --- |"]
+def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int) -> str:
+    dataset = datasets().get(str(recipe.data.recipe))
     rows: dict[str, Any] = {
-        "Architecture": (recipe.get("model") or {}).get("arch"),
+        "Architecture": recipe.model.arch,
         "Parameters": f"{parameters:,}",
-        "Languages": " → ".join(str(data[side]) for side in ("source", "target") if data.get(side)),
+        "Languages": " → ".join(side for side in (recipe.data.source, recipe.data.target) if side),
         "Data": dataset and f"{dataset.name}: {dataset.summary}",
         "Terms of use of the data": dataset and dataset.licence,
     }
@@ -139,18 +145,15 @@ def _card(name: str, recipe: Mapping[str, Any], result: Mapping[str, Any], param
     versions = (result.get("versions") or {}).items()
     rows["Versions"] = ", ".join(f"{package} {version}" for package, version in versions)
     rows["Trained by"] = result.get("command") and f"`{result['command']}`"
+    lines = [f"# {name}", "", recipe.summary, "", "| | |", "| --- | --- |"]
     for key, value in rows.items():
         if value not in (None, ""):
             escaped = str(value).replace("|", "\\|")  # as in a signature
             lines.append(f"| {key} | {escaped} |")
-    if not result:
+    if result:
+        lines += ["", "Scores are those of the run, before its weights were rounded to half precision."]
+    else:
         lines += ["", "It was not scored."]
-    verb = "translate" if data.get("target") else "complete"
-    lines += [
-        "",
-        "Scores are those of the run, before its weights were rounded to half precision.",
-        "",
-        f"    moa-fairseq {verb} {name} text.txt",
-        "",
-    ]
-    return "\n".join(lines)
+    if recipe.kind in _VERBS:
+        lines += ["", f"    moa-fairseq {_VERBS[recipe.kind]} {name} text.txt"]
+    return "\n".join([*lines, ""])

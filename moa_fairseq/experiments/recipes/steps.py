@@ -337,6 +337,8 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
     if run.recipe.data.running_text:  # which has no tokens for the other chains
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
+    if run.recipe.generate and run.recipe.generate.remove_bpe:  # by fairseq-generate: @@ is of the text now
+        values["remove-bpe"] = "none"
     values.update({**section.flags, "json": True})
     if run.recipe.generate and run.recipe.generate.flags.get(SKIP):
         values["allow-partial"] = True

@@ -115,6 +115,8 @@ def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
     assert "12.35" in card
     assert "nrefs:1|case:mixed" in card.replace("\\|", "|")
     assert json.loads((tmp_path / "other" / "result.json").read_text())["seed"] == 3
+    assert "moa-fairseq translate other" in card
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "scored", "tiny"]
 
 
 def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys, tmp_path, monkeypatch):
@@ -138,6 +140,7 @@ def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys
     assert not list(tmp_path.glob("new*"))
     for words, named in (
         (["--model", "none"], str(tmp_path / "none")),
+        (["--model", "../none"], "../none"),
         ([], "--model"),
         (["--model", "none", str(run), "text"], str(run)),
     ):

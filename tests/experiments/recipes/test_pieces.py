@@ -102,6 +102,7 @@ def test_moses_tokens_in_pieces_are_scored_as_tokens(recipe, write_config, shown
         generate, score = shown(load_recipe(write_config(recipe)))[-2:]
         assert generate[generate.index("--remove-bpe") + 1] == "sentencepiece"
         assert ("--detokenized" in score, "--chain" in score) == (raw, raw)
+        assert score[score.index("--remove-bpe") + 1] == "none", "@@ of a raw text is text"
 
 
 def test_running_text_of_any_language_is_scored_by_sacrebleu(recipe, write_config):
