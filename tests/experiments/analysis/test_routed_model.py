@@ -46,6 +46,10 @@ def test_each_analysis_of_what_plain_fairseq_train_left(kind, plain_training, tm
         message = capsys.readouterr().err
         assert "--log-format json" in message and "--log-file" in message
         return
+    if kind == "induction-heads":
+        assert main([*words, "--cpu"]) == 2
+        assert "causal language models" in capsys.readouterr().err
+        return
     assert main([*words, "--cpu"]) == 0
     assert "encoder.layers.0.self_attn" in capsys.readouterr().out
     monkeypatch.chdir(elsewhere)
