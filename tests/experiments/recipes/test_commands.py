@@ -161,7 +161,7 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, sh
 
     assert "--also" not in line() and "--also" not in line("score.headline=sacrebleu")
     assert "--also moa-release --remove-bpe none" in line("score.headline=moa_release_bleu")
-    assert "--also get-ende-bleu --json" in line("score.flags.also=get-ende-bleu")
+    assert "--also get-ende-bleu --remove-bpe none" in line("score.flags.also=get-ende-bleu")
 
 
 def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
