@@ -135,7 +135,8 @@ def measure_attention(
     else:
         target = [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
-    for name, (weights, *_) in ((name, each.unbind(1)) for name, each in weights_by_name.items()):
+    for name, batch in weights_by_name.items():
+        weights = batch[:, 0]
         # The decoder of a language model reads the source tokens.
         if target and name.startswith("decoder."):
             queries = target

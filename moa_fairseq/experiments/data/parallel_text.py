@@ -54,8 +54,8 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
 
     Raises:
         UserError: with the line number for such a line; for a truncated gzip file; for .zst without the
-            package that reads it; and where many of the first
-            lines hold the control characters that Windows' text becomes when it is taken for Latin-1.
+            package that reads it; and where many of the first lines hold the control characters that Windows'
+            text becomes when it is taken for Latin-1.
     """
     number = odd = 0
 

@@ -208,10 +208,9 @@ class HarnessModel(TemplateLM):
             rest = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
             if texts[0] and rest:
                 context, target = self._encode_pair(texts[0], rest)
-            elif rest:
-                context, target = [], self.tok_encode(rest)
             else:
-                context, target = self.tok_encode(texts[0]), []
+                context = self.tok_encode(texts[0])
+                target = self.tok_encode(rest)
             if len(texts) == 1:
                 context, target = target, context
             facts["requests"] += 1

@@ -37,8 +37,13 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
     text = "in place of RUN: an exported model's name, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
     parser.add_argument("--model", metavar="NAME", help=text)
-    parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
+    add_reading(parser)
+
+
+def add_reading(parser: argparse.ArgumentParser) -> None:
+    """How a run's text is read, and where."""
+    parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     parser.add_argument(
         "--segmented", action="store_true", help="the text is tokenised and segmented, as fairseq reads it"
     )

@@ -17,7 +17,6 @@ It fetches a task's data from Hugging Face's hub. cbt, the Children's Book Test,
 from __future__ import annotations
 
 import argparse
-import difflib
 import hashlib
 import json
 import logging
@@ -26,7 +25,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.json_files import is_number, read_json, write_json
@@ -58,13 +57,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--limit", type=int, metavar="N", help="only the first N documents of each task, for a trial")
     add("--max-tokens", type=int, default=4096, metavar="N", help="symbols of a batch (4096)")
     add("--output", type=Path, metavar="FILE.json", help=f"write here (RUN/{OUTPUT})")
-    add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
-    add(
-        "--segmented",
-        action="store_true",
-        help="the tasks' text is segmented already: words between spaces are the model's symbols",
-    )
-    add("--cpu", action="store_true", help="do not use a GPU")
+    text_model.add_reading(parser)
     add("--json", action="store_true", help="print the file's content instead of a table")
     parser.set_defaults(file=None)
 
@@ -82,7 +75,6 @@ def run(args: argparse.Namespace) -> int:
 
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
     output = args.output or folder / OUTPUT
-    args.output = None  # of `text_model`, text
     refuse_overwriting(output, [args.run_dir, folder / "result.json"], "--output")
     model = text_model.load(args, LANGUAGE_MODELING)
     checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
@@ -157,10 +149,9 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
         manager = TaskManager(include_path=folders)
     for name in names:
         if name not in manager.all_tasks:
-            alike = ", ".join(difflib.get_close_matches(name, manager.all_tasks))
-            hint = f" Did you mean {alike}?" if alike else ""
             raise UserError(
-                f"--tasks {name}: neither lm_eval nor --include-path has a task or group of that name.{hint}"
+                f"--tasks {name}: neither lm_eval nor --include-path has a task or group of that name"
+                f"{did_you_mean(name, manager.all_tasks)}."
             )
     return manager
 

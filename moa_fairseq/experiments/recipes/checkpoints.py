@@ -140,9 +140,9 @@ def finetuned(recipe: Recipe) -> Recipe:
     """The recipe with all that follows from `pretrained` and `finetune`; others come back as they are.
 
     noft: nothing is trained, the pretrained model is evaluated; one random expert (MAE's Table 5) is drawn by
-    train.seed. ftg: the gates by plain SGD at the recipe's
-    gate-lr, all other optimisation flags being the experts'. The data is segmented with the merges and
-    numbered with the dictionaries of the pretrained run, unless the recipe names others.
+    train.seed. ftg: the gates by plain SGD at the recipe's gate-lr, all other optimisation flags being the
+    experts'. The data is segmented with the merges and numbered with the dictionaries of the pretrained run,
+    unless the recipe names others.
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe

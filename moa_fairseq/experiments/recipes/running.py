@@ -102,11 +102,8 @@ def run_recipe(
         if options.stage != "prepare":
             make(steps(run), folder, executor=executor, wanted=wanted)
         with atomic_write(folder / "recipe.yaml") as stream:
-            mapping = {
-                **dataclasses.asdict(recipe),
-                "reproduces": None,
-                "rows": {},
-            }  # which result.json tells
+            # which row it stands for, result.json tells
+            mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
             yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
         return record(run, started)
 
