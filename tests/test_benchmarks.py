@@ -51,9 +51,10 @@ def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("name", ["generation", "language_models"])
+@pytest.mark.parametrize("name", ["generation", "language_models", "decoding"])
 def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
     """Where nothing else has registered the architectures with fairseq before."""
-    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", "--miniature", "--rounds", "1"]
+    study = [ROOT / "configs" / "studies" / "control.yaml"] * (name == "decoding")
+    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *study, "--miniature", "--rounds", "1"]
     subprocess.run([*command, "--output", tmp_path], check=True, capture_output=True, timeout=300)
     assert json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"] == name

@@ -16,6 +16,8 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, label_points, style
+from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
+from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against, interval_of
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
@@ -69,6 +71,23 @@ CONTRAST_COLUMNS = (
     Column("p_holm", "p (Holm)", ".3g"),
     Column("visible", "visible", ".4f"),
     Column("verdict", "verdict"),
+)
+CACHE_COLUMNS = (
+    Column("system", ""),
+    Column("label", "system"),
+    Column("cache_bytes", "cache, bytes", ","),
+    Column("loss", "bits", ".4f"),
+    Column("mean", "− first", "+.4f"),
+    Column("interval", "95 %", ">"),
+    Column("cost", "× attention MACs", ".2f"),
+    Column("decoding", "× decoding", ">"),
+    Column("ahead", "ahead of all as small"),
+)
+CACHE_HEADING = (
+    "Bits beside the bytes that a token leaves in a layer's cache, two for each number. − first: to the "
+    "first system, with the interval of a paired t test, not corrected. × decoding: seconds a token ÷ those "
+    "of the first system, device and texts at a time, all systems in turn in one process. Ahead: no system "
+    "with as many bytes or fewer has fewer bits; which differences are decided, the contrasts say."
 )
 CONTRAST_TABLES = {
     "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
@@ -138,6 +157,8 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
     counts = {"runs": len(found), "planned": len(planned)}
     tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
+    if len({row["cache_bytes"] for row in systems}) > 1:
+        tables["cache"] = _cache(study, systems, planned[0].records)
     if study.levels:
         dropout = {row["system"]: row["dropout"] for row in systems}
         at_equal = {}
@@ -200,6 +221,35 @@ def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> 
     ]
 
 
+def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
+    """Bits beside bytes of cache, the smallest first, with the difference to the first system.
+
+    Decoding is what `benchmarks/decoding.py` measured of the study's systems: device and texts at a time →
+    seconds a token ÷ those of the first system.
+    """
+    base = systems[0]
+    measured = {}
+    for path in sorted(records.glob("decoding-*.json")):
+        found = saved_json(path)
+        for texts, seconds in found["seconds_per_token"].items():
+            measured[f"{found['device']}, {texts}"] = seconds
+    rows = []
+    least = math.inf
+    for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
+        line = {key: row[key] for key in ("system", "cache_bytes", "loss")}
+        line["ahead"] = row["loss"] < least
+        least = min(least, row["loss"])
+        seeds = row["by_seed"].keys() & base["by_seed"].keys()
+        if row is not base and len(seeds) > 1:
+            differences = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+            line.update(paired(differences, study.margin)._asdict())
+        line["decoding"] = {
+            where: seconds[row["system"]] / seconds[base["system"]] for where, seconds in measured.items()
+        }
+        rows.append(line)
+    return rows
+
+
 def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[str, Any]]:
     """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
     texts: dict[str, dict[int, RunningText]] = {name: {} for name in study.systems}
@@ -233,21 +283,27 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
 
 
 def _attention(run: Run) -> dict[str, float]:
-    """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts."""
+    """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts.
+
+    Of a language model the bytes of cache, too: of a translation's most are the memory's keys.
+    """
     recipe = run.load()
     check_flags(recipe)  # before they build a model
     model = recipe.model.as_flags()
     length = int(recipe.train.flags.get("tokens-per-sample", 20))
     words = flags({key: value for key, value in model.items() if key != "arch"})
-    return dict(_attention_of(recipe.model.arch, length, tuple(words)))
+    found = _attention_of(recipe.model.arch, length, tuple(words))
+    if recipe.kind != LANGUAGE_MODELING:
+        found = {**found, "cache_bytes": None}
+    return found
 
 
 @functools.lru_cache(maxsize=64)
-def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, float]:
+def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, Any]:
     """Systems that differ in their training alone have one model, which is built once."""
-    macs = complexity(arch, 1000, length, length, "shared", list(words)).attention_macs
+    cost = complexity(arch, 1000, length, length, "shared", list(words))
     branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
-    return {"attention_macs": macs, "branch": branch}
+    return {"attention_macs": cost.attention_macs, "branch": branch, "cache_bytes": cost.cache_bytes}
 
 
 def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
@@ -280,6 +336,23 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
                 for row in rows
             ]
             blocks += [heading.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
+    if rows := content.get("cache"):
+        cost = {row["system"]: row["cost"] for row in systems}
+        lines = [
+            {
+                **row,
+                "label": study.systems[row["system"]].label,
+                "interval": f"{row['low']:+.4f} … {row['high']:+.4f}" if "low" in row else "",
+                "cost": cost[row["system"]],
+                "decoding": "; ".join(f"{ratio:.2f} ({where})" for where, ratio in row["decoding"].items()),
+                "ahead": "yes" if row["ahead"] else "",
+            }
+            for row in rows
+        ]
+        blocks += [
+            CACHE_HEADING,
+            Table(CACHE_COLUMNS, lines),
+        ]
     if rows := content.get("translations"):
         blocks += [
             "Translations, positive: the first is better. p, seeds, and the interval: paired t test. p, "
@@ -299,6 +372,8 @@ def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
         "cost": _against(study, content, colours, COSTS),
         "branch": _against(study, content, colours, START),
     }
+    if content.get("cache"):
+        figures["cache"] = _beside_cache(content, study, colours)
     if study.levels:
         figures["generalisation"] = _generalisation(study, content)
     if rows := content["contrasts"]:
@@ -378,6 +453,33 @@ def _against(study: Study, content: dict[str, Any], colours: dict[str, str], nam
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
     for panel, points in zip(panels, labels.values()):
         label_points(panel, points)
+    return figure
+
+
+def _beside_cache(content: dict[str, Any], study: Study, colours: dict[str, str]) -> Figure:
+    """Bits to the first system, with intervals, against bytes of cache; a line along those that are ahead."""
+    base = content["systems"][0]
+    family = {row["system"]: row["family"] for row in content["systems"]}
+    figure = Figure(figsize=(9.5, 5.5), layout="constrained")
+    panel = figure.subplots()
+    style(panel)
+    points = []
+    for row in content["cache"]:
+        colour = colours[family[row["system"]]]
+        bits = row["loss"] - base["loss"]
+        if "low" in row:
+            panel.plot([row["cache_bytes"]] * 2, [row["low"], row["high"]], color=colour, linewidth=1.5)
+        panel.plot([row["cache_bytes"]], [bits], "o", color=colour)
+        points.append((row["cache_bytes"], bits, study.systems[row["system"]].label))
+    ahead = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in content["cache"] if row["ahead"]]
+    panel.step(*zip(*ahead), where="post", color=GREY, linewidth=0.8, zorder=0)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.margins(0.14, 0.1)
+    panel.set_xlabel("bytes of cache a token and layer, two a number\ngrey: no smaller cache has fewer bits")
+    panel.set_ylabel(f"validation loss − that of “{base['label']}” (bits)")
+    figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
+    label_points(panel, points)
     return figure
 
 

@@ -208,6 +208,33 @@ def test_a_report_says_how_large_each_attention_starts(study):
     assert quarter / dense == pytest.approx(0.25, rel=1e-5)
 
 
+def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path):
+    """B has one of A's four key heads and fewer bits; C has two and more bits than both."""
+    systems = {**STUDY["systems"], "C": {"label": "between", "recipe": "../tiny.yaml"}}
+    for name, heads in (("B", 1), ("C", 2)):
+        systems[name] = {**systems[name], "set": {"model.flags.key-heads": heads}}
+    study(systems=systems)
+    for seed in (1, 2, 3, 4):
+        curve = record_of(Path("results/studies/toy"), f"C-seed{seed}")["curve"]
+        worse = [{**row, "valid": row["valid"] + 0.1} for row in curve]
+        changed(Path("results/studies/toy"), f"C-seed{seed}", curve=worse)
+    seconds = {"1 text": {"A": 0.2, "B": 0.1, "C": 0.3}}
+    measured = {"device": "cpu", "seconds_per_token": seconds}
+    (tmp_path / "results/studies/toy/decoding-cpu.json").write_text(json.dumps(measured))
+    found = report_of(study, systems=systems)
+    rows = found["cache"]
+    assert [(row["system"], row["cache_bytes"], row["ahead"]) for row in rows] == [
+        ("B", 64, True),  # keys and values of 16 numbers, two bytes each
+        ("C", 128, False),
+        ("A", 256, False),
+    ]
+    assert rows[0]["mean"] == found["contrasts"][0]["mean"] < 0 < rows[1]["mean"]
+    assert "mean" not in rows[2], "the first system itself"
+    assert [row["decoding"]["cpu, 1 text"] for row in rows] == pytest.approx([0.5, 1.5, 1])
+    assert "0.50 (cpu, 1 text)" in Path("results/studies/toy/report.md").read_text()
+    assert "cache" in pictures()
+
+
 def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     _, records = study()
     whole = report_of(study)
