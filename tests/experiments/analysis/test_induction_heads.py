@@ -164,6 +164,20 @@ def test_what_cannot_be_read_is_named(text_data, save_model, tmp_path, flags, me
     assert message in capsys.readouterr().err
 
 
+def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(text_data, save_model, tmp_path):
+    model = {"task": "language_modeling", "arch": "mae_transformer_lm_base"}
+    path = save_model(text_data, tmp_path / "lm.pt", "--tokens-per-sample", 21, **model)
+    found = []
+    for seed in (1, 2):
+        command = ["analyze", "induction-heads", path, "--data", text_data, "--cpu", "--length", 10]
+        command += ["--sequences", 2, "--seed", seed, "--output", tmp_path / "a.png"]
+        assert main([*map(str, command), "--json", str(tmp_path / "a.json")]) == 0
+        found.append(json.loads((tmp_path / "a.json").read_text()))
+    assert found[0]["heads"] != found[1]["heads"]
+    seen = [place + 1 for place in range(11, 20)]  # by the symbols of the second time, but for the last
+    assert found[0]["even_attention"] == pytest.approx(sum(1 / number for number in seen) / 9)
+
+
 def repeated(folder, preprocess):
     """Random symbols twice in a row, 8 to 25 of 40, one sequence a line."""
     generator = random.Random(1)

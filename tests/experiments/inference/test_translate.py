@@ -262,9 +262,8 @@ def test_a_byte_that_is_not_utf8_is_shown():
 
 
 def test_only_text_that_was_tokenised_here_is_detokenised():
-    lowered = ("lowercase", {})
-    assert TranslationCodec((lowered,), target="en").decode("hello , world") == "hello , world"
-    assert TranslationCodec((lowered, ("tokenize", {})), target="en").decode("hello , world") == "hello, world"
+    for name, decoded in (("lowercase", "hello , world"), ("tokenize", "hello, world")):
+        assert TranslationCodec(((name, {}),), target="en").decode("hello , world") == decoded
 
 
 @pytest.mark.parametrize(

@@ -208,6 +208,11 @@ def test_without_a_carried_context_windows_are_read(train, data, folder, arch, f
     texts = [texts for texts, _ in found["last_word"]]
     facts = harness.text_facts(texts)
     assert facts["requests"] == 5 and facts["cut"] == 3 and facts["unknown"] == 0
+    longest = harness.tok_encode(TEXTS[-1])[:CHUNK]
+    ((total, _),) = harness._loglikelihood_tokens([(("", ""), [end], longest)], disable_tqdm=True)
+    read = [log_probs_behind(harness, [end, *longest[:place]]) for place in range(CHUNK)]
+    expected = [each[symbol].item() for each, symbol in zip(read, longest, strict=True)]
+    assert total == pytest.approx(sum(expected), rel=0, abs=1e-9 * CHUNK)
     with pytest.raises(UserError, match="Leave the task out"):
         samples_of(harness, folder, "pairs")
 
