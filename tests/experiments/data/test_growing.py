@@ -109,6 +109,11 @@ def test_another_model_in_the_same_place_begins_anew(text, tmp_path):
     assert pieces_of(path) == anew[:300] != expected[:300]
 
 
+def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
+    pieces.learn(["in 1984 and 1985"] * 9, "text", 20, tmp_path / "model", **pieces.LANGUAGE_MODEL)
+    assert pieces.encode(str(tmp_path / "model"), "1984").split()[-4:] == [*"1984"]
+
+
 def test_too_little_text_is_an_error(text, tmp_path):
     parts, files, model, expected = text
     with pytest.raises(UserError, match=rf"has {len(expected):,} pieces, and 9,999 .*--tokens"):
