@@ -184,8 +184,11 @@ def verdict(fault, copy, timeout, confirms, most=None):
     """
     if found := problem(fault, copy.folder):
         return MISSING, found
-    if fault["room"] == "integrations" and importlib.util.find_spec("transformers") is None:
-        return NO_VERDICT, "its tests run where transformers is (bash scripts/setup.sh --integrations)"
+    for package, part in (("transformers", "integrations"), ("lm_eval", "zero_shot")):
+        is_asked = any(part in target for target in fault["tests"])
+        if is_asked and importlib.util.find_spec(package) is None:
+            option = part.replace("_", "-")
+            return NO_VERDICT, f"its tests run where {package} is (bash scripts/setup.sh --{option})"
     path = copy.folder / fault["file"]
     before = path.read_text(encoding="utf-8")
     targets = list(dict.fromkeys([*filter(None, [fault.get("caught")]), *fault["tests"][:most]]))

@@ -13,6 +13,7 @@ from moa_fairseq.cli import main
         (["translate", "run", "--beem=3"], "--beam"),
         (["recipe", "quickstart_moa", "--stage", "trian"], "train"),
         (["analyze", "expert-token", "run"], "expert-tokens"),
+        (["analyze", "expert-loads", "run"], "expert-load or expert-tokens"),
     ],
 )
 def test_a_mistyped_word_gets_the_nearest_one(capsys, words, meant):

@@ -134,7 +134,7 @@ class Dataset:
             is binarised.
         pieces: how many SentencePiece pieces to learn.
         tokens: split → how many pieces of its text are used, from its beginning; the others are used whole.
-        learn_on: parts of the training text that SentencePiece learns on; 0: all.
+        learn_on: with `tokens`: how many parts of the training text SentencePiece learns on.
         byte_splits: split → bytes, in the order of the one file that they are cut from.
         published: languages, merges and md5 of the published segmented text.
         generated: the settings of `ListOps`, for data that is drawn.
@@ -161,7 +161,7 @@ class Dataset:
     encoder: str = ""
     pieces: int = 0
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
-    learn_on: int = 0
+    learn_on: int = 1
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)
     published: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     generated: Mapping[str, Any] = dataclasses.field(default_factory=dict)

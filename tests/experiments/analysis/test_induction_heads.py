@@ -11,7 +11,7 @@ from matplotlib.image import imread
 from shared_fixtures import USER_DIR
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.analysis.induction_heads import measure_heads
+from moa_fairseq.experiments.analysis.induction_heads import HeadScore, draw_scores, measure_heads
 
 SIZES = (
     "--decoder-layers",
@@ -162,6 +162,29 @@ def test_what_cannot_be_read_is_named(text_data, save_model, tmp_path, flags, me
     with pytest.raises(SystemExit):
         raise SystemExit(main([*command, *flags, "--output", str(tmp_path / "a.png")]))
     assert message in capsys.readouterr().err
+
+
+def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(text_data, save_model, tmp_path):
+    model = {"task": "language_modeling", "arch": "mae_transformer_lm_base"}
+    path = save_model(text_data, tmp_path / "lm.pt", "--tokens-per-sample", 21, **model)
+    found = []
+    for seed in (1, 2):
+        command = ["analyze", "induction-heads", path, "--data", text_data, "--cpu", "--length", 10]
+        command += ["--sequences", 2, "--seed", seed, "--output", tmp_path / "a.png"]
+        assert main([*map(str, command), "--json", str(tmp_path / "a.json")]) == 0
+        found.append(json.loads((tmp_path / "a.json").read_text()))
+    assert found[0]["heads"] != found[1]["heads"]
+    seen = [place + 1 for place in range(11, 20)]  # by the symbols of the second time, but for the last
+    assert found[0]["even_attention"] == pytest.approx(sum(1 / number for number in seen) / 9)
+
+
+def test_layers_of_the_picture_are_in_order():
+    heads = [
+        HeadScore(f"decoder.layers.{layer}.self_attn", "head 1", layer / 20, None, 1.0) for layer in range(12)
+    ]
+    heads[-1].map = (torch.eye(3), {})
+    panel = draw_scores(heads[::-1], ["</s>", "a", "a"]).subfigs[0].axes[0]
+    assert panel.images[0].get_array()[:, 0].tolist() == pytest.approx([layer / 20 for layer in range(12)])
 
 
 def repeated(folder, preprocess):

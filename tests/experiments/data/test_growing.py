@@ -97,6 +97,23 @@ def test_another_number_of_pieces_begins_anew(text, tmp_path):
         assert pieces_of(path) == expected[:most]
 
 
+def test_another_model_in_the_same_place_begins_anew(text, tmp_path):
+    parts, files, model, expected = text
+    path = tmp_path / "new" / "train"
+    monolingual.grow_pieces(parts, files.get, model, path, 300, 1)
+    lines = [line for part in parts for line in files[part].lines()]
+    assert pieces.learn(lines, "text", 90, model, **pieces.LANGUAGE_MODEL) == 90
+    monolingual.grow_pieces(parts, files.get, model, path, 300, 1)
+    processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
+    anew = processor.id_to_piece([number for line in lines for number in processor.encode(line)])
+    assert pieces_of(path) == anew[:300] != expected[:300]
+
+
+def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
+    pieces.learn(["in 1984 and 1985"] * 9, "text", 20, tmp_path / "model", **pieces.LANGUAGE_MODEL)
+    assert pieces.encode(str(tmp_path / "model"), "1984").split()[-4:] == [*"1984"]
+
+
 def test_too_little_text_is_an_error(text, tmp_path):
     parts, files, model, expected = text
     with pytest.raises(UserError, match=rf"has {len(expected):,} pieces, and 9,999 .*--tokens"):
@@ -104,7 +121,7 @@ def test_too_little_text_is_an_error(text, tmp_path):
 
 
 @pytest.mark.parametrize("name", ["c4", "pes2o"])
-def test_the_hubs_files_become_a_binarised_folder(prepare, miniature, said, name):
+def test_the_hubs_files_become_a_binarised_folder(prepare, miniature, said, name, tmp_path):
     given = miniature(name)
     prepared, root = prepare(name, given, subsets=SPLITS)
     most = datasets()[name].tokens
@@ -117,8 +134,13 @@ def test_the_hubs_files_become_a_binarised_folder(prepare, miniature, said, name
     assert 0 < len(train) < len(list(given.glob("*train*")))
     assert sum("terms of use" in line for line in said) == 1 and any("of disk" in line for line in said)
     before = (root / "model" / pieces.MODEL).read_bytes()
+    learnt_on = sorted(given.glob("*train*"))[: datasets()[name].learn_on]
+    lines = [line for path in learnt_on for line in read_documents(path)]
+    pieces.learn(lines, "text", 60, tmp_path / "again", **pieces.LANGUAGE_MODEL)
+    assert len(learnt_on) == 2 and (tmp_path / "again").read_bytes() == before
     prepare(name, given, subsets=SPLITS, tokens=most["train"] // 2)
     assert len(pieces_of(root / "text" / "train")) == most["train"] // 2
+    assert len(pieces_of(root / "text" / "valid")) == most["valid"]
     assert (root / "model" / pieces.MODEL).read_bytes() == before
     assert any(line.startswith("model: done before") for line in said)
 

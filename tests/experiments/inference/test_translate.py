@@ -17,7 +17,7 @@ from fairseq.data import Dictionary
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
-from moa_fairseq.experiments.inference.text_codec import MergeCodec, TranslationCodec, codec_of
+from moa_fairseq.experiments.inference.text_codec import ByteCodec, MergeCodec, TranslationCodec, codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import _generation
 from moa_fairseq.experiments.scoring.trained_model import load_trained
@@ -109,12 +109,18 @@ def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
     scored = tmp_path / "scored"
     shutil.copytree(run, scored)
     metrics = {"multi_bleu": 12.345678, "sacrebleu_signature": "nrefs:1|case:mixed"}
-    (scored / "result.json").write_text(json.dumps({"metrics": metrics, "subset": "test", "seed": 3}))
+    (scored / "result.json").write_text(json.dumps({"metrics": metrics, "subset": "test", "seed": 0}))
+    trained = torch.load(scored / "checkpoints" / "checkpoint_best.pt", weights_only=False)
+    trained["extra_state"]["carried_context"] = {"inputs": [torch.ones(9)]}
+    torch.save(trained, scored / "checkpoints" / "checkpoint_best.pt")
     assert main(["export", str(scored), str(tmp_path / "other")]) == 0
     card = (tmp_path / "other" / "README.md").read_text(encoding="utf-8")
     assert "12.35" in card
     assert "nrefs:1|case:mixed" in card.replace("\\|", "|")
-    assert json.loads((tmp_path / "other" / "result.json").read_text())["seed"] == 3
+    assert "| Seed | 0 |" in card
+    assert json.loads((tmp_path / "other" / "result.json").read_text())["seed"] == 0
+    left = torch.load(tmp_path / "other" / "average.pt", weights_only=False)["extra_state"]
+    assert left.keys() == trained["extra_state"].keys() - {"carried_context"}
     assert "moa-fairseq translate other" in card
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "scored", "tiny"]
 
@@ -249,6 +255,15 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
 def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
     assert TranslationCodec(segmentations=(MergeCodec("codes"),) * 2).decode("ha@@ us@@ tür@@") == "haustür"
     assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
+
+
+def test_a_byte_that_is_not_utf8_is_shown():
+    assert ByteCodec().decode("104 228 105") == "h\ufffdi"
+
+
+def test_only_text_that_was_tokenised_here_is_detokenised():
+    for name, decoded in (("lowercase", "hello , world"), ("tokenize", "hello, world")):
+        assert TranslationCodec(((name, {}),), target="en").decode("hello , world") == decoded
 
 
 @pytest.mark.parametrize(

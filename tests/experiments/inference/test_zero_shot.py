@@ -208,6 +208,11 @@ def test_without_a_carried_context_windows_are_read(train, data, folder, arch, f
     texts = [texts for texts, _ in found["last_word"]]
     facts = harness.text_facts(texts)
     assert facts["requests"] == 5 and facts["cut"] == 3 and facts["unknown"] == 0
+    longest = harness.tok_encode(TEXTS[-1])[:CHUNK]
+    ((total, _),) = harness._loglikelihood_tokens([(("", ""), [end], longest)], disable_tqdm=True)
+    read = [log_probs_behind(harness, [end, *longest[:place]]) for place in range(CHUNK)]
+    expected = [each[symbol].item() for each, symbol in zip(read, longest, strict=True)]
+    assert total == pytest.approx(sum(expected), rel=0, abs=1e-9 * CHUNK)
     with pytest.raises(UserError, match="Leave the task out"):
         samples_of(harness, folder, "pairs")
 
@@ -250,19 +255,24 @@ def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(train, prepr
         harness.loglikelihood([SimpleNamespace(args=("the ca", "t"))])
     facts = harness.text_facts([("the cat", " zebra"), ("zebra", " cat"), ("the zebra",), ("the", {})])
     assert facts == {"requests": 4, "symbols": 8, "unknown": 3, "unknown_targets": 2, "cut": 0}
+    home = Read(torch.zeros(1), torch.tensor([harness.dictionary.index("home")]))
+    monkeypatch.setattr(harness, "_read", lambda inputs, targets: [home] * len(inputs))
+    asked = SimpleNamespace(args=("the cat", {"until": ["e", "o"], "max_gen_toks": 3}))
+    assert harness.generate_until([asked]) == [" h"], "the first of several stops in a word"
 
 
 def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
     shutil.copytree(train("switchhead_lm_tiny", data, *CARRIED), run)
-    (run / "result.json").write_text(json.dumps({"experiment": "mine", "metrics": {"lm_ppl": 9.0}}))
+    before = {"lm_ppl": 9.0, "lambada_acc": -1.0}
+    (run / "result.json").write_text(json.dumps({"experiment": "mine", "metrics": before}))
     write_task = writer(tmp_path)
     write_task("lambada_openai", [{"text": text} for text in TEXTS], **TASKS["last_word"])
     command = ["zero-shot", str(run), "--data", str(data), "--include-path", str(tmp_path), "--cpu"]
     command += ["--tasks", "lambada_openai"]
     assert main([*command, "--limit", "2"]) == 0
     assert json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]["documents"] == 2
-    assert "lambada_acc" not in json.loads((run / "result.json").read_text())["metrics"]
+    assert json.loads((run / "result.json").read_text())["metrics"] == before
     answered = []
 
     def interrupt(self, features, targets):
@@ -278,10 +288,17 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
         patch.setattr(HarnessModel, "_output", interrupt)
         assert main([*command, "--max-tokens", "12"]) == 130
     assert list(run.glob("*.unfinished*"))
+    other = tmp_path / "other"
+    shutil.copytree(run, other)
+    for path in other.glob("*.pt"):
+        torch.save({**torch.load(path, weights_only=False), "trained": "anew"}, path)
     again = []
     monkeypatch.setattr(HarnessModel, "_output", lambda *args: again.append(0) or output(*args))
     assert main([*command, "--max-tokens", "12"]) == 0
     assert len(again) == 5 - 1 and not list(run.glob("*.unfinished*"))
+    again.clear()
+    assert main([command[0], str(other), *command[2:], "--max-tokens", "12"]) == 0
+    assert len(again) == 5, "another checkpoint answers anew"
     record = json.loads((run / "zero_shot.json").read_text())
     assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (lm_eval.__version__, None, 1)
     task = record["tasks"]["lambada_openai"]
@@ -291,6 +308,8 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     capsys.readouterr()
     assert main(["compare", str(run)]) == 0
     assert "LAMBADA" in capsys.readouterr().out
+    task["text"].update(symbols=8, unknown=2, requests=4)
+    assert " 25.00%" in zero_shot._shown(record)
 
 
 @pytest.mark.parametrize(

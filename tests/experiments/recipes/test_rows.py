@@ -1,6 +1,7 @@
 """`moa-fairseq recipe NAME --row ROW`: other rows of a file, each in a folder of its own."""
 
 import ast
+import json
 
 import pytest
 
@@ -68,6 +69,15 @@ def test_each_seed_draws_another_expert_and_stands_for_the_row(started):
         assert options.published.generate == recipe.generate and recipe.reproduces.row == RANDOM
     ((recipe, _),) = started(ONE_EXPERT)
     assert recipe.generate.flags["model-overrides"] == "{'mae_evaluate_with': 'top-expert'}"
+
+
+@pytest.mark.parametrize(("row", "told"), [(RANDOM, True), ("all", False)])
+def test_seeds_of_several_rows_have_no_mean(started, monkeypatch, tmp_path, capsys, row, told):
+    result = tmp_path / "result.json"
+    result.write_text(json.dumps({"headline": "multi_bleu", "metrics": {"multi_bleu": 2.0}}))
+    monkeypatch.setattr(command, "run_recipe", lambda *args, **options: result)
+    assert main(["recipe", ONE_EXPERT, "--row", row, "--seeds", "3,4", "--gpus", "0"]) == 0
+    assert ("standard deviation" in capsys.readouterr().out) == told
 
 
 @pytest.mark.parametrize("row", [(), ("--row", "NOBCD")])

@@ -1,5 +1,8 @@
-"""What a study's tables say of several contrasts."""
+"""What a study's tables say of several contrasts, and of losses beside bytes of cache."""
 
+from types import SimpleNamespace
+
+import numpy as np
 import pytest
 
 from moa_fairseq.experiments.scoring.significance import paired
@@ -39,3 +42,20 @@ def test_the_verdict_is_that_of_the_corrected_p():
     rows = report._contrasts(study, {name: losses for name in CONTRASTS})
     (row,) = (row for row in rows if row["contrast"] == "BA")
     assert row["p_equivalent"] < 0.05 < row["p_equivalent_holm"] and row["verdict"] == "undecided"
+
+
+def test_systems_are_ahead_of_all_that_have_no_more_bytes_of_cache(tmp_path):
+    """B is named before C, which is as small and better; the picture's line has only those ahead."""
+    sizes = {"A": (256, 3.0), "B": (64, 3.2), "C": (64, 3.1), "D": (128, 3.3)}
+    about = {name: {"system": name, "label": name, "family": ""} for name in sizes}
+    systems = [
+        {**about[name], "cache_bytes": size, "loss": bits, "by_seed": {1: bits, 2: bits**2}}
+        for name, (size, bits) in sizes.items()
+    ]
+    study = Study("toy", "?", 2, {name: SimpleNamespace(label=name) for name in sizes}, {}, margin=0.01)
+    rows = report._cache(study, systems, tmp_path)
+    ahead = [(row["system"], row["ahead"]) for row in rows]
+    assert ahead == [("C", True), ("B", False), ("D", False), ("A", True)]
+    (panel,) = report._beside_cache({"systems": systems, "cache": rows}, study, {"": "black"}).axes
+    (line,) = (line for line in panel.lines if line.get_drawstyle() == "steps-post")
+    np.testing.assert_allclose(line.get_xydata(), [(64, 0.1), (256, 0)])
