@@ -54,8 +54,12 @@ def style(panel: Axes) -> None:
     panel.set_axisbelow(True)
 
 
-def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> None:
-    """Write each name beside its point, clear of points, names and lines; with a line if it is far.
+def label_points(
+    panel: Axes,
+    points: Sequence[tuple[float, float, str]],
+    bars: Sequence[tuple[float, float, float]] = (),
+) -> None:
+    """Write each name beside its point, clear of points, bars, names and lines; with a line if it is far.
 
     To be called last: what is drawn later, or moves the panel, is not looked at. A name for which there is no
     clear place is left out.
@@ -63,13 +67,19 @@ def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> Non
     Args:
         panel: where the points are drawn.
         points: (x, y, name) of each, in the panel's units.
+        bars: (x, lowest y, highest y) of vertical intervals.
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
     places = panel.transData.transform([(x, y) for x, y, _ in points])
     taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
+    for x, low, high in bars:
+        (left, bottom), (right, top) = panel.transData.transform([(x, low), (x, high)])
+        taken.append(Bbox.from_extents(left - 2, bottom, right + 2, top))
     lines: list[Line] = []
-    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "ha": "center", "va": "center"}
+    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "va": "center"}
+    if bars:  # other lines may be behind a name beside its point
+        settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in taken if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
@@ -78,7 +88,12 @@ def label_points(panel: Axes, points: Sequence[tuple[float, float, str]]) -> Non
                 line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
             else:
                 line = None
-            text = panel.annotate(name, (x, y), offset, arrowprops=line, **settings)
+            side = "center"
+            if bars and angle in (0, 22, -22):  # beside a bar
+                side = "left"
+            elif bars and angle in (180, 158, -158):
+                side = "right"
+            text = panel.annotate(name, (x, y), offset, arrowprops=line, ha=side, **settings)
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)

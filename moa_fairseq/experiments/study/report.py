@@ -460,26 +460,29 @@ def _beside_cache(content: dict[str, Any], study: Study, colours: dict[str, str]
     """Bits to the first system, with intervals, against bytes of cache; a line along those that are ahead."""
     base = content["systems"][0]
     family = {row["system"]: row["family"] for row in content["systems"]}
-    figure = Figure(figsize=(9.5, 5.5), layout="constrained")
+    figure = Figure(figsize=(9.5, 3.5 + 0.2 * len(content["cache"])), layout="constrained")
     panel = figure.subplots()
     style(panel)
     points = []
+    bars = []
     for row in content["cache"]:
         colour = colours[family[row["system"]]]
         bits = row["loss"] - base["loss"]
-        if "low" in row:
-            panel.plot([row["cache_bytes"]] * 2, [row["low"], row["high"]], color=colour, linewidth=1.5)
-        panel.plot([row["cache_bytes"]], [bits], "o", color=colour)
         points.append((row["cache_bytes"], bits, study.systems[row["system"]].label))
+        panel.plot([row["cache_bytes"]], [bits], "o", color=colour)
+        if "low" in row:
+            bars.append((row["cache_bytes"], row["low"], row["high"]))
+            panel.vlines(*bars[-1], color=colour, linewidth=1.5)
     ahead = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in content["cache"] if row["ahead"]]
     panel.step(*zip(*ahead), where="post", color=GREY, linewidth=0.8, zorder=0)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.margins(0.14, 0.1)
-    panel.set_xlabel("bytes of cache a token and layer, two a number\ngrey: no smaller cache has fewer bits")
+    panel.margins(0.22, 0.05)
+    axis = "bytes of cache a token and layer, two a number"
+    panel.set_xlabel(f"{axis}\ngrey line: the fewest bits of all with as many bytes or fewer")
     panel.set_ylabel(f"validation loss − that of “{base['label']}” (bits)")
     figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
-    label_points(panel, points)
+    label_points(panel, points, bars)
     return figure
 
 
