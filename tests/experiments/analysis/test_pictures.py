@@ -97,3 +97,20 @@ def test_names_of_points_that_touch_stand_apart_and_each_at_its_own():
         middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
         distances = [math.dist(place, middle) for place in places]
         assert text.arrow_patch or min(distances) == math.dist(own, middle)
+
+
+def test_names_stand_clear_of_intervals():
+    figure = Figure(figsize=(5, 4), layout="constrained")
+    panel = figure.subplots()
+    points = [(1.0, 1.0, "a long name"), (2.0, 1.5, "another name"), (1.5, 2.0, "a third name")]
+    bars = [(x, y - 0.5, y + 0.5) for x, y, _ in points]
+    panel.set(xlim=(0, 3), ylim=(0, 3))
+    for x, low, high in bars:
+        panel.vlines(x, low, high)
+    label_points(panel, points, bars)
+    figure.canvas.draw()
+    assert len(panel.texts) == len(points)
+    for text, (x, low, high) in itertools.product(panel.texts, bars):
+        box = Text.get_window_extent(text)
+        (place, bottom), (_, top) = panel.transData.transform([(x, low), (x, high)])
+        assert place < box.x0 or place > box.x1 or box.y0 > top or box.y1 < bottom
