@@ -7,8 +7,8 @@ PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MA
 count for the expert to which its gate gives the most weight (in a decoder each token counts for the expert of
 its own position). In MoA a token counts for the K experts that it chose, or with K = E for the one with the
 greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
-decoder. SwitchHead chooses experts for keys, too: --module decoder.layers.0.encoder_attn.keys counts tokens of
-the source. Padding, sentence ends and unknown words do not count.
+decoder. SwitchHead chooses experts for keys, too: --module decoder.layers.0.encoder_attn.keys counts tokens
+of the source. Padding, sentence ends and unknown words do not count.
 
 Pieces ("sub@@" of BPE, "▁sub" of SentencePiece) are counted as they are; --words joins them, and each of a
 word's n pieces then counts as 1/n of the word for its expert. Experts are numbered from 0.
