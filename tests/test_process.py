@@ -180,13 +180,15 @@ def alive(pid):
     return state != "Z"
 
 
-def test_of_torchs_warnings_of_fairseq_one_is_silent():
+def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
     """In this program and in those that it starts; users' own filters stay."""
     said = "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
     code = f"import warnings; warnings.warn({said!r}, FutureWarning); warnings.warn('other', FutureWarning)"
-    environment = process.environment_of_a_child()
-    done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
-    assert "other" in done.stderr and "torch.jit" not in done.stderr
+    for users in ("", "default"):
+        monkeypatch.setenv("PYTHONWARNINGS", users)
+        environment = process.environment_of_a_child()
+        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        assert "other" in done.stderr and "torch.jit" not in done.stderr
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         moa_fairseq.register.__wrapped__()

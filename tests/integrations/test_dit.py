@@ -130,6 +130,11 @@ def test_a_class_is_dropped_in_training_alone(tiny, monkeypatch):
     model.train()
     torch.testing.assert_close(model(*x), model(*x[:2], x[2].flip(0)), rtol=0, atol=0)
     torch.testing.assert_close(model(*x), model.eval()(*x[:2], torch.full((3,), 5)), rtol=0, atol=0)
+    monkeypatch.setattr(dit, "CLASS_DROPOUT", 0.5)
+    images = [each[:1].expand(32, *each.shape[1:]) for each in x]  # each image has a draw of its own
+    outputs = model.train()(*images)
+    kept = [torch.allclose(each, outputs[0]) for each in outputs]
+    assert 4 < sum(kept) < 28
 
 
 def test_patches_are_in_their_places(tiny):

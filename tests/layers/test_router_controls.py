@@ -43,6 +43,8 @@ def test_even_gates_are_those_of_equal_logits_for_other_settings_too():
     build = lambda **settings: TopKRouter(C, MoASettings(E, K, router_gates="uniform", **settings))  # noqa: E731
     assert torch.equal(build(router_renormalize="none")(x).gates, torch.full((6, K), 1 / E))
     assert torch.equal(build(router_activation="sigmoid")(x).gates, torch.full((6, K), 1 / K))
+    as_they_are = build(router_activation="sigmoid", router_renormalize="none")
+    assert torch.equal(as_they_are(x).gates, torch.full((6, K), 0.5))  # σ(0), however many experts there are
     padding = torch.arange(6) > 3
     assert build()(x, padding).gates.sum(1).tolist() == [1, 1, 1, 1, 0, 0]
 

@@ -7,7 +7,8 @@ PMI(token, expert) = log p(token, expert) / (p(token) p(expert)), in nats. In MA
 count for the expert to which its gate gives the most weight (in a decoder each token counts for the expert of
 its own position). In MoA a token counts for the K experts that it chose, or with K = E for the one with the
 greatest weight. Tokens are those at the module's queries: the source in the encoder, the target so far in the
-decoder. Padding, sentence ends and unknown words do not count.
+decoder. SwitchHead chooses experts for keys, too: --module decoder.layers.0.encoder_attn.keys counts tokens
+of the source. Padding, sentence ends and unknown words do not count.
 
 Pieces ("sub@@" of BPE, "▁sub" of SentencePiece) are counted as they are; --words joins them, and each of a
 word's n pieces then counts as 1/n of the word for its expert. Experts are numbered from 0.
@@ -87,12 +88,13 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         name = name or routings[0][0]  # the first that runs: the first layer's self-attention
         if name not in named:
             raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
-        attention = dict(model.named_modules())[name]
+        attention = dict(model.named_modules())[name.removesuffix(".keys")]
         if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
         tokens = sample["net_input"]["src_tokens"]  # [B, T]
         dictionary = task.source_dictionary
-        if name.startswith("decoder") and "prev_output_tokens" in sample["net_input"]:
+        of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
+        if name.startswith("decoder") and not of_memory and "prev_output_tokens" in sample["net_input"]:
             tokens = sample["net_input"]["prev_output_tokens"]
             dictionary = task.target_dictionary
         experts = attributed(named[name], *tokens.shape).cpu()

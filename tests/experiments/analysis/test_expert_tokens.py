@@ -143,6 +143,21 @@ def test_a_loop_over_single_sentences_finds_the_same(
     assert sum(share > 0 for share in found["shares"]) > 2
 
 
+@pytest.mark.parametrize("module", ["decoder.layers.0.encoder_attn", "decoder.layers.0.self_attn"])
+def test_tokens_of_keys_are_those_at_the_keys(save_model, toy_data, tmp_path, analyze, module):
+    flags = ("--num-experts", "3", "--experts-per-token", "2")
+    path = save_model(toy_data, tmp_path / "model.pt", *flags, arch="switchhead_transformer_tiny")
+    more = ("--module", f"{module}.keys", "--min-count", 1, "--top", 99, "--max-tokens", 60)
+    found = analyze("expert-tokens", path, toy_data, *more)
+    side = "en" if "encoder" in module else "de"
+    text = (toy_data.parent / f"valid.{side}").read_text().split()
+    dictionary = Dictionary.load(str(toy_data / f"dict.{side}.txt"))
+    known = [word for word in text if dictionary.index(word) != dictionary.unk()]
+    assert (found["name"], found["tokens_counted"]) == (f"{module}.keys", len(known))
+    shown = {row["token"] for tokens in found["tokens"] for row in tokens}
+    assert shown == set(known)
+
+
 def test_command_lists_and_writes(mae, toy_data, analyze, capsys):
     report = analyze("expert-tokens", mae, toy_data, "--top", 2, "--words")
     printed = capsys.readouterr().out

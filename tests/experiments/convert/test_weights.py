@@ -7,8 +7,8 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert.models import _symbols, settings_for
-from moa_fairseq.experiments.convert.weights import default_values, fill
-from moa_fairseq.layers import MixtureOfHeads
+from moa_fairseq.experiments.convert.weights import default_values, dense_weights, fill
+from moa_fairseq.layers import MixtureOfAttentiveExperts, MixtureOfHeads
 
 
 @pytest.mark.parametrize(
@@ -56,3 +56,16 @@ def test_any_layer_that_leaves_heads_out_computes_another_function(chosen, reaso
     dense = {name: value for name, value in model.state_dict().items() if "router" not in name}
     found = fill(model, dense)
     assert found is None if reason is None else found.startswith(reason)
+
+
+def test_a_gate_that_prefers_an_expert_for_every_input_is_not_dense():
+    model = torch.nn.ModuleDict({"x": MixtureOfAttentiveExperts(8, 4, self_attention=True)})
+    model["x"].name = "x"
+    last = model["x"].gate.fc2
+    torch.nn.init.zeros_(last.weight)
+    torch.nn.init.constant_(last.bias, 3.0)
+    assert not [name for name in dense_weights(model) if ".gate." in name]
+    with torch.no_grad():
+        last.bias[0] = 4.0
+    with pytest.raises(UserError, match="x has a gate"):
+        dense_weights(model)

@@ -75,8 +75,10 @@ def test_wmt14_en_fr_cleans_after_bpe_and_holds_out(prepare, miniature):
     prepared, root = prepare("wmt14_en_fr", miniature("wmt14_en_fr"))
     tokens = {split: len(lines_of(root / "tokens" / f"{split}.fr")) for split in ("train", "valid", "test")}
     assert tokens == {"train": 1419, "valid": 1, "test": 5}  # 1,420 pairs; the 1,333rd is valid
-    dropped = read_manifest(root)["stages"]["bpe"]["train"]["dropped"]
+    manifest = read_manifest(root)
+    dropped = manifest["stages"]["bpe"]["train"]["dropped"]
     assert prepared.sentences["train"] == 1419 - sum(dropped.values()) and "length ratio above 1.5" in dropped
+    assert manifest["lines"]["train"]["found"] == prepared.sentences["train"]
     assert lines_of(root / "tokens" / "test.fr")[-1] == "C&apos; est « ici » ."
 
 

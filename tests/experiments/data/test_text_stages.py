@@ -171,9 +171,10 @@ def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
 
 
 def test_lines_of_another_encoding_among_good_ones_are_not_for_iconv(tmp_path):
-    (tmp_path / "x.de").write_bytes("schön\n".encode() + "schön\n".encode("latin-1"))
-    with pytest.raises(UserError, match="Other lines are UTF-8"):
-        list(read_lines(tmp_path / "x.de"))
+    for after in (b"", b"gut\n"):
+        (tmp_path / "x.de").write_bytes("schön\n".encode() + "schön\n".encode("latin-1") + after)
+        with pytest.raises(UserError, match="Other lines are UTF-8"):
+            list(read_lines(tmp_path / "x.de"))
     (tmp_path / "x.de").write_bytes(b"a\nbbbbbbbbbbbbbbbbbb c\0d\n")
     with pytest.raises(UserError, match="tr -d"):
         list(read_lines(tmp_path / "x.de"))

@@ -316,3 +316,11 @@ def test_the_best_checkpoints_that_are_kept_count_too(small, write_config):
     small["train"]["flags"] = {**small["train"]["flags"], "disable-validation": True}
     del small["train"]["flags"]["keep-best-checkpoints"]
     assert disk(load_recipe(write_config(small)), model, False, 30, 3)["files"] == files - 1
+
+
+def test_averaged_weights_are_a_second_copy_in_each_checkpoint(small, write_config):
+    weights = 6 * 4  # bytes of the model, beside 8 of Adam for each of its 6 numbers
+    for ema, copies in ((False, 1), (True, 2)):
+        small["train"]["flags"]["store-ema"] = ema
+        planned = disk(load_recipe(write_config(small)), torch.nn.Linear(2, 2), False, 30, 3)
+        assert planned["checkpoint"] == copies * weights + 6 * 8

@@ -352,6 +352,15 @@ def test_a_save_that_a_full_disk_cut_short_is_completed(go, tmp_path, monkeypatc
     assert ((folder / "checkpoint_best.pt").read_bytes() == newest) == (best == 2.0)
 
 
+def test_the_log_of_a_training_that_left_no_checkpoint_is_not_the_next_ones(go, tmp_path):
+    """It was killed before its first save: the next one begins anew, with a clock of its own."""
+    go(stage="prepare")
+    log = tmp_path / "runs" / "small" / "train.jsonl"
+    log.write_text('{"epoch": 1, "loss": "9", "num_updates": "1", "wall": "50"}\n')
+    go(stage="train")
+    assert [json.loads(line)["epoch"] for line in log.read_text().splitlines()] == [3]
+
+
 def test_a_training_without_its_optimizer_does_not_go_on(go):
     """fairseq would begin at update 0 again, with the trained weights."""
     flag = "train.flags.no-save-optimizer-state=true"

@@ -153,6 +153,9 @@ def test_a_run_without_a_number_says_why(results, status):
     comparison = record(results, {**run(), "metrics": {}, "status": status})
     assert cells(comparison)["BLEU A"].status == status
     assert f"| Ours | BLEU A | 20.0 | {status} |  |" in render(comparison, markdown=True)
+    before = {**run(), "metrics": {}, "status": "OOM" if status != "OOM" else "diverged"}
+    later = record(results, before, {**run(), "metrics": {}, "status": status})
+    assert cells(later)["BLEU A"].status == status, "the last run counts"
 
 
 def test_runs_for_no_row_stand_apart(results):

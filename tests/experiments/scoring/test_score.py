@@ -70,6 +70,11 @@ def test_a_signature_tells_that_a_text_is_lower_cased(tmp_path, capsys, running)
         write_text(tmp_path / "hr"[side], texts[side])
         assert "case:mixed|eff:no|tok:13a" in score_json(capsys, *argv)["sacrebleu"]["signature"]
         write_text(tmp_path / "hr"[side], lines)
+    cased = write_text(tmp_path / "cased", texts[1])
+    for references in (names[1], cased), (cased, names[1]):  # of two, one is cased
+        words = [word for reference in references for word in ("--reference", reference)]
+        of_two = score_json(capsys, "--hypothesis", names[0], *words, *argv[4:])
+        assert "nrefs:2|case:mixed" in of_two["sacrebleu"]["signature"]
 
 
 @pytest.mark.parametrize(
@@ -195,7 +200,7 @@ SPACELESS = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue")
     ("lang", "tokenizer", "extra"),
     [
         *((lang, "13a", "") for lang in ("de", "fr", "en_US", "vi", "")),
-        *((lang, "zh", "") for lang in ("zh", "zh_CN", "zho_Hans", "cmn")),
+        *((lang, "zh", "") for lang in ("zh", "zh_CN", "zh-Hans", "zho_Hans", "cmn")),
         *((lang, "char", "sacrebleu[ja]") for lang in ("ja", "jpn_Jpan")),
         *((lang, "char", "sacrebleu[ko]") for lang in ("ko", "ko_KR")),
         *((lang, "char", "") for lang in ("th", "km", "my", "lo", "yue", "tha_Thai")),

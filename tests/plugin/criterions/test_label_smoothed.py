@@ -12,7 +12,7 @@ from fairseq.logging import meters, metrics
 from torch import nn
 
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import load_balance_loss, z_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, z_loss
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
@@ -180,6 +180,11 @@ def test_statistics_of_each_module_stand_under_its_own_name():
         expected = {"load_balance_loss": load_balance_loss(decision), "z_loss": z_loss(decision)}
         for key, value in {**expected, **load_statistics(decision)}.items():
             assert log[f"{key}.{name}"] == pytest.approx(value.item(), abs=1e-5), (key, name)
+    another = values_of(build(router_log="modules", balance_loss="entropy").terms(named)[1])
+    for name, decision in named:
+        entropy = BALANCE_LOSSES["entropy"](decision).item()
+        assert another[f"balance_loss.{name}"] == pytest.approx(entropy, abs=1e-5)
+        assert another[f"load_balance_loss.{name}"] == log[f"load_balance_loss.{name}"]
     dead = [log[f"dead_experts.{name}"] for name, _ in named]
     assert log["dead_experts"] == pytest.approx(sum(dead)) and sum(dead) > 0
 

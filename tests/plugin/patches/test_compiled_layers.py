@@ -150,6 +150,15 @@ def test_inductor_computes_the_same(family):
     compare(model, [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-8 if rounded else 1e-11, "inductor")
 
 
+@pytest.mark.parametrize(("before", "after"), [(8, 64), (100, 100)])
+@pytest.mark.usefixtures("as_before")
+def test_kinds_of_batches_have_room_for_graphs(before, after):
+    """Past torch's own limit of 8, layers run as without the flag."""
+    torch._dynamo.config.recompile_limit = before
+    compile_layers(build("dense_transformer_tiny", layers=1), "eager")
+    assert torch._dynamo.config.recompile_limit == after
+
+
 def stub(monkeypatch):
     """What is compiled is noted, and called as it is."""
     compiled = []

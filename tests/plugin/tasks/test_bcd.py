@@ -325,6 +325,15 @@ def test_uniform_gates_need_no_g_step(build_trainer):
     assert not any(is_gate(name) for name in trainer.get_model().state_dict())
 
 
+def test_an_epochs_g_loss_is_a_mean_over_tokens(build_trainer):
+    trainer, samples = build_trainer(*EVERY_SECOND)
+    trainer.begin_epoch(G_EPOCH)
+    with metrics.aggregate(new_root=True) as log:
+        for micro_batches in (samples[:1], samples[1:4]):
+            trainer.task.before_update(trainer, micro_batches)
+    assert log["g_loss"].count == sum(sample["ntokens"] for sample in samples[:4])
+
+
 def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     """Adaptive inputs and softmax, whose criterion returns a vector of one; blocks of a running text."""
     (tmp_path / "train").write_text("".join(f"w{i % 7} w{i % 5} w{i % 3}\n" for i in range(60)))
