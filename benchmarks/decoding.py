@@ -2,8 +2,9 @@
 
     python benchmarks/decoding.py configs/studies/frontier.yaml
 
-Each model, with random weights, reads a text of --tokens-per-sample tokens one by one, with a cache, as
-fairseq-generate does. The study's --report takes what this writes into its table of caches.
+Each model, with random weights, reads texts of the first one's --tokens-per-sample tokens one by one, with a
+cache, as fairseq-generate does: 1, 16 or 128 texts at a time. The study's --report takes what this writes
+into its table of caches.
 """
 
 from collections.abc import Callable
@@ -37,7 +38,7 @@ def decode(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
     return call
 
 
-def draw(study: Any, seconds: dict[str, dict[str, float]], args: Any) -> Figure:
+def draw(study: Any, seconds: dict[int, dict[str, float]], args: Any) -> Figure:
     figure = Figure(figsize=(4.5 * len(seconds), 1 + 0.3 * len(study.systems)), layout="constrained")
     panels = figure.subplots(1, len(seconds), sharey=True, squeeze=False)[0]
     first = next(iter(study.systems))
@@ -46,7 +47,7 @@ def draw(study: Any, seconds: dict[str, dict[str, float]], args: Any) -> Figure:
         panel.barh([system.label for system in study.systems.values()], ratios, color="#0072B2")
         panel.axvline(1, color="#666666", linewidth=0.8)
         panel.set(xlabel=f"seconds a token ÷ those of “{study.systems[first].label}”")
-        panel.set_title(f"{texts} at a time, {args.device}, {args.dtype}", fontsize=10)
+        panel.set_title(f"{texts} texts at a time, {args.device}, {args.dtype}", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
     return figure
@@ -70,18 +71,18 @@ def main() -> None:
         model = model.to(args.device, args.torch_dtype).eval()
         model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace()))
         models[name] = model
-    length = 8 if args.miniature else int(recipe.train.flags["tokens-per-sample"])
+    first = next(iter(runs.values())).load()
+    length = 8 if args.miniature else int(first.train.flags["tokens-per-sample"])
     seconds = {}
     for texts in TEXTS[args.device]:
         tokens = torch.randint(4, SYMBOLS, (texts, length), device=args.device)
         times = take_turns(
             {name: decode(model, tokens) for name, model in models.items()}, args.rounds, args.device
         )
-        key = f"{texts} text" if texts == 1 else f"{texts} texts"
-        seconds[key] = {name: found / length for name, found in times.items()}
-        for name, found in seconds[key].items():
-            ratio = found / seconds[key][next(iter(models))]
-            print(f"{key:9s} {study.systems[name].label:40s} {1000 * found:8.2f} ms a token  {ratio:5.2f}")
+        seconds[texts] = {name: found / length for name, found in times.items()}
+        for name, found in seconds[texts].items():
+            ratio = found / seconds[texts][next(iter(models))]
+            print(f"{texts:3d} {study.systems[name].label:40s} {1000 * found:8.2f} ms a token  {ratio:5.2f}")
     measured = {"study": study.study, "tokens": length, "seconds_per_token": seconds}
     report("decoding", args, measured, draw(study, seconds, args))
 

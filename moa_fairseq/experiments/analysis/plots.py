@@ -78,8 +78,7 @@ def label_points(
         taken.append(Bbox.from_extents(left - 2, bottom, right + 2, top))
     lines: list[Line] = []
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "va": "center"}
-    if bars:  # other lines may be behind a name beside its point
-        settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
+    settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the panel's lines
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in taken if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
@@ -88,11 +87,12 @@ def label_points(
                 line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
             else:
                 line = None
-            side = "center"
-            if bars and angle in (0, 22, -22):  # beside a bar
+            if abs(angle) <= 22:
                 side = "left"
-            elif bars and angle in (180, 158, -158):
+            elif abs(angle) >= 158:
                 side = "right"
+            else:
+                side = "center"
             text = panel.annotate(name, (x, y), offset, arrowprops=line, ha=side, **settings)
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line

@@ -74,8 +74,8 @@ def against(
     return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
 
 
-def interval_of(row: Mapping[str, Any]) -> str | None:
-    """The interval of a row of `against` as text; None where it has none."""
+def interval_of(row: Mapping[str, Any], decimals: int = 2) -> str | None:
+    """The interval of a row with `low` and `high` as text; None where it has none."""
     if "low" in row:
-        return f"{row['low']:+.2f} … {row['high']:+.2f}"
+        return f"{row['low']:+.{decimals}f} … {row['high']:+.{decimals}f}"
     return None

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.json_files import saved_json
+from moa_fairseq.experiments.json_files import read_json
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against, interval_of
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
@@ -157,7 +157,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
     counts = {"runs": len(found), "planned": len(planned)}
     tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
-    if len({row["cache_bytes"] for row in systems}) > 1:
+    if len({row.get("cache_bytes") for row in systems}) > 1:
         tables["cache"] = _cache(study, systems, planned[0].records)
     if study.levels:
         dropout = {row["system"]: row["dropout"] for row in systems}
@@ -221,6 +221,17 @@ def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> 
     ]
 
 
+def _to_first(
+    row: dict[str, Any], base: dict[str, Any], margin: float
+) -> tuple[list[float], dict[str, Any] | None]:
+    """A system's differences to the first one, a seed each, and what `paired` says of two or more."""
+    seeds = row["by_seed"].keys() & base["by_seed"].keys()
+    differences = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+    if len(differences) > 1:
+        return differences, paired(differences, margin)._asdict()
+    return differences, None
+
+
 def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
     """Bits beside bytes of cache, the smallest first, with the difference to the first system.
 
@@ -230,8 +241,11 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
     base = systems[0]
     measured = {}
     for path in sorted(records.glob("decoding-*.json")):
-        found = saved_json(path)
+        remedy = "Run benchmarks/decoding.py again, or remove the file."
+        found = read_json(path, remedy)
         for texts, seconds in found["seconds_per_token"].items():
+            if left := [row["system"] for row in systems if row["system"] not in seconds]:
+                raise UserError(f"{path} does not have {', '.join(left)}. {remedy}")
             measured[f"{found['device']}, {texts}"] = seconds
     rows = []
     least = math.inf
@@ -239,10 +253,9 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
         line = {key: row[key] for key in ("system", "cache_bytes", "loss")}
         line["ahead"] = row["loss"] < least
         least = min(least, row["loss"])
-        seeds = row["by_seed"].keys() & base["by_seed"].keys()
-        if row is not base and len(seeds) > 1:
-            differences = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
-            line.update(paired(differences, study.margin)._asdict())
+        if row is not base:
+            _, interval = _to_first(row, base, study.margin)
+            line.update(interval or {})
         line["decoding"] = {
             where: seconds[row["system"]] / seconds[base["system"]] for where, seconds in measured.items()
         }
@@ -282,19 +295,19 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
     return rows
 
 
-def _attention(run: Run) -> dict[str, float]:
+def _attention(run: Run) -> dict[str, Any]:
     """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts.
 
-    Of a language model the bytes of cache, too: of a translation's most are the memory's keys.
+    Language models have their bytes of cache, too. In a translation most of the cache are the memory's keys.
     """
     recipe = run.load()
     check_flags(recipe)  # before they build a model
     model = recipe.model.as_flags()
     length = int(recipe.train.flags.get("tokens-per-sample", 20))
     words = flags({key: value for key, value in model.items() if key != "arch"})
-    found = _attention_of(recipe.model.arch, length, tuple(words))
+    found = dict(_attention_of(recipe.model.arch, length, tuple(words)))
     if recipe.kind != LANGUAGE_MODELING:
-        found = {**found, "cache_bytes": None}
+        del found["cache_bytes"]
     return found
 
 
@@ -331,7 +344,7 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
                 {
                     **row,
                     **{side: study.systems[row[side]].label for side in ("first", "second")},
-                    "interval": f"{row['low']:+.4f} … {row['high']:+.4f}",
+                    "interval": interval_of(row, 4),
                 }
                 for row in rows
             ]
@@ -342,17 +355,14 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
             {
                 **row,
                 "label": study.systems[row["system"]].label,
-                "interval": f"{row['low']:+.4f} … {row['high']:+.4f}" if "low" in row else "",
+                "interval": interval_of(row, 4),
                 "cost": cost[row["system"]],
                 "decoding": "; ".join(f"{ratio:.2f} ({where})" for where, ratio in row["decoding"].items()),
                 "ahead": "yes" if row["ahead"] else "",
             }
             for row in rows
         ]
-        blocks += [
-            CACHE_HEADING,
-            Table(CACHE_COLUMNS, lines),
-        ]
+        blocks += [CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
     if rows := content.get("translations"):
         blocks += [
             "Translations, positive: the first is better. p, seeds, and the interval: paired t test. p, "
@@ -392,12 +402,7 @@ def _differences(study: Study, content: dict[str, Any], colours: dict[str, str])
     base, *others = content["systems"]
     marks: list[Mark] = []
     for row in others:
-        seeds = row["by_seed"].keys() & base["by_seed"].keys()
-        dots = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
-        if len(dots) > 1:
-            interval = paired(dots, study.margin)._asdict()
-        else:
-            interval = None
+        dots, interval = _to_first(row, base, study.margin)
         marks.append((row["label"], colours[row["family"]], dots, interval))
     axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
     axis += "\ngrey: ± 2 deviations of its seeds"

@@ -208,7 +208,7 @@ def test_a_report_says_how_large_each_attention_starts(study):
     assert quarter / dense == pytest.approx(0.25, rel=1e-5)
 
 
-def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path):
+def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     """B has one of A's four key heads and fewer bits; C has two and more bits than both."""
     systems = {**STUDY["systems"], "C": {"label": "between", "recipe": "../tiny.yaml"}}
     for name, heads in (("B", 1), ("C", 2)):
@@ -218,9 +218,13 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path):
         curve = record_of(Path("results/studies/toy"), f"C-seed{seed}")["curve"]
         worse = [{**row, "valid": row["valid"] + 0.1} for row in curve]
         changed(Path("results/studies/toy"), f"C-seed{seed}", curve=worse)
-    seconds = {"1 text": {"A": 0.2, "B": 0.1, "C": 0.3}}
-    measured = {"device": "cpu", "seconds_per_token": seconds}
-    (tmp_path / "results/studies/toy/decoding-cpu.json").write_text(json.dumps(measured))
+    seconds = {"A": 0.2, "B": 0.1}
+    measured = tmp_path / "results/studies/toy/decoding-cpu.json"
+    measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
+    assert study("--report", systems=systems)[0] == 2
+    assert "decoding-cpu.json does not have C" in capsys.readouterr().err
+    seconds["C"] = 0.3
+    measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     found = report_of(study, systems=systems)
     rows = found["cache"]
     assert [(row["system"], row["cache_bytes"], row["ahead"]) for row in rows] == [
@@ -230,8 +234,8 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path):
     ]
     assert rows[0]["mean"] == found["contrasts"][0]["mean"] < 0 < rows[1]["mean"]
     assert "mean" not in rows[2], "the first system itself"
-    assert [row["decoding"]["cpu, 1 text"] for row in rows] == pytest.approx([0.5, 1.5, 1])
-    assert "0.50 (cpu, 1 text)" in Path("results/studies/toy/report.md").read_text()
+    assert [row["decoding"]["cpu, 1"] for row in rows] == pytest.approx([0.5, 1.5, 1])
+    assert "0.50 (cpu, 1)" in Path("results/studies/toy/report.md").read_text()
     assert "cache" in pictures()
 
 
