@@ -46,8 +46,8 @@ def draw(study: Any, seconds: dict[int, dict[str, float]], args: Any) -> Figure:
         ratios = [of_system[name] / of_system[first] for name in study.systems]
         panel.barh([system.label for system in study.systems.values()], ratios, color="#0072B2")
         panel.axvline(1, color="#666666", linewidth=0.8)
-        panel.set(xlabel=f"seconds a token ÷ those of “{study.systems[first].label}”")
-        panel.set_title(f"{texts} texts at a time, {args.device}, {args.dtype}", fontsize=10)
+        panel.set(xlabel="seconds a token ÷ the first system's")
+        panel.set_title(f"texts at a time: {texts} ({args.device}, {args.dtype})", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
     panels[0].invert_yaxis()
     return figure
@@ -79,7 +79,7 @@ def main() -> None:
         times = take_turns(
             {name: decode(model, tokens) for name, model in models.items()}, args.rounds, args.device
         )
-        seconds[texts] = {name: found / length for name, found in times.items()}
+        seconds[texts] = {name: found / (texts * length) for name, found in times.items()}
         for name, found in seconds[texts].items():
             ratio = found / seconds[texts][next(iter(models))]
             print(f"{texts:3d} {study.systems[name].label:40s} {1000 * found:8.2f} ms a token  {ratio:5.2f}")
