@@ -87,7 +87,7 @@ CACHE_HEADING = (
     "Bits beside the bytes that a token leaves in a layer's cache, two for each number. − first: to the "
     "first system, with the interval of a paired t test, not corrected. × decoding: seconds a token ÷ those "
     "of the first system, device and texts at a time, all systems in turn in one process. Ahead: no system "
-    "with as many bytes or fewer has fewer bits; which differences are decided, the contrasts say."
+    "with as many bytes or fewer has fewer bits in the mean. Verdicts are those of the contrasts alone."
 )
 CONTRAST_TABLES = {
     "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
