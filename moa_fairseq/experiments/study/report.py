@@ -482,7 +482,7 @@ def _beside_cache(content: dict[str, Any], study: Study, colours: dict[str, str]
     panel.step(*zip(*ahead), where="post", color=GREY, linewidth=0.8, zorder=0)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
-    panel.margins(0.4, 0.05)
+    panel.margins(0.4, 0.05)  # names stand beside the outermost points
     axis = "bytes of cache a token and layer, two a number"
     panel.set_xlabel(f"{axis}\ngrey line: the fewest bits of all with as many bytes or fewer")
     panel.set_ylabel(f"validation loss − that of “{base['label']}” (bits)")
