@@ -46,7 +46,7 @@ import os, time
 from moa_fairseq.experiments.text.workers import ordered_map
 
 def work(batch):
-    print(os.getpid(), flush=True)
+    os.write(1, f"{os.getpid()}\\n".encode())    # one write: print makes two when PYTHONUNBUFFERED is set
     time.sleep(60)
 """
 
