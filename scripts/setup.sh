@@ -18,7 +18,7 @@
 set -euo pipefail
 export PYTHONSAFEPATH=1   # nothing is imported from the working directory
 
-[ "${1:-}" = "--help" ] && { sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0; }
+[ "${1:-}" = "--help" ] && { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_pin=${TORCH:-torch==2.13.0}
 

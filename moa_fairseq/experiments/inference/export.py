@@ -62,7 +62,8 @@ def named_model(name: str) -> Path:
         f"--model {name}: there is no {folder / 'average.pt'}. Models lie in $MOA_FAIRSEQ_MODELS, else in "
         f"{default_cache() / 'models'}; here: {', '.join(there) or 'none'}. "
         f"`moa-fairseq export RUN {folder}` "
-        "puts one there; `bash scripts/tiny_models.sh` trains and exports moa-, moh- and dense-tiny-en-de."
+        "puts one there; `bash scripts/tiny_models.sh deu.txt` trains and exports moa-, moh- and "
+        "dense-tiny-en-de."
     )
 
 

@@ -202,9 +202,16 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
         return
     same_text(checkpoint, original.resolve(), named=False)
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
-        log.warning(
-            f"no BPE merges were found with {original}: name those of the model with --set data.codes=FILE"
-        )
+        if recipe.data.bpe:
+            log.warning(
+                f"data.bpe learns merges anew, which may not be those of {original}: "
+                "--set data.bpe=null takes the model's own"
+            )
+        else:
+            log.warning(
+                f"no BPE merges were found with {original}: name those of the model with "
+                "--set data.codes=FILE"
+            )
     for language in (recipe.data.source, recipe.data.target):
         there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
         if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):

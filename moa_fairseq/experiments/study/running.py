@@ -79,7 +79,9 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
         if record and (there := record.get("commit")) != now:
             raise UserError(
                 f"{run.name} in {run.records} was made at commit {there}, and this is {now}: all runs of a "
-                f"study need one commit. Run it from a worktree: git worktree add ../study {there}."
+                f"study need one commit. To go on, make a worktree (git worktree add ../study {there}), run "
+                "`bash scripts/setup.sh` there without an active environment, and give its moa-fairseq "
+                f"--records {run.records.parent.resolve()}. To begin anew, give --records another folder."
             )
         if record and run.block in not_looked_at:
             not_looked_at.remove(run.block)
