@@ -2,6 +2,7 @@
 
 import contextlib
 import functools
+import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -10,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.plugin.forward_context import current_context
+from moa_fairseq.plugin.forward_context import current_context, forward_context
 
 logger = logging.getLogger(__name__)
 
@@ -94,7 +95,13 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], No
                 block.callback(hook.remove)
         block.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         block.enter_context(torch.no_grad())
-        run()
+        block.enter_context(forward_context(routings=()))  # those of the update itself are collected
+        try:
+            run()
+        except BaseException:
+            for shortcut in itertools.chain(*stacks.values()):  # all or none: some would pass for profiled
+                shortcut.omega.fill_(1)
+            raise
     for stack, shortcuts in stacks.items():
         found = ", ".join(f"{shortcut.omega.item():.3f}" for shortcut in shortcuts)
         logger.info("Admin: ω of the %s's residual sums, by the first batch: %s", stack, found)

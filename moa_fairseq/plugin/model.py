@@ -119,10 +119,11 @@ class MixtureModel(Extended):
             other = ("normalize-before", "layerdrop")
             names = [f"--{side}-{name}" for name in other for side in ("encoder", "decoder")]
             given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
-            translates = issubclass(cls, FairseqEncoderDecoderModel)
-            if given or not translates or cls.attention_family != "dense":
-                arch = getattr(args, "arch", cls.default_arch)
-                found = " and ".join(given) or f"the model of --arch {arch}"
+            fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
+            if given or not fits:
+                found = " and ".join(given)
+                if not fits:  # an architecture may set such a flag itself
+                    found = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
                 raise UserError(
                     "--initialization admin is for dense translation models (dense_transformer_base) whose "
                     f"norms follow their layers, all of which work; it does not fit {found}."

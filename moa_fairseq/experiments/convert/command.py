@@ -71,6 +71,11 @@ def convert(
     origin, job = models.kind_of(settings)
     if origin == family:
         raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
+    if getattr(settings, "initialization", None) == "admin":
+        raise UserError(
+            "The checkpoint was trained with --initialization admin, whose factors on the shortcuts no other "
+            "model has: it is not converted."
+        )
     state = source.state_dict()
     reason = None
     if family == DENSE:

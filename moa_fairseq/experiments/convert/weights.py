@@ -79,11 +79,13 @@ def fill(model: nn.Module, dense: State) -> str | None:
             raise UserError(
                 f"The checkpoint lacks {attention.name}.q_proj.weight: its attention is not fairseq's."
             )
-        if rows.size(0) != attention.embed_dim:
-            raise UserError(
-                f"{attention.name}.q_proj.weight: heads of a width of their own (--attention-head-dim) are "
-                "not converted."
-            )
+        for part, flag in (("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")):
+            name = f"{attention.name}.{part}.weight"
+            if dense[name].size(0) != attention.embed_dim:
+                raise UserError(
+                    f"{name} has {dense[name].size(0)} rows in place of {attention.embed_dim}: models with "
+                    f"{flag} are not converted."
+                )
     load(model, dense, may_lack=OF_ROUTING)
     reason = None
     with torch.no_grad():

@@ -105,8 +105,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
 
     A parameter that two modules share counts once, under the module that comes first, so a tied output
     projection has no parameters. Modules below `encoder` see src_len tokens, all others tgt_len; the keys and
-    values of cross-attention see src_len. A mixture states its own cost. In a language model with
-    Transformer-XL's positions a carried chunk adds its keys.
+    values of cross-attention see src_len, and those of --cross-self-attention both. A mixture states its own
+    cost. In a language model with Transformer-XL's positions a carried chunk adds its keys.
 
     Args:
         model: a fairseq model, on any device (only shapes are read).
@@ -129,6 +129,11 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
         queries = src_len if of_source else tgt_len
         keys = src_len if cross else queries
+        layer, of_itself, _ = name.partition(".self_attn")
+        if of_itself and getattr(modules[layer], "cross_self_attention", False):
+            keys += src_len
+            if path[-1] in ("k_proj", "v_proj"):
+                queries = keys
         if isinstance(module, (Attention, MultiheadAttention)) and path[0] == "decoder" and not cross:
             own = isinstance(module, Attention)
             if own:

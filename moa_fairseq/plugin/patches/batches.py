@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
+import atexit
+import contextlib
 import logging
 import math
+import queue
+import time
 import types
+import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -171,6 +176,31 @@ def start_new_data_workers(
     if set_dataset_epoch:
         iterator.dataloader = None
     return next_epoch_itr(iterator, shuffle, fix_batches_to_gpus, set_dataset_epoch)
+
+
+@patch(
+    "fairseq.data.iterators:BufferedIterator._create_consumer",
+    _EPOCHS + "test_a_reader_ends_with_the_process",
+)
+def end_readers_with_the_process(create_consumer: Callable, iterator: Any) -> None:
+    """A training that ends inside an epoch leaves a thread that reads batches. If that is inside torch when
+    Python ends, C++ aborts: a finished training has failed, by its exit status.
+    """
+    create_consumer(iterator)
+    _readers.add(iterator._consumer)
+
+
+_readers: weakref.WeakSet = weakref.WeakSet()
+
+
+@atexit.register
+def _end_readers() -> None:
+    deadline = time.monotonic() + 10  # a data set that hangs does not keep the process
+    for reader in _readers:
+        reader._max_len = 0  # it ends after the batch that it has
+        while reader.is_alive() and time.monotonic() < deadline:
+            with contextlib.suppress(queue.Empty):
+                reader._queue.get(timeout=0.05)
 
 
 @patch("fairseq.data:LRUCacheDataset.set_epoch", _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered")

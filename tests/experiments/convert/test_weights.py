@@ -47,6 +47,16 @@ def test_learned_positions_of_a_language_model_are_taken_over():
     assert settings_for(settings, "mae", "causal LM", {}).positions == "rope"
 
 
+@pytest.mark.parametrize("part, flag", [("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")])
+def test_heads_of_other_widths_or_fewer_keys_are_refused_by_their_flag(part, flag):
+    model = torch.nn.ModuleList([MixtureOfHeads(8, num_heads=4, moh_shared_heads=2, experts_per_token=1)])
+    model[0].name = "0"
+    dense = {f"0.{name}.weight": torch.zeros(8, 8) for name in ("q_proj", "k_proj")}
+    dense[f"0.{part}.weight"] = torch.zeros(2, 8)
+    with pytest.raises(UserError, match=flag):
+        fill(model, dense)
+
+
 @pytest.mark.parametrize("chosen, reason", [((1, 2), "3 of 4"), ((2, 1), "3 of 4"), ((2, 2), None)])
 def test_any_layer_that_leaves_heads_out_computes_another_function(chosen, reason):
     sizes = [dict(num_heads=4, moh_shared_heads=2, experts_per_token=count) for count in chosen]

@@ -55,6 +55,20 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
     assert count(model, S, T).total_macs == counter.get_total_flops() // 2
 
 
+def test_cross_self_attention_projects_the_source_too():
+    """Of one layer: q and out of T tokens, k and v of S + T, and T·(S + T) scores."""
+    S, T, d = 30, 20, 128
+    flags = ["--decoder-layers=1", "--cross-self-attention", "--no-cross-attention"]
+    ours = complexity("dense_transformer_tiny", 60, S, T, model_flags=flags)
+    sizes = {"embed-dim": d, "ffn-embed-dim": 256, "attention-heads": 4}
+    small = [f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")]
+    theirs = complexity("transformer", 60, S, T, model_flags=[*flags, "--encoder-layers=4", *small])
+    assert ours.macs["decoder_self_attention"] == (2 * T + 2 * (S + T)) * d * d
+    scores = 2 * d * (4 * S * S + T * (S + T))
+    assert ours.macs["attention_matmul"] == theirs.macs["attention_matmul"] == scores
+    assert theirs.macs["decoder_self_attention"] == ours.macs["decoder_self_attention"]
+
+
 def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
     sizes = {"layers": 4, "embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4}
     small = [f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")]

@@ -8,7 +8,7 @@ import whole_models
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.admin import Shortcut, profile, unprofiled
-from moa_fairseq.plugin.forward_context import forward_context
+from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 ARCH, ADMIN = "dense_transformer_tiny", ("--initialization", "admin")
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2, "--share-all-embeddings")
@@ -84,6 +84,33 @@ def test_a_saved_model_keeps_its_omegas_and_draws_the_same_dropout():
     assert omegas(again) == omegas(model) and not unprofiled(again)
 
 
+def test_a_pass_that_fails_leaves_no_omega_and_is_made_again():
+    """The trainer skips a batch that is too large for the memory, and goes on with the next."""
+    model, whole, inputs = build("--dropout", 0), build("--dropout", 0), whole_models.batch(ARCH)
+
+    def fail(*_):
+        raise RuntimeError("out of memory")
+
+    hook = model.decoder.layers[1].fc1.register_forward_pre_hook(fail)
+    with pytest.raises(RuntimeError, match="out of memory"):
+        model(**inputs)
+    assert set(omegas(model)) == {1.0}
+    hook.remove()
+    model(**inputs)
+    whole(**inputs)
+    assert omegas(model) == omegas(whole)
+
+
+def test_the_first_update_collects_its_own_routings_alone():
+    model, inputs = build("--sigma-moe-num-experts", 4), whole_models.batch(ARCH)
+    counts = []
+    for _ in range(2):
+        with collect_routings() as routings:
+            model(**inputs)
+        counts.append(len(routings))
+    assert counts == [4, 4] and not unprofiled(model)
+
+
 def test_workers_count_together_and_training_moves_omega():
     alone, together, inputs = build("--dropout", 0), build("--dropout", 0), whole_models.batch(ARCH)
     alone(**inputs)
@@ -102,6 +129,7 @@ def test_workers_count_together_and_training_moves_omega():
         (ARCH, ("--encoder-layerdrop", 0.1), "--encoder-layerdrop"),
         ("moa_transformer_tiny", (), "--arch moa_transformer_tiny"),
         ("dense_roberta_tiny", (), "--arch dense_roberta_tiny"),
+        ("dense_transformer_lm_base", (), "--arch dense_transformer_lm_base"),  # pre-norm by itself
     ],
 )
 def test_other_models_are_refused(arch, flags, named):

@@ -38,6 +38,18 @@ def test_it_is_fairseqs_model_by_its_weights(arch, fairseqs, flags, size):
     torch.testing.assert_close(*outputs, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.parametrize("padded", [False, True])
+def test_cross_self_attention_leaves_out_the_sources_padding(padded):
+    flags = ["--cross-self-attention", "--no-cross-attention"]
+    ours, theirs = build("dense_transformer_tiny", *flags), build("transformer", *TINY, *flags)
+    ours.load_state_dict(theirs.state_dict())
+    inputs = batch("transformer", (7, 4 if padded else 7, 7))
+    assert inputs["src_tokens"].eq(PAD).any() and inputs["prev_output_tokens"].eq(PAD).any() == padded
+    real = inputs["prev_output_tokens"].ne(PAD)
+    outputs = [model.double().eval()(**inputs)[0][real] for model in (ours, theirs)]
+    torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-11)
+
+
 def test_gated_feed_forwards_and_rms_norms():
     flags = (*SMALL_LM, "--gated-feed-forward", "--rms-norm")
     model = build("dense_transformer_lm_base", *flags).double().eval()

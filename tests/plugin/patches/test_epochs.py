@@ -3,6 +3,8 @@ workers load the epoch that is being trained."""
 
 import multiprocessing
 import os
+import subprocess
+import sys
 import time
 from types import SimpleNamespace
 
@@ -216,3 +218,30 @@ def test_a_process_that_begins_in_a_later_epoch_groups_sentences_alike(build_tra
         groups.append([batch.tolist() for batch in map(numpy.array, iterator.frozen_batches)])
         assert iterator.seed == 7  # by which the batches of an epoch are shuffled
     assert groups[0] == groups[1] and len(groups[0]) > 5
+
+
+READING = """
+import time
+import torch
+from fairseq.data.iterators import BufferedIterator
+import moa_fairseq
+moa_fairseq.register()
+
+class Endless:
+    def __len__(self):
+        return 10**9
+
+    def __iter__(self):
+        while True:  # inside torch for nearly all of its time
+            yield torch.ones(4, 200000).index_select(0, torch.tensor([0, 1])).sum()
+
+next(BufferedIterator(10**8, Endless()))
+time.sleep(0.2)
+print("done training", flush=True)
+"""
+
+
+def test_a_reader_ends_with_the_process():
+    line = [sys.executable, "-c", READING]
+    found = subprocess.run(line, capture_output=True, text=True, timeout=120)
+    assert (found.returncode, found.stdout) == (0, "done training\n"), found.stderr
