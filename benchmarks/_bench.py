@@ -56,6 +56,10 @@ def arguments(
     args = parser.parse_args()
     if args.miniature and args.output == RESULTS:
         parser.error("--miniature needs --output DIR: its numbers are not results")
+    if args.rounds < 1:
+        parser.error(f"--rounds {args.rounds}: each candidate takes at least one turn")
+    if args.device == "cuda" and not cuda:
+        parser.error("--device cuda: torch sees no GPU here; use --device cpu, or check torch and the driver")
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)

@@ -18,6 +18,7 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
+from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.study.design import load_study, runs_of
 from moa_fairseq.process import flags
@@ -61,18 +62,19 @@ def main() -> None:
     if args.output == RESULTS:
         args.output = records / study.study
     models = {}
+    length = 8
     for name, run in runs.items():
         recipe = run.load()
         if recipe.kind != LANGUAGE_MODELING:
             raise UserError(f"{args.study}: system {name} is no language model, so this cannot time it.")
-        flag_values = recipe.model.as_flags()
-        arch = flag_values.pop("arch")
-        model = build_meta_model(arch, SYMBOLS, "shared", flags(flag_values), weights=True)
+        if not models and not args.miniature:
+            length = check_flags(recipe).tokens_per_sample
+        # every model has positions for the first one's texts
+        words = flags({**recipe.model.as_flags(), "arch": None, "tokens-per-sample": length})
+        model = build_meta_model(recipe.model.arch, SYMBOLS, "shared", words, weights=True)
         model = model.to(args.device, args.torch_dtype).eval()
         model.prepare_for_inference_(SimpleNamespace(generation=SimpleNamespace()))
         models[name] = model
-    first = next(iter(runs.values())).load()
-    length = 8 if args.miniature else int(first.train.flags["tokens-per-sample"])
     seconds = {}
     for texts in TEXTS[args.device]:
         tokens = torch.randint(4, SYMBOLS, (texts, length), device=args.device)

@@ -305,6 +305,7 @@ STUDY = {
 }
 RECORD = {
     **{"study": "record", "system": "A", "seed": 1, "end": "finished", "tokens_per_second": 9.5},
+    "parameters": 9,
     **{"curve": [{"updates": 2, "valid": 5.5, "train": 6.0}], "settings": {"stage": "train"}},
 }
 

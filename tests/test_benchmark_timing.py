@@ -26,13 +26,25 @@ def bench(monkeypatch):
     return _bench
 
 
+@pytest.mark.parametrize("words", [["--rounds", "0"], ["--rounds", "-1"], ["--device", "cuda"]])
+def test_what_cannot_be_timed_is_refused_by_its_flag(bench, words, monkeypatch, capsys):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(sys, "argv", ["attention.py", *words])
+    with pytest.raises(SystemExit) as refusal:
+        bench.arguments("timing")
+    assert refusal.value.code == 2
+    assert " ".join(words) in capsys.readouterr().err
+
+
 @pytest.mark.parametrize("trusted", [True, False])
 def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_path, capsys):
     """On a GPU whose kernels were not checked `auto` is `grouped`: said at once, and in the file."""
     found = ("triton", "9 checks passed") if trusted else ("grouped", "not triton: not checked")
     monkeypatch.setattr(projection, "automatic", lambda dtype: found)
     monkeypatch.setattr(sys, "argv", ["x.py", "--device", "cuda", "--miniature", "--output", str(tmp_path)])
-    args = bench.arguments("a benchmark")
+    with monkeypatch.context() as patch:
+        patch.setattr(torch.cuda, "is_available", lambda: True)
+        args = bench.arguments("a benchmark")
     assert ("`auto` is grouped" in capsys.readouterr().err) is not trusted
     monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "abc")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # a copy without git

@@ -50,6 +50,43 @@ def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
         assert panel.get_ylim()[0] <= min(heights) and max(heights) <= panel.get_ylim()[1]
 
 
+@pytest.mark.parametrize(("said", "tokens"), [({}, 1024), ({"train.flags.tokens-per-sample": 1030}, 1030)])
+def test_decoding_takes_the_length_that_the_first_system_is_trained_with(
+    benchmarks, monkeypatch, tmp_path, said, tokens
+):
+    """1,024 tokens where the recipe names no number, as fairseq does; learned positions reach its end."""
+    monkeypatch.delitem(sys.modules, "decoding", raising=False)
+    import decoding
+
+    widths = {f"decoder-{part}-dim": 32 for part in ("embed", "input", "output", "ffn-embed")}
+    model = {**widths, "decoder-layers": 1, "decoder-attention-heads": 2, "decoder-learned-pos": True}
+    recipe = {
+        "experiment": "tiny",
+        "summary": "is not trained",
+        "data": {"recipe": "wikitext2_sp4k"},
+        "model": {"arch": "dense_transformer_lm_base", "flags": model},
+        "train": {"task": "language_modeling", "criterion": "cross_entropy", "max_tokens": 16},
+    }
+    recipe["train"]["max_update"] = 4
+    systems = {"A": {"label": "dense", "recipe": "tiny.yaml", "set": said}}
+    study = {"study": "toy", "question": "?", "seeds": 1, "systems": systems}
+    for name, content in (("tiny", recipe), ("toy", study)):
+        (tmp_path / f"{name}.yaml").write_text(json.dumps(content))
+
+    def take_turns(candidates, rounds, device):
+        monkeypatch.setattr(decoding, "take_turns", lambda candidates, *_: dict.fromkeys(candidates, 1.0))
+        for call in candidates.values():  # of one text
+            call()
+        return dict.fromkeys(candidates, 1.0)
+
+    monkeypatch.setattr(decoding, "take_turns", take_turns)
+    words = ["decoding.py", str(tmp_path / "toy.yaml"), "--device", "cpu", "--output", str(tmp_path)]
+    monkeypatch.setattr(sys, "argv", words)
+    decoding.main()
+    found = json.loads((tmp_path / "decoding-cpu.json").read_text())
+    assert found["tokens"] == tokens and found["seconds_per_token"]["1"] == {"A": pytest.approx(1 / tokens)}
+
+
 @pytest.mark.thorough
 @pytest.mark.parametrize("name", ["generation", "language_models", "decoding"])
 def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):

@@ -18,8 +18,10 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import itertools
 import json
 import logging
+import os
 import subprocess
 import sys
 import time
@@ -28,6 +30,7 @@ from pathlib import Path
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.study.design import load_study, runs_of
 from moa_fairseq.experiments.study.records import pack_study
 from moa_fairseq.experiments.study.report import as_text, draw, report
@@ -106,19 +109,28 @@ def run(args: argparse.Namespace) -> int:
         for one in left:
             log.info("%s", one.name)
     elif args.jobs > 1:
-        _work_together(args.jobs)
+        _work_together(args.jobs, choose_devices(detect_hardware(), args.gpus, dry_run=False))
     else:
         work(left, place)
     return 0
 
 
-def _work_together(jobs: int) -> None:
-    """Workers on this machine; one that fails, or Ctrl-C, ends all of them."""
+def _work_together(jobs: int, devices: Hardware) -> None:
+    """Workers on this machine, each with GPUs of its own; one that fails, or Ctrl-C, ends all of them.
+
+    Where there are fewer GPUs than they need together, they share them in turn.
+    """
     workers: list[subprocess.Popen[bytes]] = []
+    command = to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])
+    cards = itertools.cycle(devices.visible)
     with terminate_as_interrupt():
         try:
             for _ in range(jobs):
-                workers.append(subprocess.Popen(to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])))
+                environment = dict(os.environ)
+                if devices.gpus:
+                    own = itertools.islice(cards, devices.gpus)
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+                workers.append(subprocess.Popen(command, env=environment))
             while any(worker.poll() is None for worker in workers):
                 if any(worker.returncode for worker in workers):
                     break

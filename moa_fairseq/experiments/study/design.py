@@ -11,6 +11,7 @@ import logging
 import math
 import re
 import shlex
+from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,11 +22,18 @@ from numpy.typing import NDArray
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import is_number
 from moa_fairseq.experiments.make import changes
-from moa_fairseq.experiments.recipes.loading import build, fail, find_recipe, load_recipe, read_mapping
+from moa_fairseq.experiments.recipes.loading import (
+    build,
+    fail,
+    find_recipe,
+    load_recipe,
+    near_or_all,
+    read_mapping,
+)
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
-from moa_fairseq.experiments.study.records import REMEDY, Record, records_of
+from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
+from moa_fairseq.files import shipped
 
-DIVERGED = "diverged"
 STAGES = ("train", "all")
 MOST_RUNS = 100_000
 # The numbers of a study file, and of its tuning: lowest and highest.
@@ -79,6 +87,7 @@ class Tuning:
     """The runs that choose values for each system: those of the lowest mean loss, of all points of a grid.
 
     They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
+    A point with fewer runs that diverged is better, whatever its loss is.
 
     Args:
         grid: `section.key` → the values that are tried.
@@ -172,9 +181,16 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             tuning chose.
 
     Raises:
-        UserError: names file and key; also where the tuning is not complete.
+        UserError: names file and key; also where the tuning is not complete, or every run of a system in it
+            diverged.
     """
     file = str(path)
+    if not path.exists():
+        folders = (path.parent, shipped("configs") / "studies")
+        files = [each for folder in folders for each in folder.glob("*.yaml") if each.is_file()]
+        # recipes lie beside them
+        known = {each.stem for each in files if "\nstudy:" in "\n" + each.read_text("utf-8", "replace")}
+        raise UserError(f"There is no study file {path}{near_or_all(path.stem, known)}.")
     study = build(Study, read_mapping(path, "study"), file)
     if study.tuning is None:
         tuning = None
@@ -209,8 +225,13 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
                 f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first."
             )
         losses = losses_of(trial, runs, found)
+        diverged = Counter(run.system for run in runs if _has_diverged(trial, found[run.name]))
         for key, grid in grids.items():
-            best = min(grid, key=lambda name: sum(losses[name].values()))
+            best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
+            if diverged[best] == tuning.seeds:
+                why = f"every tuning run of system {key} diverged, so no point of its grid can be chosen"
+                remedy = "Give lower values, and run it with --tune again."
+                fail(file, "tuning.grid", f"{why}. {remedy}")
             rows[key] = dataclasses.replace(rows[key], set={**rows[key].set, **grid[best][1]})
     contrasts = {}
     for key, row in study.contrasts.items():
@@ -223,7 +244,10 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
 
 
 def _check(study: Study, tuning: Tuning | None, file: str) -> None:
-    """Raise UserError for a name, number or stage that a study cannot have, and for too many runs."""
+    """Raise UserError for a name, number or stage that a study cannot have.
+
+    Also for too many runs, and for seeds that would choose a point of the grid and then count, too.
+    """
     for key, values in {"": study, **({"tuning.": tuning} if tuning else {})}.items():
         for name, (low, high) in _LIMITS.items():
             value = getattr(values, name, low)
@@ -243,6 +267,12 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
         if not points or not tuning.grid:
             fail(file, "tuning.grid", "has no point: give each key at least one value.")
         runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
+        shared = max(study.first_seed, tuning.first_seed)
+        end = study.first_seed + study.seeds
+        if shared < min(end, tuning.first_seed + tuning.seeds):
+            why = f"makes seed {shared} one that chooses, and it is one of those that count, too"
+            remedy = f"Give {end} or more, or the study another first_seed."
+            fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {why}. {remedy}")
     for key, number in runs.items():
         if number > MOST_RUNS:
             fail(file, key, f"makes {number:,} runs, and a study has at most {MOST_RUNS:,}: name fewer.")
@@ -396,13 +426,14 @@ def losses_of(
     diverged = []
     for run in runs:
         if record := records.get(run.name):
-            last = [row.get("valid") for row in record["curve"]][-study.last :]
-            if record["end"] == DIVERGED or not last or None in last:
+            if _has_diverged(study, record):
                 diverged.append(run)
             elif levels is None:
+                last = _last(study, record)
                 found[run.system][run.seed] = sum(last) / len(last)
-            elif pairs := _pairs(record):  # on the straight line between the validations beside each level
-                train, valid = np.transpose(sorted(pairs))
+            # on the straight line between the validations beside each level
+            elif pairs := pairs_of(record):
+                train, valid = np.transpose(sorted(pairs.values()))
                 found[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
     worst = max((loss for row in found.values() for loss in row.values()), default=float("nan"))
     for run in diverged:
@@ -411,12 +442,50 @@ def losses_of(
 
 
 def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.float64]:
-    """study.levels training losses, spread evenly over one bit from the lowest that all records reached."""
-    trained = [_pairs(record) for record in records if record["end"] != DIVERGED]
-    lowest = max((min(pairs)[0] for pairs in trained if pairs), default=0.0)
-    return np.linspace(lowest, lowest + 1, study.levels)
+    """study.levels training losses that all records have, spread evenly.
+
+    They go from the lowest that all records reached to one bit above, and no higher than the highest of any
+    record: above that it has no validation loss.
+
+    Args:
+        study: says how many levels.
+        records: of the runs that are compared; those that diverged move no level.
+
+    Returns:
+        The levels; none where no training loss lies between the lowest and the highest of every record.
+    """
+    trained = [
+        [train for train, _ in pairs.values()]
+        for record in records
+        if record["end"] != DIVERGED and (pairs := pairs_of(record))
+    ]
+    lowest = max(map(min, trained), default=0.0)
+    highest = min([lowest + 1, *map(max, trained)])
+    if highest < lowest:
+        return np.empty(0)
+    return np.linspace(lowest, highest, study.levels)
 
 
-def _pairs(record: dict[str, Any]) -> list[tuple[float, float]]:
-    """(training, validation) loss at each validation before which a training loss was logged."""
-    return [(row["train"], row["valid"]) for row in record["curve"] if "train" in row]
+def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
+    """The training and the validation loss of each validation that has both numbers.
+
+    Args:
+        record: of a run.
+
+    Returns:
+        Updates → (training loss, validation loss).
+    """
+    keys = ("updates", "train", "valid")
+    rows = [[row.get(key) for key in keys] for row in record["curve"]]
+    return {updates: (train, valid) for updates, train, valid in rows if None not in (updates, train, valid)}
+
+
+def _last(study: Study, record: dict[str, Any]) -> list[Any]:
+    """The last validation losses of a run, of which its loss is the mean; None for one that is no number."""
+    return [row.get("valid") for row in record["curve"]][-study.last :]
+
+
+def _has_diverged(study: Study, record: dict[str, Any]) -> bool:
+    """Whether a run has no loss of its own."""
+    last = _last(study, record)
+    return record["end"] == DIVERGED or not last or None in last

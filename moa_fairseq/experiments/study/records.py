@@ -12,6 +12,7 @@ import re
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import contents, pack
 from moa_fairseq.experiments.json_files import (
     LIST,
@@ -29,6 +30,8 @@ RECORDS = "records.jsonl"
 ARCHIVE = "outputs.tar.xz"
 CHECKSUMS = "outputs.sha256"
 SINGLE_OUTPUTS = "outputs"
+FINISHED = "finished"
+DIVERGED = "diverged"
 REMEDY = "Delete it, or bring the committed one back with git checkout."
 _SINGLE = re.compile(r".+-seed\d+\.json")
 _KINDS = {
@@ -162,9 +165,17 @@ def _single_records(folder: Path) -> list[Record]:
 
 
 def _checked(content: Any, where: str) -> Record:
+    """The record that a line or file holds; raises UserError that names it and the key."""
     check_kinds(content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve"))
+    # null where the training ended too early to say them
+    if missing := [key for key in ("parameters", "tokens_per_second") if key not in content]:
+        raise UserError(f"{where} lacks {', '.join(missing)}. {REMEDY}")
+    if content["end"] not in (FINISHED, DIVERGED):
+        raise UserError(
+            f"{where}: end is {content['end'][:80]!r}, and must be {FINISHED} or {DIVERGED}. {REMEDY}"
+        )
     for row in content["curve"]:
-        check_kinds(row, dict.fromkeys(("valid", "train"), NUMBER), f"{where}: curve", REMEDY)
+        check_kinds(row, dict.fromkeys(("updates", "valid", "train"), NUMBER), f"{where}: curve", REMEDY)
     return Record(where, content)
 
 

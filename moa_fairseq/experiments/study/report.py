@@ -7,7 +7,7 @@ import itertools
 import logging
 import math
 import textwrap
-from collections import Counter
+from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.json_files import read_json
+from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against, interval_of
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
@@ -33,14 +33,14 @@ from moa_fairseq.experiments.scoring.significance import (
     verdict,
 )
 from moa_fairseq.experiments.study.design import (
-    DIVERGED,
     Run,
     Study,
     common_levels,
     fitting_records,
     losses_of,
+    pairs_of,
 )
-from moa_fairseq.experiments.study.records import outputs_of
+from moa_fairseq.experiments.study.records import DIVERGED, outputs_of
 from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.process import flags
 
@@ -93,8 +93,8 @@ CONTRAST_TABLES = {
     "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
     "bits. Visible: what this many seeds find in 80 % of studies.",
     "at_equal_training_loss": "The same at equal training loss: mean over levels of it, from the lowest that "
-    "all runs of the two systems reached to one bit above. Training losses are those with dropout, so "
-    "contrasts of unequal dropout are left out.",
+    "all runs of the two systems reached to one bit above, as far as every run has one so high. Training "
+    "losses are those with dropout, so contrasts of unequal dropout are left out.",
 }
 # What losses are drawn against, and what it is called.
 COSTS = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
@@ -134,6 +134,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     if not found:
         folder = planned[0].records
         raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
+    _warn_of_mixtures(runs, records)
     losses = losses_of(study, runs, records)
     systems = [
         {
@@ -166,11 +167,29 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
             both = [run for run in runs if run.system in (contrast.first, contrast.second)]
             if dropout[contrast.first] == dropout[contrast.second]:
                 levels = common_levels(study, [records[run.name] for run in both])
+                if not len(levels):
+                    log.warning("%s has no training loss that all of its runs have: it is left out", name)
+                    continue
                 at_equal[name] = losses_of(study, both, records, levels)
         tables["at_equal_training_loss"] = _contrasts(study, at_equal)
     if references:
         tables["translations"] = _translations(study, runs, references)
     return {"study": study.study, **counts, **tables, "made_by": made_by}
+
+
+def _warn_of_mixtures(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
+    """Say where runs that are compared differ in more than the system."""
+    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    for run in runs:
+        seed, system = run.block
+        block = f"seed {seed} {system}".strip()
+        for key, whole in {"hardware": block, "precision": block, "commit": "the study"}.items():
+            if value := records[run.name].get(key):
+                found[whole, key].add(value)
+    for (whole, key), values in found.items():
+        if len(values) > 1:
+            what = f"unequal {key} ({'; '.join(sorted(values))})"
+            log.warning("%s counts, but its runs are of %s: differences may come from that", whole, what)
 
 
 def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
@@ -185,12 +204,12 @@ def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) 
 
 
 def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Training and validation loss at each validation, means over the seeds that did not diverge."""
-    curves = [record["curve"] for record in records if record["end"] != DIVERGED]
-    pairs = [[(row["train"], row["valid"]) for row in curve if "train" in row] for curve in curves]
-    if pairs:
-        return np.mean(pairs, axis=0).tolist()
-    return []
+    """Training and validation loss, means over the runs that did not diverge, at each validation of all."""
+    curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
+    if not curves:
+        return []
+    common = sorted(set(curves[0]).intersection(*curves))
+    return [np.mean([curve[updates] for curve in curves], axis=0).tolist() for updates in common]
 
 
 def _dropout(run: Run) -> dict[str, Any]:
@@ -235,18 +254,26 @@ def _to_first(
 def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
     """Bits beside bytes of cache, the smallest first, with the difference to the first system.
 
-    Decoding is what `benchmarks/decoding.py` measured of the study's systems: device and texts at a time →
-    seconds a token ÷ those of the first system.
+    Decoding is what `benchmarks/decoding.py` measured of the study's systems: device, with the dtype where it
+    is not float32 on a CPU, and texts at a time → seconds a token ÷ those of the first system.
     """
     base = systems[0]
+    names = [row["system"] for row in systems]
+    kinds = {"device": TEXT, "dtype": TEXT, "seconds_per_token": MAPPING}
+    remedy = "Run benchmarks/decoding.py again, or remove the file."
     measured = {}
     for path in sorted(records.glob("decoding-*.json")):
-        remedy = "Run benchmarks/decoding.py again, or remove the file."
         found = read_json(path, remedy)
+        check_kinds(found, kinds, str(path), remedy, required=("device", "seconds_per_token"))
+        device = f"{found['device']} {found.get('dtype') or 'float32'}"
+        if device == "cpu float32":  # as the reports say it that are there
+            device = "cpu"
         for texts, seconds in found["seconds_per_token"].items():
-            if left := [row["system"] for row in systems if row["system"] not in seconds]:
-                raise UserError(f"{path} does not have {', '.join(left)}. {remedy}")
-            measured[f"{found['device']}, {texts}"] = seconds
+            where = f"{path}: seconds_per_token.{texts[:20]}"
+            check_kinds(seconds, dict.fromkeys(names, NUMBER), where, remedy, required=names)
+            if wrong := next((name for name in names if seconds[name] <= 0), None):
+                raise UserError(f"{where}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}")
+            measured[f"{device}, {texts}"] = seconds
     rows = []
     least = math.inf
     for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
@@ -301,10 +328,9 @@ def _attention(run: Run) -> dict[str, Any]:
     Language models have their bytes of cache, too. In a translation most of the cache are the memory's keys.
     """
     recipe = run.load()
-    check_flags(recipe)  # before they build a model
-    model = recipe.model.as_flags()
-    length = int(recipe.train.flags.get("tokens-per-sample", 20))
-    words = flags({key: value for key, value in model.items() if key != "arch"})
+    training = check_flags(recipe)  # before its flags build a model
+    length = getattr(training, "tokens_per_sample", 20)
+    words = flags({**recipe.model.as_flags(), "arch": None})
     found = dict(_attention_of(recipe.model.arch, length, tuple(words)))
     if recipe.kind != LANGUAGE_MODELING:
         del found["cache_bytes"]
@@ -378,10 +404,11 @@ def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
     families = list(dict.fromkeys(row["family"] for row in content["systems"]))
     colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
     figures = {
-        "differences": _differences(study, content, colours),
         "cost": _against(study, content, colours, COSTS),
         "branch": _against(study, content, colours, START),
     }
+    if len(content["systems"]) > 1:
+        figures["differences"] = _differences(study, content, colours)
     if content.get("cache"):
         figures["cache"] = _beside_cache(content, study, colours)
     if study.levels:

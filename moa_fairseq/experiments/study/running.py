@@ -16,11 +16,19 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
+from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.recipes.planner import workload
 from moa_fairseq.experiments.recipes.result import commit, data_differences, versions
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
-from moa_fairseq.experiments.study.design import DIVERGED, Run, Study, fitting_records, settings_of
-from moa_fairseq.experiments.study.records import append_record, records_of, write_output
+from moa_fairseq.experiments.study.design import Run, Study, fitting_records, settings_of
+from moa_fairseq.experiments.study.records import (
+    DIVERGED,
+    FINISHED,
+    append_record,
+    records_of,
+    write_output,
+)
 from moa_fairseq.process import Executor, flags, terminate_as_interrupt, to_shell
 
 log = logging.getLogger(__name__)
@@ -61,7 +69,8 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
 
     What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
     another precision, are left out, with a warning. Raises UserError where another commit made the records,
-    and where --data was prepared otherwise than a recipe says.
+    where --data was prepared otherwise than a recipe says, and where the flags of a system that is left are
+    none, or make no model: a mistake in a later one is found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
     if prepared and (prepared / "manifest.json").is_file():
@@ -72,8 +81,6 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     records = fitting_records(place.study, runs, strict=True)
     now = commit()
-    elsewhere = set()
-    not_looked_at = {run.block for run in runs if run.name not in records}
     for run in runs:
         record = records.get(run.name)
         if record and (there := record.get("commit")) != now:
@@ -83,30 +90,69 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 "`bash scripts/setup.sh` there without an active environment, and give its moa-fairseq "
                 f"--records {run.records.parent.resolve()}. To begin anew, give --records another folder."
             )
-        if record and run.block in not_looked_at:
-            not_looked_at.remove(run.block)
-            here = place.conditions(run)
-            before = {key: record.get(key, here[key]) for key in here}
-            if before != here:
-                elsewhere.add(run.block)
-                words = [", ".join(each.values()) for each in (before, here)]
-                log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
+    incomplete = {run.block for run in runs if run.name not in records}
+    made = [(run, records[run.name]) for run in runs if run.block in incomplete and run.name in records]
+    elsewhere = _made_elsewhere(made, place)
     left = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in left}.values():
-        run.load()  # a mistake in a later one is found before the first is trained
+        try:
+            recipe = run.load()
+            check_flags(recipe)
+            workload(recipe, None)  # builds the model, without weights
+        except UserError as error:
+            raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
     return left
 
 
 def work(runs: list[Run], place: Place) -> None:
-    """Carry out every run that has no record and that no other worker, here or elsewhere, is at."""
+    """Carry out every run that has no record and that no other worker, here or elsewhere, is at.
+
+    One whose block has a record that was made on another kind of machine in the meantime is left out.
+
+    Args:
+        runs: that had no record when the work began.
+        place: where they run.
+
+    Raises:
+        UserError: a training failed, and did not diverge.
+    """
     place.folders.mkdir(parents=True, exist_ok=True)
+    elsewhere: set[tuple[int, str]] = set()
     with terminate_as_interrupt():
         for number, run in enumerate(runs, 1):
             lock = place.folders / f"{run.name}.lock"
             with contextlib.suppress(portalocker.LockException), portalocker.Lock(lock, "a", timeout=0):
-                if (run.system, run.seed) not in records_of(run.records):
+                records = records_of(run.records)
+                if run.block in elsewhere or (run.system, run.seed) in records:
+                    continue
+                block = [one for one in runs if one.block == run.block]
+                there = [(one, records.get((one.system, one.seed))) for one in block]
+                made = [(one, record.content) for one, record in there if record]
+                elsewhere |= _made_elsewhere(made, place)
+                if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
+
+
+def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set[tuple[int, str]]:
+    """The blocks of these runs and their records that cannot be gone on with here; a warning names each.
+
+    What is compared differs in one thing, so a block has one kind of machine and one precision.
+    """
+    elsewhere: set[tuple[int, str]] = set()
+    conditions: dict[str, dict[str, str]] = {}
+    for run, record in made:
+        if run.block in elsewhere:
+            continue
+        if run.system not in conditions:  # they are the same with every seed
+            conditions[run.system] = place.conditions(run)
+        here = conditions[run.system]
+        before = {key: record.get(key, here[key]) for key in here}
+        if before != here:
+            elsewhere.add(run.block)
+            words = [", ".join(each.values()) for each in (before, here)]
+            log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
+    return elsewhere
 
 
 def _carry_out(run: Run, place: Place) -> None:
@@ -136,7 +182,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "system": run.system,
         "seed": run.seed,
         "settings": settings,
-        "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else "finished",
+        "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else FINISHED,
         "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
         "curve": curve,
         "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),

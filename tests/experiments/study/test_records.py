@@ -24,7 +24,8 @@ from moa_fairseq.experiments.study.records import (
 
 
 def made(system="A", seed=1, **values):
-    return {"study": "toy", "system": system, "seed": seed, "end": "finished", "curve": [], **values}
+    run = {"study": "toy", "system": system, "seed": seed, "end": "finished", "curve": []}
+    return {**run, "parameters": 1000, "tokens_per_second": 9.5, **values}
 
 
 def ends(folder):
@@ -55,6 +56,32 @@ def test_a_rerun_takes_the_place_of_what_was_recorded(tmp_path):
     for end in ("diverged", "finished"):
         append_record(tmp_path, made(end=end))
     assert ends(tmp_path) == {("A", 1): "finished"}
+
+
+@pytest.mark.parametrize(
+    ("change", "named"),
+    [
+        ({"end": "killed"}, "end.*killed.*finished.*diverged"),
+        ({"parameters": ...}, "parameters"),
+        ({"tokens_per_second": ...}, "tokens_per_second"),
+        ({"curve": [{"updates": "1", "valid": 3.0}]}, "curve.*updates"),
+    ],
+)
+def test_what_no_run_writes_is_refused_by_its_line_and_key(tmp_path, change, named):
+    append_record(tmp_path, made())
+    content = {key: value for key, value in made(seed=2, **change).items() if value is not ...}
+    append_record(tmp_path, content)
+    with pytest.raises(UserError, match=rf"records\.jsonl, line 2.*{named}"):
+        records_of(tmp_path)
+    (tmp_path / "records.jsonl").unlink()
+    (tmp_path / "A-seed2.json").write_text(json.dumps(content))
+    with pytest.raises(UserError, match=rf"A-seed2\.json.*{named}"):
+        records_of(tmp_path)
+
+
+def test_a_run_that_ended_too_early_has_no_speed(tmp_path):
+    append_record(tmp_path, made(end="diverged", parameters=None, tokens_per_second=None))
+    assert ends(tmp_path) == {("A", 1): "diverged"}
 
 
 def test_lines_are_on_the_disk_before_a_run_has_its_record(tmp_path, monkeypatch):

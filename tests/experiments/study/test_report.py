@@ -1,10 +1,12 @@
 """What a study's tables say of several contrasts, and of losses beside bytes of cache."""
 
+import json
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.significance import paired
 from moa_fairseq.experiments.study import report
 from moa_fairseq.experiments.study.design import Contrast, Study
@@ -59,3 +61,61 @@ def test_systems_are_ahead_of_all_that_have_no_more_bytes_of_cache(tmp_path):
     (panel,) = report._beside_cache({"systems": systems, "cache": rows}, study, {"": "black"}).axes
     (line,) = (line for line in panel.lines if line.get_drawstyle() == "steps-post")
     np.testing.assert_allclose(line.get_xydata(), [(64, 0.1), (256, 0)])
+
+
+def decoding(folder, stem="decoding-cpu", **values):
+    """A file of benchmarks/decoding.py for A and B. A value of ... leaves its key out."""
+    found = {"device": "cpu", "dtype": "float32", "seconds_per_token": {"1": {"A": 2.0, "B": 1.0}}, **values}
+    found = {key: value for key, value in found.items() if value is not ...}
+    (folder / f"{stem}.json").write_text(json.dumps(found))
+
+
+@pytest.fixture
+def cache(tmp_path):
+    about = {"cache_bytes": 1, "loss": 3.0, "by_seed": {1: 3.0}}
+    systems = [{"system": name, **about} for name in "AB"]
+    study = Study("toy", "?", 1, {}, {})
+    return lambda: report._cache(study, systems, tmp_path)
+
+
+def test_times_of_several_dtypes_stand_beside_each_other(cache, tmp_path):
+    decoding(tmp_path)
+    for stem, device, dtype, ratio in (
+        ("decoding-cpu-bfloat16", "cpu", "bfloat16", 0.25),
+        ("decoding-cuda", "cuda", "bfloat16", 0.75),
+        ("decoding-cuda-float32", "cuda", "float32", 0.125),
+    ):
+        seconds = {"1": {"A": 1.0, "B": ratio}}
+        decoding(tmp_path, stem, device=device, dtype=dtype, seconds_per_token=seconds)
+    (row,) = (row for row in cache() if row["system"] == "B")
+    assert row["decoding"] == {
+        "cpu, 1": 0.5,
+        "cpu bfloat16, 1": 0.25,
+        "cuda bfloat16, 1": 0.75,
+        "cuda float32, 1": 0.125,
+    }
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"device": ...}, "device"),
+        ({"seconds_per_token": ...}, "seconds_per_token"),
+        ({"seconds_per_token": [1]}, "seconds_per_token"),
+        ({"seconds_per_token": {"16": 3}}, r"seconds_per_token\.16"),
+        ({"seconds_per_token": {"16": {"A": 1}}}, r"seconds_per_token\.16.*\bB\b"),
+        ({"seconds_per_token": {"16": {"A": 0, "B": 1}}}, r"seconds_per_token\.16.*\bA\b.*\b0\b"),
+        ({"seconds_per_token": {"16": {"A": 1, "B": "x"}}}, r"seconds_per_token\.16.*\bB\b"),
+        ({"dtype": 32}, "dtype"),
+    ],
+)
+def test_a_damaged_file_of_decoding_times_is_named_with_the_key(cache, tmp_path, values, named):
+    decoding(tmp_path, **values)
+    with pytest.raises(UserError, match=rf"decoding-cpu\.json.*{named}"):
+        cache()
+
+
+def test_a_list_of_decoding_times_is_named(cache, tmp_path):
+    (tmp_path / "decoding-cpu.json").write_text("[1]")
+    with pytest.raises(UserError, match=r"decoding-cpu\.json"):
+        cache()

@@ -6,6 +6,7 @@ import multiprocessing
 import re
 import statistics
 import time
+import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -14,10 +15,13 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
+from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.study import command, design, report, running
 from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
 from moa_fairseq.experiments.study.records import append_record, records_of
+from moa_fairseq.process import flags
 
 STUDIES = Path(__file__).resolve().parents[3].glob("configs/studies/*.yaml")
 
@@ -222,7 +226,7 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     measured = tmp_path / "results/studies/toy/decoding-cpu.json"
     measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     assert study("--report", systems=systems)[0] == 2
-    assert "decoding-cpu.json does not have C" in capsys.readouterr().err
+    assert re.search(r"decoding-cpu\.json: seconds_per_token\.1 .*\bC\b", capsys.readouterr().err)
     seconds["C"] = 0.3
     measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     found = report_of(study, systems=systems)
@@ -332,6 +336,67 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, "it is the worst of the others"
 
 
+@pytest.mark.parametrize(
+    ("validation", "last"),
+    [
+        ({"updates": 3, "valid": None}, 2),
+        ({"updates": 3, "valid": 4.0}, 2),
+        ({"updates": 3, "train": None, "valid": 4.0}, 2),
+        (None, 1),
+    ],
+)
+def test_a_validation_without_both_losses_is_at_no_training_loss(study, validation, last):
+    """The mean over the seeds is then of the validations that all have; the means of the others stay."""
+    changes = {"levels": 2, "last": last}
+    _, records = study(**changes)
+    curve = [{"updates": n, "train": 8.0 - n, "valid": 9.0 - n} for n in (2, 3, 4, 5)]
+    for name in "AB":
+        for seed in (1, 2, 3, 4):
+            changed(records, f"{name}-seed{seed}", curve=curve)
+    rest = [row for row in curve if row["updates"] != 3]
+    changed(records, "A-seed2", curve=[rest[0], *([validation] if validation else []), *rest[1:]])
+    found = report_of(study, **changes)
+    assert [row["curve"] for row in found["systems"]] == [
+        [[6.0, 7.0], [4.0, 5.0], [3.0, 4.0]],
+        [[6.0, 7.0], [5.0, 6.0], [4.0, 5.0], [3.0, 4.0]],
+    ]
+    (row,) = found["at_equal_training_loss"]
+    assert row["n"] == 4 and row["mean"] == pytest.approx(0)
+
+
+def curves(**of_system):
+    """A record of each system's (training, validation) losses."""
+    found = {}
+    for name, pairs in of_system.items():
+        rows = [{"updates": n, "train": train, "valid": valid} for n, (train, valid) in enumerate(pairs)]
+        found[f"{name}-seed1"] = {"end": "finished", "curve": rows}
+    return found
+
+
+def test_no_level_lies_above_a_runs_first_training_loss():
+    """B learns as A does, and its training loss is first measured later."""
+    late = [(4.6, 4.9), (4.5, 4.4)]
+    records = curves(A=[(5.6, 5.7), *late], B=late)
+    study = SimpleNamespace(levels=3, last=1, systems={"A": None, "B": None})
+    levels = design.common_levels(study, list(records.values()))
+    assert levels.tolist() == pytest.approx([4.5, 4.55, 4.6])
+    runs = [Run(name, 1, Path(), {}, Path()) for name in "AB"]
+    found = design.losses_of(study, runs, records, levels)
+    assert found["A"][1] == pytest.approx(found["B"][1]) == pytest.approx(4.65)
+    records = curves(A=[(5.6, 5.7), (5.0, 5.2)], B=late)
+    assert not len(design.common_levels(study, list(records.values()))), "none that both have"
+
+
+def test_a_contrast_without_a_common_training_loss_is_left_out(study):
+    _, records = study(levels=2)
+    for name, first in (("A", 9.0), ("B", 5.0)):
+        curve = [{"updates": n, "train": first - n, "valid": first - n} for n in (1, 2)]
+        for seed in (1, 2, 3, 4):
+            changed(records, f"{name}-seed{seed}", curve=curve)
+    found = report_of(study, levels=2)
+    assert found["at_equal_training_loss"] == [] and len(found["contrasts"]) == 1
+
+
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
@@ -401,6 +466,13 @@ def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
     assert settings_of(run, "train")["train.flags.clip-norm"] == 0
 
 
+def test_seeds_of_the_tuning_may_stand_beside_those_that_count(study):
+    apart = ({"seeds": 100}, {}), ({"first_seed": 102}, {}), ({"first_seed": 2}, {"first_seed": 1})
+    for seeds, tuned in apart:
+        tuning = {"grid": {"train.flags.lr": [1, 2]}, **tuned}
+        assert study("--tune", "--dry-run", tuning=tuning, **seeds)[0] == 0
+
+
 def test_tuning_counts_every_seed(study):
     """The rate with the lowest loss of a single seed is not the best one."""
     tuning = {"grid": {"train.flags.lr": [1, 2]}, "seeds": 2}
@@ -412,6 +484,157 @@ def test_tuning_counts_every_seed(study):
     study(tuning=tuning)
     command = record_of(Path("results/studies/toy"), "A-seed1")["command"]
     assert "--set train.flags.lr=2" in command
+
+
+def test_a_rate_that_diverged_is_not_chosen(study, capsys):
+    """Its loss counts as the worst, which is that of the other rate: a tie."""
+    tuning = {"grid": {"train.flags.lr": [3, 1]}}
+    Player.diverges = ("A-lr=3-seed101",)
+    study("--tune", tuning=tuning)
+    study(tuning=tuning)
+    assert "--set train.flags.lr=1 " in record_of(Path("results/studies/toy"), "A-seed1")["command"] + " "
+    records = Path("results/studies/toy_tuning")
+    changed(records, "A-lr=1-seed101", end="diverged")
+    capsys.readouterr()
+    for flag in ("--dry-run", "--report"):
+        assert study(flag, tuning=tuning)[0] == 2
+        assert re.search(r"tuning\.grid.* A ", capsys.readouterr().err)
+    assert study("--tune", "--report", tuning=tuning)[0] == 0, "what was tried can be looked at"
+
+
+def test_a_point_with_fewer_diverged_runs_is_chosen(study):
+    tuning = {"grid": {"train.flags.lr": [2, 1]}, "seeds": 2}
+    Player.diverges = ("A-lr=2-seed102", "B-lr=1-seed101", "B-lr=1-seed102")
+    study("--tune", tuning=tuning)
+    study(tuning=tuning)
+    rates = {"A": 1, "B": 2}
+    for name, rate in rates.items():
+        command = record_of(Path("results/studies/toy"), f"{name}-seed1")["command"]
+        assert f"--set train.flags.lr={rate}" in command
+
+
+@pytest.mark.parametrize(
+    "other", [{"hardware": "another machine"}, {"precision": "another precision"}, {"commit": "another one"}]
+)
+def test_a_report_says_where_runs_differ_in_more_than_the_system(study, capsys, other):
+    _, records = study()
+    capsys.readouterr()
+    report_of(study)
+    assert "0123abc" not in (said := capsys.readouterr()).out + said.err
+    before = record_of(records, "B-seed2")
+    changed(records, "B-seed2", **other)
+    found = report_of(study)
+    said = capsys.readouterr()
+    (line,) = (line for line in (said.out + said.err).splitlines() if "another" in line)
+    (key,) = other
+    assert key in line and before[key] in line and ("seed 2" in line) == (key != "commit")
+    assert found["runs"] == 8 and len(found["made_by"][key]) == 2
+
+
+def test_a_block_that_another_machine_goes_on_with_is_left_to_it(study, monkeypatch, capsys):
+    """It has recorded B of seed 1 while A ran here."""
+    systems = {**STUDY["systems"], "C": {"label": "third", "recipe": "../tiny.yaml"}}
+    play = Player.run
+    records = Path("results/studies/toy")
+
+    def run(self, command, log):
+        play(self, command, log)
+        if Player.ran == ["A-seed1"]:
+            about = {"study": "toy", "system": "B", "seed": 1, "end": "finished", "curve": []}
+            about = {**about, "parameters": None, "tokens_per_second": None}
+            append_record(records, {**about, "hardware": "another machine"})
+
+    monkeypatch.setattr(Player, "run", run)
+    assert study(systems=systems, seeds=2)[0] == 0
+    assert Player.ran == ["A-seed1", *(f"{name}-seed2" for name in "ABC")]
+    said = capsys.readouterr()
+    (line,) = (line for line in (said.out + said.err).splitlines() if "another machine" in line)
+    assert "seed 1" in line
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"train.flags.nonsense": 3}, "nonsense"),
+        ({"model.flags.key-heads": 3}, "key-heads|key heads"),
+        ({"model.arch": "none"}, "none"),
+    ],
+)
+def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(study, capsys, values, named):
+    systems = {**STUDY["systems"], "wrong": {"label": "?", "recipe": "../tiny.yaml", "set": values}}
+    for flags_of_it in ((), ("--dry-run",)):
+        assert study(*flags_of_it, systems=systems)[0] == 2 and not Player.ran
+        assert re.search(rf"wrong.*({named})", capsys.readouterr().err)
+
+
+CARDS = Hardware(4, "NVIDIA H100", (9, 0), ("4", "5", "6", "7"))
+
+
+@pytest.mark.parametrize(
+    ("present", "gpus", "jobs", "given"),
+    [
+        (CARDS, 1, 4, ["4", "5", "6", "7"]),
+        (CARDS, 2, 2, ["4,5", "6,7"]),
+        (CARDS, 3, 2, ["4,5,6", "7,4,5"]),
+        (CARDS, 1, 6, ["4", "5", "6", "7", "4", "5"]),
+        (Hardware(1, "NVIDIA H100", (9, 0), ("0",)), 1, 3, ["0"] * 3),
+        (CARDS, 0, 2, ["as it was"] * 2),
+    ],
+)
+def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given):
+    found = []
+
+    class Worker:
+        returncode = 0
+
+        def __init__(self, command, env):
+            found.append(env["CUDA_VISIBLE_DEVICES"])
+
+        def poll(self):
+            return 0
+
+        terminate = wait = poll
+
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
+    monkeypatch.setattr(command.subprocess, "Popen", Worker)
+    command._work_together(jobs, choose_devices(present, gpus, dry_run=False))
+    assert found == given
+
+
+def test_more_gpus_for_a_run_than_there_are_are_refused_before_any_worker(study, capsys):
+    assert study("--jobs", "2", "--gpus", "1000")[0] == 2
+    assert "--gpus 1000" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("said", [{}, {"train.flags.tokens-per-sample": 64}])
+def test_a_language_model_is_counted_with_the_length_that_it_is_trained_with(study, said):
+    """fairseq takes 1,024 tokens where a recipe names no number."""
+    study(set=said)
+    (row, _) = report_of(study, set=said)["systems"]
+    length = said.get("train.flags.tokens-per-sample", 1024)
+    model = yaml.safe_load(RECIPE)["model"]
+    cost = complexity(model["arch"], 1000, length, length, "shared", flags(model["flags"]))
+    assert row["attention_macs"] == cost.attention_macs
+
+
+def test_a_study_of_one_system_has_no_differences_to_draw(study, pictures):
+    alone = {"systems": {"A": STUDY["systems"]["A"]}, "contrasts": {}, "seeds": 2}
+    study(**alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report_of(study, **alone)
+    assert pictures() == {"cost", "branch"}
+
+
+def test_a_study_that_is_not_there_is_not_taken_for_a_recipe(study, tmp_path, capsys):
+    study("--dry-run", name="nearest")
+    capsys.readouterr()
+    (tmp_path / "configs" / "studies" / "a_model.yaml").write_text(RECIPE)
+    for name in ("nearist", "zzzzzz"):
+        assert main(["study", str(tmp_path / "configs" / "studies" / f"{name}.yaml")]) == 2
+        said = capsys.readouterr().err
+        assert "nearest" in said or "frontier" in said
+        assert "a_model" not in said and not re.search("quickstart_|_lm_", said)
 
 
 @pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
@@ -484,7 +707,7 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
 
 
 def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path):
-    grid = {"model.flags.adam-betas": ["../../../x/y", "(0.9, 0.98)", "a/b", "a_b"]}
+    grid = {"model.flags.decoder-layers-to-keep": ["../../../x/y", "(0, 1)", "a/b", "a_b"]}
     assert study("--tune", tuning={"grid": grid})[0] == 0
     found = records_of(tmp_path / "results/studies/toy_tuning")
     assert len(found) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
@@ -521,6 +744,16 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
         ),
         ({"sistems": {}}, "sistems"),
         ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
+        # a seed that chooses a rate and then counts
+        *(
+            ({**seeds, "tuning": {"grid": {"train.flags.lr": [1, 2]}, **tuned}}, "tuning.first_seed")
+            for seeds, tuned in (
+                ({"first_seed": 101}, {}),
+                ({"seeds": 101}, {}),
+                ({"seeds": 4}, {"first_seed": 4}),
+                ({"first_seed": 5, "seeds": 1}, {"first_seed": 4, "seeds": 2}),
+            )
+        ),
     ],
 )
 def test_mistakes_are_named(study, capsys, changes, named):
@@ -570,7 +803,8 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
 
     def carry_out(run, place):
         ran.append(run.seed)
-        append_record(tmp_path, {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []})
+        about = {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []}
+        append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
 
     monkeypatch.setattr(running, "_carry_out", carry_out)
     running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
