@@ -191,9 +191,8 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         Args:
             context: this layer's inputs before x, to which its self-attention attends, too, [M, B, C].
         """
-        if (
-            current_context().unpadded and not self.cross_self_attention
-        ):  # which appends the source's mask to it
+        # with cross-self-attention fairseq appends the source's mask to it
+        if current_context().unpadded and not self.cross_self_attention:
             self_attn_padding_mask = None
         if context is not None and self.normalize_before:
             context = self.self_attn_layer_norm(context)
