@@ -310,7 +310,9 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
     try:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
-        near = sorted({*shipped_recipes(), *(file.stem for file in path.parent.glob("*.yaml"))})
+        near = {file.stem for file in path.parent.glob("*.yaml")}
+        if kind == "recipe":  # those are known by name in any folder
+            near.update(shipped_recipes())
         if near:
             hint = near_or_all(path.stem, near)
         else:

@@ -22,17 +22,9 @@ from numpy.typing import NDArray
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import is_number
 from moa_fairseq.experiments.make import changes
-from moa_fairseq.experiments.recipes.loading import (
-    build,
-    fail,
-    find_recipe,
-    load_recipe,
-    near_or_all,
-    read_mapping,
-)
+from moa_fairseq.experiments.recipes.loading import build, fail, find_recipe, load_recipe, read_mapping
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
-from moa_fairseq.files import shipped
 
 STAGES = ("train", "all")
 MOST_RUNS = 100_000
@@ -185,12 +177,6 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             diverged.
     """
     file = str(path)
-    if not path.exists():
-        folders = (path.parent, shipped("configs") / "studies")
-        files = [each for folder in folders for each in folder.glob("*.yaml") if each.is_file()]
-        # recipes lie beside them
-        known = {each.stem for each in files if "\nstudy:" in "\n" + each.read_text("utf-8", "replace")}
-        raise UserError(f"There is no study file {path}{near_or_all(path.stem, known)}.")
     study = build(Study, read_mapping(path, "study"), file)
     if study.tuning is None:
         tuning = None

@@ -134,7 +134,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     if not found:
         folder = planned[0].records
         raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
-    _warn_of_mixtures(runs, records)
+    _warn_of_unequal_runs(runs, records)
     losses = losses_of(study, runs, records)
     systems = [
         {
@@ -177,7 +177,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     return {"study": study.study, **counts, **tables, "made_by": made_by}
 
 
-def _warn_of_mixtures(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
+def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
     """Say where runs that are compared differ in more than the system."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in runs:
@@ -189,7 +189,7 @@ def _warn_of_mixtures(runs: list[Run], records: dict[str, dict[str, Any]]) -> No
     for (whole, key), values in found.items():
         if len(values) > 1:
             what = f"unequal {key} ({'; '.join(sorted(values))})"
-            log.warning("%s counts, but its runs are of %s: differences may come from that", whole, what)
+            log.warning("%s counts, but its runs have %s: differences may come from that", whole, what)
 
 
 def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
@@ -266,7 +266,7 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
         found = read_json(path, remedy)
         check_kinds(found, kinds, str(path), remedy, required=("device", "seconds_per_token"))
         device = f"{found['device']} {found.get('dtype') or 'float32'}"
-        if device == "cpu float32":  # as the reports say it that are there
+        if device == "cpu float32":  # the dtype goes without saying
             device = "cpu"
         for texts, seconds in found["seconds_per_token"].items():
             where = f"{path}: seconds_per_token.{texts[:20]}"

@@ -69,8 +69,8 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
 
     What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
     another precision, are left out, with a warning. Raises UserError where another commit made the records,
-    where --data was prepared otherwise than a recipe says, and where the flags of a system that is left are
-    none, or make no model: a mistake in a later one is found before the first is trained.
+    where --data was prepared otherwise than a recipe says, and where a system that is left has an unknown
+    flag, or flags that make no model: a mistake in a later one is found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
     if prepared and (prepared / "manifest.json").is_file():
@@ -125,9 +125,8 @@ def work(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                block = [one for one in runs if one.block == run.block]
-                there = [(one, records.get((one.system, one.seed))) for one in block]
-                made = [(one, record.content) for one, record in there if record]
+                block = [one for one in runs if one.block == run.block and (one.system, one.seed) in records]
+                made = [(one, records[one.system, one.seed].content) for one in block]
                 elsewhere |= _made_elsewhere(made, place)
                 if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
