@@ -43,6 +43,7 @@ from moa_fairseq.plugin.model import (
     INITIALIZATION,
     INITIALIZATIONS,
     KERNEL_CHECK,
+    OUTPUT_SCALE,
     POSITIONS,
 )
 from moa_fairseq.plugin.patches.compiled_layers import FLAG as COMPILE
@@ -196,12 +197,13 @@ def flags() -> str:
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
     start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
+    scale = ["`--attention-output-scale`", "–", OUTPUT_SCALE]
     gates = ["`--head-gate`", "`none`", f"{_choices(HEAD_GATES)}; {HEAD_GATE}"]
     check = ["`--no-kernel-check`", "off", KERNEL_CHECK]
     compiles = [f"`{COMPILE}`", "off", COMPILE_HELP]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
-        ("Every architecture here", [positions, start, branch, gates, check]),
+        ("Every architecture here", [positions, start, branch, scale, gates, check]),
         ("Every training of a Transformer, fairseq's included", [compiles]),
         ("Causal language models", switches),
     ):

@@ -6,6 +6,7 @@ heads of keys and values, D width of a head, E experts, K of them chosen by a to
 
 import abc
 import itertools
+import math
 from collections.abc import Collection, Sequence
 from dataclasses import dataclass, field, fields
 from typing import (
@@ -126,6 +127,8 @@ class Attention(nn.Module, abc.ABC):
         dropout: probability with which attention weights are dropped, or a module that has it as `p`.
         positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings.
         head_gate: a sigmoid gate on each head's output, one of HEAD_GATES.
+        output_scale: a constant factor c on the output, in training and afterwards: c · y. K times a mixture
+            whose gates sum to 1 is the mixture with gates that sum to K.
 
     Raises:
         UserError: for impossible settings.
@@ -147,9 +150,13 @@ class Attention(nn.Module, abc.ABC):
         dropout: float | nn.Module = 0.0,
         positions: str | None = None,
         head_gate: str = "none",
+        output_scale: float = 1.0,
     ):
         super().__init__()
         check_choice("--head-gate", head_gate, HEAD_GATES)
+        if not 0 < output_scale < math.inf:
+            raise UserError(f"--attention-output-scale {output_scale} must be a positive number.")
+        self.output_scale = output_scale
         self._path: str | None = None
         self._instance = next(_instances)
         self.embed_dim = embed_dim
@@ -216,6 +223,17 @@ class Attention(nn.Module, abc.ABC):
             The output [B, T, C]; the attention weights [B, H, T, S] where `call.need_weights`, else None, H
             being the heads that work for a token, slot by slot; and the routings, none of dense attention.
         """
+
+    def scaled(self, call: Call) -> Computed:
+        """What `compute` returns, its output [B, T, C] multiplied by `output_scale`.
+
+        Args:
+            call: the pass, as `compute` takes it.
+        """
+        out, weights, routings = self.compute(call)
+        if self.output_scale != 1.0:
+            out = out * self.output_scale
+        return out, weights, routings
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -308,7 +326,7 @@ class Attention(nn.Module, abc.ABC):
         Raises:
             ValueError, TypeError: for what does not fit, or would not be read.
         """
-        out, _, routings = self.compute(
+        out, _, routings = self.scaled(
             self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
         )
         return (out, routings) if with_routing else out
@@ -339,7 +357,7 @@ class Attention(nn.Module, abc.ABC):
         """
         call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
         call.need_weights = True
-        out, weights, _ = self.compute(call)
+        out, weights, _ = self.scaled(call)
         assert weights is not None
         return out, weights
 

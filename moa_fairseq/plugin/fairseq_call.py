@@ -116,7 +116,7 @@ class FairseqCall(Attention):
             token_ids = context.token_ids[:, -tgt_len:]
         if token_ids is not None and token_ids.shape != (batch, tgt_len):
             token_ids = None  # of another pass
-        out, weights, routings = self.compute(
+        out, weights, routings = self.scaled(
             Call(
                 x,
                 memory,

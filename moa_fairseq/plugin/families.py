@@ -121,6 +121,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
     """
     side = cfg.decoder if decoder else cfg.encoder
     settings = settings_of(cfg)
+    scale = getattr(cfg, "attention_output_scale", None)
     dropout = FairseqDropout(cfg.attention_dropout, module_name=settings.attention.__name__)
     attention = with_fairseq_call(settings.attention).from_settings(
         embed_dim,
@@ -130,6 +131,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
         dropout=dropout,  # its name is for --retain-dropout-modules
         positions=getattr(cfg, "positions", None) if options.get("self_attention") else None,
         head_gate=getattr(cfg, "head_gate", None) or "none",
+        output_scale=1.0 if scale is None else scale,
         **options,
     )
     assert isinstance(attention, FairseqCall)

@@ -31,6 +31,10 @@ BRANCH = (
     "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
     "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
 )
+OUTPUT_SCALE = (
+    "constant factor of every attention's output, in training and afterwards (1): K gives a mixture whose "
+    "gates sum to 1 the gates × K, and 1/K gives dense attention what even gates are"
+)
 HEAD_GATE = (
     "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): "
     "one gate a head, or one an element of it"
@@ -96,7 +100,9 @@ class MixtureModel(Extended):
             "learned function of the distance in every self-attention (xl); default: the architecture's",
         )
         parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
-        parser.add_argument("--attention-branch-scale", type=float, default=argparse.SUPPRESS, help=BRANCH)
+        scales = {"--attention-branch-scale": BRANCH, "--attention-output-scale": OUTPUT_SCALE}
+        for flag, text in scales.items():
+            parser.add_argument(flag, type=float, default=argparse.SUPPRESS, help=text)
         parser.add_argument("--no-kernel-check", action="store_true", help=KERNEL_CHECK)
 
     @classmethod

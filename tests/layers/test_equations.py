@@ -53,6 +53,12 @@ def dense(**settings):
     ), equations.dense
 
 
+def scaled(family, factor):
+    """The family with a constant factor on its output."""
+    build_family, equation = family
+    return lambda **role: build_family(output_scale=factor, **role), lambda *given: factor * equation(*given)
+
+
 SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
 FAMILIES = {
     "moa": moa(),
@@ -67,6 +73,7 @@ FAMILIES = {
     "moa, own keys": moa(expert_keys_values="own", experts_per_token=E),
     "moa, own keys, two each": moa(expert_keys_values="own", experts_per_token=E, heads_per_expert=2),
     "moa, own keys, sigmoid": moa(expert_keys_values="own", experts_per_token=E, router_activation="sigmoid"),
+    "moa, gates times K": scaled(moa(), K),
     "moa, uniform": moa(router_gates="uniform"),
     "moa, uniform, K = E": moa(router_gates="uniform", experts_per_token=E),
     "moa, straight-through": moa(router_gates="straight-through"),

@@ -476,11 +476,46 @@ def test_heads_of_their_own_keys_do_not_share_them(family):
         FAMILIES[family](key_heads=2)
 
 
+@pytest.mark.parametrize("family", FAMILIES)
+def test_the_output_has_a_constant_factor(family):
+    outputs = []
+    for scale in (1.0, 0.25):
+        torch.manual_seed(0)
+        module = FAMILIES[family](self_attention=True, output_scale=scale).double().eval()
+        x = torch.randn(B, T, C, generator=torch.Generator().manual_seed(1)).double()
+        outputs.append((module(x, causal=True), *module.with_weights(x, causal=True)))
+    (whole, same, weights), (quarter, same_quarter, weights_of_quarter) = outputs
+    torch.testing.assert_close(whole / 4, quarter, rtol=0, atol=0)
+    torch.testing.assert_close(same / 4, same_quarter, rtol=0, atol=0)
+    torch.testing.assert_close(weights, weights_of_quarter, rtol=0, atol=0)
+
+
+def test_all_experts_with_even_gates_times_k_are_multi_query_attention():
+    """The output matrices of the experts, side by side, are the dense one (MoA Eq. 6)."""
+    experts, width = 5, 4
+    sizes = dict(num_experts=experts, experts_per_token=experts, expert_dim=width)
+    mixture = MixtureOfAttention(
+        C, **sizes, router_gates="uniform", output_scale=experts, self_attention=True
+    )
+    dense = DenseAttention(C, experts, attention_head_dim=width, key_heads=1, bias=False, self_attention=True)
+    with torch.no_grad():
+        dense.k_proj.weight.copy_(mixture.k_proj.weight)
+        dense.v_proj.weight.copy_(mixture.v_proj.weight)
+        dense.q_proj.weight.copy_(mixture.q_experts.weight.flatten(0, 1))  # [E, D, C] → [E·D, C]
+        dense.out_proj.weight.copy_(mixture.out_experts.weight.flatten(0, 1).t())
+    x = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True)
+    upstream = torch.randn_like(x)
+    outputs = [module.double()(x, causal=True) for module in (mixture, dense)]
+    torch.testing.assert_close(*outputs)
+    torch.testing.assert_close(*(torch.autograd.grad(out, x, upstream)[0] for out in outputs))
+
+
 def test_what_a_layer_is_built_with_is_read():
     for options, named in (
         ({"positions": "ropee", "self_attention": True}, "--positions ropee"),
         ({"positions": "rope"}, "self_attention=True"),
         ({"head_gate": "heads"}, "--head-gate"),
+        ({"output_scale": 0.0}, "--attention-output-scale"),
     ):
         for family in FAMILIES.values():
             with pytest.raises(UserError, match=named):
@@ -609,13 +644,13 @@ def test_torch_func_maps_and_pushes_forward(family):
 @pytest.mark.parametrize(
     ("family", "most", "files"),
     [
-        ("dense", 12, 3),
-        ("MoA", 24, 9),
-        ("MoH", 22, 9),
-        ("MAE", 27, 9),
-        ("SwitchHead", 32, 11),
-        ("GQE paper", 32, 11),
-        ("NAMOH", 52, 11),
+        ("dense", 13, 3),
+        ("MoA", 25, 9),
+        ("MoH", 23, 9),
+        ("MAE", 28, 9),
+        ("SwitchHead", 33, 11),
+        ("GQE paper", 33, 11),
+        ("NAMOH", 53, 11),
     ],
 )
 def test_python_calls_of_a_pass(family, most, files):

@@ -33,7 +33,13 @@ BODIES = {
     "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
     "causal LM": (TransformerLanguageModel, "transformer_lm", MixtureLanguageModel),
 }
-_OF_MIXTURES = {"attention_family", "positions", "attention_branch_scale", "head_gate"}
+_OF_MIXTURES = {
+    "attention_family",
+    "positions",
+    "attention_branch_scale",
+    "attention_output_scale",
+    "head_gate",
+}
 
 
 @dataclasses.dataclass
@@ -128,9 +134,16 @@ def settings_for(
         values: name of a field of the family's settings → its value.
 
     Raises:
-        UserError: where the family has no model for this job.
+        UserError: where the family has no model for this job, and for a constant factor on the attention's
+            output where the new model would be fairseq's own, which has none.
     """
     _, name, mixture = BODIES[job]
+    scale = getattr(settings, "attention_output_scale", None)
+    if family == DENSE and scale not in (None, 1.0):
+        raise UserError(
+            f"The model was trained with --attention-output-scale {scale}, which fairseq's own attention "
+            "lacks: convert to another family, or keep the checkpoint as it is."
+        )
     if family != DENSE:
         models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
         own_models = [model for model in models if getattr(model, "attention_family", None) == family]
@@ -147,7 +160,8 @@ def settings_for(
                 positions = "learned"
             else:
                 positions = "sinusoidal"
-        common.update(positions=positions, head_gate=getattr(settings, "head_gate", None))
+        head_gate = getattr(settings, "head_gate", None)
+        common.update(positions=positions, head_gate=head_gate, attention_output_scale=scale)
     return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
 
 

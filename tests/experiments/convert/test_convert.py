@@ -289,7 +289,10 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("control", [("--attention-branch-scale", 0.25), ("--head-gate", "head")])
+@pytest.mark.parametrize(
+    "control",
+    [("--attention-branch-scale", 0.25), ("--attention-output-scale", 0.25), ("--head-gate", "head")],
+)
 def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)
     fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
@@ -297,8 +300,8 @@ def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tm
     assert "exact" in convert(
         tmp_path / "checkpoint_last.pt", mixture, "--to", "mae", "--mae-gate", "uniform"
     )
-    if "--head-gate" in control:
-        assert "--head-gate" in convert(mixture, tmp_path / "dense.pt", "--to", "dense", status=2)
+    if control[0] != "--attention-branch-scale":  # the weights alone have that
+        assert control[0] in convert(mixture, tmp_path / "dense.pt", "--to", "dense", status=2)
 
 
 @pytest.mark.parametrize("most", [1, 2])

@@ -60,6 +60,7 @@ DENSE = "dense_transformer_tiny"
         (DENSE, ("--encoder-attention-heads", 3), "--attention-head-dim says how wide"),
         ("switchall_lm_tiny", ("--gated-feed-forward",), "--gated-feed-forward and --sigma-moe-num-experts"),
         (DENSE, ("--attention-branch-scale", 0), "--attention-branch-scale 0"),
+        (DENSE, ("--attention-output-scale", "inf"), "--attention-output-scale inf"),
     ],
 )
 def test_impossible_flags_are_refused_by_name(arch, flags, message):
