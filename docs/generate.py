@@ -1,9 +1,11 @@
-"""Writes the generated parts of the documents: tables of results, experiments, flags and patches.
+"""Writes the generated parts of the documents: tables of results, flags and more, and numbers in their text.
 
     python docs/generate.py            rewrite what is out of date
+    python docs/generate.py --values   only the numbers in the text, in a second
     python docs/generate.py --check    only say what is out of date; exit status 1 if anything is
 
-A generated part stands between `<!-- NAME:begin -->` and `<!-- NAME:end -->`; all else is written by hand.
+A generated part is between `<!-- NAME:begin -->` and `<!-- NAME:end -->`. A number of the records is between
+`<!-- STUDY/CONTRAST/FIELD -->` and `<!-- / -->` (see docs/recorded_values.py). All else is written by hand.
 """
 
 from __future__ import annotations
@@ -16,13 +18,12 @@ import sys
 import textwrap
 import typing
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
+from recorded_values import ROOT, documents, fill_values
 
-import moa_fairseq
 from moa_fairseq.cli import VERBS
 from moa_fairseq.experiments.analysis.command import KINDS
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
@@ -50,7 +51,6 @@ from moa_fairseq.plugin.patches.compiled_layers import FLAG as COMPILE
 from moa_fairseq.plugin.patches.compiled_layers import HELP as COMPILE_HELP
 from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 
-ROOT = Path(moa_fairseq.__file__).resolve().parents[1]
 DOCUMENTS = (
     "README.md",
     "results/README.md",
@@ -311,13 +311,19 @@ def main() -> int:
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )
     parser.add_argument("--check", action="store_true", help="write nothing")
+    parser.add_argument("--values", action="store_true", help="only numbers in the text, no tables")
     args = parser.parse_args()
-    made, stale = parts(), []
-    for name in DOCUMENTS:
+    texts = {}
+    if not args.values:
+        generated = parts()
+        texts = {name: fresh(name, generated) for name in DOCUMENTS}
+    for path in documents():
+        name = path.relative_to(ROOT).as_posix()
+        texts[name] = fill_values(texts.get(name) or path.read_text(encoding="utf-8"), name)
+    stale = []
+    for name, wanted in texts.items():
         path = ROOT / name
-        text = path.read_text(encoding="utf-8") if path.is_file() else ""
-        wanted = fresh(name, made)
-        if wanted != text:
+        if not path.is_file() or path.read_text(encoding="utf-8") != wanted:
             stale.append(name)
             if not args.check:
                 with atomic_write(path) as stream:

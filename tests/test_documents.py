@@ -16,6 +16,7 @@ from fairseq import options
 from fairseq.criterions import CRITERION_REGISTRY
 from fairseq.models import ARCH_MODEL_INV_REGISTRY, MODEL_REGISTRY
 from fairseq.tasks import TASK_REGISTRY
+from recorded_values import fill_values, value
 from test_rooms import ROOMS
 
 from moa_fairseq.cli import VERBS, build_parser, main
@@ -89,7 +90,7 @@ def known_flags():
             known |= {flag for flag in action.option_strings if flag.startswith("--")}
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py")]
+    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py")]
     scripts += ROOT.glob("moa_fairseq/plugin/*.py")  # flags without a default leave no name
     for script in scripts:
         known |= set(re.findall(r"--[a-z][\w-]*", script.read_text(encoding="utf-8")))
@@ -240,9 +241,58 @@ def test_the_python_examples_train():
 
 
 def test_the_readme_is_short():
-    lines = DOCUMENTS["README.md"].splitlines()
+    lines = re.sub("<!--.*?-->", "", DOCUMENTS["README.md"]).splitlines()
     assert len(lines) <= 130
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
+
+
+@pytest.mark.parametrize("document", DOCUMENTS)
+def test_numbers_in_the_text_are_those_of_the_records(document):
+    """`python docs/generate.py --values` writes them anew."""
+    assert fill_values(DOCUMENTS[document], document) == DOCUMENTS[document]
+
+
+def test_a_number_in_the_text_is_filled_in():
+    text = "MoA is <!-- frontier/MoA/size:1 -->9<!-- / --> to <!-- frontier/MoA/n --><!-- / --> worse."
+    filled = "MoA is <!-- frontier/MoA/size:1 -->0.2<!-- / --> to <!-- frontier/MoA/n -->12<!-- / --> worse."
+    assert fill_values(text, "page.md") == filled
+
+
+@pytest.mark.parametrize(
+    ("name", "text"),
+    [
+        ("frontier/MoA/difference:3", "+0.175"),
+        ("translation/MoA/difference", "−0.85"),
+        ("translation/MoA/range", "0.81 to 0.89"),
+        ("frontier/multi-query/interval:3", "−0.011 to +0.010"),
+        ("frontier/MoA/p", "1.2e-07"),
+        ("frontier/systems/MoA/parameters", "855,808"),
+        ("frontier/cache/MQA/cache_bytes", "128"),
+        ("translation/BLEU/MoA/size:1", "4.6"),
+        ("translation/BLEU/MoA/second:1", "18.2"),
+        ("multi30k/at_equal_training_loss/selection/size", "0.06"),
+        ("measured/multi30k_ende_transformer_tiny/metrics/multi_bleu", "41.55"),
+        ("benchmarks/training-cuda/speed_over_dense/moa_transformer_base", "0.68"),
+    ],
+)
+def test_a_name_of_a_number_finds_it(name, text):
+    assert value(name) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "named"),
+    [
+        ("a <!-- frontier/MoX/size -->1<!-- / -->", "MoX.*multi-query"),
+        ("a <!-- frontier/MoA/sise -->1<!-- / -->", "sise.*mean"),
+        ("a <!-- frontier/multi-query/range -->1<!-- / -->", "interval"),
+        ("a <!-- fronteer/MoA/size -->1<!-- / -->", "fronteer"),
+        ("a <!-- frontier/MoA/size -->1", "needs a <!-- / -->"),
+        ("a\n- <!-- frontier/MoA/size -->1<!-- / -->", "begins a line"),
+    ],
+)
+def test_a_number_that_cannot_be_filled_in_names_its_document(text, named):
+    with pytest.raises(SystemExit, match=f"^page.md: .*{named}"):
+        fill_values(text, "page.md")
 
 
 @pytest.mark.thorough
@@ -255,7 +305,9 @@ def test_what_is_generated_is_fresh():
     assert marked == {name for name in generate.DOCUMENTS if name.endswith(".md")}
     parts = generate.parts()
     stale = [
-        name for name in generate.DOCUMENTS if generate.fresh(name, parts) != (ROOT / name).read_text("utf-8")
+        name
+        for name in generate.DOCUMENTS
+        if fill_values(generate.fresh(name, parts), name) != (ROOT / name).read_text("utf-8")
     ]
     assert not stale, "out of date: run python docs/generate.py"
     for part in parts.keys() - {*generate.DOCUMENTS}:
