@@ -73,24 +73,26 @@ class Positions(nn.Module):
 class RotaryPositions(Positions):
     """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
 
-    The pair (x_j, x_{j + D/2}) of a head's D numbers is rotated by the angle p · base^(−2j/D) at position p.
+    Of a head's D numbers the first R are rotated, R being the largest even number up to D. The pair
+    (x_j, x_{j + R/2}) is rotated by the angle p · base^(−2j/R) at position p; the last number of an odd D
+    stays as it is.
 
     Args:
         head_dim: D.
         base: of the angles; a larger one turns more slowly.
 
     Raises:
-        UserError: for an odd D.
+        UserError: where no pair is left to rotate.
     """
 
     def __init__(self, head_dim: int, base: float = 10000.0):
         super().__init__()
-        if head_dim % 2:
+        self.rotary_dim = head_dim - head_dim % 2
+        if not self.rotary_dim:
             raise UserError(
-                f"--positions rope rotates pairs of numbers, but the head dimension {head_dim} is odd: "
-                "choose an even head dimension."
+                f"--positions rope rotates pairs of numbers, but a head of width {head_dim} holds no pair: "
+                "choose a head dimension of 2 or more."
             )
-        self.rotary_dim = head_dim
         self.base = base
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
@@ -137,19 +139,18 @@ class HalfRotaryPositions(RotaryPositions):
             )
         super().__init__(rotary_dim, base)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
-        half = self.rotary_dim
-        first_q, first_k = super().rotate(q[..., :half], k[..., :half], first_query)
-        return torch.cat([first_q, q[..., half:]], dim=-1), torch.cat([first_k, k[..., half:]], dim=-1)
-
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """x [B, H, T, D]; cos and sin [T, D / 2]. In float32 or wider: half precision loses far positions."""
+    """The first R of D numbers rotated: x [B, H, T, D]; cos and sin [T, R / 2].
+
+    In float32 or wider: half precision loses far positions.
+    """
     wide = x if x.dtype == torch.float64 else x.float()
     cos = cos.to(wide.dtype)
     sin = sin.to(wide.dtype)
-    first, second = wide.chunk(2, dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin], dim=-1).to(x.dtype)
+    pairs = cos.size(-1)
+    first, second, rest = wide.split([pairs, pairs, x.size(-1) - 2 * pairs], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
 
 
 class RelativePositions(Positions):

@@ -57,6 +57,22 @@ def gated(module, results, x, heads=slice(None)):
     return results * torch.sigmoid(torch.einsum("btc,hdc->bhtd", x, weight[heads]))
 
 
+def rotated(module, x):
+    """Su et al. Eq. 34 on x [..., T, D] at positions 0, 1, …, pair by pair, where the module has it.
+
+    Pair j of the R = 2 · (D // 2) rotated numbers is (x_j, x_{j + R/2}); the last of an odd D stays.
+    """
+    if module.positions is None:
+        return x
+    pairs, columns = x.size(-1) // 2, list(x.unbind(-1))
+    for j in range(pairs):
+        angle = torch.arange(x.size(-2), dtype=x.dtype) * 10000.0 ** (-j / pairs)
+        one, other = columns[j], columns[j + pairs]
+        columns[j] = one * angle.cos() - other * angle.sin()
+        columns[j + pairs] = one * angle.sin() + other * angle.cos()
+    return torch.stack(columns, -1)
+
+
 def into_heads(x, weight, bias, heads):
     """x [B, T, C], weight [H·D, C] → [B, H, T, D]"""
     rows = x @ weight.t() if bias is None else x @ weight.t() + bias
@@ -102,7 +118,8 @@ def moa_with_weights(module, x, y, mask, padding, ids):
         biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
         k, v = (into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases))
         bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
-        results, weight = attend(into_heads(x, p["q_experts.weight"][i], bias, heads), k, v, mask, padding)
+        q, k = (rotated(module, z) for z in (into_heads(x, p["q_experts.weight"][i], bias, heads), k))
+        results, weight = attend(q, k, v, mask, padding)
         results = gated(module, results, x, slice(i * heads, (i + 1) * heads))
         out = results.transpose(1, 2).flatten(2) @ p["out_experts.weight"][i]
         out = out + p["out_experts.bias"][i] if "out_experts.bias" in p else out
@@ -137,6 +154,7 @@ def switchhead(module, x, y, mask, padding, ids):
         )  # Eq. 9
 
     q, k, v = into("q", x, destination), into("k", y, source), into("v", y, source)
+    q, k = rotated(module, q), rotated(module, k)
     results = gated(module, attend(q, k, v, mask, padding)[0], x)
     if "o" not in module.experts:
         return results.transpose(1, 2).flatten(2) @ p["out_proj.weight"].t()
@@ -180,6 +198,7 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     q = into_heads(x, p["q"].weight, p["q"].bias, module.num_heads)
     k, v = (into_heads(y, p[n].weight, p[n].bias, module.key_heads) for n in "kv")
     k, v = (z[:, [h % module.key_heads for h in range(module.num_heads)]] for z in (k, v))
+    q, k = rotated(module, q), rotated(module, k)
     results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))
@@ -201,8 +220,8 @@ def namoh(module, x, y, mask, padding, ids):
         seen = chosen[b, :, i] > 0
         seen = seen if mask is None else seen & (mask[t] == 0)
         seen = seen if padding is None else seen & ~padding[b]
-        q = p["q_experts.weight"][i] @ x[b, t] + q_bias[i]
-        k = y[b, seen] @ p["k_proj.weight"][i].t() + k_bias[i]
+        q = rotated(module, x[b] @ p["q_experts.weight"][i].t() + q_bias[i])[t]
+        k = rotated(module, y[b] @ p["k_proj.weight"][i].t() + k_bias[i])[seen]
         v = y[b, seen] @ p["v_proj.weight"][i].t() + v_bias[i]
         result = torch.softmax(k @ q / q.size(0) ** 0.5, 0) @ v
         result = gated(module, result.view(1, 1, 1, -1), x[b, t].view(1, 1, -1), slice(i, i + 1)).flatten()
@@ -236,9 +255,10 @@ def gqe(module, x, y, mask, padding, ids):
         return out if bias is None else out + bias[at]
 
     k, v = (into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj"))
+    k = rotated(module, k)
 
     def head(number, keys, values):
-        q = linear(x, "q_experts", number).unsqueeze(1)
+        q = rotated(module, linear(x, "q_experts", number)).unsqueeze(1)
         found = attend(q, keys.unsqueeze(1), values.unsqueeze(1), mask, padding)[0]  # [B, 1, T, D]
         return gated(module, found, x, slice(number, number + 1)).squeeze(1)
 

@@ -59,6 +59,16 @@ def scaled(family, factor):
     return lambda **role: build_family(output_scale=factor, **role), lambda *given: factor * equation(*given)
 
 
+def rotary(family):
+    """With rotary positions in self-attention, where there are positions."""
+    make, equation = family
+
+    def with_positions(self_attention=False, **role):
+        return make(self_attention=self_attention, positions="rope" if self_attention else None, **role)
+
+    return with_positions, equation
+
+
 SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
 FAMILIES = {
     "moa": moa(),
@@ -131,6 +141,18 @@ FAMILIES = {
     "namoh, not renormalised": namoh(router_renormalize="none"),
     "namoh, frozen": namoh(router_choice="frozen"),
     "namoh, element gates": namoh(head_gate="element"),
+    # rotary positions, mostly of odd heads
+    "moa, rotary": rotary(moa(expert_dim=5)),
+    "moa, rotary, two per expert": rotary(moa(expert_dim=7, heads_per_expert=2)),
+    "switchhead, rotary": rotary(switchhead(expert_dim=5)),
+    "moh, rotary, never": rotary(moh(num_heads=4, moh_shared_heads=1, moh_skip="never")),
+    "moh, rotary, always": rotary(moh(num_heads=4, moh_shared_heads=1, moh_skip="always")),
+    "gqe, rotary": rotary(gqe(expert_dim=7)),
+    "gqe, rotary, no shared head": rotary(gqe(expert_dim=5, gqe_shared_heads=0)),
+    "namoh, rotary": rotary(namoh(expert_dim=5)),
+    "dense, rotary heads": rotary(dense()),
+    "dense, rotary, odd heads": rotary(dense(attention_head_dim=7)),
+    "dense, rotary, grouped odd heads": rotary(dense(num_heads=6, key_heads=2, attention_head_dim=3)),
     "dense": dense(),
     "dense, narrow heads": dense(attention_head_dim=1),
     "dense, wide heads": dense(attention_head_dim=7),

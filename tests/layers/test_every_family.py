@@ -64,6 +64,15 @@ BUILD = {
     "namoh, biased choice": partial(NAMOH, routing_bias_rate=0.1),
     "namoh, all heads": partial(NAMOH, experts_per_token=4),
 }
+# heads that rotary positions rotate all but one number of
+ODD = {
+    "dense, odd heads": partial(DenseAttention, WIDTH, 4, attention_head_dim=5),
+    "moa, odd heads": partial(MOA, expert_dim=5, experts_per_token=2),
+    "switchhead, odd heads": partial(SWITCHHEAD, expert_dim=5),
+    "gqe, odd heads": partial(GQE, expert_dim=5),
+    "namoh, odd heads": partial(NAMOH, expert_dim=5),
+    "moh, odd heads": partial(MixtureOfHeads, 20, 4, moh_shared_heads=1, experts_per_token=2),
+}
 POSITIONS = [None, "rope", "xl"]
 # GQE's shared head attends to a mean of keys, each with its own positions; NAMOH's heads see few of the keys
 REFUSED = {"gqe": ["xl"], **{name: ["xl"] for name in BUILD if name.startswith("namoh")}}
@@ -80,7 +89,7 @@ def future(length):
 def build(family, **role):
     """In float64, with weights that make biases, gates and routers matter."""
     torch.manual_seed(3)
-    return drawn(BUILD[family](**role).double().eval())
+    return drawn({**BUILD, **ODD}[family](**role).double().eval())
 
 
 # Those that decide about each query by itself, as a decoder must.
@@ -89,10 +98,13 @@ DECODERS = [
 ]
 
 
-@pytest.mark.parametrize(("family", "positions"), [each for each in PLACED if each[0] in DECODERS])
+@pytest.mark.parametrize(
+    ("family", "positions"),
+    [*(each for each in PLACED if each[0] in DECODERS), *((family, "rope") for family in ODD)],
+)
 def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, positions):
     attention, order = build(family, self_attention=True, positions=positions), torch.tensor([2, 0, 1, 1])
-    x = torch.randn(9, 4, WIDTH, dtype=torch.float64)
+    x = torch.randn(9, 4, attention.embed_dim, dtype=torch.float64)
     padding = torch.arange(9) < torch.tensor([[0], [2], [0], [1]])
     x = torch.cat([x[:4], x[4:, order.argsort()]])  # what follows belongs to the beam that it is in by then
     beams, state = torch.arange(4), {}

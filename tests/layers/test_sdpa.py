@@ -59,31 +59,34 @@ def test_attend_reads_keys_once_for_a_beam():
     torch.testing.assert_close(attend_with_weights(q, k, v, masks, bias=bias), expected)
 
 
-def test_rope_is_the_literal_rotation():
-    """Su et al. Eq. 34: a block of cos and sin for each pair of numbers."""
-    dim, length, first = 6, 5, 3
+@pytest.mark.parametrize("dim", [2, 3, 6, 7, 25])
+def test_rope_is_the_literal_rotation(dim):
+    """Su et al. Eq. 34: a block of cos and sin for each pair of numbers; the last of an odd width stays."""
+    length, first, pairs = 5, 3, dim // 2
     x = random(2, 3, length, dim)
     turned, _ = RotaryPositions(dim).rotate(x, x, first)
     for position in range(length):
-        for j in range(dim // 2):
-            angle = (first + position) * 10000.0 ** (-2 * j / dim)
+        for j in range(pairs):
+            angle = (first + position) * 10000.0 ** (-2 * j / (2 * pairs))
             rotation = torch.tensor(
                 [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
             )
-            pair = x[:, :, position, [j, j + dim // 2]]
-            torch.testing.assert_close(turned[:, :, position, [j, j + dim // 2]], pair @ rotation.t())
+            pair = x[:, :, position, [j, j + pairs]]
+            torch.testing.assert_close(turned[:, :, position, [j, j + pairs]], pair @ rotation.t())
+    assert torch.equal(turned[..., 2 * pairs :], x[..., 2 * pairs :])
 
 
-def test_rope_scores_know_distances_only_and_survive_half_precision():
-    q, k, rope = random(1, 1, 4, 8), random(1, 1, 4, 8, seed=1), RotaryPositions(8).half()
+@pytest.mark.parametrize("dim", [8, 9])
+def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
+    q, k, rope = random(1, 1, 4, dim), random(1, 1, 4, dim, seed=1), RotaryPositions(dim).half()
     scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
     torch.testing.assert_close(*scores)
     halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
     torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
-    exact = RotaryPositions(8)
+    exact = RotaryPositions(dim)
     torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
     with pytest.raises(UserError, match="--positions rope"):
-        RotaryPositions(5)
+        RotaryPositions(1)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16], ids=str)
