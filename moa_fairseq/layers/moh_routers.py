@@ -45,16 +45,20 @@ class _Router(nn.Module):
         self.routed_heads = routed
         self.routed_per_token = routed_per_token
 
-    def _top_heads(self, probs: Tensor, token_ids: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """Probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
+    def _top_heads(
+        self, logits: Tensor, probs: Tensor, token_ids: Tensor | None = None
+    ) -> tuple[Tensor, Tensor]:
+        """Logits and probabilities [N, routed heads] → (those of the chosen heads, these heads), [N, K].
 
-        They are the K largest, or what the hash says; in order of heads if K is all.
+        They have the K largest logits, as probabilities may underflow to ties, or are what the hash says. If
+        K is all, they stand in order.
         """
         if self.routed_per_token == self.routed_heads:
             return probs, every_index(self.routed_heads, device=probs.device).expand(probs.size(0), -1)
         if self.token_hash is None:
-            return probs.topk(self.routed_per_token, dim=-1)
-        index = self.token_hash(token_ids)
+            index = logits.detach().topk(self.routed_per_token, dim=-1).indices
+        else:
+            index = self.token_hash(token_ids)
         return probs.gather(-1, index), index
 
     def _routing(
@@ -154,7 +158,7 @@ class SharedAndRoutedRouter(_Router):
         shared_probs = torch.softmax(shared, -1)
         routed_probs = torch.softmax(routed, -1)
         shared_gate = shared_probs
-        (routed_gate, routed_index) = self._top_heads(routed_probs, token_ids)
+        (routed_gate, routed_index) = self._top_heads(routed, routed_probs, token_ids)
         if released:
             shared_gate = self.shared_heads * shared_gate
             total = routed_gate.sum(-1, keepdim=True).clamp_min(torch.finfo(dtype).eps)
@@ -218,7 +222,7 @@ class QueryNormRouter(_Router):
                 least = (0.01 * norms.mean(-1, keepdim=True)).clamp_min(torch.finfo(dtype).tiny)
                 logits = logits / norms.std(-1, keepdim=True).maximum(least)
             probs = torch.softmax(logits, -1)
-            routed_gate, routed_index = self._top_heads(probs)
+            routed_gate, routed_index = self._top_heads(logits, probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())
             ones = logits.new_ones(logits.size(0), self.shared_heads)
             return self._routing(

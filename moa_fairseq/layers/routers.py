@@ -22,7 +22,7 @@ RENORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "full": lambda chosen: chosen / chosen.sum(-1, keepdim=True),
     "none": lambda chosen: chosen,  # MoA's released code
 }
-# How the logits [N, E] become probabilities
+# How the logits [N, E] become probabilities, in the same order
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": functools.partial(torch.softmax, dim=-1),  # MoA Eq. 7
     "sigmoid": torch.sigmoid,
@@ -237,9 +237,10 @@ class TopKRouter(RunningStatistics):
             elif self.choice in OTHER_CHOICES:
                 expert_ids = OTHER_CHOICES[self.choice](self, token_ids)
             else:
-                scores = probs.detach()
                 if self.bias_rate:
-                    scores = scores + self.selection_bias
+                    scores = probs.detach() + self.selection_bias
+                else:
+                    scores = logits.detach()  # ordered as the probabilities, which may underflow to ties
                 if self.groups > 1:
                     expert_ids = self._largest(scores)
                 else:

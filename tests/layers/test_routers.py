@@ -17,8 +17,11 @@ from moa_fairseq.layers.experts import every_expert
 from moa_fairseq.layers.experts.routing import unsupported_reason, wide_product
 from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.moa import MoASettings
+from moa_fairseq.layers.moh import MoHSettings
+from moa_fairseq.layers.moh_routers import QueryNormRouter, SharedAndRoutedRouter
 from moa_fairseq.layers.routers import TopKRouter, WideLinear
 from moa_fairseq.layers.running_statistics import running_statistics_of
+from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
 
 def build(noise=False, dtype=torch.float32):
@@ -67,6 +70,28 @@ def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     torch.manual_seed(0)
     decision = TopKRouter(64, MoASettings(8, 2))(torch.randn(400, 64))
     assert torch.bincount(decision.expert_ids.reshape(-1), minlength=8).min() > 20
+
+
+CHOOSERS = {
+    "softmax": lambda: TopKRouter(16, MoASettings(6, 2)),
+    "sigmoid": lambda: TopKRouter(16, MoASettings(6, 2, router_activation="sigmoid")),
+    "groups": lambda: TopKRouter(16, MoASettings(6, 2), groups=3),
+    "switchhead": lambda: SigmoidTopKRouter(16, 6, 2, groups=3),
+    "moh": lambda: SharedAndRoutedRouter(16, 8, MoHSettings(moh_shared_heads=2, experts_per_token=2)),
+    "query-norm": lambda: QueryNormRouter(8, 2, 2),
+}
+
+
+@pytest.mark.parametrize("kind", CHOOSERS)
+@pytest.mark.parametrize("size", (1.0, 1e4))
+def test_the_largest_logits_are_chosen_where_probabilities_are_equal(kind, size):
+    """Float32 has no probability below 1e-45: most of the experts of a large input have 0."""
+    torch.manual_seed(0)
+    routing = CHOOSERS[kind]()(torch.randn(50, 16) * size)
+    logits = routing.logits[:, routing.shared :].unflatten(1, (routing.groups, -1))
+    first = torch.arange(routing.groups).unsqueeze(1) * logits.size(-1) + routing.shared
+    wanted = (logits.topk(2).indices + first).flatten(1)
+    assert torch.equal(routing.expert_ids[:, routing.shared :], wanted)
 
 
 def kept_bytes(module, x):

@@ -92,6 +92,21 @@ def test_not_a_number_still_gives_each_slot_an_expert_of_its_own():
     assert all(len(set(row)) == 3 for row in index.tolist())
 
 
+def test_the_largest_logits_are_chosen_where_probabilities_are_equal():
+    """Float32 has no probability below 1e-45: most of the experts of a large input have 0."""
+    router, _ = routers((70, 37, 7, 3), "detached", torch.float32)
+    routing = router(torch.randn(70, 37, device=DEVICE) * 1e4)
+    assert torch.equal(routing.expert_ids, routing.logits.topk(3).indices)
+
+
+def test_infinite_logits_still_give_each_slot_an_expert_of_its_own():
+    router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
+    with torch.no_grad():
+        router.projection.weight.copy_(torch.tensor([-1.0, 1, -1, -1, -1, 1]).unsqueeze(1) * 1e38)
+    index = router(torch.full((4, 8), 3.0, device=DEVICE)).expert_ids
+    assert index.tolist() == [[1, 5, 0]] * 4
+
+
 def test_ties_go_to_the_lower_number():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     decision = router(torch.zeros(4, 8, device=DEVICE))

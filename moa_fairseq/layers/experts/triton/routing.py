@@ -64,16 +64,17 @@ def route_kernel(
         weights = share
         slot = tl.broadcast_to(expert[None, :], (BLOCK_M, EXPERTS_POW2))
         if index is not None:
-            # not a number is chosen last, but still once: every slot must have an expert of its own
-            score = tl.where(share == share, share, -1.0)
-            score = tl.where(exists, score, -2.0)
+            # by logits: probabilities may underflow to ties. Not a number and -inf are chosen last, but still
+            # once: every slot must have an expert of its own.
+            score = tl.where(acc > -3.0e38, acc, -3.0e38)
+            score = tl.where(exists, score, -3.2e38)
             slot = tl.full((BLOCK_M, EXPERTS_POW2), PER_TOKEN, dtype=tl.int32)
             for k in range(PER_TOKEN):
                 best = tl.max(score, axis=1)
                 first = tl.min(tl.where(score == best[:, None], expert[None, :], EXPERTS_POW2), axis=1)
                 hit = expert[None, :] == first[:, None]
                 slot = tl.where(hit, k, slot)
-                score = tl.where(hit, -3.0, score)
+                score = tl.where(hit, -3.4e38, score)
             if NORMALIZES:
                 total = tl.sum(tl.where(slot < PER_TOKEN, share, 0.0), axis=1)
                 weights = share / total[:, None]
