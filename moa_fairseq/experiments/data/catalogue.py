@@ -133,6 +133,7 @@ class Dataset:
         encoder: what makes tokens of text in one language: words, sentencepiece, bytes, or none where nothing
             is binarised.
         pieces: how many SentencePiece pieces to learn.
+        released_pieces: they are learnt as by SwitchHead's release (`pieces.RELEASED`), with its faults.
         tokens: split → how many pieces of its text are used, from its beginning; the others are used whole.
         learn_on: with `tokens`: how many parts of the training text SentencePiece learns on.
         byte_splits: split → bytes, in the order of the one file that they are cut from.
@@ -160,6 +161,7 @@ class Dataset:
     bring: str = ""
     encoder: str = ""
     pieces: int = 0
+    released_pieces: bool = False
     tokens: Mapping[str, int] = dataclasses.field(default_factory=dict)
     learn_on: int = 1
     byte_splits: Mapping[str, int] = dataclasses.field(default_factory=dict)

@@ -33,6 +33,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
     data = job.data
     folder = job.root / "model"
     steps: list[Step] = []
+    learning = pieces.RELEASED if data.released_pieces else pieces.LANGUAGE_MODEL
     count = job.settings.get("bpe") or data.pieces
     most = dict(data.tokens)
     if job.settings.get("tokens"):
@@ -47,7 +48,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
     def announce() -> None:
         before_growth(data, job.store, sum(most.values()), job.root)
 
-    def learn(new: Path) -> dict[str, int]:
+    def learn(new: Path) -> dict[str, Any]:
         log.info("learning %s SentencePiece pieces", f"{count:,}")
         if data.tokens:
             announce()
@@ -56,7 +57,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
-        return {"pieces": pieces.learn(lines, texts[0].path, count, model, **pieces.LANGUAGE_MODEL)}
+        return {"pieces": pieces.learn(lines, texts[0].path, count, model, **learning), "settings": learning}
 
     def grow(new: Path) -> dict[str, Any]:
         announce()
@@ -87,7 +88,9 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         return facts
 
     if data.encoder == "sentencepiece":
-        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": count}))
+        # Data of the release is what it was before its settings were an input.
+        more = {} if data.released_pieces else {"settings": learning}
+        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": count, **more}))
     model: dict[str, Any] = {"model": steps[0]} if steps else {}
     if data.tokens:
         model["tokens"] = most

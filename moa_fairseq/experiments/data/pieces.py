@@ -15,8 +15,17 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 MODEL = "sentencepiece.model"
-# SwitchHead's, of language models. The text is normalised (NFKC).
-LANGUAGE_MODEL: dict[str, Any] = {"model_type": "bpe", "split_digits": True}
+SPACE = "\u2581"  # SentencePiece's sign for one
+# SwitchHead's, of language models: the text is normalised (NFKC), and all else is SentencePiece's default.
+RELEASED: dict[str, Any] = {"model_type": "bpe", "split_digits": True}
+# SentencePiece cuts <unk>, <s> and </s> out of what it learns on, so that < and > are too rare there for
+# pieces. WikiText's <unk> is a word of the text: it gets a piece, which fairseq does not take for its own
+# <unk>, that of letters without a piece.
+LANGUAGE_MODEL: dict[str, Any] = {
+    **RELEASED,
+    "user_defined_symbols": [f"{SPACE}<unk>"],
+    "required_chars": "</>",
+}
 
 
 def translation_settings(piece_model: str, byte_fallback: bool) -> dict[str, Any]:

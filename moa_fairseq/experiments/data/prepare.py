@@ -34,7 +34,7 @@ from moa_fairseq.experiments.data.language_model_steps import language_modeling_
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, marks
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, checksum
 
 log = logging.getLogger(__name__)
 
@@ -116,12 +116,21 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 def given_fingerprint(source: Path) -> str:
     """Of a binarised folder that was made elsewhere."""
     # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
+    return fingerprint_of("given", {path.name: path.stat().st_size for path in _binarised_files(source)})
+
+
+def content_digest(source: Path) -> str:
+    """Of a binarised folder, by the content of its files: equal data has it wherever it was made."""
+    return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
+
+
+def _binarised_files(source: Path) -> list[Path]:
     if is_classification(source):
         place = source / INPUT
     else:
         place = source
     files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
-    return fingerprint_of("given", {path.name: path.stat().st_size for path in files if path.is_file()})
+    return [path for path in files if path.is_file()]
 
 
 # Keys of a data section that came later, with the values by which data is as before.

@@ -35,7 +35,7 @@ DIVERGED = "diverged"
 REMEDY = "Delete it, or bring the committed one back with git checkout."
 _SINGLE = re.compile(r".+-seed\d+\.json")
 _KINDS = {
-    **dict.fromkeys(("study", "system", "end", "commit", "hardware", "precision", "command"), TEXT),
+    **dict.fromkeys(("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT),
     **dict.fromkeys(("seed", "parameters", "tokens_per_second"), NUMBER),
     **{"curve": LIST, "settings": MAPPING},
 }

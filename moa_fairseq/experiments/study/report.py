@@ -183,7 +183,8 @@ def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -
     for run in runs:
         seed, system = run.block
         block = f"seed {seed} {system}".strip()
-        for key, whole in {"hardware": block, "precision": block, "commit": "the study"}.items():
+        parts = {"hardware": block, "precision": block, "commit": "the study", "data": "the study"}
+        for key, whole in parts.items():
             if value := records[run.name].get(key):
                 found[whole, key].add(value)
     for (whole, key), values in found.items():

@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 import portalocker
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.recipes.planner import workload
@@ -69,10 +71,12 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
 
     What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
     another precision, are left out, with a warning. Raises UserError where another commit made the records,
-    where --data was prepared otherwise than a recipe says, and where a system that is left has an unknown
-    flag, or flags that make no model: a mistake in a later one is found before the first is trained.
+    where they are of data with another content, where --data was prepared otherwise than a recipe says, and
+    where a system that is left has an unknown flag, or flags that make no model: a mistake in a later one is
+    found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
+    binarised = prepared / "binarised" if prepared else None
     if prepared and (prepared / "manifest.json").is_file():
         for run in {run.recipe: run for run in runs}.values():
             if found := data_differences(run.load(), prepared, {}):
@@ -81,6 +85,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     records = fitting_records(place.study, runs, strict=True)
     now = commit()
+    digest = content_digest(binarised) if binarised and binarised.is_dir() else None
     for run in runs:
         record = records.get(run.name)
         if record and (there := record.get("commit")) != now:
@@ -89,6 +94,12 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 f"study need one commit. To go on, make a worktree (git worktree add ../study {there}), run "
                 "`bash scripts/setup.sh` there without an active environment, and give its moa-fairseq "
                 f"--records {run.records.parent.resolve()}. To begin anew, give --records another folder."
+            )
+        if record and digest and record.get("data", digest) != digest:
+            raise UserError(
+                f"{run.name} in {run.records} was trained on data of the digest {record['data']}, and --data "
+                f"{place.data} has {digest}: all runs of a study need one text. Name the data of the records "
+                "with --data. To begin anew, give --records another folder."
             )
     incomplete = {run.block for run in runs if run.name not in records}
     made = [(run, records[run.name]) for run in runs if run.block in incomplete and run.name in records]
@@ -173,6 +184,7 @@ def _carry_out(run: Run, place: Place) -> None:
             raise
     curve = curve_of(folder / "train.jsonl")
     scores = saved_json(folder / "result.json")
+    data = prepared_data(folder)
     for path in folder.glob("generate-*.txt"):
         subset = path.stem.removeprefix("generate-")
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
@@ -187,6 +199,7 @@ def _carry_out(run: Run, place: Place) -> None:
         "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
         **summarise(folder / "train.jsonl"),
         **place.conditions(run),
+        "data": content_digest(data) if data else None,
         "versions": versions(),
         "commit": commit(),
         "date": datetime.date.today().isoformat(),

@@ -10,9 +10,10 @@ import pytest
 from fairseq.data import Dictionary, data_utils
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data import download
+from moa_fairseq.experiments.data import download, pieces
 from moa_fairseq.experiments.data.catalogue import datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest, summary
+from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.running import run_recipe
@@ -132,6 +133,44 @@ def test_wikitext_pieces(prepare, miniature):
     assert {split: fact["lines"] for split, fact in facts.items()} == {"train": 160, "valid": 12, "test": 14}
     text = (root / "text" / "train").read_text("utf-8")
     assert text.count("\n") == 1 and "▁" in text  # line ends are forgotten; digits stand apart
+
+
+@pytest.mark.parametrize("name", ["wikitext2_sp512", "text_sp"])
+def test_the_published_unknown_word_is_one_piece(prepare, made, tmp_path, name):
+    stem = {"text_sp": "{}.txt", "wikitext2_sp512": "wikitext-2.{}.txt"}[name]
+    line = "the <unk> river <unk> flows , <s> a < b </s>"
+    for split in ("train", "valid", "test"):
+        rows = [line, *made.sentences(40, "en")]
+        (tmp_path / stem.format(split)).write_text(made.text(rows), "utf-8")
+    prepared, root = prepare(name, tmp_path, bpe=60)
+    text = (root / "text" / "valid").read_text("utf-8").split()
+    assert text.count("▁<unk>") == 2 and "<unk>" not in text
+    known = {row.split()[0] for row in (prepared.folder / "dict.txt").read_text("utf-8").splitlines()}
+    assert "▁<unk>" in known and not known & {"<unk>", "<s>", "</s>"}
+    codec = codec_of(prepared.folder, "language_modeling")
+    assert codec.decode(codec.encode(line)).strip() == line
+    settings = read_manifest(root)["stages"]["model"]["settings"]
+    assert settings["user_defined_symbols"] == ["▁<unk>"] and "<" in settings["required_chars"]
+
+
+def test_pieces_of_other_settings_are_learnt_again(prepare, made, tmp_path, monkeypatch):
+    for split in ("train", "valid", "test"):
+        rows = ["the <unk> river", *made.sentences(40, "en")]
+        (tmp_path / f"{split}.txt").write_text(made.text(rows), "utf-8")
+    with monkeypatch.context() as patch:
+        patch.setattr(pieces, "LANGUAGE_MODEL", pieces.RELEASED)
+        before, root = prepare("text_sp", tmp_path, bpe=60)
+        assert "▁<unk>" not in (root / "text" / "train").read_text("utf-8")
+    after, root = prepare("text_sp", tmp_path, bpe=60)
+    assert "▁<unk>" in (root / "text" / "train").read_text("utf-8").split()
+    assert before.fingerprint != after.fingerprint
+
+
+def test_pieces_of_a_release_are_as_its_code_learns_them(prepare, miniature):
+    _, root = prepare("wikitext103_sp8k", miniature("wikitext103_sp8k"))
+    assert read_manifest(root)["stages"]["model"]["settings"] == {"model_type": "bpe", "split_digits": True}
+    released = {name for name, dataset in datasets().items() if dataset.released_pieces}
+    assert released == {"wikitext103_sp8k", "c4", "pes2o"}
 
 
 def test_wikitext_raw_is_plain_text(prepare, miniature):

@@ -136,7 +136,7 @@ def test_the_hubs_files_become_a_binarised_folder(prepare, miniature, said, name
     before = (root / "model" / pieces.MODEL).read_bytes()
     learnt_on = sorted(given.glob("*train*"))[: datasets()[name].learn_on]
     lines = [line for path in learnt_on for line in read_documents(path)]
-    pieces.learn(lines, "text", 60, tmp_path / "again", **pieces.LANGUAGE_MODEL)
+    pieces.learn(lines, "text", 60, tmp_path / "again", **pieces.RELEASED)
     assert len(learnt_on) == 2 and (tmp_path / "again").read_bytes() == before
     prepare(name, given, subsets=SPLITS, tokens=most["train"] // 2)
     assert len(pieces_of(root / "text" / "train")) == most["train"] // 2

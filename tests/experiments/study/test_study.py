@@ -15,6 +15,7 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.make import put_mark
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.scoring.complexity import complexity
@@ -49,7 +50,7 @@ STUDY = {
 class Player:
     """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C."""
 
-    ran, end, diverges = [], None, ()
+    ran, end, diverges, data = [], None, (), None
 
     def __init__(self, environment):
         assert environment == {"OMP_NUM_THREADS": "1"}
@@ -64,6 +65,8 @@ class Player:
         if folder.name in Player.diverges:
             (folder / "train.log").write_text("FloatingPointError: gradients are Nan/Inf\n")
             raise UserError("fairseq-train failed")
+        if Player.data:
+            put_mark(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
         rate = float(settings.get("train.flags.lr", 1))
         loss = (
             3 - 0.5 * folder.name.startswith("B") + 0.01 * int(settings["train.seed"]) ** 2 + (rate - 2) ** 2
@@ -81,7 +84,7 @@ def study(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "commit", lambda: "0123abc")
     monkeypatch.setattr(command, "draw", lambda study, content: {})  # it takes longer than all else
     monkeypatch.chdir(tmp_path)
-    Player.ran, Player.end, Player.diverges = [], None, ()
+    Player.ran, Player.end, Player.diverges, Player.data = [], None, (), None
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
@@ -395,6 +398,25 @@ def test_a_contrast_without_a_common_training_loss_is_left_out(study):
             changed(records, f"{name}-seed{seed}", curve=curve)
     found = report_of(study, levels=2)
     assert found["at_equal_training_loss"] == [] and len(found["contrasts"]) == 1
+
+
+def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, capsys):
+    data = tmp_path / "data" / "binarised"
+    data.mkdir(parents=True)
+    (data / "dict.txt").write_text("a 1\n")
+    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
+    Player.data, Player.end = data, 2
+    _, records = study("--data", str(data))
+    digest = record_of(records, "A-seed1")["data"]
+    assert len(digest) == 16 and record_of(records, "B-seed1")["data"] == digest
+    (data / "dict.txt").write_text("b 1\n")  # as many bytes
+    Player.end, Player.ran = None, []
+    capsys.readouterr()
+    assert study("--data", str(tmp_path / "data"))[0] == 2 and not Player.ran
+    assert digest in (told := capsys.readouterr().err) and "--data" in told
+    changed(records, "B-seed1", data="another")
+    study("--report")
+    assert f"unequal data ({digest}; another)" in capsys.readouterr().out
 
 
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
