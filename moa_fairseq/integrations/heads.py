@@ -19,7 +19,12 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.losses import head_balance_loss
 from moa_fairseq.layers.moh import ROUTERS, MoHSettings
-from moa_fairseq.layers.moh_routers import SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.layers.moh_routers import (
+    SCALINGS,
+    STRAIGHT_THROUGH,
+    QueryNormRouter,
+    SharedAndRoutedRouter,
+)
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.torch_compat import full_precision
 
@@ -38,6 +43,7 @@ class MixtureSettings:
         router: "query-norm" compares the norms of the queries and has no parameters (MoH 4.4); "learned" has
             linear maps of the attention's input (Eq. 5-6).
         scaling: of the learned router's gates, as in `SharedAndRoutedRouter`.
+        straight_through: which gates of "query-norm" have a gradient, as in `QueryNormRouter`.
         balance: β of the balance loss (Eq. 7-8), which is summed over layers.
         layers: for each layer (h_s, h_s + K), or None for a layer that stays dense. It replaces
             shared_heads and active.
@@ -49,6 +55,7 @@ class MixtureSettings:
     active: int | None = None
     router: str = "query-norm"
     scaling: str = "released"
+    straight_through: str = STRAIGHT_THROUGH[0]
     balance: float = 0.01
     layers: Sequence[Sequence[int] | None] | None = None
     output: str | None = None
@@ -71,6 +78,7 @@ class MixtureSettings:
         settings = cls(**fields)
         check_choice("router", settings.router, ROUTERS)
         check_choice("scaling", settings.scaling, SCALINGS)
+        check_choice("straight_through", settings.straight_through, STRAIGHT_THROUGH)
 
         def whole(number: Any) -> bool:
             return type(number) is int and number >= 0
@@ -95,6 +103,8 @@ class MixtureSettings:
             check(name, number is None or not layers, "leave it out, or layers, which has the numbers")
         check("balance", type(beta) in (int, float) and 0 <= beta < math.inf, "give a number from 0 up")
         check("scaling", not norms or settings.scaling == cls.scaling, "query-norm has none: leave it out")
+        through = norms or settings.straight_through == cls.straight_through
+        check("straight_through", through, "the learned router has none: leave it out")
         check("output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out")
         named = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
         check("queries", named, "name what query-norm shall read, or leave it out")
@@ -178,7 +188,9 @@ class HeadMixture(nn.Module):
                     f"queries={settings.queries!r} does not fit: {kind} has no such projection to queries, "
                     f'{self.width} wide. Give its name, or take router="learned".'
                 )
-            self.router: nn.Module = QueryNormRouter(num_heads, shared, active - shared)
+            self.router: nn.Module = QueryNormRouter(
+                num_heads, shared, active - shared, settings.straight_through
+            )
         else:
             own: dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
             options = MoHSettings(moh_scaling=settings.scaling, **own)
@@ -240,7 +252,7 @@ class HeadMixture(nn.Module):
     def _route(self, x: Tensor) -> None:
         """Choose heads by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
-        self._gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
+        self._gates = routing.gates_by_expert
         recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
         if self.collectors and not recomputes:
             if self.training and not torch.is_grad_enabled():

@@ -29,7 +29,7 @@ def to_mixture_of_heads(
     Args:
         model: whose attentions are timm's `Attention`, without a wrapper. Its class and its parameters stay,
             and so does an attention that pools tokens at the end.
-        shared_heads, active, settings: router, scaling and layers of `MixtureSettings`.
+        shared_heads, active, settings: router, scaling, straight_through and layers of `MixtureSettings`.
 
     Returns:
         The model.

@@ -12,7 +12,13 @@ from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
 from moa_fairseq.layers.dense import DenseHeadsAttention
 from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation, project, resolve_backend
 from moa_fairseq.layers.moa import token_ids_of
-from moa_fairseq.layers.moh_routers import CHOICES, SCALINGS, QueryNormRouter, SharedAndRoutedRouter
+from moa_fairseq.layers.moh_routers import (
+    CHOICES,
+    SCALINGS,
+    STRAIGHT_THROUGH,
+    QueryNormRouter,
+    SharedAndRoutedRouter,
+)
 from moa_fairseq.layers.positions import RotaryPositions
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.selected import attend_selected, skipping_pays
@@ -39,6 +45,13 @@ class MoHSettings(FamilySettings):
         "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' queries, "
         "without parameters and with gates of 1, to continue trained models (MoH 4.4)",
         ROUTERS,
+    )
+    moh_straight_through: str = flag(
+        STRAIGHT_THROUGH[0],
+        "which gates of --moh-router query-norm, 1 or 0, have the gradient of the probability (MoH Eq. 10): "
+        "those of all routed heads, which a training then computes whatever --moh-skip says, or of the "
+        "chosen ones alone",
+        STRAIGHT_THROUGH,
     )
     router_choice: str = flag(
         "learned",
@@ -104,6 +117,11 @@ class MixtureOfHeads(DenseHeadsAttention):
                 f"--router-choice {settings.router_choice} is for routers with weights, which --moh-router "
                 "query-norm lacks: leave one of the two out."
             )
+        if settings.moh_router == "learned" and settings.moh_straight_through != STRAIGHT_THROUGH[0]:
+            raise UserError(
+                f"--moh-straight-through {settings.moh_straight_through} is for gates of 1 or 0, which "
+                "--moh-router learned does not have: leave it out, or choose --moh-router query-norm."
+            )
         super().__init__(embed_dim, num_heads, **options)
         self.router: Any
         if router is not None:
@@ -111,7 +129,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         elif settings.moh_router == "learned":
             self.router = SharedAndRoutedRouter(embed_dim, num_heads, settings)
         else:
-            self.router = QueryNormRouter(num_heads, shared_heads, per_token)
+            self.router = QueryNormRouter(num_heads, shared_heads, per_token, settings.moh_straight_through)
         self.reads = token_ids_of(self.router)
         self.skip = settings.moh_skip
         self.causal = causal and self.self_attention
@@ -131,7 +149,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         routed_by = rows if queries is None else queries
         routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
-        skips, skips_projections = self._skips(call)
+        skips, skips_projections = self._skips(call, routing)
         if skips:
             out = self._only_chosen(call, rows, queries, k, v, routing, skips_projections)
             return out, None, (routing,)
@@ -156,9 +174,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         )
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x)
-        # the gates by head, zero for heads that were not chosen
-        gates = torch.zeros_like(routing.probs).scatter(1, routing.expert_ids, routing.gates)
-        gates = gates.to(heads.dtype).view(batch, tgt_len, self.num_heads, 1)
+        gates = routing.gates_by_expert.to(heads.dtype).view(batch, tgt_len, self.num_heads, 1)
         out = self.out_proj((heads.transpose(1, 2) * gates).flatten(2))
         if weights is not None:
             index = routing.expert_ids.view(batch, tgt_len, self.active_heads, 1).transpose(1, 2)
@@ -242,15 +258,18 @@ class MixtureOfHeads(DenseHeadsAttention):
         bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
         return self.skip != "never" and not bias_by_head
 
-    def _skips(self, call: Call) -> tuple[bool, bool]:
+    def _skips(self, call: Call, routing: Routing) -> tuple[bool, bool]:
         """Whether unchosen heads are left out of the attention, and of the projections.
 
-        Weights, and keys that a beam shares, need all heads. Then there are few tokens.
+        Weights, and keys that a beam shares, need all heads. Then there are few tokens. So do gradients of
+        the gates of unchosen heads.
         """
         unchosen = self.num_heads - self.active_heads
         if not unchosen or not self._may_skip or not call.x.numel() or call.need_weights:
             return False, False
         if call.cache is not None and call.cache.beam_size > 1:
+            return False, False
+        if routing.straight_through and routing.probs.requires_grad:
             return False, False
         if not is_readable(call.x):  # the lengths of heads' blocks would have to be asked for
             return False, False

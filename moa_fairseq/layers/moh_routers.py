@@ -14,6 +14,7 @@ from moa_fairseq.layers.torch_compat import full_precision
 
 CHOICES = ("learned", "frozen", "hash")
 SCALINGS = ("paper", "released")
+STRAIGHT_THROUGH = ("routed", "chosen")
 _INIT_STD = 0.02
 
 
@@ -24,6 +25,7 @@ class _Router(nn.Module):
     """
 
     reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
+    straight_through = ""  # one of STRAIGHT_THROUGH, where gates are 1 or 0
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
         super().__init__()
@@ -85,6 +87,7 @@ class _Router(nn.Module):
             # Without routed heads all count as routed: losses and statistics then see an even load.
             shared=self.shared_heads if self.routed_heads else 0,
             padding=padding,
+            straight_through=self.straight_through == "routed",
         )
 
 
@@ -182,19 +185,33 @@ class QueryNormRouter(_Router):
     A routed head's logit is the norm of its query, divided by the standard deviation of the norms over the
     routed heads, as in the released code (which does not train). The divisor is a temperature. It has no
     gradient, which would cancel the one of two routed heads, and is at least 0.01 of the mean norm, for heads
-    whose norms are equal. The K largest are chosen. Gates are 1(chosen) in the forward pass and have the
-    gradient of the softmax probability (straight-through: ∂L/∂g = ∂L/∂g^q). Shared heads have the gate 1.
+    whose norms are equal. The K largest are chosen. Gates are g^q = 1(chosen) in the forward pass (Eq. 9) and
+    have the gradient of the softmax probability g (Eq. 10: ∂L/∂g^q = ∂L/∂g). Shared heads have the gate 1.
 
     Args:
         num_heads: h.
         shared_heads: h_s, which are the first heads.
         routed_per_token: K, how many of the other h − h_s heads a token chooses.
+        straight_through: "routed": Eq. 10 for every routed head, as printed; the gate of one that was not
+            chosen is 0, and its gradient says what the head would have contributed. "chosen": for the chosen
+            heads alone, as where g is Eq. 5's score, which is a constant 0 for the others.
 
     Raises:
-        UserError: for impossible sizes.
+        UserError: for impossible sizes, and a name that is unknown.
     """
 
     reads_queries = True
+
+    def __init__(
+        self,
+        num_heads: int,
+        shared_heads: int,
+        routed_per_token: int,
+        straight_through: str = STRAIGHT_THROUGH[0],
+    ):
+        super().__init__(num_heads, shared_heads, routed_per_token)
+        check_choice("--moh-straight-through", straight_through, STRAIGHT_THROUGH)
+        self.straight_through = straight_through
 
     def forward(
         self, queries: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None

@@ -32,6 +32,8 @@ class Routing:
         scope: "tokens", or "sequences" where a sequence is routed as one.
         padding: [N] bool, True = padding; None when there is none.
         auxiliary: whether losses may act on it; if not (SwitchHead's attention), it only has statistics.
+        straight_through: whether the gates of experts that were not chosen, which are zero, have the gradient
+            of their probabilities (MoH Eq. 10).
     """
 
     expert_ids: Tensor
@@ -45,6 +47,7 @@ class Routing:
     scope: str = "tokens"
     padding: Tensor | None = None
     auxiliary: bool = True
+    straight_through: bool = False
 
     def __getitem__(self, index: int) -> Tensor:
         """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
@@ -59,6 +62,17 @@ class Routing:
     def chooses_all(self) -> bool:
         """Whether K = E: slot k is expert k, nothing needs sorting."""
         return self.expert_ids.size(1) == self.num_experts
+
+    @property
+    def gates_by_expert(self) -> Tensor:
+        """The gates of all experts, zero where they were not chosen, [N, E]."""
+        if self.straight_through:
+            zeros = self.probs - self.probs.detach()
+            if self.padding is not None:
+                zeros = zeros.masked_fill(self.padding.unsqueeze(1), 0.0)
+        else:
+            zeros = torch.zeros_like(self.probs)
+        return zeros.scatter(1, self.expert_ids, self.gates)
 
     @property
     def expert_counts(self) -> Tensor:

@@ -136,6 +136,31 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
             close(seen["out"][b, t], out)
 
 
+@pytest.mark.parametrize("reading", ("routed", "chosen"))
+def test_gates_of_one_or_zero_have_the_gradient_of_equation_10(reading):
+    """The task's gradient of the queries' weights, by the softmax of every routed head or the chosen ones."""
+    model, ids = mixture(straight_through=reading), tokens()
+    attention = model.model.layers[1].self_attn
+    seen = {}
+    attention.q_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
+    attention.o_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
+    attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0]))
+    model(ids)
+    norms = seen["q"].unflatten(-1, (HEADS, -1))[..., 2:, :].norm(dim=-1)
+    probs = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
+    chosen = torch.zeros_like(probs).scatter(-1, norms.topk(3).indices, 1.0)
+    learning = {"routed": torch.ones_like(chosen), "chosen": chosen}[reading]
+    gates = torch.cat([torch.ones_like(probs[..., :2]), chosen + learning * (probs - probs.detach())], -1)
+    heads = seen["heads"].unflatten(-1, (HEADS, -1)) * gates.unsqueeze(-1)
+    out = heads.flatten(-2) @ attention.o_proj.weight.t()
+    close(seen["out"], out)
+    leaves = [attention.q_proj.weight, attention.o_proj.weight, attention.v_proj.weight]
+    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    found = torch.autograd.grad(seen["out"], leaves, upstream, retain_graph=True)
+    for one, other in zip(found, torch.autograd.grad(out, leaves, upstream)):
+        close(one, other)
+
+
 @both
 def test_stepwise_is_whole(kind, router):
     if kind == "gemma2" and VERSION < (4, 50):
@@ -304,6 +329,12 @@ REFUSED = {
     "unknown router": (dense, {"router": "norm"}, "norm"),
     "unknown scaling": (dense, {"scaling": "none"}, "none"),
     "scaling not read": (dense, {"scaling": "paper"}, "scaling='paper'"),
+    "no rule of gates": (dense, {"straight_through": "all"}, "straight_through all"),
+    "gates that are learned": (
+        dense,
+        {"router": "learned", "straight_through": "chosen"},
+        "straight_through='chosen'",
+    ),
     "unknown setting": (dense, {"heads": 2}, "heads"),
 }
 for name in BY_LAYER:

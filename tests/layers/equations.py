@@ -170,7 +170,8 @@ def moh_gates(module, x, ids):
         gates = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
         mask = chosen_of(gates, k, None, ids)
         ones = torch.ones_like(x[..., :shared_heads])
-        return torch.cat([ones, mask * (1 + gates - gates.detach())], -1), gates, mask
+        through = {"routed": 1.0, "chosen": mask}[module.router.straight_through]  # Eq. 10
+        return torch.cat([ones, mask + through * (gates - gates.detach())], -1), gates, mask
     two_stages = 0 < shared_heads < heads
     sizes = [heads - shared_heads, shared_heads if shared_heads > 1 else 0, 2 if two_stages else 0]
     routed, shared, stage = (x @ module.router.projection.weight.t()).split(sizes, -1)

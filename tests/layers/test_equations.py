@@ -106,6 +106,7 @@ FAMILIES = {
             "one shared head": {"moh_shared_heads": 1},
             "no shared head": {"moh_shared_heads": 0, "moh_scaling": "released"},
             "query norms": {"moh_router": "query-norm"},
+            "query norms, chosen": {"moh_router": "query-norm", "moh_straight_through": "chosen"},
             "frozen": {"router_choice": "frozen"},
             "hash": {"router_choice": "hash"},
         }.items()

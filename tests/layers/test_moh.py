@@ -10,6 +10,7 @@ import torch
 from fairseq.modules import MultiheadAttention
 from time_first import MixtureOfHeads
 
+from moa_fairseq.layers import moh
 from moa_fairseq.layers.losses import head_balance_loss, released_head_balance_loss
 from moa_fairseq.layers.moh_routers import QueryNormRouter
 from moa_fairseq.layers.selected import skipping_pays
@@ -66,7 +67,7 @@ def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True
         role = {"self_attention": not cross, "encoder_decoder_attention": cross}
         module = build(moh_skip=skip, **settings, **role)
         if skip == "always":
-            module._skips = lambda x: skips
+            module._skips = lambda *call: skips
         prepare(module)
         query, key, padding, mask, _ = inputs(**case)
         out, _ = module(query, key, key, padding, attn_mask=mask, need_weights=False)
@@ -132,8 +133,9 @@ def test_weights_are_those_of_the_heads_that_work(skip):
     torch.testing.assert_close(out, module(query, query, query, need_weights=False)[0])
 
 
-def test_query_norms_choose_and_their_gradient_goes_straight_through():
-    module = build(moh_router="query-norm", self_attention=True)
+@pytest.mark.parametrize("reading", ["routed", "chosen"])
+def test_query_norms_choose_and_their_gradient_goes_straight_through(reading):
+    module = build(moh_router="query-norm", moh_straight_through=reading, self_attention=True)
     query, *_ = inputs(tgt=5, batch=2)
     with collect_routings() as decisions:
         module(query, query, query)
@@ -144,10 +146,30 @@ def test_query_norms_choose_and_their_gradient_goes_straight_through():
     expected = norms.topk(K, 1).indices.sort(1).values + SHARED
     assert torch.equal(decision.expert_ids[:, SHARED:].sort(1).values, expected)
     torch.testing.assert_close(decision.gates, torch.ones_like(decision.gates))
-    upstream = torch.randn(decision.gates[:, SHARED:].shape, dtype=torch.float64)
-    straight = torch.autograd.grad((decision.gates[:, SHARED:] * upstream).sum(), query, retain_graph=True)
-    chosen = probs.gather(1, decision.expert_ids[:, SHARED:] - SHARED)
-    torch.testing.assert_close(straight, torch.autograd.grad((chosen * upstream).sum(), query))
+    gates = decision.gates_by_expert
+    chosen = torch.zeros_like(gates).scatter(1, decision.expert_ids, 1.0)
+    assert torch.equal(gates, chosen)
+    upstream = torch.randn(gates.shape, dtype=torch.float64)
+    straight = torch.autograd.grad((gates * upstream).sum(), query, retain_graph=True)
+    if reading == "chosen":
+        upstream = upstream * chosen
+    wanted = torch.autograd.grad((probs * upstream[:, SHARED:]).sum(), query)
+    torch.testing.assert_close(straight, wanted)
+
+
+@pytest.mark.parametrize("reading, in_training", [("routed", 0), ("chosen", 1)])
+def test_heads_with_a_gradient_are_not_left_out(reading, in_training, monkeypatch):
+    """Eq. 10 for every routed head reads what a head would have added: a pass without gradients skips."""
+    calls, selected = [], moh.attend_selected
+    monkeypatch.setattr(moh, "attend_selected", lambda *call: calls.append(1) or selected(*call))
+    settings = {"moh_router": "query-norm", "moh_straight_through": reading, "moh_skip": "always"}
+    module = build(**settings, self_attention=True)
+    query, *_ = inputs(tgt=5, batch=2)
+    out, _ = module(query, query, query, need_weights=False)
+    assert len(calls) == in_training
+    with torch.no_grad():
+        torch.testing.assert_close(module(query, query, query, need_weights=False)[0], out)
+    assert len(calls) == in_training + 1
 
 
 @pytest.mark.parametrize("difference", [0.0, 1e-20, 1e-6])

@@ -646,7 +646,7 @@ def test_torch_func_maps_and_pushes_forward(family):
     [
         ("dense", 13, 3),
         ("MoA", 25, 9),
-        ("MoH", 23, 9),
+        ("MoH", 24, 10),
         ("MAE", 28, 9),
         ("SwitchHead", 33, 11),
         ("GQE paper", 33, 11),

@@ -48,6 +48,8 @@ REFUSED = {
         (dict(moh_router="random"), "--moh-router random"),
         (dict(moh_skip="sometimes"), "--moh-skip sometimes"),
         (dict(moh_router="query-norm", router_choice="frozen"), "--moh-router query-norm"),
+        (dict(moh_router="query-norm", moh_straight_through="all"), "--moh-straight-through all"),
+        (dict(moh_straight_through="chosen"), "--moh-straight-through chosen"),
         (dict(experts_per_token=4, router_choice="hash"), "nothing to choose"),
     ],
     partial(MixtureOfAttentiveExperts, 24, 8): [
