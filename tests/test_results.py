@@ -81,9 +81,8 @@ def test_what_one_run_beside_two_cannot_show():
     apart = [abs(one[s] - two[s]) for s in SETS]
     least = [math.tan(math.pi * 0.475) * difference / math.sqrt(2) * math.sqrt(1.5) for difference in apart]
     assert [f"{value:.1f}" for value in least] == ["2.7", "9.5", "5.2"]
-    assert "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in " ".join(PAGE.split())
     page = " ".join(PAGE.split())
-    assert "2.7, 9.5 and 5.2 BLEU" in page and "processor, commit and number of data workers" in page
+    assert "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page and "2.7, 9.5 and 5.2 BLEU" in page
     first, second = record(DENSE), record(SECOND)
     assert first["hardware"] != second["hardware"] and first["commit"] != second["commit"]
 
@@ -101,9 +100,6 @@ def test_the_losses_of_the_table():
         at[name] = np.interp(levels, found[order, 1], found[order, 2])
     behind = [f"{(at[name] - at[DENSE]).mean():+.3f}" for name in (SECOND, *MIXTURES)]
     assert cells("validation loss at equal training loss, − dense") == behind
-    late = {name: found[39:62, 2].mean() for name, found in curves.items()}
-    ahead = [f"{late[dense] - late[MIXTURES[0]]:.2f}" for dense in (DENSE, SECOND)]
-    assert "(40 to 62: by {} and {})".format(*ahead) in PAGE
 
 
 @pytest.mark.parametrize("path", sorted((RESULTS / "measured").glob("*.json")), ids=lambda path: path.stem)

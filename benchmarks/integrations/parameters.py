@@ -1,6 +1,6 @@
-"""Parameters of MoH's models outside of fairseq, in millions, beside what the paper prints; Markdown.
+"""Parameters of MoH's models outside of fairseq, in millions, and those that the paper prints; Markdown.
 
-    python benchmarks/integrations/parameters.py
+    python benchmarks/integrations/parameters.py > results/benchmarks/moh-parameters.md
 
 Needs timm and transformers (bash scripts/setup.sh --integrations). No weights are made.
 """
@@ -67,12 +67,14 @@ def rows() -> list[tuple[str, float, float | None]]:
     return found
 
 
-def table() -> str:
-    lines = ["| Model | counted | printed |", "| --- | --: | --: |"]
+def page() -> str:
+    lines = ["# Parameters of MoH's models outside of fairseq", ""]
+    lines += ["In millions. `python benchmarks/integrations/parameters.py` writes this page.", ""]
+    lines += ["| Model | counted | printed |", "| --- | --: | --: |"]
     for name, counted, printed in rows():
         lines.append(f"| {name} | {counted:,.2f} | {'' if printed is None else format(printed, ',')} |")
     return "\n".join(lines)
 
 
 if __name__ == "__main__":
-    print(table())
+    print(page())

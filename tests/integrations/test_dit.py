@@ -157,7 +157,7 @@ def test_what_does_not_fit_is_refused(options):
 
 
 def test_the_guide_can_be_followed():
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "moh.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
     (example,) = re.findall(
         r"```python\n(import torch\nfrom moa_fairseq.integrations.dit.*?)```", guide, re.S
     )

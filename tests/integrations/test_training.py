@@ -302,7 +302,7 @@ def test_label_smoothing_predicts_the_next_token(tmp_path):
 
 
 def test_the_guide_can_be_followed(tmp_path, monkeypatch):
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "moh.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(import moa_fairseq.integrations.hf.*?)```", guide, re.S)
     monkeypatch.chdir(tmp_path)
     dense(dtype=torch.float32).save_pretrained("my-llama")

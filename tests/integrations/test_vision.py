@@ -390,7 +390,7 @@ def test_another_torchs_torchvision_is_said(tmp_path):
 
 
 def test_the_guide_can_be_followed(tmp_path, monkeypatch):
-    guide = (ROOT / "docs" / "moh.md").read_text(encoding="utf-8")
+    guide = (ROOT / "docs" / "vision.md").read_text(encoding="utf-8")
     (example,) = re.findall(r"```python\n(import timm.*?)```", guide, re.S)
     monkeypatch.chdir(tmp_path)
     batches = [(torch.randn(2, 3, 224, 224), torch.tensor([0, 1]))]
