@@ -120,11 +120,11 @@ def claims() -> str:
                 here = found[name]
                 interval = f"{here['mean']:+.3f} ({here['low']:+.3f} … {here['high']:+.3f})"
                 link = f"[{here['verdict']}](studies/{study}/report.md)"
-                measured = [interval, f"{here['n']}; {here['visible']:.3f}", link]
+                measured = [interval, f"{here['n']}; {here['minimum_detectable_effect']:.3f}", link]
             first = row["contrasts"][0] == [study, name]
             head = [row["claim"], row["printed"]] if first else ["", ""]
             rows.append([*head, f"{study}: {name}", *measured])
-    head = ["Claim", "Printed", "Contrast here", "Bits (95 %)", "Seeds; visible", "Verdict"]
+    head = ["Claim", "Printed", "Contrast here", "Bits (95 %)", "Seeds; MDE", "Verdict"]
     return grid(head, rows)
 
 

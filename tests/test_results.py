@@ -1,6 +1,7 @@
-"""What results/ says of Multi30k, worked out again from its records."""
+"""What results/ says, worked out again from its records."""
 
 import hashlib
+import itertools
 import json
 import math
 import re
@@ -8,10 +9,15 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from matplotlib.text import Text
+from matplotlib.transforms import Bbox
 
 from moa_fairseq.experiments.data.archives import contents
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
+from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.pictures import draw
 from moa_fairseq.experiments.study.records import records_of
+from moa_fairseq.experiments.study.report import as_text, report
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
@@ -19,6 +25,7 @@ PAGE = (RESULTS / "small-runs.md").read_text(encoding="utf-8")
 DENSE, SECOND = "multi30k_ende_transformer_tiny", "multi30k_ende_transformer_tiny_seed2"
 MIXTURES = [f"multi30k_ende_moa_tiny{name}" for name in ("_4k4e64d", "", "_release")]
 SETS = {"test_2016_flickr": "test", "test_2017_flickr": "test1", "test_2017_mscoco": "test2"}
+STUDIES = sorted(path.parent.name for path in (RESULTS / "studies").glob("*/report.json"))
 SIGNIFICANCE = json.loads((RESULTS / "analysis" / "significance-multi30k.json").read_text(encoding="utf-8"))
 
 
@@ -139,3 +146,50 @@ def test_a_run_has_one_record():
     for path in (RESULTS / "studies").rglob("records.jsonl"):
         assert len(records_of(path.parent)) == len(path.read_text(encoding="utf-8").splitlines())
     assert not list((RESULTS / "studies").rglob("*-seed[0-9]*.json"))
+
+
+def study_of(name):
+    return load_study(ROOT / "configs" / "studies" / f"{name}.yaml", RESULTS / "studies")
+
+
+def report_of(name):
+    return json.loads((RESULTS / "studies" / name / "report.json").read_text(encoding="utf-8"))
+
+
+@pytest.mark.thorough(keep=("control", "multi30k"))
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_report_is_made_of_the_records(name):
+    """But for BLEU and chrF, for which one needs the references."""
+    study = study_of(name)
+    committed = report_of(name)
+    content = report(study, runs_of(study, ROOT / "configs" / "studies", RESULTS / "studies"))
+    if "translations" in committed:
+        content["translations"] = committed["translations"]
+    assert json.loads(json.dumps(content)) == committed
+    page = (RESULTS / "studies" / name / "report.md").read_text(encoding="utf-8")
+    assert as_text(study, content, markdown=True) == page
+
+
+@pytest.mark.thorough(keep=("frontier", "translation"))
+@pytest.mark.parametrize("name", STUDIES)
+def test_no_name_in_a_picture_is_missing_or_crosses_another_or_an_interval(name):
+    study = study_of(name)
+    content = report_of(name)
+    for kind, figure in draw(study, content).items():
+        (panel,) = figure.axes
+        figure.draw_without_rendering()
+        names = [text for text in panel.texts if text.get_visible()]
+        if kind in ("branch", "cache"):
+            assert {text.get_text() for text in names} == {row["system"] for row in content["systems"]}
+        ticks = [panel.xaxis.label, panel.yaxis.label]
+        for axis in (panel.xaxis, panel.yaxis):
+            low, high = sorted(axis.get_view_interval())
+            ticks += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        boxes = [Text.get_window_extent(text) for text in (*names, *ticks) if text.get_text()]
+        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+        intervals = [bar for bars in panel.collections for bar in bars.get_segments()]
+        for box, bar in itertools.product(boxes[: len(names)], intervals):
+            low, high = panel.transData.transform(bar)
+            assert not box.overlaps(Bbox([low, high])), kind
+        width = figure.bbox.width
+        assert all(box.x0 >= 0 and box.x1 <= width for box in boxes), kind

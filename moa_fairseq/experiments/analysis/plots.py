@@ -20,6 +20,7 @@ from moa_fairseq.files import atomic_write
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
+MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")  # of one group each: colour alone tells too little
 DPI = 150
 
 
@@ -57,27 +58,27 @@ def style(panel: Axes) -> None:
 def label_points(
     panel: Axes,
     points: Sequence[tuple[float, float, str]],
-    bars: Sequence[tuple[float, float, float]] = (),
+    strokes: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> None:
-    """Write each name beside its point, clear of points, bars, names and lines; with a line if it is far.
+    """Write each name next to its point, clear of points, strokes and other names; with a line if it is far.
 
-    To be called last: what is drawn later, or moves the panel, is not looked at. A name for which there is no
-    clear place is left out.
+    Call this last: it does not see what is drawn later, and nothing may move the panel. A name for which
+    there is no clear place in the panel is left out.
 
     Args:
         panel: where the points are drawn.
         points: (x, y, name) of each, in the panel's units.
-        bars: (x, lowest y, highest y) of vertical intervals.
+        strokes: the two ends of each horizontal or vertical line, such as an interval, in these units.
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
     places = panel.transData.transform([(x, y) for x, y, _ in points])
-    taken = [Bbox.from_extents(x - 4, y - 4, x + 4, y + 4) for x, y in places]
-    for x, low, high in bars:
-        (left, bottom), (right, top) = panel.transData.transform([(x, low), (x, high)])
-        taken.append(Bbox.from_extents(left - 2, bottom, right + 2, top))
+    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    for ends in strokes:
+        (left, bottom), (right, top) = sorted(panel.transData.transform(ends).tolist())
+        taken.append(Bbox.from_extents(left - 2, min(bottom, top) - 2, right + 2, max(bottom, top) + 2))
     lines: list[Line] = []
-    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 7, "va": "center"}
+    settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
     settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the panel's lines
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in taken if not box.contains(*place)]
@@ -99,7 +100,9 @@ def label_points(
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
             nearest = min(places, key=lambda other: math.dist(other, middle))
             path = Line([place, middle])
-            is_clear = not any(box.overlaps(other) for other in taken)
+            is_clear = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1
+            is_clear &= panel.bbox.y0 < box.y0 and box.y1 < panel.bbox.y1
+            is_clear &= not any(box.overlaps(other) for other in taken)
             is_clear &= not any(other.intersects_bbox(box) for other in lines)
             is_clear &= not (line and any(path.intersects_bbox(other) for other in foreign))
             if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):

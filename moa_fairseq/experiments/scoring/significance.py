@@ -14,22 +14,23 @@ from moa_fairseq.errors import UserError
 
 ALPHA = 0.05
 POWER = 0.8
-GAIN = "gain"
-LOSS = "loss"
+BETTER = "better"
+WORSE = "worse"
 EQUIVALENT = "equivalent"
-UNDECIDED = "undecided"
+NOT_SIGNIFICANT = "no significant difference"
+INCONCLUSIVE = "inconclusive"
 
 
 class Difference(NamedTuple):
-    """The mean of paired differences and what they allow to say.
+    """The mean of paired differences, with its interval and tests.
 
     Args:
-        n: how many.
-        mean: of them.
-        low, high: the t interval of 95 %.
-        p: two-sided t test against 0.
-        p_equivalent: the larger of the two one-sided tests that the mean lies within ± margin (TOST).
-        visible: the smallest mean that a test against 0 would find in 80 % of studies of this size.
+        n: the number of differences.
+        mean: their mean.
+        low, high: the 95 % t interval.
+        p: of the two-sided t test against 0.
+        p_equivalent: the larger p of the two one-sided tests that the mean is within ± margin (TOST).
+        minimum_detectable_effect: see the function of this name.
     """
 
     n: int
@@ -38,7 +39,7 @@ class Difference(NamedTuple):
     high: float
     p: float
     p_equivalent: float
-    visible: float
+    minimum_detectable_effect: float
 
 
 def paired(differences: Sequence[float], margin: float) -> Difference:
@@ -64,8 +65,8 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
         return Difference(n, mean, mean, mean, float(mean == 0), float(abs(mean) >= margin), 0.0)
     p = 2 * float(stats.t.sf(abs(mean) / error, n - 1))
     p_equivalent = float(stats.t.sf((margin - abs(mean)) / error, n - 1))
-    visible = minimum_detectable_effect(error * math.sqrt(n), n)
-    return Difference(n, mean, mean - half, mean + half, p, p_equivalent, visible)
+    detectable = minimum_detectable_effect(error * math.sqrt(n), n)
+    return Difference(n, mean, mean - half, mean + half, p, p_equivalent, detectable)
 
 
 def minimum_detectable_effect(deviation: float, n: int) -> float:
@@ -107,24 +108,25 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
     return adjusted
 
 
-def verdict(difference: Difference, p: float, p_equivalent: float, lower_is_better: bool = True) -> str:
-    """GAIN or LOSS (p below 5 %), EQUIVALENT (p_equivalent below 5 %), or UNDECIDED.
+def verdict(difference: Difference, p: float, p_equivalent: float) -> str:
+    """What a contrast of losses shows. The rules apply in this order; results/PROTOCOL.md has them in words.
 
-    A difference may be both real and negligible: then it is called EQUIVALENT, because the margin was fixed
-    beforehand as what nobody would miss.
+    EQUIVALENT: p_equivalent is below 5 %. This includes a difference that is significant and within the
+    margin, because the margin was fixed beforehand as a difference that does not matter.
+    BETTER, WORSE: p is below 5 %. The first system is better if its loss is lower.
+    NOT_SIGNIFICANT: difference.p_equivalent is below 5 %. This single test excludes a difference beyond the
+    margin; it does not hold for all contrasts of a study at once.
+    INCONCLUSIVE: neither a difference nor its absence is shown.
 
     Args:
-        difference: of two systems; a gain is the first one's.
-        p, p_equivalent: adjusted for the number of contrasts.
-        lower_is_better: of the measure: perplexities, not BLEU.
+        difference: first minus second.
+        p, p_equivalent: those of the difference, corrected for the number of contrasts.
     """
     if p_equivalent < ALPHA:
         return EQUIVALENT
-    if not p < ALPHA:
-        return UNDECIDED
-    if (difference.mean < 0) == lower_is_better:
-        return GAIN
-    return LOSS
+    if p < ALPHA:
+        return BETTER if difference.mean < 0 else WORSE
+    return NOT_SIGNIFICANT if difference.p_equivalent < ALPHA else INCONCLUSIVE
 
 
 def approximate_randomisation(

@@ -32,8 +32,9 @@ from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.pictures import draw
 from moa_fairseq.experiments.study.records import pack_study
-from moa_fairseq.experiments.study.report import as_text, draw, report
+from moa_fairseq.experiments.study.report import as_text, report
 from moa_fairseq.experiments.study.running import Place, open_runs, work
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import terminate_as_interrupt, to_argv

@@ -1,4 +1,4 @@
-"""What the records of a study say: tables of systems, contrasts and translations, and pictures."""
+"""The report of a study's records: tables of systems, contrasts, caches and translations."""
 
 from __future__ import annotations
 
@@ -6,16 +6,13 @@ import functools
 import itertools
 import logging
 import math
-import textwrap
 from collections import Counter, defaultdict
 from pathlib import Path
 from typing import Any
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, label_points, style
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 from moa_fairseq.experiments.recipes.loading import check_flags
@@ -23,15 +20,7 @@ from moa_fairseq.experiments.scoring.against import against, interval_of
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
 from moa_fairseq.experiments.scoring.complexity import branch_size, complexity
 from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
-from moa_fairseq.experiments.scoring.significance import (
-    EQUIVALENT,
-    GAIN,
-    LOSS,
-    UNDECIDED,
-    holm,
-    paired,
-    verdict,
-)
+from moa_fairseq.experiments.scoring.significance import holm, paired, verdict
 from moa_fairseq.experiments.study.design import (
     Run,
     Study,
@@ -45,31 +34,28 @@ from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
-# Label, colour, differences of single seeds, and their mean with its interval, of one row of a picture.
-Mark = tuple[str, str, list[float], dict[str, Any] | None]
-
 
 SYSTEM_COLUMNS = (
     Column("system", ""),
     Column("label", "system"),
-    Column("n", "n", "d"),
+    Column("n", "seeds", "d"),
     Column("loss", "bits", ".4f"),
-    Column("deviation", "deviation", ".4f"),
+    Column("deviation", "SD", ".4f"),
     Column("diverged", "diverged", "d"),
     Column("parameters", "parameters", ","),
-    Column("cost", "× attention MACs", ".2f"),
-    Column("start", "× branch", ".2f"),
-    Column("speed", "× tokens/s", ".2f"),
+    Column("cost", "attention MACs, ratio", ".2f"),
+    Column("start", "initial output, ratio", ".2f"),
+    Column("speed", "tokens/s, ratio", ".2f"),
 )
 CONTRAST_COLUMNS = (
     Column("contrast", "contrast"),
-    Column("first", "first"),
-    Column("second", "second"),
-    Column("n", "n", "d"),
-    Column("mean", "first − second", "+.4f"),
-    Column("interval", "95 %", ">"),
-    Column("p_holm", "p (Holm)", ".3g"),
-    Column("visible", "visible", ".4f"),
+    Column("first", "system"),
+    Column("second", "baseline"),
+    Column("n", "seeds", "d"),
+    Column("mean", "difference", "+.4f"),
+    Column("interval", "95 % interval", ">"),
+    Column("p_holm", "p", ".3g"),
+    Column("minimum_detectable_effect", "MDE", ".4f"),
     Column("verdict", "verdict"),
 )
 CACHE_COLUMNS = (
@@ -77,43 +63,54 @@ CACHE_COLUMNS = (
     Column("label", "system"),
     Column("cache_bytes", "cache, bytes", ","),
     Column("loss", "bits", ".4f"),
-    Column("mean", "− first", "+.4f"),
-    Column("interval", "95 %", ">"),
-    Column("cost", "× attention MACs", ".2f"),
-    Column("decoding", "× decoding", ">"),
-    Column("ahead", "ahead of all as small"),
+    Column("mean", "difference", "+.4f"),
+    Column("interval", "95 % interval", ">"),
+    Column("cost", "attention MACs, ratio", ".2f"),
+    Column("decoding", "decoding time, ratio", ">"),
+    Column("pareto", "Pareto"),
 )
 CACHE_HEADING = (
-    "Bits beside the bytes that a token leaves in a layer's cache, two for each number. − first: to the "
-    "first system, with the interval of a paired t test, not corrected. × decoding: seconds a token ÷ those "
-    "of the first system, device and texts at a time, all systems in turn in one process. Ahead: no system "
-    "with as many bytes or fewer has fewer bits in the mean. Verdicts are those of the contrasts alone."
+    "Cache: bytes per token and layer, 2 bytes per value. Difference: the system's bits − those of the "
+    "first system, with the 95 % interval of a paired t test, not corrected. Decoding time: seconds per "
+    "token, divided by the first system's; in brackets the device and the number of texts at a time. All "
+    "systems were timed in turn, in one process. Pareto: no system with as many bytes or fewer has a "
+    "lower mean loss. Verdicts belong to the contrasts above, not to this table."
 )
-CONTRAST_TABLES = {
-    "contrasts": "Negative: the first is better. p: paired t test, two-sided. Equivalent: within ± {margin} "
-    "bits. Visible: what this many seeds find in 80 % of studies.",
-    "at_equal_training_loss": "The same at equal training loss: mean over levels of it, from the lowest that "
-    "all runs of the two systems reached to one bit above, as far as every run has one so high. Training "
-    "losses are those with dropout, so contrasts of unequal dropout are left out.",
+CONTRAST_HEADINGS = {
+    "contrasts": "Difference: bits of the system − bits of the baseline; negative if the system is "
+    "better. p: paired t test, two-sided, after Holm's correction for all contrasts. Intervals and the "
+    "minimum detectable effect (MDE) are those of a single test. MDE: the smallest difference that a test "
+    "with this many seeds finds with a power of 80 %. Better, worse: p below 0.05. Equivalent: within ± "
+    "{margin} bits (TOST, after Holm's correction). No significant difference: none of these, but a "
+    "single TOST excludes a difference beyond ± {margin} bits. Inconclusive: neither a difference nor its "
+    "absence is shown.",
+    "at_equal_training_loss": "The validation loss of a run is read at several training losses and "
+    "averaged. They go from the lowest that all runs of both systems reached to one bit above it, or to "
+    "the highest that all of them have. Training losses include dropout, so contrasts of unequal dropout "
+    "are left out.",
 }
-# What losses are drawn against, and what it is called.
-COSTS = {"attention_macs": "attention's multiplications", "speed": "tokens a second"}
-START = {"branch": "size of attention's output before training"}
 TRANSLATION_COLUMNS = (
     Column("metric", "metric"),
     Column("contrast", "contrast"),
-    Column("n", "n", "d"),
-    Column("first", "first", ".2f"),
-    Column("second", "second", ".2f"),
-    Column("difference", "first − second", "+.2f"),
-    Column("interval", "95 %", ">"),
-    Column("p_seeds_holm", "p, seeds (Holm)", ".3g"),
-    Column("p_holm", "p, sentences (Holm)", ".3g"),
+    Column("n", "seeds", "d"),
+    Column("first", "system", ".2f"),
+    Column("second", "baseline", ".2f"),
+    Column("difference", "difference", "+.2f"),
+    Column("interval", "95 % interval", ">"),
+    Column("p_seeds_holm", "p, seeds", ".3g"),
+    Column("p_holm", "p, sentences", ".3g"),
 )
+# Part of a report → its heading.
+HEADINGS = {
+    "contrasts": "## Contrasts",
+    "at_equal_training_loss": "## Contrasts at equal training loss",
+    "cache": "## KV cache",
+    "translations": "## Translations",
+}
 
 
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
-    """The tables as data: systems, contrasts, and what made the records, of the seeds that are complete.
+    """The tables as data: systems, contrasts, and how the records were made, of the complete seeds.
 
     Args:
         study: its systems and contrasts.
@@ -155,7 +152,12 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         if (rows := [row for row in found if row["system"] == name])
     ]
     kinds = ("commit", "hardware", "precision", "versions")
-    made_by = {key: sorted({str(row.get(key, "not recorded")) for row in found}) for key in kinds}
+    made_by: dict[str, dict[str, list[int]]] = {}  # such as hardware → a machine → its seeds
+    for key in kinds:
+        seeds = defaultdict(set)
+        for row in found:
+            seeds[str(row.get(key, "not recorded"))].add(row["seed"])
+        made_by[key] = {value: sorted(seeds[value]) for value in sorted(seeds)}
     counts = {"runs": len(found), "planned": len(planned)}
     tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
     if len({row.get("cache_bytes") for row in systems}) > 1:
@@ -241,7 +243,7 @@ def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> 
     ]
 
 
-def _to_first(
+def to_first(
     row: dict[str, Any], base: dict[str, Any], margin: float
 ) -> tuple[list[float], dict[str, Any] | None]:
     """A system's differences to the first one, a seed each, and what `paired` says of two or more."""
@@ -253,7 +255,7 @@ def _to_first(
 
 
 def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
-    """Bits beside bytes of cache, the smallest first, with the difference to the first system.
+    """Bits and bytes of cache, the smallest cache first, with the difference to the first system.
 
     Decoding is what `benchmarks/decoding.py` measured of the study's systems: device, with the dtype where it
     is not float32 on a CPU, and texts at a time → seconds a token ÷ those of the first system.
@@ -279,10 +281,10 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
     least = math.inf
     for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
         line = {key: row[key] for key in ("system", "cache_bytes", "loss")}
-        line["ahead"] = row["loss"] < least
+        line["is_pareto_optimal"] = row["loss"] < least
         least = min(least, row["loss"])
         if row is not base:
-            _, interval = _to_first(row, base, study.margin)
+            _, interval = to_first(row, base, study.margin)
             line.update(interval or {})
         line["decoding"] = {
             where: seconds[row["system"]] / seconds[base["system"]] for where, seconds in measured.items()
@@ -349,6 +351,7 @@ def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, A
 def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
     """The report as tables, for a terminal or as Markdown."""
     base = content["systems"][0]
+    labels = {name: system.label for name, system in study.systems.items()}
     systems = [
         {
             **row,
@@ -358,179 +361,62 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
         }
         for row in content["systems"]
     ]
+    if study.last > 1:
+        measure = f"the mean of the last {study.last} validations"
+    else:
+        measure = "that of the last validation"
     blocks: list[str | Table] = [
-        f"{study.question} {content['runs']} of {content['planned']} runs. Validation loss in bits, "
-        f"{f'mean of the last {study.last} validations' if study.last > 1 else 'of the last validation'}. "
-        "× branch: size of attention's output before training, ÷ the first system's. "
-        "× tokens/s: ÷ those of the first system with the same seed, median of the seeds.",
+        f"# {study.question}",
+        f"{content['runs']} of {content['planned']} runs of `{study.study}`. Bits: validation loss, "
+        f"{measure}; lower is better. SD: standard deviation over seeds. Ratios are to the first system. "
+        "Initial output: the size of attention's output before training. Tokens/s: the median over seeds, "
+        "each compared with the first system's run of the same seed.",
         Table(SYSTEM_COLUMNS, systems),
     ]
-    for key, heading in CONTRAST_TABLES.items():
+    for key, text in CONTRAST_HEADINGS.items():
         if rows := content.get(key):
             lines = [
                 {
                     **row,
-                    **{side: study.systems[row[side]].label for side in ("first", "second")},
+                    **{side: labels[row[side]] for side in ("first", "second")},
                     "interval": interval_of(row, 4),
                 }
                 for row in rows
             ]
-            blocks += [heading.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
+            blocks += [HEADINGS[key], text.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
     if rows := content.get("cache"):
         cost = {row["system"]: row["cost"] for row in systems}
         lines = [
             {
                 **row,
-                "label": study.systems[row["system"]].label,
+                "label": labels[row["system"]],
                 "interval": interval_of(row, 4),
                 "cost": cost[row["system"]],
                 "decoding": "; ".join(f"{ratio:.2f} ({where})" for where, ratio in row["decoding"].items()),
-                "ahead": "yes" if row["ahead"] else "",
+                "pareto": "yes" if row["is_pareto_optimal"] else "",
             }
             for row in rows
         ]
-        blocks += [CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
+        blocks += [HEADINGS["cache"], CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
     if rows := content.get("translations"):
         blocks += [
-            "Translations, positive: the first is better. p, seeds, and the interval: paired t test. p, "
-            "sentences: approximate randomisation, which covers the choice of sentences, not the luck of a "
-            f"training. {rows[0]['signature']}, {rows[-1]['signature']}",
+            HEADINGS["translations"],
+            "Difference: system − baseline; positive if the system is better. The interval and p, seeds: "
+            "paired t test over seeds. p, sentences: approximate randomisation, which covers the choice "
+            "of test sentences, not chance in training. Both p after Holm's correction for all contrasts "
+            f"of a metric. {rows[0]['signature']}, {rows[-1]['signature']}",
             Table(TRANSLATION_COLUMNS, [{**row, "interval": interval_of(row)} for row in rows]),
         ]
+    blocks += ["## Runs", _made_by(content["made_by"])]
     return page(blocks, markdown)
 
 
-def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
-    """The pictures by their names."""
-    families = list(dict.fromkeys(row["family"] for row in content["systems"]))
-    colours = {family: (GREY, *COLOURS)[number % 8] for number, family in enumerate(families)}
-    figures = {
-        "cost": _against(study, content, colours, COSTS),
-        "branch": _against(study, content, colours, START),
-    }
-    if len(content["systems"]) > 1:
-        figures["differences"] = _differences(study, content, colours)
-    if content.get("cache"):
-        figures["cache"] = _beside_cache(content, study, colours)
-    if study.levels:
-        figures["generalisation"] = _generalisation(study, content)
-    if rows := content["contrasts"]:
-        of_verdict = {GAIN: COLOURS[2], LOSS: COLOURS[1], EQUIVALENT: COLOURS[0], UNDECIDED: GREY}
-        marks: list[Mark] = [
-            (f"{row['contrast']}: {row['verdict']}", of_verdict[row["verdict"]], [], row) for row in rows
-        ]
-        axis = "difference of validation losses (bits; left is better)"
-        axis += "\nintervals of one test, corrected verdicts"
-        figures["contrasts"] = _intervals(study, marks, study.margin, axis)
-    return figures
-
-
-def _differences(study: Study, content: dict[str, Any], colours: dict[str, str]) -> Figure:
-    """To the first system: a dot for each seed, means with intervals, a band of the first one's own seeds."""
-    base, *others = content["systems"]
-    marks: list[Mark] = []
-    for row in others:
-        dots, interval = _to_first(row, base, study.margin)
-        marks.append((row["label"], colours[row["family"]], dots, interval))
-    axis = f"validation loss − that of “{base['label']}” (bits; left is better)"
-    axis += "\ngrey: ± 2 deviations of its seeds"
-    return _intervals(study, marks, 2 * (base["deviation"] or 0), axis)
-
-
-def _intervals(study: Study, marks: list[Mark], band: float, axis: str) -> Figure:
-    """A row for each mark, from the top: its dots, and its mean with the interval. band: ± around 0, grey."""
-    figure = Figure(figsize=(7.5, 1.2 + 0.3 * len(marks)), layout="constrained")
-    panel = figure.subplots()
-    style(panel)
-    panel.axvline(0, color=GREY, linewidth=0.8)
-    figure.suptitle(textwrap.fill(study.question, 90), x=0.01, ha="left", fontsize=10)
-    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
-    for place, (_, colour, dots, interval) in enumerate(marks):
-        panel.plot(dots, [place] * len(dots), "o", color=colour, alpha=0.35, markersize=4, markeredgewidth=0)
-        if interval:
-            panel.plot([interval["low"], interval["high"]], [place, place], color=colour, linewidth=2)
-            panel.plot([interval["mean"]], [place], "o", color=colour, markersize=6)
-    panel.set_yticks(range(len(marks)), [label for label, *_ in marks])
-    panel.set_ylim(len(marks) - 0.5, -0.5)  # the first on top
-    panel.set_xlabel(axis)
-    return figure
-
-
-def _against(study: Study, content: dict[str, Any], colours: dict[str, str], names: dict[str, str]) -> Figure:
-    """Loss against each of names, ÷ that of the first system."""
-    base = content["systems"][0]
-    figure = Figure(figsize=(9.5, 5.5 if len(names) == 1 else 4.2), layout="constrained")
-    panels = figure.subplots(1, len(names), sharey=True, squeeze=False)[0]
-    # there is space for labels beside one panel alone
-    if len(names) == 1:
-        key_of_name = "label"
-    else:
-        key_of_name = "system"
-    labels: dict[str, list[tuple[float, float, str]]] = {key: [] for key in names}
-    for panel, (key, name) in zip(panels, names.items()):
-        style(panel)
-        for family, colour in colours.items():
-            points = [row for row in content["systems"] if row["family"] == family]
-            ratios = [(row[key] or math.nan) / base[key] if base[key] else math.nan for row in points]
-            panel.plot(ratios, [row["loss"] for row in points], "o", color=colour, label=family)
-            labels[key] += [(x, row["loss"], row[key_of_name]) for x, row in zip(ratios, points)]
-        panel.set_xlabel(f"{name} ÷ that of “{base['label']}”")
-        if names is START:  # factors from 1/10 to 1: most are small
-            panel.set_xscale("log", base=2)
-            panel.xaxis.set_major_formatter("{x:g}")
-        panel.margins(0.18 if len(names) == 1 else 0.05, 0.1)
-        low, high = panel.get_xlim()
-        panel.set_xlim(min(low, 0.9), max(high, 1.1))  # no axis of a few per cent
-    panels[0].set_ylabel("validation loss (bits)")
-    panels[0].legend(fontsize=8, frameon=False)
-    figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
-    for panel, points in zip(panels, labels.values()):
-        label_points(panel, points)
-    return figure
-
-
-def _beside_cache(content: dict[str, Any], study: Study, colours: dict[str, str]) -> Figure:
-    """Bits to the first system, with intervals, against bytes of cache; a line along those that are ahead."""
-    base = content["systems"][0]
-    family = {row["system"]: row["family"] for row in content["systems"]}
-    figure = Figure(figsize=(9.5, 3.5 + 0.2 * len(content["cache"])), layout="constrained")
-    panel = figure.subplots()
-    style(panel)
-    points = []
-    bars = []
-    for row in content["cache"]:
-        colour = colours[family[row["system"]]]
-        bits = row["loss"] - base["loss"]
-        points.append((row["cache_bytes"], bits, study.systems[row["system"]].label))
-        panel.plot([row["cache_bytes"]], [bits], "o", color=colour)
-        if "low" in row:
-            bars.append((row["cache_bytes"], row["low"], row["high"]))
-            panel.vlines(*bars[-1], color=colour, linewidth=1.5)
-    ahead = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in content["cache"] if row["ahead"]]
-    panel.step(*zip(*ahead), where="post", color=GREY, linewidth=0.8, zorder=0)
-    panel.set_xscale("log", base=2)
-    panel.xaxis.set_major_formatter("{x:g}")
-    panel.margins(0.4, 0.05)  # names stand beside the outermost points
-    axis = "bytes of cache a token and layer, two a number"
-    panel.set_xlabel(f"{axis}\ngrey line: the fewest bits of all with as many bytes or fewer")
-    panel.set_ylabel(f"validation loss − that of “{base['label']}” (bits)")
-    figure.suptitle(textwrap.fill(study.question, 90), fontsize=10)
-    label_points(panel, points, bars)
-    return figure
-
-
-def _generalisation(study: Study, content: dict[str, Any]) -> Figure:
-    """Validation loss against training loss, a line for each system: the mean of its seeds."""
-    figure = Figure(figsize=(7, 4.5), layout="constrained")
-    panel = figure.subplots()
-    style(panel)
-    base = content["systems"][0]
-    for number, row in enumerate(content["systems"]):
-        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
-        look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 3, "label": row["label"]}
-        panel.plot(*curve.T, "o-" if row["dropout"] == base["dropout"] else "o:", **look)
-    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted")
-    panel.set_ylabel("validation loss (bits)")
-    panel.set_title(textwrap.fill(study.question, 66), fontsize=10, loc="left")
-    panel.legend(fontsize=8, frameon=False)
-    return figure
+def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
+    """A list of commits, machines and precisions; with their seeds, if there is more than one."""
+    lines = []
+    for key in ("commit", "hardware", "precision"):
+        of_value = values[key]
+        for value, seeds in of_value.items():
+            which = f" (seeds {', '.join(map(str, seeds))})" if len(of_value) > 1 else ""
+            lines.append(f"- {key}: {value}{which}")
+    return "\n".join(lines)

@@ -107,7 +107,7 @@ def test_names_stand_clear_of_intervals():
     panel.set(xlim=(0, 3), ylim=(0, 3))
     for x, low, high in bars:
         panel.vlines(x, low, high)
-    label_points(panel, points, bars)
+    label_points(panel, points, [((x, low), (x, high)) for x, low, high in bars])
     figure.canvas.draw()
     assert len(panel.texts) == len(points)
     for text, (x, low, high) in itertools.product(panel.texts, bars):

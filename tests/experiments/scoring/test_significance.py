@@ -10,10 +10,11 @@ from scipy import stats
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.significance import (
+    BETTER,
     EQUIVALENT,
-    GAIN,
-    LOSS,
-    UNDECIDED,
+    INCONCLUSIVE,
+    NOT_SIGNIFICANT,
+    WORSE,
     approximate_randomisation,
     holm,
     minimum_detectable_effect,
@@ -74,20 +75,19 @@ def test_holm_by_hand():
 
 
 @pytest.mark.parametrize(
-    ("mean", "p", "p_equivalent", "expected"),
+    ("differences", "p", "p_equivalent", "expected"),
     [
-        (-1, 0.01, 0.9, GAIN),
-        (1, 0.01, 0.9, LOSS),
-        (1, 0.2, 0.01, EQUIVALENT),
-        (1, 0.2, 0.2, UNDECIDED),
-        (1, 0.01, 0.01, EQUIVALENT),
+        ([-1.0, -1.1], 0.01, 0.9, BETTER),
+        ([1.0, 1.1], 0.01, 0.9, WORSE),
+        ([0.0, 0.001], 0.2, 0.01, EQUIVALENT),
+        ([0.001, 0.0011], 0.01, 0.01, EQUIVALENT),  # significant, and too small to matter
+        ([0.0, 0.001], 0.2, 0.2, NOT_SIGNIFICANT),  # within ± 0.1 by a single test, not by the corrected one
+        ([0.0, 1.0], 0.2, 0.2, INCONCLUSIVE),
+        ([-1.0, -1.1], 0.05, 0.9, INCONCLUSIVE),
     ],
 )
-def test_verdicts(mean, p, p_equivalent, expected):
-    difference = paired([mean, mean], 0.1)
-    assert verdict(difference, p, p_equivalent) == expected
-    opposite = {GAIN: LOSS, LOSS: GAIN}
-    assert verdict(difference, p, p_equivalent, lower_is_better=False) == opposite.get(expected, expected)
+def test_verdicts(differences, p, p_equivalent, expected):
+    assert verdict(paired(differences, 0.1), p, p_equivalent) == expected
 
 
 def _corpora(seed, runs, sentences=60):

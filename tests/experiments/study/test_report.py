@@ -1,4 +1,4 @@
-"""What a study's tables say of several contrasts, and of losses beside bytes of cache."""
+"""A study's tables of several contrasts, and of losses and bytes of cache."""
 
 import json
 from types import SimpleNamespace
@@ -8,7 +8,7 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.significance import paired
-from moa_fairseq.experiments.study import report
+from moa_fairseq.experiments.study import pictures, report
 from moa_fairseq.experiments.study.design import Contrast, Study
 
 LOSSES = {
@@ -43,11 +43,14 @@ def test_the_verdict_is_that_of_the_corrected_p():
     losses = {"A": first, "B": LOSSES["B"], "C": first}
     rows = report._contrasts(study, {name: losses for name in CONTRASTS})
     (row,) = (row for row in rows if row["contrast"] == "BA")
-    assert row["p_equivalent"] < 0.05 < row["p_equivalent_holm"] and row["verdict"] == "undecided"
+    assert (
+        row["p_equivalent"] < 0.05 < row["p_equivalent_holm"]
+        and row["verdict"] == "no significant difference"
+    )
 
 
-def test_systems_are_ahead_of_all_that_have_no_more_bytes_of_cache(tmp_path):
-    """B is named before C, which is as small and better; the picture's line has only those ahead."""
+def test_a_system_is_pareto_optimal_if_none_with_as_little_cache_is_better(tmp_path):
+    """B is named before C, which is as small and better; the picture's line has only the Pareto front."""
     sizes = {"A": (256, 3.0), "B": (64, 3.2), "C": (64, 3.1), "D": (128, 3.3)}
     about = {name: {"system": name, "label": name, "family": ""} for name in sizes}
     systems = [
@@ -56,9 +59,10 @@ def test_systems_are_ahead_of_all_that_have_no_more_bytes_of_cache(tmp_path):
     ]
     study = Study("toy", "?", 2, {name: SimpleNamespace(label=name) for name in sizes}, {}, margin=0.01)
     rows = report._cache(study, systems, tmp_path)
-    ahead = [(row["system"], row["ahead"]) for row in rows]
-    assert ahead == [("C", True), ("B", False), ("D", False), ("A", True)]
-    (panel,) = report._beside_cache({"systems": systems, "cache": rows}, study, {"": "black"}).axes
+    optimal = [(row["system"], row["is_pareto_optimal"]) for row in rows]
+    assert optimal == [("C", True), ("B", False), ("D", False), ("A", True)]
+    content = {"systems": systems, "cache": rows}
+    (panel,) = pictures._loss_against_cache(study, content, {"": ("black", "o")}).axes
     (line,) = (line for line in panel.lines if line.get_drawstyle() == "steps-post")
     np.testing.assert_allclose(line.get_xydata(), [(64, 0.1), (256, 0)])
 

@@ -20,6 +20,7 @@ from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.study import command, design, report, running
+from moa_fairseq.experiments.study import pictures as picture_module
 from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
 from moa_fairseq.experiments.study.records import append_record, records_of
 from moa_fairseq.process import flags
@@ -105,7 +106,7 @@ def study(tmp_path, monkeypatch):
 @pytest.fixture
 def pictures(study, monkeypatch):
     """The names of those that a report leaves."""
-    monkeypatch.setattr(command, "draw", report.draw)
+    monkeypatch.setattr(command, "draw", picture_module.draw)
     folder = Path("results/studies/toy")
     return lambda: {path.stem for path in folder.glob("*.png") if path.stat().st_size > 1000}
 
@@ -174,7 +175,7 @@ def test_a_study_that_was_interrupted_twice_says_the_same(study):
     again, whole = report_of(study, name="again"), report_of(study, name="whole")
     assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
     (contrast,) = whole["contrasts"]
-    assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "gain" and contrast["n"] == 4
+    assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "better" and contrast["n"] == 4
 
 
 def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
@@ -184,7 +185,7 @@ def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
     Player.end = 7
     _, records = study()
     whole = report_of(study)
-    assert pictures() == {"differences", "contrasts", "cost", "branch"}
+    assert pictures() == {"differences", "contrasts", "branch"}
     assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
     assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
     for row in whole["systems"]:  # of the seeds that are a sample
@@ -234,7 +235,7 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     found = report_of(study, systems=systems)
     rows = found["cache"]
-    assert [(row["system"], row["cache_bytes"], row["ahead"]) for row in rows] == [
+    assert [(row["system"], row["cache_bytes"], row["is_pareto_optimal"]) for row in rows] == [
         ("B", 64, True),  # keys and values of 16 numbers, two bytes each
         ("C", 128, False),
         ("A", 256, False),
@@ -324,12 +325,12 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     study(**changes)
     found = report_of(study, **changes)
     (row,) = found["at_equal_training_loss"]
-    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "loss"
+    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "worse"
     assert row["mean"] == pytest.approx(0.2), "levels from 5.5 to 6.5"
     assert found["contrasts"][0]["mean"] > 2
     assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
     assert found["systems"][2]["dropout"]["attention-dropout"] == 0.3
-    assert pictures() == {"differences", "contrasts", "cost", "branch", "generalisation"}
+    assert pictures() == {"differences", "contrasts", "branch", "generalisation"}
     monkeypatch.setattr(command, "draw", lambda study, content: {})
     records = Path("results/studies/toy")
     assert "0.2000" in (records / "report.md").read_text()
@@ -542,12 +543,12 @@ def test_a_report_says_where_runs_differ_in_more_than_the_system(study, capsys, 
     _, records = study()
     capsys.readouterr()
     report_of(study)
-    assert "0123abc" not in (said := capsys.readouterr()).out + said.err
+    assert "unequal" not in (said := capsys.readouterr()).out + said.err
     before = record_of(records, "B-seed2")
     changed(records, "B-seed2", **other)
     found = report_of(study)
     said = capsys.readouterr()
-    (line,) = (line for line in (said.out + said.err).splitlines() if "another" in line)
+    (line,) = (line for line in (said.out + said.err).splitlines() if "unequal" in line)
     (key,) = other
     assert key in line and before[key] in line and ("seed 2" in line) == (key != "commit")
     assert found["runs"] == 8 and len(found["made_by"][key]) == 2
@@ -645,7 +646,7 @@ def test_a_study_of_one_system_has_no_differences_to_draw(study, pictures):
     with warnings.catch_warnings():
         warnings.simplefilter("error", UserWarning)
         report_of(study, **alone)
-    assert pictures() == {"cost", "branch"}
+    assert pictures() == {"branch"}
 
 
 def test_a_study_that_is_not_there_is_not_taken_for_a_recipe(study, tmp_path, capsys):

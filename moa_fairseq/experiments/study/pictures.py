@@ -1,0 +1,283 @@
+"""The pictures of a study's report, drawn from the report's data and made to be read on a phone, too."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import textwrap
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
+from scipy import stats
+
+from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, MARKERS, label_points, style
+from moa_fairseq.experiments.scoring.significance import (
+    ALPHA,
+    BETTER,
+    EQUIVALENT,
+    INCONCLUSIVE,
+    NOT_SIGNIFICANT,
+    WORSE,
+)
+from moa_fairseq.experiments.study.design import Study
+from moa_fairseq.experiments.study.report import to_first
+
+WIDTH = 5.6  # inches; at 400 pixels a text of 9 points has letters of 9 pixels
+SMALL = 9  # points
+
+# Verdict → colour and marker.
+VERDICTS = {
+    BETTER: (COLOURS[0], "o"),
+    WORSE: (COLOURS[1], "s"),
+    EQUIVALENT: (COLOURS[2], "D"),
+    NOT_SIGNIFICANT: (GREY, "D"),
+    INCONCLUSIVE: (GREY, "x"),
+}
+
+
+class Interval(NamedTuple):
+    """A row of a forest plot.
+
+    Args:
+        label: its name.
+        look: colour and marker.
+        dots: differences of single seeds.
+        difference: `mean`, `low` and `high`; None if there is one seed.
+    """
+
+    label: str
+    look: tuple[str, str]
+    dots: Sequence[float]
+    difference: dict[str, Any] | None
+
+
+def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
+    """The pictures of a report.
+
+    Args:
+        study: its labels and question.
+        content: of `report`.
+
+    Returns:
+        Name of a file without its ending → the picture.
+    """
+    families = list(dict.fromkeys(row["family"] for row in content["systems"]))
+    looks = {family: ((GREY, *COLOURS)[n % 8], MARKERS[n % 8]) for n, family in enumerate(families)}
+    figures = {"branch": _loss_against_start(study, content, looks)}
+    if len(content["systems"]) > 1:
+        figures["differences"] = _differences(study, content, looks)
+    if content.get("cache"):
+        figures["cache"] = _loss_against_cache(study, content, looks)
+    if study.levels:
+        figures["generalisation"] = _generalisation(content)
+    if content["contrasts"]:
+        figures["contrasts"] = _contrasts(study, content)
+    return figures
+
+
+def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
+    """Draw a line for each row, the first on top: its seeds, its mean and its interval.
+
+    Args:
+        panel: an empty one.
+        rows: as they come.
+        band: ± around 0 is grey.
+    """
+    style(panel)
+    panel.grid(False, axis="y")
+    panel.axvspan(-band, band, color="#eeeeee", zorder=0)
+    panel.axvline(0, color=GREY, linewidth=0.8)
+    heights = [0.9 + row.label.count("\n") for row in rows]
+    places = [sum(heights[:number]) + height / 2 for number, height in enumerate(heights)]
+    for place, row in zip(places, rows):
+        colour, marker = row.look
+        panel.plot(row.dots, [place] * len(row.dots), ".", color=colour, alpha=0.4, markersize=5)
+        if row.difference:
+            ends = [row.difference["low"], row.difference["high"]]
+            panel.plot(ends, [place, place], color=colour, linewidth=1.6)
+            panel.plot([row.difference["mean"]], [place], marker, color=colour, markersize=6, mew=1.6)
+    panel.set_yticks(places, [row.label for row in rows], fontsize=SMALL)
+    panel.tick_params(axis="y", length=0)
+    panel.set_ylim(sum(heights), 0)
+    panel.margins(x=0.06)
+
+
+def title(figure: Figure, text: str) -> None:
+    """Write the question that a picture answers above it."""
+    figure.suptitle(textwrap.fill(text, 62), x=0.01, ha="left", fontsize=11)
+
+
+def verdict_key(figure: Figure, verdicts: Sequence[str]) -> None:
+    """Explain the marks of verdicts below a picture."""
+    present = [verdict for verdict in VERDICTS if verdict in verdicts]
+    _key(figure, [(VERDICTS[verdict], verdict) for verdict in present])
+
+
+def _key(figure: Figure, entries: Sequence[tuple[tuple[str, str], str]]) -> None:
+    """Marks with their meaning below the picture, in as many columns as there is space for."""
+    handles = [
+        Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6) for (colour, marker), _ in entries
+    ]
+    texts = [text for _, text in entries]
+    columns = max(1, min(len(texts), 84 // (max(map(len, texts)) + 7)))
+    figure.legend(
+        handles,
+        texts,
+        loc="outside lower left",
+        ncols=columns,
+        fontsize=SMALL,
+        frameon=False,
+        handletextpad=0.3,
+        columnspacing=1.2,
+    )
+
+
+def _figure(height: float) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(WIDTH, height), layout="constrained")
+    return figure, figure.subplots()
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, 27)
+
+
+def height_of(rows: Sequence[Interval]) -> float:
+    """The inches that the rows of a forest plot need."""
+    return 0.22 * sum(0.9 + row.label.count("\n") for row in rows)
+
+
+def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
+    """Each contrast with its interval; colours and marks are verdicts."""
+    rows = []
+    for row in content["contrasts"]:
+        first, second = (study.systems[row[side]].label for side in ("first", "second"))
+        label = f"{_wrapped(first)}\n{_wrapped(f'vs {second}')}"
+        rows.append(Interval(label, VERDICTS[row["verdict"]], [], row))
+    figure, panel = _figure(1.6 + height_of(rows))
+    forest(panel, rows, study.margin)
+    panel.set_xlabel("difference in validation loss (bits)\n← system better        system worse →")
+    title(figure, study.question)
+    verdict_key(figure, [row["verdict"] for row in content["contrasts"]])
+    return figure
+
+
+def _differences(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+    """Each system minus the first one: seeds, mean, interval, and a band of the first system's own seeds."""
+    base, *others = content["systems"]
+    rows = [
+        Interval(_wrapped(row["label"]), looks[row["family"]], *to_first(row, base, study.margin))
+        for row in others
+    ]
+    figure, panel = _figure(1.6 + height_of(rows))
+    forest(panel, rows, 2 * (base["deviation"] or 0))
+    panel.set_xlabel(
+        "difference in validation loss (bits)\n← better        worse →\ngrey: ± 2 SD of the reference's seeds"
+    )
+    title(figure, f"How does each system compare with “{base['label']}”?")
+    _key(figure, [(look, family) for family, look in looks.items()])
+    return figure
+
+
+def _points(
+    content: dict[str, Any], looks: dict[str, tuple[str, str]], points: Sequence[dict[str, Any]]
+) -> tuple[Figure, Axes]:
+    """Points with vertical intervals, named by the systems' keys, which a list below explains.
+
+    Args:
+        content: of `report`.
+        looks: family → colour and marker.
+        points: each has system, x, y, and low and high, if it has an interval.
+    """
+    labels = {row["system"]: row["label"] for row in content["systems"]}
+    family = {row["system"]: row["family"] for row in content["systems"]}
+    entries = [(looks[family[system]], f"{system}: {label}") for system, label in labels.items()]
+    columns = max(1, 84 // (max(len(text) for _, text in entries) + 7))
+    figure, panel = _figure(4.6 + 0.19 * math.ceil(len(entries) / columns))
+    style(panel)
+    for point in points:
+        colour, marker = looks[family[point["system"]]]
+        panel.plot([point["x"]], [point["y"]], marker, color=colour, markersize=6)
+        if "low" in point:
+            panel.vlines(point["x"], point["low"], point["high"], color=colour, linewidth=1.2)
+    _key(figure, entries)
+    return figure, panel
+
+
+def _name_points(panel: Axes, points: Sequence[dict[str, Any]], lines: Sequence[Any] = ()) -> None:
+    bars = [((point["x"], point["low"]), (point["x"], point["high"])) for point in points if "low" in point]
+    label_points(panel, [(point["x"], point["y"], point["system"]) for point in points], [*bars, *lines])
+
+
+def _loss_against_start(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+    """The final loss against the size of attention's output before training, ÷ that of the first system."""
+    base = content["systems"][0]
+    points = []
+    for row in content["systems"]:
+        ratio = row["branch"] / base["branch"] if base["branch"] else math.nan
+        point = {"system": row["system"], "x": ratio, "y": row["loss"]}
+        if row["deviation"] is not None:
+            half = float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1)) * row["deviation"] / math.sqrt(row["n"])
+            point.update(low=row["loss"] - half, high=row["loss"] + half)
+        points.append(point)
+    figure, panel = _points(content, looks, points)
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.margins(0.08, 0.08)
+    low, high = panel.get_xlim()
+    panel.set_xlim(min(low, 0.9), max(high, 1.1))  # no axis of a few per cent
+    panel.set_xlabel(
+        f"size of attention's output before training ÷ that of {base['system']}\n"
+        "vertical lines: 95 % intervals of the means"
+    )
+    panel.set_ylabel("validation loss (bits)")
+    title(figure, "Does a small attention output before training go with a low final loss?")
+    _name_points(panel, points)
+    return figure
+
+
+def _loss_against_cache(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+    """The difference to the first system against bytes of cache, and a line along the Pareto front."""
+    base = content["systems"][0]
+    points = []
+    for row in content["cache"]:
+        point = {"system": row["system"], "x": row["cache_bytes"], "y": row["loss"] - base["loss"]}
+        points.append({**point, **{end: row[end] for end in ("low", "high") if end in row}})
+    figure, panel = _points(content, looks, points)
+    optimal = [row for row in content["cache"] if row["is_pareto_optimal"]]
+    front = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in optimal]
+    panel.step(*zip(*front), where="post", color=GREY, linewidth=0.8, zorder=0)
+    lines = []
+    for (left, above), (right, below) in itertools.pairwise(front):
+        lines += [((left, above), (right, above)), ((right, above), (right, below))]
+    panel.set_xscale("log", base=2)
+    panel.xaxis.set_major_formatter("{x:g}")
+    panel.minorticks_off()
+    panel.margins(0.16, 0.08)
+    panel.set_xlabel(
+        "KV cache (bytes per token and layer)\ngrey line: the lowest mean loss with this cache or less"
+    )
+    panel.set_ylabel(f"validation loss − that of {base['system']} (bits)")
+    title(figure, "Which attention has the lowest loss for its KV cache?")
+    _name_points(panel, points, lines)
+    return figure
+
+
+def _generalisation(content: dict[str, Any]) -> Figure:
+    """Validation loss against training loss, a line for each system: the mean of its seeds."""
+    figure, panel = _figure(5.2)
+    style(panel)
+    base = content["systems"][0]
+    for number, row in enumerate(content["systems"]):
+        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
+        look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 4, "label": row["label"]}
+        dash = "-" if row["dropout"] == base["dropout"] else ":"
+        panel.plot(*curve.T, MARKERS[number % 8] + dash, **look)
+    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted")
+    panel.set_ylabel("validation loss (bits)")
+    title(figure, "Is the validation loss higher at equal training loss?")
+    figure.legend(loc="outside lower left", ncols=2, fontsize=SMALL, frameon=False)
+    return figure
