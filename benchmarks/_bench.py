@@ -22,8 +22,8 @@ from matplotlib.figure import Figure
 
 import moa_fairseq
 from moa_fairseq.experiments.analysis.plots import save
+from moa_fairseq.experiments.provenance import commit, versions
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
-from moa_fairseq.experiments.recipes.result import commit, versions
 from moa_fairseq.files import atomic_write
 from moa_fairseq.layers.experts import projection
 

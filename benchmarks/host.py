@@ -30,8 +30,8 @@ from _models import BATCH, MINIATURE, PAIRS, SMALL_BATCH, build, criterion, sent
 from generation import LENGTH, translate
 from training import host_waits
 
+from moa_fairseq.experiments.provenance import commit, versions
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
-from moa_fairseq.experiments.recipes.result import commit, versions
 from moa_fairseq.plugin.patches.compiled_layers import compile_layers
 
 SENTENCES = 16  # that are translated at once

@@ -34,8 +34,8 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
+from moa_fairseq.experiments.provenance import versions
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
-from moa_fairseq.experiments.recipes.result import versions
 from moa_fairseq.files import atomic_write
 from moa_fairseq.layers.experts import projection
 from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad

@@ -170,7 +170,7 @@ def main(argv: list[str] | None = None) -> int:
 
     Returns:
         The exit status: the verb's own, 0 as a rule; 2 for an error that the user can put right (a UserError,
-        a file's, a missing library), 130 for Ctrl-C, 141 for a closed pipe.
+        a file's, a missing library), 3 for a training that diverged, 130 for Ctrl-C, 141 for a closed pipe.
 
     Raises:
         SystemExit: of argparse, for --help and for wrong flags.
@@ -203,7 +203,7 @@ def main(argv: list[str] | None = None) -> int:
             return args.run(args)
     except UserError as error:
         print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
-        return 2
+        return error.status
     except BrokenPipeError:
         return 141
     except OSError as error:

@@ -9,8 +9,16 @@ class UserError(Exception):
     """Something the user can put right: bad flag, file or data.
 
     The message is one paragraph: it names the flag, file or line at fault and the remedy. The
-    command line prints it without a traceback and exits with status 2.
+    command line prints it without a traceback and exits with `status`.
     """
+
+    status = 2
+
+
+class Diverged(UserError):
+    """A training ended because its losses, gradients or weights are no numbers any more."""
+
+    status = 3
 
 
 # Control characters, which a terminal obeys, beside those sequences that this package itself writes: colours,

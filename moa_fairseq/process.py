@@ -19,7 +19,7 @@ from typing import IO, Any
 import portalocker
 
 import moa_fairseq
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.files import disk_errors, refuse_link
 
 MODULES = {
@@ -57,6 +57,13 @@ HINTS = {
     r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory": "The machine's memory is full: "
     "close other programs or use --set train.flags.num-workers=0.",
 }
+# How a training ends whose loss, gradients or weights are no numbers any more: an error of fairseq, of its
+# patches (of weights that are saved) or of the gates.
+DIVERGED = re.compile(
+    r"error: .*(Nan/Inf|Nan or Inf|Minimum loss scale|The (training has|gates have) diverged|"
+    r"was not written, because the model holds (NaN|infinity))",
+    re.IGNORECASE,
+)
 
 
 def flags(values: Mapping[str, Any]) -> list[str]:
@@ -240,7 +247,9 @@ class Executor:
             errors_too: standard error goes where standard output goes, to on_line as well.
 
         Raises:
-            UserError: when the command fails, with the last lines of the log, or the disk is full.
+            Diverged: when a training, or the recipe that it belongs to, ended so.
+            UserError: when the command fails otherwise, with the last lines that it wrote to the log, or the
+                disk is full.
         """
         environment = {**environment_of_a_child(), **self.environment}
         locks = held_locks()
@@ -252,6 +261,7 @@ class Executor:
                 record = errors
             with disk_errors(log):
                 errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
+                begin = os.fstat(errors.fileno()).st_size
             with signals_held() as told:
                 process = subprocess.Popen(
                     to_argv(command),
@@ -278,7 +288,10 @@ class Executor:
                 status = process.wait()
         if not status:
             return
-        tail = log.read_text(encoding="utf-8", errors="replace").splitlines()[-TAIL_LINES:]
+        with open(log, "rb") as stream:
+            stream.seek(begin)  # what stands before was another attempt's
+            said = stream.read().decode("utf-8", errors="replace")
+        tail = said.splitlines()[-TAIL_LINES:]
         text = "\n".join(tail)
         hint = next((f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), "")
         if status == -signal.SIGKILL and not hint:
@@ -289,7 +302,9 @@ class Executor:
             how = f"failed with status {status}"
         shown = "\n".join(f"    {line[:300]}" for line in tail)
         kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
-        raise UserError(f"{command[0]} {how}.{hint} {kept}\n{shown}")
+        diverged = status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(said)
+        kind = Diverged if diverged else UserError
+        raise kind(f"{command[0]} {how}.{hint} {kept}\n{shown}")
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:

@@ -12,7 +12,7 @@ import pytest
 
 import moa_fairseq
 from moa_fairseq import process
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import Diverged, UserError
 
 
 @pytest.fixture
@@ -71,6 +71,35 @@ def test_failures_are_told_with_remedy_and_last_lines(execute, code, words):
         execute(code)
     for word in words:
         assert word in str(error.value)
+
+
+DIVERGED = "fairseq-train: error: The training has diverged: gradients are Nan/Inf."
+
+
+@pytest.mark.parametrize(
+    ("program", "words", "status", "kind"),
+    [
+        ("fairseq-train", DIVERGED, 1, Diverged),
+        ("fairseq-train", "FloatingPointError: Minimum loss scale reached (0.0001)", 1, Diverged),
+        ("fairseq-train", "WARNING | NaN/Inf in a batch\nerror: No space left on device", 1, UserError),
+        ("fairseq-train", "killed", 1, UserError),
+        ("moa-fairseq", "the recipe says so by its status", 3, Diverged),
+        ("moa-fairseq", DIVERGED, 2, UserError),
+    ],
+)
+def test_what_ended_a_program_is_told_by_this_attempt_alone(
+    monkeypatch, tmp_path, program, words, status, kind
+):
+    """A log has all attempts, and an earlier one diverged or had no memory."""
+    code = f"import sys; print({words!r}, file=sys.stderr); sys.exit({status})"
+    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", code])
+    log = tmp_path / "x.log"
+    log.write_text(f"{DIVERGED}\ntorch.OutOfMemoryError: CUDA out of memory\n")
+    with pytest.raises(UserError) as error:
+        process.Executor().run([program], log)
+    assert type(error.value) is kind
+    assert "CUDA" not in str(error.value) and "train.max_tokens" not in str(error.value)
+    assert log.read_text().startswith(DIVERGED)
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")

@@ -33,7 +33,7 @@ ROOMS = (
     ("plugin",),
     ("plugin.coordinate_descent", "plugin.criterions"),
     ("plugin.models", "plugin.tasks"),
-    ("experiments.json_files", "experiments.tables", "experiments.text"),
+    ("experiments.json_files", "experiments.provenance", "experiments.tables", "experiments.text"),
     ("experiments.make",),
     ("experiments.data",),
     ("experiments.corpus", "experiments.scoring"),

@@ -2,10 +2,12 @@
 
 A step is done when the fingerprint of its inputs stands in `state.json` of the folder that the list is made
 in, and its output is as it was then. An output gets its name when it is whole; before, it is `NAME.partial`.
+`state.json` also says what made each output: a `provenance` for each session that left something in it.
 """
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import hashlib
 import json
@@ -18,6 +20,7 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 
@@ -50,6 +53,8 @@ class Step:
             Another `goal` is gone on to; other inputs are refused, so that no training is lost.
         goal: of a step in place: how far it goes, as JSON values.
         ready: makes a folder that holds something ready for going on in it.
+        conditions: what `provenance` says of the step beside commit and versions, such as the hardware; or a
+            function that finds it when the step begins.
         as_of_today: turns an entry of state.json that an earlier version wrote into today's.
     """
 
@@ -63,6 +68,7 @@ class Step:
     in_place: bool = False
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
+    conditions: Inputs = dataclasses.field(default_factory=dict)
     as_of_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda mark: mark
 
     @property
@@ -147,13 +153,19 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
             log.info("%s: done before (%s)", step.name, step.output)
             return mark["facts"]
+    conditions = step.conditions() if callable(step.conditions) else step.conditions
+    made_by = [provenance(**conditions)]
+    before: dict[str, Any] = {}  # facts of what is gone on with
     if step.in_place:
         partial = step.output
         _refuse_others(step, mark, inputs)
-        # Said before it begins, so that an interrupted one is known for what it is.
-        put_mark(folder, step.name, inputs=inputs, facts=mark.get("facts") or {})
         if step.begun:
+            before = mark.get("facts") or {}
+            made_by = [*made_by_of(mark, step.output), *made_by]
             step.ready()
+        made_by[-1]["from"] = _contents(step.output)
+        # Said before it begins, so that an interrupted one is known for what it is.
+        put_mark(folder, step.name, inputs=inputs, facts=before, made_by=made_by)
     else:
         partial = step.output.with_name(step.output.name + PARTIAL)
         step.output.parent.mkdir(parents=True, exist_ok=True)
@@ -178,12 +190,13 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
     files = {}
     if step.in_place:
         new = {key: value for key, value in (facts or {}).items() if value is not None}
-        facts = {**(mark.get("facts") or {}), **new}
+        facts = {**before, **new}
+        made_by = made_by_of({"made_by": made_by}, step.output) or made_by
     else:
         put_mark(folder, step.name)  # from here on the old output is gone
         replace(partial, step.output)
         files = _sizes(step.output, folder)
-    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files}
+    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files, "made_by": made_by}
     put_mark(folder, step.name, fingerprint=fingerprint, **values)
     return facts
 
@@ -222,6 +235,16 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
     return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
 
 
+def _contents(folder: Path) -> str:
+    """Digits that change when a file in the folder is written, added or taken away."""
+    found = []
+    for path in sorted(folder.rglob("*")):
+        with contextlib.suppress(FileNotFoundError):  # a training that is at work takes files away
+            if path.is_file():
+                found.append([os.path.relpath(path, folder), *stamp(path)[1:]])
+    return fingerprint_of(found)
+
+
 def _sizes(output: Path, folder: Path) -> dict[str, int]:
     """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
     paths = output.rglob("*") if output.is_dir() else [output]
@@ -231,15 +254,31 @@ def _sizes(output: Path, folder: Path) -> dict[str, int]:
 
 def marks(folder: Path) -> dict[str, dict[str, Any]]:
     """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
-    kinds = {"inputs": dict, "files": dict, "goal": dict}
+    kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}
     return {
         name: mark
         for name, mark in saved_json(folder / STATE).items()
         if isinstance(mark, dict)
         and "inputs" in mark
-        and all(isinstance(mark.get(key, {}), kind) for key, kind in kinds.items())
+        and all(isinstance(mark[key], kind) for key, kind in kinds.items() if key in mark)
         and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
     }
+
+
+def made_by_of(mark: Mapping[str, Any], output: Path | None = None) -> list[dict[str, Any]]:
+    """What made the output of a step.
+
+    Args:
+        mark: of the step, as `marks` has it.
+        output: of a step in place that has not ended: whether its last session left something is looked at.
+
+    Returns:
+        `provenance` of each session that left something, in order; none where an earlier version made it.
+    """
+    sessions = [dict(session) for session in mark.get("made_by", []) if isinstance(session, dict)]
+    if output and sessions and sessions[-1].get("from") == _contents(output):
+        del sessions[-1]
+    return sessions
 
 
 def put_mark(folder: Path, name: str, **mark: Any) -> None:

@@ -9,12 +9,14 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
 from moa_fairseq import process
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import make as make_module
+from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.make import OUT, Step, make, marks, stamp
 from moa_fairseq.process import held_locks, locked
 
@@ -299,3 +301,65 @@ def test_a_folder_by_another_name_is_the_same_folder(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with locked(tmp_path / "run"), locked(Path("run"), 0.1), locked(tmp_path / "link", 0.1):
         assert len(held_locks()) == 1
+
+
+@pytest.fixture
+def source(monkeypatch):
+    """The source tree: its commit can change."""
+    found = SimpleNamespace(commit="one")
+    monkeypatch.setattr(provenance, "commit", lambda: found.commit)
+    return found
+
+
+def commits(folder, name):
+    return [session["commit"] for session in make_module.made_by_of(marks(folder)[name])]
+
+
+def test_what_made_an_output_is_said_once_and_stays(tmp_path, source):
+    """Steps that are found done are not ascribed to what finds them."""
+    make(chain(tmp_path), tmp_path)
+    source.commit = "two"
+    make(chain(tmp_path), tmp_path)
+    assert [commits(tmp_path, step.name) for step in chain(tmp_path)] == [["one"]] * 4
+    make(chain(tmp_path, word="b")[:3], tmp_path)
+    assert commits(tmp_path, "slow") == ["two"] and commits(tmp_path, "train") == ["one"]
+    (session,) = marks(tmp_path)["slow"]["made_by"]
+    assert session["versions"]["python"] and session["date"]
+
+
+def failing(folder, code):
+    """A training that ends with an error behind some code."""
+    program = f"import pathlib, sys; new = pathlib.Path(sys.argv[1]); {code}; sys.exit(1)"
+    return Step("train", folder / "train", ["python", program, OUT], {}, in_place=True)
+
+
+@pytest.mark.parametrize(
+    ("code", "expected"),
+    [("pass", ["one", "three"]), ("(new / 'x').write_text('trained')", ["one", "two", "three"])],
+)
+def test_a_training_names_all_commits_that_trained_it(tmp_path, source, code, expected):
+    """Those that wrote a checkpoint: an attempt that failed before is none of them."""
+    train = lambda goal: [Step(**{**vars(chain(tmp_path, goal=goal)[-1]), "inputs": {}})]  # noqa: E731
+    make(train(10), tmp_path)
+    source.commit = "two"
+    with pytest.raises(UserError):
+        make([failing(tmp_path, code)], tmp_path)
+    source.commit = "three"
+    make(train(20), tmp_path)
+    assert commits(tmp_path, "train") == expected
+    source.commit = "four"
+    make(train(20), tmp_path)
+    assert commits(tmp_path, "train") == expected, "it was done"
+
+
+def test_a_training_that_left_nothing_says_nothing_of_the_next(tmp_path, source):
+    """Neither its commit nor its facts are those of a training with other settings."""
+    first = failing(tmp_path, "new.mkdir()")
+    with pytest.raises(UserError):
+        make([first], tmp_path)
+    mark = marks(tmp_path)["train"]
+    make_module.put_mark(tmp_path, "train", **{**mark, "facts": {"parameters": 1}})
+    source.commit = "two"
+    other = Step(**{**vars(chain(tmp_path)[-1]), "inputs": {"rate": 2}})
+    make([other], tmp_path)
+    assert commits(tmp_path, "train") == ["two"] and not marks(tmp_path)["train"]["facts"]

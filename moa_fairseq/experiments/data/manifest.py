@@ -2,23 +2,19 @@
 
 from __future__ import annotations
 
-import contextlib
-import platform
 from collections.abc import Mapping, Sequence
-from importlib import metadata
 from pathlib import Path
 from typing import Any
 
-import moa_fairseq
 from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import Piece
 from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
 from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.provenance import tool_versions
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import checksum
 
 MANIFEST = "manifest.json"
-TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
 STAGES = ("model", "text", "tokens", "bpe", "pieces", "binarised")
 
 
@@ -78,15 +74,6 @@ def manifest_of(
         },
         "tools": tool_versions(),
     }
-
-
-def tool_versions() -> dict[str, str]:
-    """Versions of everything that shapes the result."""
-    versions = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
-    for tool in TOOLS:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            versions[tool] = metadata.version(tool)
-    return versions
 
 
 def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:

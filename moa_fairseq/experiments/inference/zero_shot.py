@@ -29,8 +29,8 @@ from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
-from moa_fairseq.experiments.recipes.result import write_record
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.files import refuse_overwriting
@@ -81,7 +81,9 @@ def run(args: argparse.Namespace) -> int:
     with checkpoint.open("rb") as stream:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     harness = HarnessModel(model, args.max_tokens)
-    state = hashlib.sha256(f"{digest} {model.cfg.task.data} {args.segmented}".encode()).hexdigest()[:12]
+    maker = provenance()  # whose answers are not gone on with by another commit
+    answers = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']}"
+    state = hashlib.sha256(answers.encode()).hexdigest()[:12]
     answered = output.with_name(f"{output.stem}.unfinished-{state}")
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
@@ -114,7 +116,7 @@ def run(args: argparse.Namespace) -> int:
         "tasks": {name: _of_task(name, found, harness) for name in found["results"]},
     }
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
-    write_record(output, record, command)
+    write_json(output, {**record, **maker, "command": command})
     for part in answered.parent.glob(f"{answered.name}_rank*"):
         part.unlink()
     _into_result(args.run_dir, record)

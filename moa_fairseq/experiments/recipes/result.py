@@ -8,11 +8,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import datetime
 import logging
 import math
-import os
-import subprocess
 import time
 from collections.abc import Mapping
 from pathlib import Path
@@ -20,11 +17,10 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
-from moa_fairseq.experiments.data.manifest import read_manifest, tool_versions
+from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.json_files import is_number, write_json
-from moa_fairseq.experiments.make import changes, marks
-from moa_fairseq.experiments.recipes.batch import plan_batch
-from moa_fairseq.experiments.recipes.hardware import precision_name
+from moa_fairseq.experiments.make import changes, made_by_of, marks
+from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
 from moa_fairseq.experiments.recipes.steps import LEFT_OUT, Run, steps
@@ -34,6 +30,7 @@ from moa_fairseq.files import atomic_write
 # What leaves the experiment the same.
 _FREE = ("max_tokens", "headline", "seed")
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
+_MAKER = ("versions", "commit", "date", "command")
 log = logging.getLogger(__name__)
 
 
@@ -218,6 +215,24 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
     return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
 
 
+def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
+    """What made a run: its training or, of a model that is only evaluated, the evaluation.
+
+    Args:
+        folder: the run's.
+        recipe: says which.
+        checkpoints: of a training that has not ended.
+
+    Returns:
+        What `provenance` said then, of all sessions together; {} where an earlier version made it.
+    """
+    name = "train"
+    if recipe.finetune == "noft" and recipe.subsets:
+        kind = "generate" if recipe.generate else "score"
+        name = f"{kind}-{recipe.subsets[0]}"
+    return combined(made_by_of(marks(folder).get(name, {}), checkpoints))
+
+
 def record(run: Run, started: float) -> Path | None:
     """Write result.json where the run scores, and its speed where that is to be recorded.
 
@@ -235,24 +250,25 @@ def record(run: Run, started: float) -> Path | None:
     folder = run.folder
     options = run.options
     summary = summarise(folder / "train.jsonl")
-    trained: dict[str, Any] = marks(folder).get("train", {}).get("facts") or {}
-    hardware = trained.get("hardware", run.hardware.describe())
+    known = marks(folder)
+    trained: dict[str, Any] = known.get("train", {}).get("facts") or {}
+    made_by = maker(folder, recipe)
+    hardware = made_by.get("hardware", trained.get("hardware"))  # of an earlier version
     if options.stage == "train" and options.record:
         from moa_fairseq.experiments.recipes.planner import workload
 
-        batch = plan_batch(recipe.train, run.hardware.devices)
         row = {
             "experiment": recipe.experiment,
             "hardware": hardware,
-            "precision": precision_name(recipe.train.precision, run.hardware, recipe.model),
+            "precision": made_by.get("precision"),
             "tokens_per_second": summary["tokens_per_second"],
             "macs_per_target_token": round(workload(recipe, run.prepared.folder).macs_per_target_token),
             "parameters": trained.get("parameters"),
-            "max_tokens": batch.max_tokens,
-            "update_freq": batch.update_freq,
+            **{key: made_by.get(key) for key in ("max_tokens", "update_freq")},
             "updates": summary["updates"],
+            **{key: made_by.get(key) for key in _MAKER},
         }
-        write_record(options.record, row, options.command_line)
+        write_json(options.record, row)
         log.info("speed recorded as %s", options.record)
     scored = [step for step in steps(run) if step.name.startswith("score-")]
     if not options.wants("score") or not scored:
@@ -304,8 +320,13 @@ def record(run: Run, started: float) -> Path | None:
         "evaluation": scores[subset].get("meta", {}).get("evaluation"),
         "seed": recipe.train.seed,
         "hardware": hardware,
+        **{key: made_by.get(key) for key in _MAKER},
+        "commits": {
+            step.name: combined(made_by_of(known.get(step.name, {}))).get("commit") for step in steps(run)
+        },
     }
-    result = write_record(folder / "result.json", values, options.command_line)
+    result = folder / "result.json"
+    write_json(result, values)
     if cell and is_number(cell["value"]):
         paper = cell["value"]
     else:
@@ -316,45 +337,3 @@ def record(run: Run, started: float) -> Path | None:
             stream.write(result.read_text(encoding="utf-8"))
         log.info("recorded as %s", options.record)
     return result
-
-
-def write_record(path: Path, values: dict[str, Any], command: str) -> Path:
-    """Write a record as JSON, with what made it: versions, commit, date.
-
-    Args:
-        path: the file, which is returned.
-        values: what was measured.
-        command: the moa-fairseq line.
-    """
-    made_by = {"versions": versions(), "commit": commit(), "date": datetime.date.today().isoformat()}
-    write_json(path, {**values, **made_by, "command": command})
-    return path
-
-
-def versions() -> dict[str, str | None]:
-    """Versions of Python and of the packages that the numbers depend on."""
-    found = tool_versions()
-    fairseq = found.get("ve-fairseq") or found.get("fairseq")
-    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
-
-
-def commit() -> str | None:
-    """The commit of the source tree that runs, with -dirty for uncommitted changes.
-
-    A copy of the files may have no git, or one that knows an older commit: then it is what
-    $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
-    """
-    named = os.environ.get("MOA_FAIRSEQ_COMMIT")
-    here = Path(__file__).resolve().parent
-    try:
-        head, status = (
-            subprocess.run(
-                ["git", "-C", str(here), *words], capture_output=True, text=True, timeout=20, check=True
-            )
-            for words in (["rev-parse", "HEAD"], ["status", "--porcelain", "--untracked-files=no"])
-        )
-    except (OSError, subprocess.SubprocessError):
-        return named or None
-    if status.stdout.strip():
-        return named or f"{head.stdout.strip()}-dirty"
-    return head.stdout.strip()

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import dataclasses
+import functools
 import logging
 import re
 from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
+import torch
+
 import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.text_files import KEPT, keep_text, text_files
-from moa_fairseq.experiments.make import OUT, Step, stamp
+from moa_fairseq.experiments.make import OUT, Step, made_by_of, marks, stamp
 from moa_fairseq.experiments.recipes.batch import plan_batch, sentence_sizes
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
@@ -116,6 +120,11 @@ class Run:
             return self.folder / "average.pt"
         return self.checkpoints / "checkpoint_best.pt"
 
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """What the provenance of every step says beside commit and versions."""
+        return {"hardware": self.hardware.describe(), "command": self.options.command_line}
+
     def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
         """A fairseq program on the data, with the plugin, the task, its languages, these flags.
 
@@ -202,6 +211,7 @@ def _train(run: Run) -> Step:
         precision: precision != "fp32",
     }
     told = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
+    digest = functools.cache(lambda: content_digest(run.prepared.folder))
 
     def inputs() -> dict[str, Any]:
         if recipe.finetune and not (run.checkpoints / LAST).exists():
@@ -216,19 +226,32 @@ def _train(run: Run) -> Step:
             )
         parameters = sum(told.parameters) or None
         saved = {INTERVAL: train.flags.get(INTERVAL)}
-        return {"parameters": parameters, "updated": told.updated, "hardware": hardware.describe(), **saved}
+        return {"parameters": parameters, "updated": told.updated, **saved}
 
     def ready() -> None:
+        sessions = made_by_of(marks(run.folder).get("train", {}))
+        before = next((data for session in sessions if (data := session.get("data"))), digest())
+        if before != digest():
+            why = f"the files in {run.prepared.folder} have another content (digest {before} → {digest()})"
+            remedy = "Give --data what it was trained on, or --restart to move it aside and start again."
+            raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
         complete_the_last(run.checkpoints)
         if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
             why = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
             remedy = "Start again with --restart; without the flag a run can go on."
             raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
 
+    def conditions() -> dict[str, Any]:
+        known = {**run.conditions, "precision": precision, "threads": torch.get_num_threads()}
+        known.update({"max_tokens": batch.max_tokens, "update_freq": batch.update_freq})
+        return {**known, "data": digest()}
+
     goes_on: dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
     goes_on["as_of_today"] = as_of_today
     line = run.command("fairseq-train", values)
-    return Step("train", run.checkpoints, line, inputs, watch=told, finish=facts, **goes_on)
+    return Step(
+        "train", run.checkpoints, line, inputs, watch=told, finish=facts, conditions=conditions, **goes_on
+    )
 
 
 def _average(run: Run, average: Average, train: Step) -> Step:
@@ -261,7 +284,8 @@ def _average(run: Run, average: Average, train: Step) -> Step:
             raise UserError(f"{damaged} is cut off and cannot be averaged: {remedy}.")
         return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
 
-    return Step("average", run.model, ["moa-fairseq", "average", *flags(values)], inputs)
+    line = ["moa-fairseq", "average", *flags(values)]
+    return Step("average", run.model, line, inputs, conditions=run.conditions)
 
 
 def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callable[[], Mapping[str, Any]]:
@@ -327,7 +351,8 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
     output = run.folder / f"generate-{subset}.txt"
     line = run.command("fairseq-generate", values)
     inputs = _evaluated(run, section, subset, made)
-    return Step(output.stem, output, line, inputs, captured="out", watch=watch, finish=finish)
+    watched: dict[str, Any] = {"captured": "out", "watch": watch, "finish": finish}
+    return Step(output.stem, output, line, inputs, conditions=run.conditions, **watched)
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
@@ -376,4 +401,4 @@ def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captur
     def finish(made: Path) -> None:
         scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))
 
-    return Step(name, run.folder / file, line, inputs, captured, finish=finish)
+    return Step(name, run.folder / file, line, inputs, captured, finish=finish, conditions=run.conditions)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import datetime
 import json
 import logging
 import re
@@ -12,15 +11,18 @@ from typing import Any, NamedTuple
 
 import portalocker
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import Diverged, UserError
+from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.provenance import commit
+from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.recipes.planner import workload
-from moa_fairseq.experiments.recipes.result import commit, data_differences, versions
+from moa_fairseq.experiments.recipes.result import data_differences, maker
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
 from moa_fairseq.experiments.study.design import Run, Study, fitting_records, settings_of
@@ -34,13 +36,6 @@ from moa_fairseq.experiments.study.records import (
 from moa_fairseq.process import Executor, flags, terminate_as_interrupt, to_shell
 
 log = logging.getLogger(__name__)
-
-# What fairseq says when a loss or a gradient is not a number any more, and what its patches say of weights.
-_NOT_FINITE = re.compile(
-    r"Nan/Inf|Nan or Inf|Loss is (infinite|nan)|Minimum loss scale|The gates have diverged|"
-    r"was not written, because the model holds (NaN|infinity)",
-    re.IGNORECASE,
-)
 
 
 class Place(NamedTuple):
@@ -62,8 +57,17 @@ class Place(NamedTuple):
         """What must not differ between the runs of one block: devices with threads, and the precision."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
+        if devices.gpus > 1:  # as many as can share its updates
+            recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
         precision = precision_name(recipe.train.precision, devices, recipe.model)
         return {"hardware": f"{devices.describe()}, {self.study.threads} threads", "precision": precision}
+
+    def trained(self, run: Run) -> dict[str, Any] | None:
+        """What made the training in the folder of a run, as its record says it; None where nothing is yet."""
+        checkpoints = self.folders / run.name / "checkpoints"
+        if not any(checkpoints.glob("*.pt")):
+            return None
+        return _made_by(maker(self.folders / run.name, run.load(), checkpoints))
 
 
 def open_runs(runs: list[Run], place: Place) -> list[Run]:
@@ -76,7 +80,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
-    binarised = prepared / "binarised" if prepared else None
+    binarised = place.data if place.data and is_binarised(place.data) else prepared and prepared / "binarised"
     if prepared and (prepared / "manifest.json").is_file():
         for run in {run.recipe: run for run in runs}.values():
             if found := data_differences(run.load(), prepared, {}):
@@ -84,26 +88,20 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
                 remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     records = fitting_records(place.study, runs, strict=True)
+    begun = [(run, records[run.name] if run.name in records else place.trained(run)) for run in runs]
+    made = [(run, made_by) for run, made_by in begun if made_by is not None]
     now = commit()
-    digest = content_digest(binarised) if binarised and binarised.is_dir() else None
-    for run in runs:
-        record = records.get(run.name)
-        if record and (there := record.get("commit")) != now:
+    digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
+    for run, made_by in made:
+        _check_commit(run, made_by, place, now)
+        if digest and made_by.get("data") not in (None, digest):
             raise UserError(
-                f"{run.name} in {run.records} was made at commit {there}, and this is {now}: all runs of a "
-                f"study need one commit. To go on, make a worktree (git worktree add ../study {there}), run "
-                "`bash scripts/setup.sh` there without an active environment, and give its moa-fairseq "
-                f"--records {run.records.parent.resolve()}. To begin anew, give --records another folder."
-            )
-        if record and digest and record.get("data", digest) != digest:
-            raise UserError(
-                f"{run.name} in {run.records} was trained on data of the digest {record['data']}, and --data "
-                f"{place.data} has {digest}: all runs of a study need one text. Name the data of the records "
-                "with --data. To begin anew, give --records another folder."
+                f"{run.name} of {place.study.study} was trained on data of the digest {made_by['data']}, and "
+                f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that "
+                "run with --data. To begin anew, give other folders to --runs and --records."
             )
     incomplete = {run.block for run in runs if run.name not in records}
-    made = [(run, records[run.name]) for run in runs if run.block in incomplete and run.name in records]
-    elsewhere = _made_elsewhere(made, place)
+    elsewhere = _made_elsewhere([each for each in made if each[0].block in incomplete], place)
     left = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in left}.values():
         try:
@@ -113,6 +111,34 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
         except UserError as error:
             raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
     return left
+
+
+def _made_by(made: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that says what made the run, as of `maker`."""
+    found = {key: made.get(key) for key in ("precision", "data", "versions", "commit", "date")}
+    if made.get("hardware"):
+        found["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
+    return {key: value for key, value in found.items() if value is not None}
+
+
+def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None) -> None:
+    """Raise UserError where a run's training is of another commit, as its record or folder says."""
+    there = made.get("commit")
+    if there == now:
+        return
+    folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
+    if there and re.fullmatch(r"[0-9a-f]{40}", there):
+        remedy = (
+            f"To go on, make a worktree (git worktree add ../study {there}), run `bash scripts/setup.sh` "
+            f"there without an active environment, and give its moa-fairseq {folders}. "
+        )
+    else:
+        remedy = "It cannot be gone on with, for no commit alone has made it. "
+    raise UserError(
+        f"{run.name} of {place.study.study} was trained at commit {there or 'unknown'}, and this is {now}: "
+        f"all runs of a study need one commit. {remedy}To begin anew, give other folders to --runs and "
+        "--records."
+    )
 
 
 def work(runs: list[Run], place: Place) -> None:
@@ -125,7 +151,8 @@ def work(runs: list[Run], place: Place) -> None:
         place: where they run.
 
     Raises:
-        UserError: a training failed, and did not diverge.
+        UserError: a training failed, and did not diverge; or the source tree has another commit than that of
+            a training or record.
     """
     place.folders.mkdir(parents=True, exist_ok=True)
     elsewhere: set[tuple[int, str]] = set()
@@ -136,16 +163,21 @@ def work(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                block = [one for one in runs if one.block == run.block and (one.system, one.seed) in records]
-                made = [(one, records[one.system, one.seed].content) for one in block]
-                elsewhere |= _made_elsewhere(made, place)
+                recorded = [one for one in runs if (one.system, one.seed) in records]
+                made = [(one, records[one.system, one.seed].content) for one in recorded]
+                if (trained := place.trained(run)) is not None:
+                    made.append((run, trained))
+                now = commit()
+                for one, content in made:
+                    _check_commit(one, content, place, now)
+                elsewhere |= _made_elsewhere([each for each in made if each[0].block == run.block], place)
                 if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
 
 
 def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set[tuple[int, str]]:
-    """The blocks of these runs and their records that cannot be gone on with here; a warning names each.
+    """The blocks of these runs and what made them that cannot be gone on with here; a warning names each.
 
     What is compared differs in one thing, so a block has one kind of machine and one precision.
     """
@@ -175,17 +207,23 @@ def _carry_out(run: Run, place: Place) -> None:
         command += ["--set", f"{key}={json.dumps(value)}"]
     diverged = False
     settings = settings_of(run, place.study.stage)
+    began = commit()
     try:
         Executor(environment).run(command, folder / "study.log")
-    except UserError:
-        log_file = folder / "train.log"
-        diverged = log_file.is_file() and bool(_NOT_FINITE.search(log_file.read_text("utf-8", "replace")))
-        if not diverged:
-            raise
+    except Diverged:
+        diverged = True
+    except UserError as error:
+        remedy = f"To begin {run.name} anew, delete {folder}, or give another folder to --runs."
+        raise UserError(f"{error}\n{remedy}") from error
+    made_by = _made_by(maker(folder, run.load()))
+    _check_commit(run, made_by, place, began)
     curve = curve_of(folder / "train.jsonl")
-    scores = saved_json(folder / "result.json")
-    data = prepared_data(folder)
-    for path in folder.glob("generate-*.txt"):
+    if not (curve or diverged):
+        problem = f"{folder / 'train.jsonl'} has no validation, by which the runs of a study are compared"
+        raise UserError(f"{problem}. Give the file back, or begin this run anew without {folder}.")
+    scored = place.study.stage == "all" and not diverged
+    scores = saved_json(folder / "result.json") if scored else {}
+    for path in folder.glob("generate-*.txt") if scores else ():
         subset = path.stem.removeprefix("generate-")
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
     record = {
@@ -193,16 +231,12 @@ def _carry_out(run: Run, place: Place) -> None:
         "system": run.system,
         "seed": run.seed,
         "settings": settings,
-        "end": DIVERGED if diverged or not curve or curve[-1]["valid"] is None else FINISHED,
+        "end": DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED,
         "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
         "curve": curve,
         "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
         **summarise(folder / "train.jsonl"),
-        **place.conditions(run),
-        "data": content_digest(data) if data else None,
-        "versions": versions(),
-        "commit": commit(),
-        "date": datetime.date.today().isoformat(),
+        **made_by,
         "command": to_shell(command, environment),
     }
     append_record(run.records, record)

@@ -2,13 +2,11 @@
 
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.data.catalogue import datasets
-from moa_fairseq.experiments.recipes import result
 from moa_fairseq.experiments.recipes.result import data_differences, differences, settings
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -37,20 +35,6 @@ def test_settings_that_differ_are_named(override, key, shipped):
     published = shipped("wmt14_ende_moa_base")
     found = differences(published, settings(shipped("wmt14_ende_moa_base", override)), {})
     assert [line.partition(":")[0] for line in found] == ([key] if key else [])
-
-
-@pytest.mark.parametrize(("changed", "mark"), [("", ""), (" M a.py\n", "-dirty")])
-@pytest.mark.parametrize("named", [None, "0123"])
-def test_the_commit_says_that_files_were_changed(monkeypatch, changed, mark, named):
-    """A copy of the files, whose git may know an older commit, is called by what is said of it."""
-    monkeypatch.delenv("MOA_FAIRSEQ_COMMIT", raising=False)
-    if named:
-        monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", named)
-    git = lambda words, **_: SimpleNamespace(stdout="abc\n" if "rev-parse" in words else changed)  # noqa: E731
-    with monkeypatch.context() as patch:
-        patch.setattr(result.subprocess, "run", git)
-        found = result.commit()
-    assert found == (named if named and changed else f"abc{mark}")
 
 
 def test_checkpoints_that_are_averaged_are_a_part_of_the_experiment(shipped):

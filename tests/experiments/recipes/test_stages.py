@@ -5,6 +5,7 @@ import json
 import shutil
 import zipfile
 from pathlib import Path
+from types import SimpleNamespace
 from typing import ClassVar
 
 import pytest
@@ -13,6 +14,7 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
 from moa_fairseq.experiments.make import marks
@@ -240,6 +242,56 @@ def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
         return list(said), run_recipe(load_recipe(path, overrides), CPU, more, FakeExecutor)
 
     return run
+
+
+def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
+    """Not that of the call that scores it; nor are a call's command and hardware those of the training."""
+    source = SimpleNamespace(commit="one")
+    monkeypatch.setattr(provenance, "commit", lambda: source.commit)
+    go(stage="train", command_line="moa-fairseq recipe small")
+    source.commit = "two"
+    for name in ("average", "generate"):
+        go(stage=name)
+    source.commit = "three"
+    values = json.loads(go(stage="score", command_line="moa-fairseq recipe --stage score")[1].read_text())
+    facts = (values["commit"], values["command"], values["hardware"])
+    assert facts == ("one", "moa-fairseq recipe small", CPU.describe())
+    assert values["commits"] == {
+        **dict.fromkeys(("train-text", "train"), "one"),
+        **dict.fromkeys(("average", "generate-test"), "two"),
+        "score-test": "three",
+    }
+    state = tmp_path / "runs" / "small" / "state.json"
+    known = json.loads(state.read_text())
+    del known["train"]["made_by"]  # as an earlier version left it
+    known["train"]["facts"]["hardware"] = "an abacus"
+    state.write_text(json.dumps(known))
+    values = json.loads(go()[1].read_text())
+    assert (values["commit"], values["versions"], values["hardware"]) == (None, None, "an abacus")
+
+
+def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
+    """Its files have the names and sizes of those that it was trained on."""
+    go(stage="train")
+    binarised = tmp_path / "bin" / "train.en-de.en.bin"
+    text = binarised.read_bytes()
+    binarised.write_bytes(bytes(byte ^ 1 for byte in text))
+    with pytest.raises(UserError, match="another content.*--data.*--restart"):
+        go("train.max_epoch=4", stage="train")
+    binarised.write_bytes(text)
+    go("train.max_epoch=4", stage="train")
+
+
+def test_the_speed_of_a_training_says_what_trained_it(go, tmp_path, monkeypatch):
+    """A later call, for another batch, finds it done, and records it."""
+    monkeypatch.setattr(provenance, "commit", lambda: "one")
+    go("train.max_tokens=100", stage="train")
+    monkeypatch.setattr(provenance, "commit", lambda: "two")
+    record = tmp_path / "speed.json"
+    go("train.max_tokens=200", stage="train", record=record)
+    values = json.loads(record.read_text())
+    facts = [values[key] for key in ("commit", "precision", "max_tokens", "update_freq")]
+    assert facts == ["one", "fp32", 100, 4]
 
 
 def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):

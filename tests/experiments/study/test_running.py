@@ -13,6 +13,7 @@ from moa_fairseq.experiments.study import running
 from moa_fairseq.experiments.study.design import Run
 from moa_fairseq.experiments.study.running import Place, curve_of
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
+from moa_fairseq.process import DIVERGED
 
 LINES = [
     {"epoch": 1, "num_updates": 10, "loss": 5.0, "nll_loss": 4.0},
@@ -47,11 +48,11 @@ def test_a_model_that_is_not_saved_has_diverged(tmp_path):
     state = {"model": {"w": torch.tensor([float("nan")])}}
     with pytest.raises(UserError) as refusal:
         checkpoint_utils.torch_persistent_save(state, str(tmp_path / "checkpoint_last.pt"))
-    assert running._NOT_FINITE.search(str(refusal.value))
+    assert DIVERGED.search(f"fairseq-train: error: {refusal.value}")
     torch.save(state, tmp_path / "other.pt")
     with pytest.raises(UserError, match="had diverged") as refusal:
         load_checkpoint(tmp_path / "other.pt")
-    assert not running._NOT_FINITE.search(str(refusal.value))
+    assert not DIVERGED.search(f"fairseq-train: error: {refusal.value}")
 
 
 def test_the_studys_seed_comes_last(tmp_path, monkeypatch):

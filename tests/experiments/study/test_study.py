@@ -14,9 +14,11 @@ import pytest
 import yaml
 
 from moa_fairseq.cli import main
-from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.make import put_mark
-from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices
+from moa_fairseq.errors import Diverged, UserError
+from moa_fairseq.experiments import provenance
+from moa_fairseq.experiments.data.prepare import content_digest
+from moa_fairseq.experiments.make import marks, put_mark
+from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.study import command, design, report, running
@@ -48,10 +50,26 @@ STUDY = {
 }
 
 
-class Player:
-    """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C."""
+COMMIT = "0123abc" * 5 + "01234"
+OTHER = "fedcba9876" * 4
 
-    ran, end, diverges, data = [], None, (), None
+
+def say_what_trains(folder):
+    """As the recipe does in the run's folder."""
+    conditions = {"hardware": detect_hardware().describe(), "threads": 1, "precision": "fp32"}
+    if Player.data:
+        conditions["data"] = content_digest(Player.data)
+    conditions |= Player.conditions
+    put_mark(folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)])
+
+
+class Player:
+    """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C.
+
+    conditions: of the trainings, where they are not those of this machine.
+    """
+
+    ran, end, diverges, data, conditions = [], None, (), None, {}
 
     def __init__(self, environment):
         assert environment == {"OMP_NUM_THREADS": "1"}
@@ -63,11 +81,9 @@ class Player:
             raise KeyboardInterrupt
         Player.ran.append(folder.name)
         folder.mkdir(parents=True, exist_ok=True)
+        say_what_trains(folder)
         if folder.name in Player.diverges:
-            (folder / "train.log").write_text("FloatingPointError: gradients are Nan/Inf\n")
-            raise UserError("fairseq-train failed")
-        if Player.data:
-            put_mark(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
+            raise Diverged("fairseq-train failed")
         rate = float(settings.get("train.flags.lr", 1))
         loss = (
             3 - 0.5 * folder.name.startswith("B") + 0.01 * int(settings["train.seed"]) ** 2 + (rate - 2) ** 2
@@ -82,10 +98,11 @@ class Player:
 @pytest.fixture
 def study(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "Executor", Player)
-    monkeypatch.setattr(running, "commit", lambda: "0123abc")
+    for module in (running, provenance):
+        monkeypatch.setattr(module, "commit", lambda: COMMIT)
     monkeypatch.setattr(command, "draw", lambda study, content: {})  # it takes longer than all else
     monkeypatch.chdir(tmp_path)
-    Player.ran, Player.end, Player.diverges, Player.data = [], None, (), None
+    Player.ran, Player.end, Player.diverges, Player.data, Player.conditions = [], None, (), None, {}
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
@@ -153,7 +170,7 @@ def test_systems_of_a_seed_run_back_to_back(study, capsys):
         "B",
         2,
         "finished",
-        "0123abc",
+        COMMIT,
     )
     assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
     assert record["precision"] == "fp32"
@@ -312,6 +329,7 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     def play(self, command, log):
         folder = Path(command[command.index("--save-dir") + 1])
         folder.mkdir(parents=True, exist_ok=True)
+        say_what_trains(folder)
         rows = []
         for n in range(1, 6):
             train = 8 - n / {"A": 1, "B": 2, "C": 4}[folder.name[0]]
@@ -405,6 +423,7 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
     (data / "dict.txt").write_text("a 1\n")
+    (data / "train.idx").write_text("")
     (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
     Player.data, Player.end = data, 2
     _, records = study("--data", str(data))
@@ -456,6 +475,95 @@ def test_a_run_whose_last_validation_is_no_number_has_diverged(study, monkeypatc
     _, records = study(seeds=1)
     ends = {name: record_of(records, f"{name}-seed1")["end"] for name in "AB"}
     assert ends == {"A": "finished", "B": "diverged"}
+
+
+@pytest.fixture
+def tree(monkeypatch):
+    """The source tree: its commit can change."""
+    found = SimpleNamespace(commit=COMMIT)
+    for module in (running, provenance):
+        monkeypatch.setattr(module, "commit", lambda: found.commit)
+    return found
+
+
+def left_a_checkpoint(name):
+    checkpoints = Path("runs", "toy", name, "checkpoints")
+    checkpoints.mkdir()
+    (checkpoints / "checkpoint_last.pt").write_bytes(b"a model")
+
+
+@pytest.mark.parametrize("made_by", [None, OTHER, f"{OTHER}-dirty-01234567", f"{COMMIT}, {OTHER}"])
+def test_trainings_of_another_commit_are_not_recorded_under_this_one(study, tree, capsys, made_by):
+    """As with other --records after a commit, where the run folders are those of before."""
+    study(seeds=1)
+    left_a_checkpoint("A-seed1")
+    mark = marks(Path("runs/toy/A-seed1"))["train"]
+    sessions = [{**mark["made_by"][0], "commit": commit} for commit in (made_by or "").split(", ") if commit]
+    put_mark(Path("runs/toy/A-seed1"), "train", **{**mark, "made_by": sessions})
+    capsys.readouterr()
+    Player.ran = []
+    assert study("--records", "others", seeds=1)[0] == 2 and not Player.ran
+    assert not records_of(Path("others/toy"))
+    said = capsys.readouterr().err
+    assert (made_by or "unknown") in said and re.search("--runs.*--records", said)
+    assert ("git worktree add" in said) == (made_by == OTHER)
+    assert study("--records", "others", "--runs", "anew", seeds=1)[0] == 0, "the remedy"
+    assert Player.ran == ["A-seed1", "B-seed1"]
+
+
+def test_a_training_of_this_commit_is_recorded_as_it_was_made(study, tree, monkeypatch):
+    """Where its record was lost, say; what trained it is not what runs now."""
+    study(seeds=1)
+    left_a_checkpoint("A-seed1")
+    folder = Path("runs/toy/A-seed1")
+    mark = marks(folder)["train"]
+    mark["made_by"][0].update(date="2001-01-01", versions={"torch": "0.1"})
+    put_mark(folder, "train", **mark)
+    monkeypatch.setitem(globals(), "say_what_trains", lambda folder: None)  # it is done
+    assert study("--records", "others", seeds=1)[0] == 0
+    record = record_of(Path("others/toy"), "A-seed1")
+    assert (record["date"], record["versions"]) == ("2001-01-01", {"torch": "0.1"})
+
+
+def test_a_commit_in_the_middle_of_a_study_ends_it(study, tree, monkeypatch, capsys):
+    """Each training is a program of its own, which runs what the tree holds then."""
+    play = Player.run
+
+    def run(self, command, log):
+        if len(Player.ran) == 2:
+            tree.commit = OTHER
+        play(self, command, log)
+
+    monkeypatch.setattr(Player, "run", run)
+    status, records = study()
+    assert status == 2 and OTHER in capsys.readouterr().err
+    assert {each.content["commit"] for each in records_of(records).values()} == {COMMIT}
+    assert set(records_of(records)) == {("A", 1), ("B", 1)}
+    assert study()[0] == 2 and len(Player.ran) == 3, "nothing is trained under two commits"
+
+
+def test_a_training_that_failed_otherwise_has_not_diverged(study, monkeypatch, capsys):
+    """An earlier attempt with other settings did, and its log is still in the folder."""
+    folder = Path("runs/toy/A-seed1")
+    folder.mkdir(parents=True)
+    (folder / "train.log").write_text("fairseq-train: error: The training has diverged: Loss is nan\n")
+    monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("other settings")))
+    status, records = study()
+    assert status == 2 and not records_of(records)
+
+
+def test_a_finished_run_without_a_validation_is_no_diverged_one(study, monkeypatch, capsys):
+    """Its train.jsonl was deleted, say."""
+    play = Player.run
+
+    def run(self, command, log):
+        play(self, command, log)
+        Path(command[command.index("--save-dir") + 1], "train.jsonl").unlink()
+
+    monkeypatch.setattr(Player, "run", run)
+    status, records = study()
+    assert status == 2 and not records_of(records)
+    assert "A-seed1/train.jsonl" in capsys.readouterr().err
 
 
 def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
@@ -565,7 +673,7 @@ def test_a_block_that_another_machine_goes_on_with_is_left_to_it(study, monkeypa
         if Player.ran == ["A-seed1"]:
             about = {"study": "toy", "system": "B", "seed": 1, "end": "finished", "curve": []}
             about = {**about, "parameters": None, "tokens_per_second": None}
-            append_record(records, {**about, "hardware": "another machine"})
+            append_record(records, {**about, "hardware": "another machine", "commit": COMMIT})
 
     monkeypatch.setattr(Player, "run", run)
     assert study(systems=systems, seeds=2)[0] == 0
@@ -663,18 +771,20 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     Player.end = 3
     study()
     here = running.Place.conditions
-    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
-    Player.end = None
+    shown = {key: value + ", 1 threads" * (key == "hardware") for key, value in other.items()}
+    elsewhere = lambda *arguments: {**here(*arguments), **shown}  # noqa: E731
+    monkeypatch.setattr(running.Place, "conditions", elsewhere)
+    Player.end, Player.conditions = None, other
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
     said = capsys.readouterr()
     assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, "seed 1 has ended"
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
     monkeypatch.setattr(running.Place, "conditions", here)
-    Player.ran, Player.end = [], 1
+    Player.ran, Player.end, Player.conditions = [], 1, {}
     study("--tune", name="tuned", **tuning)
-    monkeypatch.setattr(running.Place, "conditions", lambda *arguments: {**here(*arguments), **other})
-    Player.end = None
+    monkeypatch.setattr(running.Place, "conditions", elsewhere)
+    Player.end, Player.conditions = None, other
     study("--tune", name="tuned", **tuning)
     assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, "A was begun elsewhere"
     monkeypatch.setattr(running, "commit", lambda: "4567def")
@@ -825,10 +935,11 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
     def carry_out(run, place):
         ran.append(run.seed)
         about = {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []}
+        about["commit"] = provenance.commit()
         append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
 
     monkeypatch.setattr(running, "_carry_out", carry_out)
-    running.work(runs, SimpleNamespace(folders=tmp_path / "folders"))
+    running.work(runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0))
     assert ran == [0, 2]
 
 

@@ -1,0 +1,102 @@
+"""What made a file: the commit, versions, the day, the hardware. Whoever makes the file writes it beside it.
+
+Whoever reports the file later reads that. `provenance` is for makers alone.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import hashlib
+import os
+import platform
+import subprocess
+from collections.abc import Mapping, Sequence
+from importlib import metadata
+from pathlib import Path
+from typing import Any
+
+import moa_fairseq
+
+TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
+
+DIRTY = "-dirty"  # behind a commit
+
+
+def provenance(**conditions: Any) -> dict[str, Any]:
+    """What a maker writes beside its file; called when the making begins, for the code may change later.
+
+    Args:
+        conditions: What else the file depends on, as JSON values, such as the hardware.
+
+    Returns:
+        The conditions, "versions", "commit" and "date".
+    """
+    today = datetime.date.today().isoformat()
+    return {**conditions, "versions": versions(), "commit": commit(), "date": today}
+
+
+def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
+    """What several sessions of one training say together.
+
+    Args:
+        sessions: Of `provenance`, in their order.
+
+    Returns:
+        Each text, also of versions: the distinct ones in their order, with commas. The date and what is no
+        text: that of the last session.
+    """
+    found: dict[str, Any] = {}
+    for key in dict.fromkeys(key for session in sessions for key in session):
+        values = [session[key] for session in sessions if session.get(key) is not None]
+        if values and all(isinstance(value, dict) for value in values):
+            found[key] = combined(values)
+        elif key != "date" and all(isinstance(value, str) for value in values):
+            found[key] = ", ".join(dict.fromkeys(values)) or None
+        else:
+            found[key] = values[-1] if values else None
+    return found
+
+
+def versions() -> dict[str, str | None]:
+    """Versions of Python and of the packages that the numbers depend on, in this environment."""
+    found = tool_versions()
+    fairseq = found.get("ve-fairseq") or found.get("fairseq")
+    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
+
+
+def tool_versions() -> dict[str, str]:
+    """Versions of everything that shapes prepared data."""
+    found = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    for tool in TOOLS:
+        with contextlib.suppress(metadata.PackageNotFoundError):
+            found[tool] = metadata.version(tool)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of the source tree as it is now, with -dirty and digits of the changes where it has some.
+
+    Results are no source. A copy of the files may have no git, lie in another project's, or have one that
+    knows an older commit: then it is what $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
+    """
+    named = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+    here = Path(__file__).resolve()
+    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+    try:
+        _, head, changes = (
+            subprocess.run(
+                ["git", "-C", str(here.parent), *words], capture_output=True, timeout=20, check=True
+            ).stdout
+            for words in (
+                ("ls-files", "--error-unmatch", here.name),
+                ("rev-parse", "HEAD"),
+                ("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results"),
+            )
+        )
+    except (OSError, subprocess.SubprocessError):
+        return named
+    found = head.decode().strip()
+    if changes.strip():
+        return named or f"{found}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
+    return found

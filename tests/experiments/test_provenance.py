@@ -1,0 +1,100 @@
+"""Which commit and versions a maker writes, and what several sessions say together."""
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from moa_fairseq.experiments import provenance
+
+PACKAGE = Path(provenance.__file__).resolve().parents[1]
+
+
+def git(folder, *words):
+    own = ["-c", "user.name=x", "-c", "user.email=x@x", "-c", "commit.gpgsign=false"]
+    done = subprocess.run(
+        ["git", "-C", str(folder), *own, *words], check=True, capture_output=True, text=True
+    )
+    return done.stdout.strip()
+
+
+@pytest.fixture
+def copy(tmp_path, monkeypatch):
+    """A repository with this file alone, in the place that it has in the package."""
+    monkeypatch.delenv("MOA_FAIRSEQ_COMMIT", raising=False)
+    file = tmp_path / "moa_fairseq" / "experiments" / "provenance.py"
+    file.parent.mkdir(parents=True)
+    shutil.copy(PACKAGE / "experiments" / "provenance.py", file)
+    (tmp_path / "results").mkdir()
+    (tmp_path / "results" / "records.jsonl").write_text("")
+    git(tmp_path, "init", "-q")
+    monkeypatch.setattr(provenance, "__file__", str(file))
+    return tmp_path
+
+
+def committed(copy):
+    git(copy, "add", ".")
+    git(copy, "commit", "-qm", "x")
+    return git(copy, "rev-parse", "HEAD")
+
+
+@pytest.mark.parametrize("named", [None, "0123"])
+def test_the_commit_says_that_files_were_changed(copy, monkeypatch, named):
+    """A copy of the files, whose git may know an older commit, is called by what is said of it."""
+    head = committed(copy)
+    if named:
+        monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", named)
+    assert provenance.commit() == head
+    file = Path(provenance.__file__)
+    found = []
+    for number in range(2):
+        file.write_text(file.read_text() + f"# {number}\n")
+        found.append(provenance.commit())
+    if named:
+        assert found == [named] * 2
+    else:
+        assert all(one.startswith(f"{head}-dirty-") for one in found) and len(set(found)) == 2
+
+
+def test_what_a_study_records_is_no_change_of_the_source(copy):
+    """Its first record would else make another commit of the second run."""
+    head = committed(copy)
+    (copy / "results" / "records.jsonl").write_text("a record\n")
+    assert provenance.commit() == head
+
+
+def test_an_installation_inside_of_another_repository_has_not_its_commit(copy, monkeypatch):
+    """As in the .venv of a user's project."""
+    (copy / ".gitignore").write_text("moa_fairseq\n")
+    committed(copy)
+    assert provenance.commit() is None
+    monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "0123")
+    assert provenance.commit() == "0123"
+
+
+def test_a_machine_without_git_has_no_commit(copy, monkeypatch):
+    committed(copy)
+    monkeypatch.setenv("PATH", str(copy))
+    assert provenance.commit() is None
+
+
+def test_sessions_are_named_together():
+    sessions = [
+        {"commit": "a", "date": "2026-01-01", "versions": {"torch": "2.1", "python": "3.11"}, "threads": 1},
+        {"commit": "b", "date": "2026-01-02", "versions": {"torch": "2.2", "python": "3.11"}, "threads": 2},
+        {"commit": "a", "date": "2026-01-03", "versions": {"torch": None, "python": "3.11"}},
+    ]
+    assert provenance.combined(sessions) == {
+        "commit": "a, b",
+        "date": "2026-01-03",
+        "versions": {"torch": "2.1, 2.2", "python": "3.11"},
+        "threads": 2,
+    }
+    assert provenance.combined([]) == {}
+
+
+def test_conditions_stand_beside_commit_and_versions():
+    found = provenance.provenance(hardware="an abacus")
+    assert found["hardware"] == "an abacus" and found["versions"]["python"] == sys.version.split()[0]
