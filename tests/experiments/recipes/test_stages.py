@@ -276,7 +276,7 @@ def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
     binarised = tmp_path / "bin" / "train.en-de.en.bin"
     text = binarised.read_bytes()
     binarised.write_bytes(bytes(byte ^ 1 for byte in text))
-    with pytest.raises(UserError, match="another content.*--data.*--restart"):
+    with pytest.raises(UserError, match=r"another content.*--data.*--restart"):
         go("train.max_epoch=4", stage="train")
     binarised.write_bytes(text)
     go("train.max_epoch=4", stage="train")
