@@ -1,4 +1,4 @@
-"""results/benchmarks/README.md: what was aimed at, and what the benchmarks' JSON files say was reached.
+"""Targets and measurements: the part of results/benchmarks/README.md that comes from the JSON files.
 
     python benchmarks/summary.py
 
@@ -16,6 +16,7 @@ from moa_fairseq.files import atomic_write
 
 Found = dict[str, Any] | None
 NOT_RUN = "not run"
+HEADING = "## All measurements"
 
 
 def _smallest_share(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
@@ -328,12 +329,13 @@ def sources() -> list[str]:
 
 
 def document() -> str:
-    """The whole of results/benchmarks/README.md."""
+    """results/benchmarks/README.md: what is written by hand above the heading, and all measurements."""
+    by_hand = (RESULTS / "README.md").read_text(encoding="utf-8").partition(HEADING)[0]
     pictures = [f"![{path.stem}]({path.name})" for path in sorted(Path(RESULTS).glob("*.png"))]
     text = [
-        "# Speed and memory",
+        by_hand + HEADING,
         "",
-        "Made by `python benchmarks/summary.py` from the JSON files here. Ratios are within one run;",
+        "`python benchmarks/summary.py` writes this from the JSON files here. Ratios are within one run;",
         "a range covers the batch shapes, or the sizes of MoA, that the file lists. A further column is of",
         "another machine, on which only a part was measured.",
         "",

@@ -57,7 +57,7 @@ DOCUMENTS = (
     "results/tables/README.md",
     "configs/README.md",
     "docs/flags.md",
-    "docs/fairseq.md",
+    "docs/patches.md",
     "docs/recipe.yaml",
 )
 
