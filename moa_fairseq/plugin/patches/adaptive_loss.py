@@ -75,8 +75,8 @@ class WholeAdaptiveLoss(AdaptiveLoss):
     None,
 )
 def install() -> None:
-    """--criterion adaptive_loss has no loss for the second word of each cluster of an adaptive softmax but
-    the first, in training and validation: it takes the word for padding.
+    """--criterion adaptive_loss takes the second word of each cluster of an adaptive softmax but the first
+    for padding, in training and validation: it has no loss.
 
     --fairseq-adaptive-loss leaves it so.
     """

@@ -27,8 +27,8 @@ _ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
 
 @patch("fairseq.data.data_utils:batch_by_size", _COMPAT + "test_the_last_batch_is_kept")
 def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **options: Any) -> Any:
-    """fairseq's main branch drops the last batch of a data set whenever its size is not a multiple of
-    --required-batch-size-multiple (8), in validation and generation too.
+    """fairseq's main branch drops the last batch of a data set if its size is not a multiple of
+    --required-batch-size-multiple (8), also in validation and generation.
     """
     if not hasattr(indices, "__len__"):
         indices = list(indices)
@@ -53,7 +53,7 @@ def group_as_in_the_first_epoch(
     **options: Any,
 ) -> Any:
     """Sentences are grouped into batches once, with the seed of the first epoch that a process runs: a
-    restart in a later epoch groups them anew, repeats some and skips others.
+    restart in a later epoch groups them differently, repeats some and skips others.
     """
     fresh = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
     if fresh or not task.can_reuse_epoch_itr(dataset):
@@ -86,14 +86,14 @@ def validate_on_a_copy_of_the_training_set(
 
 @patch("fairseq.data.bucket_pad_length_dataset:get_buckets", _COMPAT + "test_batches_in_buckets")
 def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
-    """--num-batch-buckets asks NumPy for percentiles by a keyword, `interpolation`, that it no longer has."""
+    """--num-batch-buckets calls NumPy with a keyword, `interpolation`, that it no longer has."""
     percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
     return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
 
 
 @patch("numpy:compat", _COMPAT + "test_a_sentence_is_a_block_of_a_language_model", made_of)
 def old_names_of_numpy(compat: Any) -> Any:
-    """--sample-break-mode eos asks for numpy.compat.long, which NumPy 2 no longer has."""
+    """--sample-break-mode eos needs numpy.compat.long, which NumPy 2 no longer has."""
     return compat or types.SimpleNamespace(long=int)
 
 
@@ -110,7 +110,7 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict
 def restore_the_place_of_all_processes(
     load_state_dict: Callable, iterator: Any, state: dict[str, Any]
 ) -> None:
-    """The same, where it is read: the place is converted to this number of processes."""
+    """The same, when it is loaded: the place is converted to this number of processes."""
     place = state.get("iterations_in_epoch", 0)
     shards = state.get("num_shards")
     if place and shards:
@@ -149,8 +149,8 @@ def converted_place(place: int, shards: int, batches: int, new_shards: int, new_
 def group_from_any_place(
     init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
 ) -> None:
-    """--update-freq counts groups from the epoch's beginning, and finds one fewer than there are in an epoch
-    that goes on inside a former group.
+    """--update-freq counts groups from the epoch's beginning, and finds one too few in an epoch that resumes
+    inside a former group.
     """
     place = getattr(iterable, "n", 0)
     init(groups, iterable, chunk_size, *args, **options)
@@ -167,7 +167,7 @@ def start_new_data_workers(
     set_dataset_epoch: bool = True,
 ) -> Any:
     """Data workers keep the data set of the epoch in which they were started: masks, noise and crops stay as
-    in the first one.
+    in the first epoch.
 
     Starting new ones costs about a tenth of a second of processor time per epoch; validation, whose data set
     never changes, keeps its workers. A new loader also follows the order that is asked for: the old one would
@@ -205,6 +205,6 @@ def _end_readers() -> None:
 
 @patch("fairseq.data:LRUCacheDataset.set_epoch", _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered")
 def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
-    """A caching data set hands out items of the epoch before."""
+    """A caching data set returns items of the previous epoch."""
     set_epoch(dataset, epoch)
     LRUCacheDataset.__getitem__.cache_clear()  # one cache serves all of them

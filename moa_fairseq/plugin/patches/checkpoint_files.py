@@ -225,7 +225,7 @@ def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = No
 @patch("fairseq.checkpoint_utils:torch_persistent_save", _HERE + "test_a_disk_that_is_full_for_a_moment")
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
     """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
-    second attempt appends to what the first one left; and weights that diverged take the place of good ones.
+    second attempt appends to the first; and diverged weights replace good weights.
 
     Raises:
         UserError: for weights that are not finite, except in crash.pt, and as `save_checkpoint`.

@@ -98,8 +98,8 @@ def time_limit(cfg: Any) -> int:
 
 @patch("fairseq.distributed.utils:distributed_main", _STOPPED, replaced)
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -> None:
-    """When a process hangs, the others wait for half an hour and never say for which one; when one is killed,
-    they end in a traceback that names none.
+    """When a process hangs, the others wait for half an hour without naming it; when a process is killed,
+    they end in a traceback without its name.
 
     It is not a wrapper under fairseq's name: spawned processes import a function from the module that defines
     it, so they import this package before they connect.
@@ -172,8 +172,9 @@ def _silent_ranks() -> list[int]:
     "plugin/patches/test_epochs.py::test_independent_copies_are_refused",
 )
 def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
-    """Where fairseq takes the number of processes to be 1 (on a CPU, or with one GPU per machine), torchrun's
-    processes train independent models that overwrite each other's files: refused, or joined on CPUs.
+    """If fairseq sets the number of processes to 1 (on a CPU, or with one GPU per machine), torchrun's
+    processes train independent models that overwrite each other's files. Now this is an error; on CPUs they
+    train together.
 
     Raises:
         UserError: for processes that would train apart, and for backends that do not work on CPUs.

@@ -49,7 +49,7 @@ _REFUSED = {
 
 @patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
-    """fairseq cannot compile a model (this plugin is imported by what makes the parser's first part)."""
+    """fairseq cannot compile a model (this plugin is imported while the parser is built)."""
     group = add(parser)
     group.add_argument(FLAG, action="store_true", help=HELP)
     return group
@@ -60,7 +60,7 @@ def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any
     _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
 )
 def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
-    """fairseq's settings have no place for a flag that is not one of its own or of a model."""
+    """fairseq's settings have no place for a flag that belongs to neither fairseq nor a model."""
     cfg = convert(args)
     if getattr(args, "compile_layers", False):
         with open_dict(cfg.optimization):
@@ -72,7 +72,7 @@ def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
 def compile_for_training(
     begin: Callable, trainer: Any, cfg: Any, task: Any, model: nn.Module, *args: Any, **options: Any
 ) -> None:
-    """Only a training compiles: what builds a model for anything else does not ask a trainer."""
+    """Only a training compiles, and only a training builds a trainer."""
     wanted = getattr(cfg.optimization, "compile_layers", False)
     if wanted:
         check(cfg, task, model)
@@ -86,7 +86,7 @@ def compile_for_training(
     _TEST + "test_compiled_layers_compute_the_same_in_few_graphs",
 )
 def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, key: str) -> Any:
-    """fairseq makes a layer's own key where there is no state, too: layers would not share compiled code."""
+    """fairseq makes a key per layer even without a state: layers would not share compiled code."""
     if state is None:
         return None
     return get(module, state, key)

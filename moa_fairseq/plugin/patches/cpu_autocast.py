@@ -29,7 +29,7 @@ def autocast_on_the_cpu(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """--amp is silently float32 on the CPU, and bfloat16 is faster where the processor has units for it.
+    """--amp is silently float32 on the CPU, and bfloat16 is faster if the processor has units for it.
 
     The criterion runs under the CPU's autocast. The backward pass stays outside, as torch asks; gradients
     arrive in float32, as parameters do.

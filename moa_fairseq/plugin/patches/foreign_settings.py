@@ -42,7 +42,7 @@ def forget_outputs(state: Any) -> Any:
 
 @patch("fairseq.data.encoders.*:file_utils", _TEST, made_of)
 class LocalFiles(Proxy):
-    """A tokenizer downloads its files from wherever a checkpoint's settings say: only fairseq's own are."""
+    """A tokenizer downloads its files from any address that a checkpoint names; now from fairseq's only."""
 
     def cached_path(self, name: Any, cache_dir: Any = None) -> str:
         """fairseq's, of a file on this machine or on FAIRSEQ_HOST.
@@ -69,8 +69,8 @@ def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
 
 @patch("fairseq.*:open", _TEST, replaced)
 def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-    """Embeddings and dictionaries are read from whatever a setting names: a pipe would hang, a device fill
-    the memory.
+    """A setting can name a pipe as an embedding or dictionary, which hangs, or a device, which fills the
+    memory.
 
     Raises:
         UserError: for what is not a regular file, where it would be read.

@@ -31,8 +31,8 @@ class ManySearches(UserError, ValueError):
 
 @patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
 def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any = None) -> dict[str, Any]:
-    """Where --model-overrides names the layers of one side to keep, fairseq drops all layers of the other,
-    and its message blames the file.
+    """If --model-overrides names the layers to keep of the encoder or decoder only, fairseq drops all layers
+    of the other, and its message blames the file.
 
     Raises:
         UserError: unless the named layers are some of that side's, each named once.
@@ -63,8 +63,8 @@ def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any =
 def check_flags_of_search(
     build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
 ) -> Any:
-    """Flags that do not go together end in a traceback, or are ignored: --nbest above --beam, and what only
-    models print that refine whole sentences.
+    """Conflicting flags end in a traceback, or are ignored: --nbest above --beam, and output that only
+    iterative-refinement models print.
 
     Raises:
         UserError: for these, for groups that do not divide the beam, and for a --lm-path of another kind; for
@@ -118,7 +118,7 @@ def count_rows_not_sentences(
     _HERE + "test_constraints_need_a_program_that_reads_them",
 )
 def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, beam_size: int) -> None:
-    """fairseq-generate takes --constraints and reads none.
+    """fairseq-generate accepts --constraints but reads no constraints.
 
     Raises:
         UserError: where there are none.

@@ -20,9 +20,7 @@ _copies = WeakTensorKeyDictionary()  # token ids on a device → (their version 
     "plugin/test_host_waits.py::test_no_model_waits_for_the_device",
 )
 def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: bool = False) -> Any:
-    """Whether a batch is padded is asked of the device in every layer, when the host, which made the batch,
-    has forgotten it.
-    """
+    """Every layer waits for the GPU to learn whether a batch is padded, although the CPU made the batch."""
     prepared, is_filler = prepare(trainer, sample, is_dummy)
     before: dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
     after: dict[str, Any] = (prepared or {}).get("net_input") or {}

@@ -35,8 +35,8 @@ _STOPPED = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
     "plugin/patches/test_kernel_check.py::test_the_first_training_on_a_gpu_checks_its_kernels",
 )
 def check_before(call_main: Callable, cfg: Any, main: Callable, **options: Any) -> Any:
-    """The Triton kernels stay off on a GPU where they were not checked: the first training of a mixture there
-    checks them, before there are several processes.
+    """The Triton kernels are off on a GPU until they are checked: the first training of a mixture checks
+    them, before there are several processes.
     """
     if takes_kernels(cfg) and validation.is_open(dtype := multiplied_dtype(cfg)):
         try:

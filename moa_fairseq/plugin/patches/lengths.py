@@ -18,7 +18,8 @@ _HERE = "plugin/patches/test_lengths.py::"
 
 @patch(f"{_TASK}.load_dataset", _HERE + "test_a_context_window_of_a_whole_block_is_refused")
 def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options: Any) -> Any:
-    """--context-window is taken from --tokens-per-sample, and a traceback tells that nothing is left.
+    """--context-window is subtracted from --tokens-per-sample; if nothing is left, training ends in a
+    traceback.
 
     Raises:
         UserError: where no token is left.
@@ -41,8 +42,8 @@ def evaluate_every_token(
     context_window: int = 0,
     **options: Any,
 ) -> Any:
-    """fairseq-eval-lm leaves out blocks that are longer than the model, and prints a perplexity of the rest,
-    of nothing 1.00; its own --tokens-per-sample, 1,024, is longer than many models.
+    """fairseq-eval-lm skips blocks that are longer than the model, and prints the perplexity of the rest
+    (1.00 if there is none); its default --tokens-per-sample, 1,024, is longer than many models.
 
     In place of that default it takes the model's length.
 
@@ -87,8 +88,7 @@ def name_the_sentence_that_is_too_long(
     max_positions: Any = None,
     ignore_invalid_inputs: bool = False,
 ) -> Any:
-    """A sentence that is longer than the model ends in a traceback, whose remedy makes a score one of fewer
-    sentences.
+    """A sentence that is longer than the model ends in a traceback, whose remedy scores fewer sentences.
 
     Raises:
         UserError: names the first sentence that is too long, unless such sentences are to be left out.

@@ -28,8 +28,8 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
     replaced,
 )
 def literal(text: Any, *_: Any) -> Any:
-    """fairseq runs settings as Python code, and they may come from a checkpoint that somebody else made: they
-    are read as literals.
+    """fairseq evaluates settings as Python code, also from other people's checkpoints. Now they are parsed as
+    literals.
 
     Further arguments of `eval` are ignored.
 

@@ -229,8 +229,8 @@ def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Ite
 
 @patch("fairseq.checkpoint_utils:load_checkpoint_to_cpu", _TEST)
 def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
-    """fairseq relies on what a checkpoint should hold, and ends in a traceback where it does not; it hangs at
-    a named pipe, and fills the memory from a device.
+    """fairseq assumes a checkpoint's content, and ends in a traceback if it is missing; it hangs at a named
+    pipe, and fills the memory from a device.
 
     Raises:
         UserError: in all of these cases.
@@ -245,8 +245,7 @@ def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
 
 @patch("fairseq.checkpoint_utils:load_model_ensemble_and_task", _TEST)
 def explain_models(load: Callable, filenames: list[str], *args: Any, **options: Any) -> Any:
-    """fairseq builds whatever model the settings describe, and settings that it cannot build end in a
-    traceback.
+    """fairseq builds any model that the settings describe, and impossible settings end in a traceback.
 
     Raises:
         UserError: for these, for a model far larger than its weights, and for one that could not be used.
@@ -282,7 +281,7 @@ def _check_use(task: Any, models: list[Any]) -> None:
     "plugin/patches/test_generation.py::test_weights_of_another_kind_are_refused",
 )
 def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any) -> Any:
-    """torch turns integers and complex numbers into weights without a word.
+    """torch silently converts integers and complex numbers into weights.
 
     Raises:
         UserError: names the first such weight.
@@ -297,7 +296,7 @@ def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args:
 
 @patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
-    """fairseq-validate builds whatever criterion a checkpoint's settings describe.
+    """fairseq-validate builds any criterion that a checkpoint's settings describe.
 
     Raises:
         UserError: for settings that no criterion can be built from.

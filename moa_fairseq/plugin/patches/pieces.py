@@ -23,7 +23,7 @@ def with_letters(symbols: str) -> str:
 
 @patch("fairseq.data.data_utils:post_process", _HERE + "test_bytes_become_letters")
 def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str:
-    """--remove-bpe sentencepiece leaves the bytes of a model with byte fallback as text, such as <0xE3>."""
+    """--remove-bpe sentencepiece prints the bytes of a model with byte fallback as text, such as <0xE3>."""
     if symbol == "sentencepiece":
         sentence = with_letters(sentence)
     return post_process(sentence, symbol)
@@ -34,5 +34,5 @@ def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str
     _HERE + "test_the_encoder_of_pieces_undoes_bytes",
 )
 def decode_bytes(decode: Callable, encoder: Any, x: str) -> str:
-    """--bpe sentencepiece leaves the bytes of a model with byte fallback as text, too."""
+    """--bpe sentencepiece also prints the bytes of a model with byte fallback as text."""
     return decode(encoder, with_letters(x))

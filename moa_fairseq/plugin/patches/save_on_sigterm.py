@@ -33,8 +33,8 @@ _asked = threading.Event()
 
 @patch("fairseq.trainer:Trainer._local_cumulative_training_time", _TEST)
 def tell_the_others(local_time: Callable, trainer: Any) -> float:
-    """SIGTERM kills a training and what it did since its last checkpoint; now it saves one first. By this sum
-    the processes tell each other.
+    """SIGTERM kills a training and loses its work since the last checkpoint; now it saves a checkpoint first.
+    This sum carries the signal to the other processes.
 
     It is infinite once a process was told.
     """
@@ -94,8 +94,8 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
     "plugin/patches/test_save_on_sigterm.py::test_a_process_that_waits_for_the_others_ends_at_once",
 )
 def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
-    """SIGTERM to a process that waits for the others of its training would be seen when they have come; the
-    others may have been told, too, and never come.
+    """SIGTERM to a process that waits for the other processes would take effect only when they arrive, and
+    they may have been terminated as well.
     """
     waits = signal.getsignal(signal.SIGTERM) is _remember
     if waits:  # torch waits outside of Python, where no handler of ours runs
@@ -124,7 +124,7 @@ def _remember(*_: Any) -> None:
 
 @patch("fairseq_cli.train:validate_and_save", _TEST, None)
 def install() -> None:
-    """The same, after each update; SIGTERM has a handler of its own in fairseq-train.
+    """The same, after each update; fairseq-train has its own handler of SIGTERM.
 
     It may have been called as a program or as a module.
     """

@@ -128,7 +128,7 @@ def numpy_stand_ins() -> list[type]:
     "plugin/patches/test_saved_numbers.py::test_a_meter_goes_on_with_the_array_that_was_saved",
 )
 def restore_arrays(load: Callable, meters: Any, state: Any) -> None:
-    """A meter's array, such as the counts of --eval-bleu, is saved as a list, which adds up no numbers."""
+    """A meter's array, such as the counts of --eval-bleu, is saved as a list, which cannot be summed."""
     load(
         meters,
         [

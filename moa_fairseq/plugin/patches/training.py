@@ -74,9 +74,9 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
     "plugin/tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
 )
 def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
-    """fairseq shows a task one micro-batch at a time; a task with `before_update(trainer, samples)` now sees
-    a whole update before it begins. The model is told when an update has been made, so that a checkpoint
-    saved between updates is complete and holds nothing of an update that overflowed.
+    """fairseq passes a task one micro-batch at a time; a task with `before_update(trainer, samples)` now gets
+    a whole update before it begins. The model is called after each update, so that a checkpoint saved between
+    updates is complete and holds nothing of an update that overflowed.
     """
     for statistics in running_statistics_of(trainer.get_model()):
         statistics.forget()  # left by an update that overflowed and was skipped
@@ -127,8 +127,8 @@ def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any)
     _COMPAT + "test_dynamic_convolutions_leave_no_weight_unfilled",
 )
 def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
-    """A dynamic convolution without a bias keeps a weight of that name which nothing fills: what memory held
-    is saved, NaN now and then, and such a checkpoint is refused.
+    """A dynamic convolution without a bias has an uninitialised weight of that name: arbitrary memory is
+    saved, sometimes NaN, and such a checkpoint is an error.
     """
     torch.nn.init.zeros_(convolution.conv_bias)
     reset_parameters(convolution)
@@ -150,7 +150,7 @@ def average_no_counts(
 
 @patch("fairseq.checkpoint_utils:save_checkpoint", _CONTEXT)
 def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any) -> Any:
-    """fairseq asks the first process alone for a task's state; a carried context is spread over all.
+    """fairseq saves only the first process's task state; a carried context is spread over all processes.
 
     `task.before_save(trainer, epoch_itr)` runs in every process.
     """
@@ -164,8 +164,8 @@ def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args
 def nan_is_no_best(
     save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, *args: Any, **options: Any
 ) -> Any:
-    """A validation of NaN becomes fairseq's best value, after which any other one is better: a worse model
-    takes the place of checkpoint_best.pt.
+    """A validation of NaN becomes fairseq's best value, and then any other value is better: a worse model
+    replaces checkpoint_best.pt.
     """
     if val_loss is not None and not _can_be_best(val_loss, cfg):
         logger.warning(
@@ -177,7 +177,7 @@ def nan_is_no_best(
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored")
 def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """Checkpoints from before hold NaN as the best value: it is read from checkpoint_best.pt instead."""
+    """Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt."""
     result = load(cfg, trainer, **options)
     save = checkpoint_utils.save_checkpoint
     if not _can_be_best(getattr(save, "best", 0.0), cfg):
@@ -214,7 +214,7 @@ def _can_be_best(value: float, cfg: Any) -> bool:
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
 def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """fairseq hands a task its saved state without the model or the place in the epoch.
+    """fairseq passes a task its saved state without the model or the place in the epoch.
 
     `task.after_load(trainer, epoch_itr, extra_state)` follows.
     """
@@ -230,7 +230,7 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
     _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
 )
 def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
-    """fairseq says that the architectures do not match, and not in which setting.
+    """fairseq reports that the architectures do not match, but not in which setting.
 
     Raises:
         UserError: names the settings that differ, or, where none does, what torch says.
@@ -258,7 +258,7 @@ def _program() -> dict[str, Any]:
 
 @patch("fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None)
 def end_at_the_goal() -> None:
-    """A training that goes on at its last update (--max-update) makes one more before it ends."""
+    """A training that resumes at its last update (--max-update) makes one more update before it ends."""
     program = _program()
     if "train" not in program:
         return
@@ -277,8 +277,8 @@ _PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
 
 @patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
 def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict[str, Any]) -> Any:
-    """--patience counts anew after each restart, so that a training that was interrupted goes on for longer:
-    the count is saved with the checkpoint.
+    """--patience starts from zero after each restart, so that an interrupted training takes longer: the count
+    is saved with the checkpoint.
     """
     count = vars(_program().get("should_stop_early", save))
     if "num_runs" in count:
@@ -288,8 +288,8 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
 def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """The count of --patience that was saved is gone on with, unless the training begins anew or fairseq
-    forgets its best value, too.
+    """The saved count of --patience is restored, unless the training starts over or fairseq also resets its
+    best value.
     """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     program = _program()
@@ -364,7 +364,7 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
 
 @patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
 def one_paragraph(hook: Callable) -> Callable:
-    """An error that the user can put right ends in a traceback: it is printed as one paragraph."""
+    """An error that the user can fix ends in a traceback: now it is one paragraph."""
     if hook is sys.__excepthook__:
         return print_user_errors
     return hook
