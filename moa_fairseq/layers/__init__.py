@@ -5,6 +5,7 @@ from moa_fairseq.layers.dense import DenseAttention
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.gqe import GroupedQueryExperts
 from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.latent import LatentAttention
 from moa_fairseq.layers.losses import load_balance_loss, z_loss
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.moa import MixtureOfAttention
@@ -20,6 +21,7 @@ __all__ = [
     "ExpertDraw",
     "GroupedQueryExperts",
     "KVCache",
+    "LatentAttention",
     "MixtureOfAttention",
     "MixtureOfAttentiveExperts",
     "MixtureOfHeads",

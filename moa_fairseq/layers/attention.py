@@ -136,6 +136,7 @@ class Attention(nn.Module, abc.ABC):
 
     keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
     reads: frozenset[str] = frozenset()  # further keywords of the call
+    memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
 
     def __init__(
@@ -574,8 +575,9 @@ class Attention(nn.Module, abc.ABC):
         )
 
     def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool) -> None:
-        k_proj = getattr(self, "k_proj", None)
-        v_proj = getattr(self, "v_proj", None)
+        keys, values = self.memory_projections
+        k_proj = getattr(self, keys, None)
+        v_proj = getattr(self, values, None)
         if memory is None:
             default = self.embed_dim
         else:

@@ -72,6 +72,8 @@ class DenseHeadsAttention(Attention):
                 f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
                 "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
             )
+        if head_dim is not None and head_dim < 1:
+            raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
         super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **options)
         width = num_heads * self.head_dim
         key_width = self.key_heads * self.head_dim
@@ -141,20 +143,19 @@ class DenseAttention(DenseHeadsAttention):
     def __init__(self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any):
         settings = DenseSettings.of(settings, options)
         key_heads = settings.key_heads
-        head_dim = settings.attention_head_dim
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
             raise UserError(
                 f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "
                 "evenly."
             )
-        if head_dim is not None and head_dim < 1:
-            raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
         if not 0 <= settings.dropped_heads < num_heads:
             raise UserError(
                 f"--dropped-heads {settings.dropped_heads} must lie between 0 and {num_heads - 1}: "
                 f"one of the {num_heads} attention heads must be left."
             )
-        super().__init__(embed_dim, num_heads, head_dim=head_dim, key_heads=key_heads, **options)
+        super().__init__(
+            embed_dim, num_heads, head_dim=settings.attention_head_dim, key_heads=key_heads, **options
+        )
         self.dropped_heads = settings.dropped_heads
         self.reset_parameters()
 

@@ -16,6 +16,7 @@ from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.dense import DenseSettings
 from moa_fairseq.layers.gqe import GQESettings
 from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
+from moa_fairseq.layers.latent import LatentSettings
 from moa_fairseq.layers.mae import MAESettings
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.moh import MoHSettings
@@ -45,6 +46,7 @@ register_family("switchhead", SwitchHeadSettings)
 register_family("gqe", GQESettings)
 register_family("namoh", NAMOHSettings)
 register_family("dense", DenseSettings)
+register_family("latent", LatentSettings)
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:

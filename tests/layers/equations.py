@@ -205,6 +205,25 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     return p["out"](results.flatten(2))
 
 
+def latent(module, x, y, mask, padding, ids):
+    """DeepSeek-V2 Eq. 9-19 head by head: q_i = [q^C_i; q^R_i], k_i = [k^C_i; k^R], values of the latent."""
+    size = module.rotary_dim
+    queries = module.q_proj.weight.unflatten(0, (module.num_heads, -1))  # [H, R + D, C]
+    up = [
+        z.weight.unflatten(0, (module.num_heads, -1)) for z in (module.k_proj, module.v_proj)
+    ]  # [H, D, d_c]
+    c, shared = y @ module.latent_proj.weight[size:].t(), y @ module.latent_proj.weight[:size].t()
+    if module.latent_norm is not None:
+        c = c / (c.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.latent_norm.weight
+    heads = []
+    for q, of_keys, of_values in zip(queries, *up):
+        q = torch.cat([x @ q[size:].t(), rotated(module, x @ q[:size].t())], -1).unsqueeze(1)
+        k = torch.cat([c @ of_keys.t(), rotated(module, shared)], -1).unsqueeze(1)
+        heads.append(attend(q, k, (c @ of_values.t()).unsqueeze(1), mask, padding)[0])
+    results = gated(module, torch.cat(heads, 1), x)
+    return module.out_proj(results.transpose(1, 2).flatten(2))
+
+
 def namoh(module, x, y, mask, padding, ids):
     """NAMOH token by token: a query reads the tokens that chose the same head; zeros if there are none."""
     p, gate = dict(module.named_parameters()), moa_gates(module, x, ids)

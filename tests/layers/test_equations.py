@@ -10,6 +10,7 @@ import torch
 from time_first import (
     DenseAttention,
     GroupedQueryExperts,
+    LatentAttention,
     MixtureOfAttention,
     MixtureOfHeads,
     NativeMixtureOfHeads,
@@ -51,6 +52,12 @@ def dense(**settings):
     return lambda expert_backend, **role: DenseAttention(
         C, **{"num_heads": 3, **settings}, **role
     ), equations.dense
+
+
+def latent(**settings):
+    return lambda expert_backend, **role: LatentAttention(
+        C, **{"num_heads": 3, **settings}, **role
+    ), equations.latent
 
 
 def scaled(family, factor):
@@ -154,6 +161,14 @@ FAMILIES = {
     "dense, rotary heads": rotary(dense()),
     "dense, rotary, odd heads": rotary(dense(attention_head_dim=7)),
     "dense, rotary, grouped odd heads": rotary(dense(num_heads=6, key_heads=2, attention_head_dim=3)),
+    "latent heads": latent(),
+    "latent, rotary heads": rotary(latent()),
+    "latent, rotary, norm, odd heads": rotary(
+        latent(attention_head_dim=7, latent_dim=5, rotary_key_dim=3, latent_norm=True)
+    ),
+    "latent, rotary, element gates, one of the heads": rotary(
+        latent(num_heads=1, latent_dim=1, rotary_key_dim=6, head_gate="element")
+    ),
     "dense": dense(),
     "dense, narrow heads": dense(attention_head_dim=1),
     "dense, wide heads": dense(attention_head_dim=7),

@@ -15,6 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers import (
     DenseAttention,
     GroupedQueryExperts,
+    LatentAttention,
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
     MixtureOfHeads,
@@ -42,6 +43,7 @@ EXPERTS = dict(num_experts=6, experts_per_token=2, expert_dim=8)
 FAMILIES = {
     "dense": lambda **options: DenseAttention(C, 4, **options),
     "multi-query": lambda **options: DenseAttention(C, 4, key_heads=1, **options),
+    "latent": lambda **options: LatentAttention(C, 4, latent_norm=True, **options),
     "MoA": lambda **options: MixtureOfAttention(C, **EXPERTS, **options),
     "MoA, all experts": lambda **options: MixtureOfAttention(
         C, num_experts=4, experts_per_token=4, **options
@@ -210,7 +212,7 @@ class Adapter(nn.Module):
 
 def touched(family):
     """A layer with as many linear maps as it can have, and their names."""
-    xl = family.split()[0].rstrip(",") not in ("GQE", "NAMOH")
+    xl = family.split()[0].rstrip(",") not in ("GQE", "NAMOH", "latent")
     module = build(family, self_attention=True, head_gate="head", positions="xl" if xl else None)
     return module, [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
 
@@ -274,7 +276,7 @@ def test_routings_come_with_the_output(family):
     own, cross = module(x, with_routing=True), module(x, memory, with_routing=True)
     sides = [[routing.side for routing in routings] for _, routings in (own, cross)]
     two = ["queries", "keys"]
-    expected = {"dense": [], "multi": [], "SwitchHead": two, "NAMOH": two}.get(
+    expected = {"dense": [], "multi": [], "latent": [], "SwitchHead": two, "NAMOH": two}.get(
         family.split("-")[0].split(",")[0]
     )
     assert sides == [["queries"] if expected is None else expected] * 2
@@ -324,7 +326,7 @@ def steps(sizes):
         (family, positions)
         for family in FAMILIES
         for positions in (None, "rope", "xl")
-        if positions != "xl" or not family.startswith(("GQE", "NAMOH"))  # their keys lack positions
+        if positions != "xl" or not family.startswith(("GQE", "NAMOH", "latent"))  # their keys lack positions
     ],
 )
 def test_stepwise_equals_the_whole(family, positions, how, sizes):
@@ -370,7 +372,7 @@ def test_a_memorys_keys_are_made_once(family):
     x, memory = torch.randn(B, T, C, dtype=torch.float64), torch.randn(B, S, C, dtype=torch.float64)
     padding, made = PADDING[:, :S], []
     whole, cache = module(x, memory, padding=padding), module.new_cache()
-    module.k_proj.register_forward_hook(lambda *_: made.append(1))
+    module.get_submodule(module.memory_projections[0]).register_forward_hook(lambda *_: made.append(1))
     for step in range(T):
         given = {"memory": memory} if step % 2 == 0 else {}
         given["padding"] = padding if step % 3 == 0 else None
@@ -651,6 +653,7 @@ def test_torch_func_maps_and_pushes_forward(family):
         ("SwitchHead", 33, 11),
         ("GQE paper", 33, 11),
         ("NAMOH", 53, 11),
+        ("latent", 14, 4),
     ],
 )
 def test_python_calls_of_a_pass(family, most, files):

@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from time_first import (
     DenseAttention,
+    LatentAttention,
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
     MixtureOfHeads,
@@ -18,6 +19,17 @@ REFUSED = {
     partial(DenseAttention, 24, 6): [
         (dict(key_heads=4), "--key-heads 4 must divide the 6"),
         (dict(key_heads=0), "--key-heads 0"),
+    ],
+    partial(LatentAttention, 24, num_heads=6): [
+        (dict(latent_dim=0), "--latent-dim .* not 0"),
+        (dict(attention_head_dim=0), "--attention-head-dim .* not 0"),
+        (dict(rotary_key_dim=1, self_attention=True, positions="rope"), "--rotary-key-dim 1"),
+        (dict(rotary_key_dim=4, self_attention=True), "--rotary-key-dim 4 is for --positions rope"),
+        (dict(self_attention=True, positions="xl"), "--positions xl"),
+        (dict(self_attention=True, positions="rope-half"), "--positions rope-half"),
+        (dict(kdim=8, vdim=9), "two inputs"),
+        (dict(num_heads=5), "5 attention heads .* multiple"),
+        (dict(key_heads=2), "key_heads=2"),
     ],
     partial(MixtureOfAttention, 24, num_experts=6, experts_per_token=3, expert_dim=8): [
         (dict(experts_per_token=7), "--experts-per-token 7"),

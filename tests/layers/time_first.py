@@ -5,6 +5,7 @@ from moa_fairseq.plugin.fairseq_call import with_fairseq_call
 
 DenseAttention = with_fairseq_call(attention.DenseAttention)
 GroupedQueryExperts = with_fairseq_call(attention.GroupedQueryExperts)
+LatentAttention = with_fairseq_call(attention.LatentAttention)
 MixtureOfAttention = with_fairseq_call(attention.MixtureOfAttention)
 MixtureOfAttentiveExperts = with_fairseq_call(attention.MixtureOfAttentiveExperts)
 MixtureOfHeads = with_fairseq_call(attention.MixtureOfHeads)

@@ -198,8 +198,8 @@ def _constant_gates(attention: Attention) -> Tensor:
             )
     else:
         reason = (
-            f"{name} is a {type(attention).__name__}, whose experts share keys or choose among projections "
-            "by token: no dense attention computes that."
+            f"{name} is a {type(attention).__name__}, whose heads share keys or a latent, or have "
+            "projections that tokens choose: fairseq's own attention does not compute that."
         )
     if reason:
         raise UserError(reason)

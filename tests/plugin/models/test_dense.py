@@ -91,6 +91,7 @@ def branch_of(attention):
         ("switchhead_roberta_listops", 6),
         ("transformer_xl_lm_tiny", 4),
         ("moa_lm_tiny", 4),
+        ("latent_transformer_lm_base", 6),
     ],
 )
 def test_the_branch_of_every_attention_starts_smaller_and_nothing_else_does(arch, attentions):

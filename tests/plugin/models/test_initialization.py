@@ -64,7 +64,7 @@ LM += ("--activation-fn", "relu", "--share-decoder-input-output-embed")
 
 
 OTHERS = ["moa_lm_tiny", "switchhead_lm_tiny", "moh_transformer_lm_base", "mae_transformer_lm_base"]
-OTHERS += ["gqe_lm_base", "namoh_lm_base"]
+OTHERS += ["gqe_lm_base", "namoh_lm_base", "latent_transformer_lm_base"]
 
 
 @pytest.mark.parametrize(

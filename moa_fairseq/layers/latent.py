@@ -1,0 +1,199 @@
+"""Multi-head latent attention (DeepSeek-V2, arXiv 2405.04434): dense heads that share a small cache."""
+
+import math
+from dataclasses import dataclass
+from typing import Any, Optional
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.dense import DenseHeadsAttention
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, RotaryPositions
+from moa_fairseq.layers.sdpa import Masks
+from moa_fairseq.layers.torch_compat import is_plain
+
+
+@dataclass
+class LatentSettings(FamilySettings):
+    """The flags of `LatentAttention`."""
+
+    attention_head_dim: Optional[int] = flag(  # noqa: UP045
+        None, "width of a head (d_h; default: the model's width over its heads)"
+    )
+    latent_dim: Optional[int] = flag(  # noqa: UP045
+        None,
+        "width of the latent that keys and values are made of (d_c; default: four heads, as in DeepSeek-V2)",
+    )
+    rotary_key_dim: Optional[int] = flag(  # noqa: UP045
+        None,
+        "width of the rotary key that all heads share, and of each head's rotary query (d_h^R; default: half "
+        "a head, as in DeepSeek-V2); for --positions rope",
+    )
+    latent_norm: bool = flag(
+        False,
+        "RMSNorm of the latent: DeepSeek-V2's section 3.1.2 and code have it, its equations do not",
+    )
+
+
+class LatentAttention(DenseHeadsAttention):
+    """Multi-head latent attention (MLA), equations 9 to 19 of DeepSeek-V2 without its query latent.
+
+    A token h_s leaves a latent c_s and a rotary key k^R_s, the same for all heads, in the cache, and nothing
+    else. Head i makes its keys and values of the latent:
+
+        c_s = W^DKV h_s;  k^R_s = RoPE(W^KR h_s);  q^C_{t,i} = W^Q_i h_t;  q^R_{t,i} = RoPE(W^QR_i h_t)
+        o_{t,i} = Σ_s softmax_s((q^C_{t,i}·W^UK_i c_s + q^R_{t,i}·k^R_s) / √(d_h + d_h^R)) W^UV_i c_s
+
+    `q_proj` is [W^QR_i; W^Q_i] head by head, `latent_proj` [W^KR; W^DKV], `k_proj` W^UK and `v_proj` W^UV.
+    Nothing has a bias, as in the paper. RoPE needs a key that is cached as it stands, so it has a part of its
+    own. Without rotary positions (in cross-attention, or beside embeddings of positions) that part is left
+    out: d_h^R = 0.
+
+    Args:
+        embed_dim: the model's width, C.
+        num_heads: H.
+        settings: or its fields as keywords.
+            attention_head_dim: d_h, if it is not embed_dim / num_heads.
+            latent_dim: d_c, if it is not 4 d_h.
+            rotary_key_dim: d_h^R of self-attention with positions="rope", if it is not d_h // 2.
+            latent_norm: RMSNorm of c_s, as in the released code, before it is cached.
+        kdim, vdim: the width of what keys and values are made of, if not C.
+        options: those of `Attention`. Of positions inside the attention only "rope" is possible.
+
+    Raises:
+        UserError: for impossible sizes and positions.
+    """
+
+    memory_projections = ("latent_proj", "latent_proj")
+
+    def __init__(
+        self,
+        embed_dim: int,
+        num_heads: int,
+        settings: LatentSettings | None = None,
+        *,
+        kdim: int | None = None,
+        vdim: int | None = None,
+        **options: Any,
+    ):
+        settings = LatentSettings.of(settings, options)
+        latent_dim = settings.latent_dim
+        rotary_dim = settings.rotary_key_dim
+        positions = options.get("positions")
+        if positions in POSITIONS_IN_ATTENTION and positions != "rope":
+            raise UserError(
+                f"--positions {positions} needs keys of single heads, but latent attention has only the "
+                "latent and one rotary key to place: choose --positions rope, learned or sinusoidal."
+            )
+        if latent_dim is not None and latent_dim < 1:
+            raise UserError(f"--latent-dim must be a positive number, not {latent_dim}.")
+        if rotary_dim is not None and rotary_dim < 2:
+            raise UserError(
+                f"--rotary-key-dim {rotary_dim} holds no pair of numbers to rotate: give 2 or more, or "
+                "leave it out and choose --positions sinusoidal, which has no rotary key."
+            )
+        if (kdim or embed_dim) != (vdim or embed_dim):
+            raise UserError(
+                f"Keys and values are made of one latent, but keys of width {kdim or embed_dim} and values "
+                f"of width {vdim or embed_dim} are two inputs: give equal kdim and vdim."
+            )
+        super().__init__(embed_dim, num_heads, head_dim=settings.attention_head_dim, bias=False, **options)
+        self.latent_dim = latent_dim or 4 * self.head_dim
+        self.rotary_dim = 0
+        if self.positions is not None:
+            self.rotary_dim = rotary_dim or max(2, self.head_dim // 2)
+            self.positions = RotaryPositions(self.rotary_dim)
+        elif rotary_dim is not None and self.self_attention:
+            raise UserError(
+                f"--rotary-key-dim {rotary_dim} is for --positions rope: without it there is no rotary key."
+            )
+        width = num_heads * self.head_dim
+        self.q_proj = nn.Linear(embed_dim, width + num_heads * self.rotary_dim, bias=False)
+        self.latent_proj = nn.Linear(kdim or embed_dim, self.rotary_dim + self.latent_dim, bias=False)
+        self.k_proj = nn.Linear(self.latent_dim, width, bias=False)
+        self.v_proj = nn.Linear(self.latent_dim, width, bias=False)
+        self.latent_norm = nn.RMSNorm(self.latent_dim, eps=1e-6) if settings.latent_norm else None
+        self.reset_parameters()
+
+    def reset_parameters(self) -> None:
+        """Every matrix starts as those of dense attention with keys of another width (Xavier)."""
+        super().reset_parameters()
+        nn.init.xavier_uniform_(self.latent_proj.weight)
+
+    def compute(self, call: Call) -> Computed:
+        if call.values is not call.memory:
+            raise ValueError(
+                "keys and values are made of one latent, and this call has two inputs for them: build the "
+                "attention with self_attention=True or encoder_decoder_attention=True"
+            )
+        # [B, T, H·(R + D)] → [B, H, T, R + D]: in a head first the R numbers that are rotated
+        q = self.q_proj(call.x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+        latent = nothing = None
+        if call.memory is not None:
+            latent = self._latent(call.memory)
+            nothing = latent[..., :0]  # all that is cached stands in the keys
+        q, latent, _, masks, _ = self.place(call, q, latent, nothing)
+        # For T queries and S keys a head needs S·d_c·D products to build its keys, and about T·S·d_c more
+        # than otherwise to do without.
+        is_step = call.cache is not None and q.size(2) < self.head_dim
+        if is_step and is_plain(self.k_proj, nn.Linear) and is_plain(self.v_proj, nn.Linear):
+            heads, weights = self._attend_to_latent(call, q, latent, masks)
+        else:
+            rotary, content = latent.squeeze(1).split([self.rotary_dim, self.latent_dim], -1)
+            rotary = rotary.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
+            k = torch.cat([rotary, self.split(self.k_proj(content))], -1)
+            v = F.pad(self.split(self.v_proj(content)), (0, self.rotary_dim))  # kernels want one width
+            heads, weights = self.attend(call, q, k, v, masks)
+            heads = heads[..., : self.head_dim]
+        if self.head_gate is not None:
+            heads = self.head_gate(heads, call.x)
+        return self.out_proj(heads.transpose(1, 2).flatten(2)), weights, ()  # [B, H, T, D] → [B, T, H·D]
+
+    def _latent(self, memory: Tensor) -> Tensor:
+        """memory [B, S, kdim] → [k^R; c], k^R not yet rotated: [B, 1, S, R + d_c]."""
+        latent: Tensor = self.latent_proj(memory).unsqueeze(1)
+        if self.latent_norm is None:
+            return latent
+        rotary, content = latent.split([self.rotary_dim, self.latent_dim], -1)
+        return torch.cat([rotary, self.latent_norm(content)], -1)
+
+    def _attend_to_latent(
+        self, call: Call, q: Tensor, latent: Tensor, masks: Masks
+    ) -> tuple[Tensor, Tensor | None]:
+        """As `attend`, W^UK moved to the queries and W^UV to the results: no head's keys are built.
+
+        q^C·(W^UK c) = (W^UKᵀ q^C)·c, and Σ a W^UV c = W^UV Σ a c (DeepSeek-V2, section 2.1.2).
+        """
+        shape = (self.num_heads, self.head_dim, self.latent_dim)
+        rotary, content = q.split([self.rotary_dim, self.head_dim], -1)
+        content = torch.einsum("bhtd,hdc->bhtc", content, self.k_proj.weight.view(shape))
+        # `attend` divides by the root of the width that it sees
+        factor = math.sqrt((self.rotary_dim + self.latent_dim) / (self.rotary_dim + self.head_dim))
+        q = torch.cat([rotary, content], -1) * factor
+        found, weights = self.attend(call, q, latent, latent, masks)
+        heads = torch.einsum("bhtc,hdc->bhtd", found[..., self.rotary_dim :], self.v_proj.weight.view(shape))
+        return heads, weights
+
+    def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
+        of_queries = queries * (self.q_proj.weight.numel() + self.out_proj.weight.numel())
+        of_keys = keys * sum(each.weight.numel() for each in (self.latent_proj, self.k_proj, self.v_proj))
+        return {"router": 0, "projections": of_queries + of_keys}
+
+    def macs(self, queries: int, keys: int) -> dict[str, int]:
+        """As the base class counts, of a whole sequence, where the keys and values of all heads are built."""
+        scores = queries * keys * self.num_heads * (2 * self.head_dim + self.rotary_dim)
+        return {**super().macs(queries, keys), "scores": scores}
+
+    def cache_bytes(self, number_bytes: int = 2) -> int:
+        """Bytes that a token leaves in the cache of a generation: the latent and the rotary key.
+
+        Args:
+            number_bytes: bytes of each number; 2 are half precision.
+        """
+        return (self.latent_dim + self.rotary_dim) * number_bytes
+
+
+LatentSettings.attention = LatentAttention

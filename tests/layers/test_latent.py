@@ -1,0 +1,89 @@
+"""Latent attention beside its equations (test_equations.py): sizes, steps, what a call refuses."""
+
+import pytest
+import torch
+from equations import drawn
+from time_first import LatentAttention
+from torch import nn
+
+from moa_fairseq import layers as attention
+
+C, H, D, R, L = 24, 3, 5, 4, 7
+SIZES = {"attention_head_dim": D, "latent_dim": L, "rotary_key_dim": R}
+
+
+def build(**options):
+    torch.manual_seed(0)
+    options = {**SIZES, "self_attention": True, "positions": "rope", **options}
+    return drawn(attention.LatentAttention(C, H, **options).double().eval())
+
+
+def test_sizes_without_flags_are_deepseeks_ratios():
+    module = attention.LatentAttention(C, H, self_attention=True, positions="rope")
+    assert (module.head_dim, module.latent_dim, module.rotary_dim) == (8, 32, 4)
+    assert module.cache_bytes() == 2 * (32 + 4)
+    assert attention.LatentAttention(C, H).cache_bytes() == 2 * 32  # no rotary positions, no rotary key
+
+
+def test_parameters_and_multiplications():
+    module, queries, keys = build(), 7, 11
+    sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
+    assert sizes == {
+        "q_proj.weight": C * H * (D + R),
+        "latent_proj.weight": C * (L + R),
+        "k_proj.weight": L * H * D,
+        "v_proj.weight": L * H * D,
+        "out_proj.weight": H * D * C,
+    }
+    assert module.macs(queries, keys) == {
+        "router": 0,
+        "projections": queries * C * H * (2 * D + R) + keys * (C * (L + R) + 2 * L * H * D),
+        "scores": queries * keys * H * (2 * D + R),
+    }
+
+
+def test_a_step_of_generation_builds_no_keys_of_single_heads(monkeypatch):
+    module, shapes = build(), []
+    cache, x = module.new_cache(), torch.randn(2, 20, C, dtype=torch.float64)
+    attend = module.attend
+
+    def seen(call, q, k, *rest):
+        shapes.append((q.shape, k.shape))
+        return attend(call, q, k, *rest)
+
+    monkeypatch.setattr(module, "attend", seen)
+    for start, end in ((0, 15), (15, 19), (19, 20)):  # 15, 4 and 1 queries, where a head has 5 numbers
+        module(x[:, start:end], causal=True, cache=cache)
+    assert shapes == [
+        ((2, H, 15, R + D), (2, H, 15, R + D)),
+        ((2, H, 4, R + L), (2, 1, 19, R + L)),
+        ((2, H, 1, R + L), (2, 1, 20, R + L)),
+    ]
+
+
+class Twice(nn.Module):
+    """An adapter that shows whether it is called."""
+
+    def __init__(self, linear):
+        super().__init__()
+        self.linear = linear
+
+    def forward(self, x):
+        return 2 * self.linear(x)
+
+
+@pytest.mark.parametrize("name", ["k_proj", "v_proj", "latent_proj", "q_proj", "out_proj"])
+def test_an_adapter_is_called_in_generation_too(name):
+    module, x = build(), torch.randn(2, 6, C, dtype=torch.float64)
+    plain = module(x, causal=True)
+    setattr(module, name, Twice(getattr(module, name)))
+    whole, cache = module(x, causal=True), module.new_cache()
+    steps = [module(x[:, at : at + 1], cache=cache) for at in range(6)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
+    assert not torch.allclose(whole, plain)
+
+
+def test_keys_and_values_are_of_one_input():
+    module, x = LatentAttention(C, H), torch.randn(4, 2, C)
+    with pytest.raises(ValueError, match="one latent"):
+        module(x, x, x + 1)
