@@ -13,7 +13,6 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import enum
-import json
 import sys
 import textwrap
 import typing
@@ -23,9 +22,22 @@ from typing import Any
 import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
 from recorded_values import ROOT, documents, fill_values
+from study_pages import (
+    FOREST,
+    claims,
+    draw_forest,
+    first_screen,
+    forest_in_file,
+    forest_text,
+    grid,
+    reported,
+    set_up,
+    studies,
+)
 
 from moa_fairseq.cli import VERBS
 from moa_fairseq.experiments.analysis.command import KINDS
+from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.compare import Comparison, lines_of, load_comparison, render
@@ -52,9 +64,10 @@ from moa_fairseq.plugin.patches.compiled_layers import HELP as COMPILE_HELP
 from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 
 DOCUMENTS = (
-    "README.md",
     "results/README.md",
+    "results/claims.md",
     "results/tables/README.md",
+    *(f"results/studies/{study}/README.md" for study in reported()),
     "configs/README.md",
     "docs/flags.md",
     "docs/patches.md",
@@ -83,6 +96,9 @@ def parts() -> dict[str, str]:
         "results": render(comparison, markdown=True),
         "headlines": headlines(comparison),
         "claims": claims(),
+        "first-screen": first_screen(),
+        "studies": studies(),
+        **{f"{study}-set-up": set_up(study) for study in reported()},
         "experiments": experiments(comparison),
         "flags": flags(),
         "architectures": architectures(),
@@ -103,34 +119,6 @@ def headlines(comparison: Comparison) -> str:
     columns = [Column("model", "Model"), Column("arch", "Architecture")]
     columns += [Column("paper", "Parameters printed", ">"), Column("ours", "counted", ">")]
     return Table(columns, lines).text(markdown=True)
-
-
-def claims() -> str:
-    """A row for each contrast that tests a claim: what the paper prints, and what its study measured."""
-    rows = []
-    for row in yaml.safe_load((ROOT / "results" / "claims.yaml").read_text(encoding="utf-8")):
-        for study, name in row["contrasts"]:
-            folder = ROOT / "results" / "studies" / study
-            found = {}
-            if (folder / "report.json").is_file():
-                report = json.loads((folder / "report.json").read_text(encoding="utf-8"))
-                found = {contrast["contrast"]: contrast for contrast in report["contrasts"]}
-            measured = ["running" if folder.is_dir() else "not run", "", ""]
-            if name in found:
-                here = found[name]
-                interval = f"{here['mean']:+.3f} ({here['low']:+.3f} … {here['high']:+.3f})"
-                link = f"[{here['verdict']}](studies/{study}/report.md)"
-                measured = [interval, f"{here['n']}; {here['minimum_detectable_effect']:.3f}", link]
-            first = row["contrasts"][0] == [study, name]
-            head = [row["claim"], row["printed"]] if first else ["", ""]
-            rows.append([*head, f"{study}: {name}", *measured])
-    head = ["Claim", "Printed", "Contrast here", "Bits (95 %)", "Seeds; MDE", "Verdict"]
-    return grid(head, rows)
-
-
-def grid(head: list[str], lines: list[list[str]]) -> str:
-    columns = [Column(str(place), text) for place, text in enumerate(head)]
-    return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(markdown=True)
 
 
 def experiments(comparison: Comparison) -> str:
@@ -328,6 +316,10 @@ def main() -> int:
             if not args.check:
                 with atomic_write(path) as stream:
                     stream.write(wanted)
+    if not args.values and forest_in_file() != forest_text():
+        stale.append(FOREST.relative_to(ROOT).as_posix())
+        if not args.check:
+            save(draw_forest(), FOREST, forest_text())
     print(f"{'out of date' if args.check else 'rewritten'}: {', '.join(stale) or 'nothing'}")
     return 1 if args.check and stale else 0
 

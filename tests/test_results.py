@@ -9,6 +9,7 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+import study_pages
 from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
@@ -177,19 +178,46 @@ def test_no_name_in_a_picture_is_missing_or_crosses_another_or_an_interval(name)
     content = report_of(name)
     for kind, figure in draw(study, content).items():
         (panel,) = figure.axes
-        figure.draw_without_rendering()
-        names = [text for text in panel.texts if text.get_visible()]
+        names = check_texts(figure, panel)
         if kind in ("branch", "cache"):
-            assert {text.get_text() for text in names} == {row["system"] for row in content["systems"]}
-        ticks = [panel.xaxis.label, panel.yaxis.label]
-        for axis in (panel.xaxis, panel.yaxis):
-            low, high = sorted(axis.get_view_interval())
-            ticks += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
-        boxes = [Text.get_window_extent(text) for text in (*names, *ticks) if text.get_text()]
-        assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
-        intervals = [bar for bars in panel.collections for bar in bars.get_segments()]
-        for box, bar in itertools.product(boxes[: len(names)], intervals):
-            low, high = panel.transData.transform(bar)
-            assert not box.overlaps(Bbox([low, high])), kind
-        width = figure.bbox.width
-        assert all(box.x0 >= 0 and box.x1 <= width for box in boxes), kind
+            assert names == {row["system"] for row in content["systems"]}
+
+
+def check_texts(figure, panel):
+    """That no text of a panel crosses another, an interval or the picture's edge. Returns names of points."""
+    figure.draw_without_rendering()
+    names = [text for text in panel.texts if text.get_visible()]
+    texts = [*names, *figure.texts, panel.xaxis.label, panel.yaxis.label]
+    for axis in (panel.xaxis, panel.yaxis):
+        low, high = sorted(axis.get_view_interval())
+        texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+    boxes = [Text.get_window_extent(text) for text in texts if text.get_text()]
+    assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
+    for box in boxes[: len(names)]:
+        for bars in panel.collections:
+            for bar in bars.get_segments():
+                assert not box.overlaps(Bbox(panel.transData.transform(bar)))
+    assert all(box.x0 >= 0 and box.x1 <= figure.bbox.width for box in boxes)
+    return {text.get_text() for text in names}
+
+
+@pytest.mark.parametrize("name", STUDIES)
+def test_a_study_has_a_page_with_five_sections(name):
+    page = (RESULTS / "studies" / name / "README.md").read_text(encoding="utf-8")
+    sections = ["Question", "Set-up", "Result", "What it does not show", "Departures"]
+    assert re.findall(r"^## (.*)$", page, re.M) == sections
+
+
+def test_the_picture_of_the_first_page_has_its_rows():
+    rows = study_pages.first_rows()
+    assert [row["first_screen"] for row in rows] == list(range(1, len(rows) + 1))
+    assert study_pages.forest_in_file() == study_pages.forest_text(), "run python docs/generate.py"
+    figure = study_pages.draw_forest()
+    labels = []
+    for panel in figure.axes:
+        check_texts(figure, panel)
+        labels += [label.get_text().replace("\n", " ") for label in panel.get_yticklabels()]
+        means = [line.get_xdata()[0] for line in panel.lines if len(line.get_xdata()) == 1]
+        drawn = [row for row in rows if row["part"] == panel.get_title(loc="left")]
+        assert means == [row["measured"]["mean"] for row in drawn]
+    assert labels == [f"{row['first_screen']}. {row['question']}" for row in rows]

@@ -42,10 +42,17 @@ class Analysis(NamedTuple):
 ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
 
 
-def save(figure: Figure, path: Path) -> None:
-    """Write `figure` as a PNG, whole or not at all."""
+def save(figure: Figure, path: Path, description: str | None = None) -> None:
+    """Write a PNG, whole or not at all.
+
+    Args:
+        figure: the picture.
+        path: of the file.
+        description: a text that the file carries.
+    """
+    metadata = {"Description": description} if description else None
     with atomic_write(path, "wb") as stream:
-        figure.savefig(stream, format="png", dpi=DPI)
+        figure.savefig(stream, format="png", dpi=DPI, metadata=metadata)
 
 
 def style(panel: Axes) -> None:

@@ -142,7 +142,7 @@ def _figure(height: float) -> tuple[Figure, Axes]:
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 27)
+    return textwrap.fill(text, 27, break_on_hyphens=False)
 
 
 def height_of(rows: Sequence[Interval]) -> float:

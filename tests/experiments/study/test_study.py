@@ -946,6 +946,6 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
 def test_every_claim_names_a_contrast_of_a_study():
     root = Path(__file__).resolve().parents[3]
     for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
-        for study, contrast in row["contrasts"]:
-            text = yaml.safe_load((root / "configs" / "studies" / f"{study}.yaml").read_text())
-            assert contrast in text["contrasts"]
+        for contrast in row["contrasts"]:
+            text = yaml.safe_load((root / "configs" / "studies" / f"{contrast['study']}.yaml").read_text())
+            assert contrast["contrast"] in text["contrasts"]
