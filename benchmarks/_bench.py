@@ -4,7 +4,6 @@ Machines are noisy and drift, so candidates take turns and only ratios within on
 """
 
 import argparse
-import datetime
 import json
 import logging
 import platform
@@ -22,7 +21,7 @@ from matplotlib.figure import Figure
 
 import moa_fairseq
 from moa_fairseq.experiments.analysis.plots import save
-from moa_fairseq.experiments.provenance import commit, versions
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
 from moa_fairseq.files import atomic_write
 from moa_fairseq.layers.experts import projection
@@ -70,6 +69,8 @@ def arguments(
     args.auto = {"backend": chosen, "why": why}
     if args.device == "cuda" and chosen != "triton":
         print(f"WARNING: `auto` is {chosen} on this GPU, {why}", file=sys.stderr, flush=True)
+    found = provenance()  # before the measuring, for the code may change in the meantime
+    args.made_by = {**found, "versions": {**found["versions"], "platform": platform.platform(terse=True)}}
     torch.manual_seed(0)
     return args
 
@@ -206,7 +207,6 @@ def report(name: str, args: argparse.Namespace, results: dict[str, Any], figure:
     payload = {
         "benchmark": name,
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
-        "date": datetime.date.today().isoformat(),
         "device": args.device,
         "hardware": hardware.describe() if args.device == "cuda" else detect_cpu(hardware.describe()),
         "threads": torch.get_num_threads(),
@@ -214,8 +214,7 @@ def report(name: str, args: argparse.Namespace, results: dict[str, Any], figure:
         "rounds": args.rounds,
         "seed": 0,
         "auto": args.auto,
-        "commit": commit(),
-        "versions": {**versions(), "platform": platform.platform(terse=True)},
+        **args.made_by,
         **results,
     }
     args.output.mkdir(parents=True, exist_ok=True)

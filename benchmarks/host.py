@@ -30,7 +30,6 @@ from _models import BATCH, MINIATURE, PAIRS, SMALL_BATCH, build, criterion, sent
 from generation import LENGTH, translate
 from training import host_waits
 
-from moa_fairseq.experiments.provenance import commit, versions
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
 from moa_fairseq.plugin.patches.compiled_layers import compile_layers
 
@@ -355,8 +354,7 @@ def main() -> None:
             "dtype": args.dtype,
             "rounds": args.rounds,
             "auto": args.auto,
-            "commit": commit(),
-            "versions": {**versions(), "torch": torch.__version__},
+            **args.made_by,
             **STEPS[name](words, sample, args),
             "step_seconds": time.perf_counter() - begin,
         }

@@ -19,7 +19,6 @@ import os
 os.environ["TRITON_INTERPRET"] = "1"  # Triton without a GPU; read when it loads
 
 import argparse
-import datetime
 import json
 from collections import Counter
 from collections.abc import Callable
@@ -34,7 +33,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.experiments.provenance import versions
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
 from moa_fairseq.files import atomic_write
 from moa_fairseq.layers.experts import projection
@@ -191,6 +190,7 @@ def main() -> None:
     parser.add_argument("--kernels", action="store_true", help="print which kernels, too")
     parser.add_argument("--only", choices=NAMES, nargs="+", help="count these layers and write nothing")
     args = parser.parse_args()
+    made_by = provenance()
     stand_in()
     rows = {}
     for name in args.only or NAMES:
@@ -206,10 +206,9 @@ def main() -> None:
     payload = {
         "benchmark": "launches",
         "command": "python benchmarks/launches.py",
-        "date": datetime.date.today().isoformat(),
+        **made_by,
         "hardware": f"counted on {detect_hardware().describe()} for {PROCESSORS} processors",
         "dtype": "bfloat16",
-        "versions": versions(),
         "width": C,
         "T": LENGTH,
         "B": BATCH,

@@ -27,6 +27,7 @@ from subword_nmt.apply_bpe import BPE
 from moa_fairseq.experiments.data.catalogue import Cleaning
 from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.text import apply_steps
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,6 +45,7 @@ def main() -> None:
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
     parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "text.json")
     args = parser.parse_args()
+    made_by = {**provenance(), "versions": versions()}
     lines = [line for path in args.texts for line in read_lines(path)]
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(lines, args.lang, args.workers, args.repeat, Path(folder))
@@ -55,8 +57,7 @@ def main() -> None:
         "workers": args.workers,
         "repeats": args.repeat,
         "hardware": {"processors": os.cpu_count(), "model": processor()},
-        "versions": versions(),
-        "date": time.strftime("%Y-%m-%d"),
+        **made_by,
     }
     args.output.parent.mkdir(parents=True, exist_ok=True)
     args.output.write_text(json.dumps(record, indent=1) + "\n", encoding="utf-8")

@@ -11,6 +11,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
+from moa_fairseq.experiments import provenance
 from moa_fairseq.layers.experts import projection
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -44,10 +45,10 @@ def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_
     monkeypatch.setattr(sys, "argv", ["x.py", "--device", "cuda", "--miniature", "--output", str(tmp_path)])
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
+        patch.setattr(provenance, "commit", lambda: "abc")
         args = bench.arguments("a benchmark")
     assert ("`auto` is grouped" in capsys.readouterr().err) is not trusted
-    monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "abc")
-    monkeypatch.setenv("GIT_DIR", str(tmp_path / "nowhere"))  # a copy without git
+    monkeypatch.setattr(provenance, "commit", lambda: "the next one, made while it measured")
     bench.report("x", args, {"rows": {}}, Figure())
     written = json.loads((tmp_path / "x-cuda.json").read_text())
     assert written["auto"] == {"backend": found[0], "why": found[1]} and written["commit"] == "abc"

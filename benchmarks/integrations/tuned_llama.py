@@ -20,13 +20,11 @@ The protocol, fixed before the first run that counts:
 """
 
 import argparse
-import datetime
 import gzip
 import json
 import math
 import os
 import platform
-import subprocess
 import sys
 import time
 from dataclasses import replace
@@ -40,6 +38,7 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.scoring.significance import paired
 from moa_fairseq.files import atomic_write
 from moa_fairseq.integrations.heads import HeadMixture
@@ -48,6 +47,8 @@ from moa_fairseq.layers.moh_routers import QueryNormRouter
 from moa_fairseq.layers.routing import Routing
 
 ROOT = Path(__file__).resolve().parents[2]
+MADE_BY = provenance()  # before the training, for the code may change in the meantime
+MADE_BY["versions"]["transformers"] = transformers.__version__
 LENGTH, BATCH, ROWS = 128, 8, 128  # bytes of a row; rows of an update, of an evaluation
 HEADS, SHARED, ACTIVE = 8, 4, 6
 SIZES = {
@@ -148,11 +149,6 @@ def arm_of(name: str, dense: LlamaForCausalLM) -> torch.nn.Module:
 
 
 def record(path: Path, content: dict[str, Any]) -> None:
-    commit = subprocess.run(
-        ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"],
-        capture_output=True,
-        text=True,
-    )
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
         cpu = next((line.split(":")[1].strip() for line in stream if line.startswith("model name")), "")
     facts = {
@@ -162,13 +158,7 @@ def record(path: Path, content: dict[str, Any]) -> None:
         "heads": {"shared": SHARED, "active": ACTIVE},
         "rows": {"length": LENGTH, "batch": BATCH, "validation": ROWS},
         "hardware": f"{cpu or platform.machine()}, {torch.get_num_threads()} thread(s)",
-        "versions": {
-            "python": platform.python_version(),
-            "torch": torch.__version__,
-            "transformers": transformers.__version__,
-        },
-        "commit": commit.stdout.strip() or None,
-        "date": datetime.date.today().isoformat(),
+        **MADE_BY,
         "command": " ".join(["python", "benchmarks/integrations/tuned_llama.py", *sys.argv[1:]]),
     }
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -197,8 +187,12 @@ def run(seed: int, data: tuple[Tensor, Tensor], work: Path, output: Path) -> Non
         content = {"seed": seed, "loss": loss, "cpu_seconds": seconds}
         content["parameters"] = sum(p.numel() for p in dense.parameters())
         record(output / f"base-seed{seed}.json", content)
-        dense.save_pretrained(folder.with_suffix(".partial"))
-        os.replace(folder.with_suffix(".partial"), folder)
+        partial = folder.with_suffix(".partial")
+        dense.save_pretrained(partial)
+        (partial / "provenance.json").write_text(json.dumps(MADE_BY), encoding="utf-8")
+        os.replace(partial, folder)
+    maker = folder / "provenance.json"
+    base_commit = json.loads(maker.read_text(encoding="utf-8"))["commit"] if maker.exists() else None
     for name in ARMS:
         path = output / f"{name.replace(' ', '_').lower()}-seed{seed}.json"
         if path.exists():
@@ -211,7 +205,7 @@ def run(seed: int, data: tuple[Tensor, Tensor], work: Path, output: Path) -> Non
             train(model, rows, second, TUNING, progress)
         seconds = time.process_time() - began
         content = {"arm": name, "seed": seed, "before": before, "loss": evaluate(model, valid)}
-        record(path, {**content, "cpu_seconds": seconds})
+        record(path, {**content, "base_commit": base_commit, "cpu_seconds": seconds})
 
 
 def report(output: Path) -> None:

@@ -82,11 +82,17 @@ def commit() -> str | None:
     """
     named = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     here = Path(__file__).resolve()
+    # a hook of git, say, names its own repository
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
     try:
         _, head, changes = (
             subprocess.run(
-                ["git", "-C", str(here.parent), *words], capture_output=True, timeout=20, check=True
+                ["git", "-C", str(here.parent), *words],
+                capture_output=True,
+                timeout=20,
+                check=True,
+                env=environment,
             ).stdout
             for words in (
                 ("ls-files", "--error-unmatch", here.name),

@@ -1,5 +1,7 @@
 """Which commit and versions a maker writes, and what several sessions say together."""
 
+import ast
+import re
 import shutil
 import subprocess
 import sys
@@ -98,3 +100,59 @@ def test_sessions_are_named_together():
 def test_conditions_stand_beside_commit_and_versions():
     found = provenance.provenance(hardware="an abacus")
     assert found["hardware"] == "an abacus" and found["versions"]["python"] == sys.version.split()[0]
+
+
+ROOT = PACKAGE.parent
+MAKING = {"provenance", "versions", "tool_versions", "today", "strftime", "python_version", "git"}
+READING = {"made_by_of", "combined", "maker"}
+
+
+def names_in(path):
+    """Of the functions that a file calls, and "git" where it is a command of its."""
+    for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Call):
+            yield getattr(node.func, "id", getattr(node.func, "attr", ""))
+        elif isinstance(node, ast.List) and node.elts and getattr(node.elts[0], "value", None) == "git":
+            yield "git"
+
+
+def roles():
+    """File → what it does with the facts of a making."""
+    found = {}
+    for folder in ("moa_fairseq", "benchmarks", "scripts", "docs", "data-prep"):
+        for path in (ROOT / folder).rglob("*.py"):
+            names = set(names_in(path))
+            if names & MAKING:
+                found[path.relative_to(ROOT).as_posix()] = "makes"
+            elif "commit" in names:
+                found[path.relative_to(ROOT).as_posix()] = "compares"
+            elif names & READING:
+                found[path.relative_to(ROOT).as_posix()] = "reads"
+    return found
+
+
+def test_whatever_writes_or_reads_what_made_a_file_has_a_row_in_the_document():
+    """A new place where the commit or the versions of now are asked for is looked at by somebody."""
+    text = (ROOT / "docs" / "provenance.md").read_text(encoding="utf-8")
+    assert dict(re.findall(r"^\| `([^`]+\.py)` \| (\w+) \|", text, re.MULTILINE)) == roles()
+
+
+def test_a_new_writer_is_noticed(tmp_path):
+    """Whichever way it asks for the commit, the versions or the day."""
+    for line in (
+        "provenance()",
+        "provenance.versions()",
+        "datetime.date.today()",
+        "subprocess.run(['git', 'rev-parse', 'HEAD'])",
+    ):
+        (tmp_path / "x.py").write_text(line)
+        assert set(names_in(tmp_path / "x.py")) & MAKING, line
+
+
+def test_a_hook_of_git_does_not_name_another_repository(copy, monkeypatch, tmp_path_factory):
+    """git gives its hooks $GIT_DIR."""
+    head = committed(copy)
+    other = tmp_path_factory.mktemp("other")
+    git(other, "init", "-q")
+    monkeypatch.setenv("GIT_DIR", str(other / ".git"))
+    assert provenance.commit() == head

@@ -29,9 +29,10 @@ from moa_fairseq.experiments.analysis import (
 )
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.experiments.scoring.trained_model import load_trained
-from moa_fairseq.files import refuse_overwriting
+from moa_fairseq.files import checksum, refuse_overwriting
 
 # Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
 # Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
@@ -82,6 +83,7 @@ def run(args: argparse.Namespace) -> int:
     for name, path in written.items():
         if path is not None:
             refuse_overwriting(path, inputs, f"--{name}")
+    made_by = provenance()
     about = {}
     if of_model:
         warnings.filterwarnings("ignore", message=".*pin_memory")
@@ -93,13 +95,15 @@ def run(args: argparse.Namespace) -> int:
             about["subset"] = args.subset
         model, task = load_trained(checkpoint, data)
         args.data = data or Path(task.cfg.data)
+        if args.json:
+            about.update({"checkpoint_sha256": checksum(checkpoint), "data": str(args.data)})
         found = args.analyze(args, model, task)
     else:
         found = args.analyze(args)
     if args.output:
         save(found.figure, args.output)
     if args.json:
-        write_json(args.json, {**about, **found.report})
+        write_json(args.json, {**about, **found.report, "made_by": made_by})
     print(*found.lines, sep="\n")
     if any(written.values()):
         print(f"wrote {', '.join(str(path) for path in written.values() if path)}")

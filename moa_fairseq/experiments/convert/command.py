@@ -16,6 +16,8 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import shlex
+import sys
 import typing
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -28,7 +30,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert import models, weights
 from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
 from moa_fairseq.experiments.convert.models import DENSE, Checkpoint
-from moa_fairseq.files import refuse_existing, refuse_overwriting
+from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.files import checksum, refuse_existing, refuse_overwriting
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.patches.malformed_checkpoints import explaining
 
@@ -162,6 +165,8 @@ def run(args: argparse.Namespace) -> int:
     names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
     checkpoint = models.read(args.input)
+    command = shlex.join(["moa-fairseq", *sys.argv[1:]])
+    made_by = provenance(command=command, converted_from=[args.input.name, checksum(args.input)])
     with explaining(f"{args.input} cannot be converted", str(args.input)):
         models.kind_of(checkpoint.settings)  # an unknown model is refused before it is built
         source = models.build(checkpoint.settings, checkpoint.model)
@@ -177,7 +182,7 @@ def run(args: argparse.Namespace) -> int:
         print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
     elif result.reason is not None:
         print("--data DIR measures how much the loss changes")
-    models.write(result.checkpoint, args.output)
+    models.write(result.checkpoint, args.output, made_by)
     print(f"wrote {args.output}")
     return 0
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -85,8 +86,14 @@ def read(path: Path) -> Checkpoint:
     return Checkpoint(state["model"], cfg)
 
 
-def write(checkpoint: Checkpoint, path: Path) -> None:
-    """Write a checkpoint, whole or not at all, as fairseq does before its first update."""
+def write(checkpoint: Checkpoint, path: Path, made_by: Mapping[str, Any]) -> None:
+    """Write a checkpoint, whole or not at all, as fairseq does before its first update.
+
+    Args:
+        checkpoint: what it holds.
+        path: the file.
+        made_by: what its reader is told of its making.
+    """
     start = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     state = {
         "args": checkpoint.cfg["model"] if checkpoint.is_old else None,
@@ -97,6 +104,7 @@ def write(checkpoint: Checkpoint, path: Path) -> None:
         "task_state": {},
         "extra_state": {"train_iterator": {"epoch": 1, "iterations_in_epoch": 0, "shuffle": True}},
         "last_optimizer_state": None,
+        "made_by": dict(made_by),
     }
     save_checkpoint(state, path)
 

@@ -9,8 +9,8 @@ from typing import Any
 from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import Piece
 from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
-from moa_fairseq.experiments.make import marks
-from moa_fairseq.experiments.provenance import tool_versions
+from moa_fairseq.experiments.make import made_by_of, marks
+from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import checksum
 
@@ -37,8 +37,9 @@ def manifest_of(
         texts: split → the files that were read.
         dataset: with its terms of use, published numbers of lines and checksums.
     """
-    known = marks(root)
+    known = {name: mark for name, mark in marks(root).items() if name != "manifest"}  # which is written anew
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
+    sessions = [session for mark in known.values() for session in made_by_of(mark)]
     # of each split, the last stage that counts its lines
     counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe", "pieces")]
     lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
@@ -72,7 +73,8 @@ def manifest_of(
             for path, md5 in compared.items()
             if path.is_file()
         },
-        "tools": tool_versions(),
+        # of the stages when they were made; those of an earlier version do not say it
+        "tools": combined([session.get("tools") or {} for session in sessions]),
     }
 
 

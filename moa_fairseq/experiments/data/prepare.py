@@ -34,6 +34,7 @@ from moa_fairseq.experiments.data.language_model_steps import language_modeling_
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, marks
+from moa_fairseq.experiments.provenance import tool_versions
 from moa_fairseq.files import atomic_write, checksum
 
 log = logging.getLogger(__name__)
@@ -50,7 +51,9 @@ class Preparation(PreparationJob):
             return self._given(self.source)
         # Two runs of one data set may start together: the second one waits and finds everything done.
         options: dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
-        make(self.steps(), self.root, patience=math.inf, **options)
+        tools = {"tools": tool_versions()}
+        steps = [dataclasses.replace(step, conditions=tools) for step in self.steps()]
+        make(steps, self.root, patience=math.inf, **options)
         known = marks(self.root)
         made = known.get("binarised") or known.get(f"binarised-{LABEL}")
         if not made:  # plain text, which fairseq does not read

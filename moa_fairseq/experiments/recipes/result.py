@@ -30,7 +30,7 @@ from moa_fairseq.files import atomic_write
 # What leaves the experiment the same.
 _FREE = ("max_tokens", "headline", "seed")
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
-_MAKER = ("versions", "commit", "date", "command")
+_MAKER = ("data", "versions", "commit", "date", "command")
 log = logging.getLogger(__name__)
 
 

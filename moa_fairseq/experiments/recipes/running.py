@@ -13,7 +13,7 @@ import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
-from moa_fairseq.experiments.make import Step, make
+from moa_fairseq.experiments.make import Step, make, marks
 from moa_fairseq.experiments.recipes.batch import (
     fit,
     plan_batch,
@@ -104,6 +104,10 @@ def run_recipe(
         with atomic_write(folder / "recipe.yaml") as stream:
             # which row it stands for, result.json tells
             mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
+            goal = (
+                marks(folder).get("train", {}).get("goal", {})
+            )  # of what is trained: this call may name another
+            mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
             yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
         return record(run, started)
 

@@ -12,13 +12,15 @@ from __future__ import annotations
 
 import argparse
 import re
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.files import refuse_existing, refuse_overwriting
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
@@ -46,18 +48,28 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             f"An average needs at least two checkpoints, but {len(paths)} is given "
             f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
         )
+    made_by = provenance()
+    seeds: dict[int, Path] = {}
     sums: State = {}
     leaders: dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
         state = load_checkpoint(path)
         model = state.pop("model")
         state["last_optimizer_state"] = None
+        if (seed := _seed(state)) is not None:
+            seeds.setdefault(seed, path)
         own = shared_storage(model)
         if not sums:
             leaders = own
             sums = {key: _widened(model[key], copy=True) for key in own if own[key] == key}
         else:
             _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
+            if len(seeds) > 1:
+                (first, one), (second, other) = seeds.items()
+                raise UserError(
+                    f"{one} was trained with seed {first}, and {other} with seed {second}. Average "
+                    "checkpoints of one training only."
+                )
             for key, leader in list(leaders.items()):
                 if key != leader and own[key] != own[leader]:
                     sums[key] = sums[leader].clone()
@@ -74,7 +86,16 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         state["extra_state"].pop("carried_context", None)  # of a training that goes on
     state["model"] = {key: sums[leader] for key, leader in leaders.items()}
     state["averaged_from"] = [Path(path).name for path in paths]
+    state["made_by"] = made_by
     return state
+
+
+def _seed(state: Mapping[str, Any]) -> int | None:
+    """The seed of a checkpoint's training, if its settings, old or new, name one."""
+    cfg = state.get("cfg")
+    common = cfg.get("common") if isinstance(cfg, Mapping) else state.get("args")
+    seed = common.get("seed") if isinstance(common, Mapping) else getattr(common, "seed", None)
+    return seed if isinstance(seed, int) else None
 
 
 def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:

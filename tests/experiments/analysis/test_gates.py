@@ -7,9 +7,11 @@ import pytest
 import torch
 
 from moa_fairseq.cli import main
+from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.analysis import gates
 from moa_fairseq.experiments.analysis.gates import draw_gates, mean_entropies, summary
 from moa_fairseq.experiments.analysis.routed_model import router_uses
+from moa_fairseq.files import checksum
 from moa_fairseq.layers import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
 
@@ -71,6 +73,15 @@ def test_batches_with_padding_count_as_a_loop_over_single_sentences(
     assert [row["instances"] for row in rows[:2]] == [len(lines)] * 2
     assert {row["instances"] for row in rows[2:]} == {sum(len(line.split()) + 1 for line in lines)}
     assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
+
+
+def test_the_numbers_say_of_which_model_and_text_they_are_and_what_made_them(
+    mae, toy_data, analyze, monkeypatch
+):
+    monkeypatch.setattr(provenance, "commit", lambda: "abc")
+    found = analyze("gates", mae, toy_data)
+    assert found["made_by"]["commit"] == "abc"
+    assert (found["checkpoint_sha256"], found["data"]) == (checksum(mae), str(toy_data))
 
 
 @pytest.mark.thorough

@@ -6,7 +6,9 @@ import os
 import pytest
 import torch
 
+from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.convert.models import build
+from moa_fairseq.files import checksum
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
 
@@ -45,6 +47,14 @@ def test_the_trained_checkpoint_is_never_overwritten(kind, convert, tmp_path):
     for flags in (("--to", "mae"), ("--to", "mae", "--force")):
         assert "is the same file as the input" in convert(given, out, *flags, status=2)
         assert given.read_bytes() == before and given.samefile(out)
+
+
+def test_a_converted_file_says_what_made_it_and_of_what(convert, tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "commit", lambda: "abc")
+    source = untrained(tmp_path / "in.pt", 4, 4)
+    convert(source, tmp_path / "out.pt", "--to", "mae")
+    made_by = load_checkpoint(tmp_path / "out.pt")["made_by"]
+    assert (made_by["commit"], made_by["converted_from"]) == ("abc", ["in.pt", checksum(source)])
 
 
 def test_an_existing_file_needs_force(convert, tmp_path):

@@ -1,6 +1,7 @@
 """The stages of every kind of data recipe: made once, made again after a change, interrupted, refused."""
 
 import errno
+import importlib
 import json
 import os
 import random
@@ -288,3 +289,21 @@ def test_the_real_processes_killed_at_random(made, tmp_path):
         running.wait()
     subprocess.run([*line, str(tmp_path / "killed")], check=True, capture_output=True)
     assert made.tree(tmp_path / "killed") == made.tree(tmp_path / "calm")
+
+
+def test_the_manifest_names_the_tools_that_made_each_stage(prepare, source, monkeypatch):
+    """Not those that are installed when it is written anew."""
+    module = importlib.import_module("moa_fairseq.experiments.data.prepare")
+    monkeypatch.setattr(module, "tool_versions", lambda: {"subword-nmt": "1", "torch": "7"})
+    prepared, root = prepare("parallel", source("parallel"))
+    before = (root / "manifest.json").read_bytes()
+    monkeypatch.setattr(module, "tool_versions", lambda: {"subword-nmt": "2", "torch": "7"})
+    (root / "manifest.json").unlink()
+    prepare("parallel", source("parallel"))
+    assert manifest_of(prepared)["tools"] == {"subword-nmt": "1", "torch": "7"}
+    assert (root / "manifest.json").read_bytes() == before
+    for path in (root / "bpe").iterdir():
+        path.unlink()
+    (root / "manifest.json").unlink()
+    prepare("parallel", source("parallel"))
+    assert manifest_of(prepared)["tools"] == {"subword-nmt": "1, 2", "torch": "7"}

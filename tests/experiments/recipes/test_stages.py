@@ -282,6 +282,13 @@ def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
     go("train.max_epoch=4", stage="train")
 
 
+def test_the_runs_recipe_says_how_far_it_was_trained(go, tmp_path):
+    """Not how far a later call that trains nothing would train it."""
+    go(stage="train")
+    go("train.max_epoch=50", stage="average")
+    assert yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())["train"]["max_epoch"] == 3
+
+
 def test_the_speed_of_a_training_says_what_trained_it(go, tmp_path, monkeypatch):
     """A later call, for another batch, finds it done, and records it."""
     monkeypatch.setattr(provenance, "commit", lambda: "one")

@@ -10,6 +10,7 @@ import torch
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.scoring.average import average_checkpoints, last_checkpoints
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 
@@ -226,3 +227,28 @@ def test_the_context_of_a_training_is_no_part_of_its_average(tmp_path):
     more = {"extra_state": {"epoch": 2, "carried_context": {"inputs": [torch.ones(9)]}}}
     paths = [save(tmp_path / f"{name}.pt", model(1), **more) for name in "ab"]
     assert average_checkpoints(paths)["extra_state"] == {"epoch": 2}
+
+
+def settings(seed, old):
+    common = {"seed": seed}
+    if old:
+        return {"args": argparse.Namespace(arch="x", **common), "cfg": None}
+    return {"cfg": {"model": argparse.Namespace(arch="x"), "common": common}}
+
+
+@pytest.mark.parametrize("old", [True, False])
+def test_trainings_with_two_seeds_are_not_averaged(tmp_path, old):
+    """Their models have the same shapes, and nothing in common."""
+    same = [save(tmp_path / f"checkpoint{n}.pt", model(n), **settings(1, old)) for n in (1, 2)]
+    average_checkpoints(same)
+    other = save(tmp_path / "other.pt", model(3), **settings(2, old))
+    with pytest.raises(UserError, match=r"checkpoint1\.pt.*seed 1.*other\.pt.*seed 2"):
+        average_checkpoints([*same, other])
+
+
+def test_an_average_says_what_made_it(tmp_path, monkeypatch):
+    monkeypatch.setattr(provenance, "commit", lambda: "abc")
+    files = [str(save(tmp_path / f"checkpoint{n}.pt", model(n))) for n in (1, 2)]
+    assert main(["average", "--inputs", *files, "--output", str(tmp_path / "average.pt")]) == 0
+    made_by = load_checkpoint(tmp_path / "average.pt")["made_by"]
+    assert made_by["commit"] == "abc" and made_by["versions"]["torch"] == torch.__version__
