@@ -47,6 +47,8 @@ class Step:
             is missing.
         captured: "out" or "both" (errors, too): what the command prints is the output; "": it writes it
             itself.
+        used: further inputs, which only the making could tell: gets the facts of the output, and whether they
+            are to be looked at anew; else they are as they were when it was made.
         watch: gets each line that a command prints.
         finish: gets the path of what a command made, checks or completes it, and returns facts.
         in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints).
@@ -63,6 +65,7 @@ class Step:
     argv: Sequence[str] | Callable[[Path], Any]
     inputs: Inputs = dataclasses.field(default_factory=dict)
     captured: str = ""
+    used: Callable[[Any, bool], Mapping[str, Any]] = lambda facts, anew: {}
     watch: Callable[[str], None] | None = None
     finish: Callable[[Path], Any] = lambda made: None
     in_place: bool = False
@@ -147,7 +150,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
     known = marks(folder)
     inputs = _resolved(step, known)
     mark = step.as_of_today(known.get(step.name, {}))
-    fingerprint = fingerprint_of(inputs, dict(step.goal))
+    fingerprint = fingerprint_of({**inputs, **step.used(mark.get("facts"), True)}, dict(step.goal))
     if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
         files = mark["files"]
         if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
@@ -196,6 +199,8 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         put_mark(folder, step.name)  # from here on the old output is gone
         replace(partial, step.output)
         files = _sizes(step.output, folder)
+    inputs.update(step.used(facts, False))
+    fingerprint = fingerprint_of(inputs, dict(step.goal))
     values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files, "made_by": made_by}
     put_mark(folder, step.name, fingerprint=fingerprint, **values)
     return facts

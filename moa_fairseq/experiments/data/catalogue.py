@@ -22,6 +22,7 @@ CLASSIFICATION = "classification"
 # How words are segmented: joint merges, or pieces of raw text.
 SUBWORD_NMT = "subword_nmt"
 SENTENCEPIECE = "sentencepiece"
+LEAST_COVERAGE = 0.98  # share of the letters with a piece that SentencePiece takes
 # What files of the source and of the target language are called in WMT's sets.
 SIDES = ("src", "ref")
 SHARD = "{shard}"  # in the names of files that are numbered
@@ -74,6 +75,11 @@ class Part(NamedTuple):
     archive: str = ""
     markup: str = "plain"
     shards: int = 0
+
+    @property
+    def name(self) -> str:
+        """What it is called first, for people."""
+        return Path(self.members[0]).name
 
     @property
     def source(self) -> str:

@@ -35,6 +35,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import check_place
 from moa_fairseq.experiments.data.catalogue import (
+    LEAST_COVERAGE,
     MASKED_LM,
     SENTENCEPIECE,
     SUBWORD_NMT,
@@ -43,7 +44,7 @@ from moa_fairseq.experiments.data.catalogue import (
     datasets,
 )
 from moa_fairseq.experiments.data.job import default_workers
-from moa_fairseq.experiments.data.manifest import read_manifest, summary
+from moa_fairseq.experiments.data.manifest import read_manifest, summary, unknown_table
 from moa_fairseq.experiments.data.prepare import LATER, Preparation
 from moa_fairseq.process import Executor, terminate_as_interrupt
 
@@ -88,11 +89,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "which is Moses' of parallel (default: raw is an error)"
     )
     add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
-    pieces = parser.add_argument_group("pieces of raw text (parallel)")
+    pieces = parser.add_argument_group("pieces of raw text (parallel, text_sp)")
     cut = "sentencepiece takes raw text and needs no tokeniser (default: %(default)s)"
     pieces.add_argument("--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut)
     model = f"of sentencepiece (default: {LATER['piece_model']})"
     pieces.add_argument("--piece-model", choices=("unigram", "bpe"), help=model)
+    coverage = (
+        "share of the letters of the training text that get a piece; the rarest have none (of text_sp and "
+        "sentencepiece; default: 0.9995, without bytes 1)"
+    )
+    pieces.add_argument("--character-coverage", type=float, metavar="SHARE", help=coverage)
+    unknown = "take training text of which more than 5 %% of the pieces are <unk> (default: an error)"
+    pieces.add_argument("--allow-unknown", action="store_true", help=unknown)
     fallback = "letters without a piece become bytes, and none is unknown (default: they do)"
     pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
     drawn = parser.add_argument_group("data that is drawn (listops)")
@@ -124,6 +132,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(manifest, indent=1))
     elif dataset.kind == MASKED_LM:  # its counts were reported with the text
+        print("\n".join(unknown_table(manifest)))
         print(f"{folder} is ready; manifest.json in it has sources, counts and the dictionary.")
     else:
         print("\n".join(summary(manifest, folder)))
@@ -155,6 +164,7 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
     drawn = bool(names()[name].generated)
     by_pieces = args.segmentation == SENTENCEPIECE
+    coverage = args.character_coverage
     of_pieces = args.piece_model or args.byte_fallback is not None
     pair = (args.source, args.target)
     refusals = [
@@ -171,6 +181,15 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
             of_pieces and not by_pieces,
             "--piece-model and --byte-fallback go with --segmentation sentencepiece",
         ),
+        (
+            coverage is not None and not (by_pieces or name == "text_sp"),
+            "--character-coverage goes with text_sp and --segmentation sentencepiece",
+        ),
+        (
+            coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
+            f"--character-coverage {coverage}: must lie between {LEAST_COVERAGE} and 1",
+        ),
+        (name == "text_sp" and args.bpe == 0, "text_sp: --bpe 0 leaves it no pieces"),
         (args.tokens is not None and not dataset.tokens, f"{name} is used whole: leave --tokens out"),
         (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens}: at least one is needed"),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
@@ -186,8 +205,10 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
     """The data section of a recipe that uses the data set as its table row says."""
+    unknown = {"character_coverage": args.character_coverage, "allow_unknown": args.allow_unknown}
     if dataset.kind != TRANSLATION:
-        return {"recipe": dataset.name, "bpe": args.bpe, "tokens": args.tokens, "flags": {}}
+        settings = {"recipe": dataset.name, "bpe": args.bpe, "tokens": args.tokens, "flags": {}}
+        return {**settings, **unknown}
     first, second = dataset.languages[:2] or (args.source, args.target)
     # One that is named turns the pair round where it stands on the other side.
     source = args.source or (second if args.target == first else first)
@@ -206,4 +227,5 @@ def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
         "lowercase": False,
         "tokenize": args.tokenize,
         "flags": {},
+        **unknown,
     }

@@ -15,7 +15,9 @@ from typing import Any
 from moa_fairseq.experiments.data.binarised import DICTIONARY, check_binarised, check_stem
 from moa_fairseq.experiments.data.catalogue import (
     CLASSIFICATION,
+    LANGUAGE_MODELING,
     MASKED_LM,
+    SENTENCEPIECE,
     TRANSLATION,
     Dataset,
     Part,
@@ -24,6 +26,7 @@ from moa_fairseq.experiments.data.catalogue import (
 from moa_fairseq.experiments.data.manifest import MANIFEST, manifest_of
 from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.experiments.data.parallel_text import Piece, find_file, read_lines
+from moa_fairseq.experiments.data.unknown import Symbols, check_unknown, count_symbols
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import OUT, Step, marks
 from moa_fairseq.files import atomic_write
@@ -129,6 +132,29 @@ class PreparationJob:
         return self.store.pieces([part])[part]
 
     @property
+    def learnt(self) -> bool:
+        """True where the pieces, or merges, are learnt here on the training text."""
+        if self.data.kind == LANGUAGE_MODELING:
+            return self.data.encoder == SENTENCEPIECE
+        return bool(self.languages and self.settings["bpe"])
+
+    @property
+    def unknown_remedy(self) -> str:
+        """What helps against <unk> in the training text, as a sentence."""
+        way = "--character-coverage 1 (data.character_coverage: 1.0)"
+        if self.data.released_pieces:
+            return f"So it is in SwitchHead's release (docs/defaults.md); of text_sp: {way}."
+        if self.data.kind == LANGUAGE_MODELING and not self.data.bring:
+            return f"It stays so, for results to be comparable; of text_sp: {way}."
+        if self.data.kind == LANGUAGE_MODELING and self.settings.get("character_coverage") != 1:
+            return f"Give every letter a piece: {way}."
+        if self.data.kind == LANGUAGE_MODELING:
+            return "SentencePiece has no piece for U+2585 and NUL: take them out of the text."
+        if self.settings.get("segmentation") == SENTENCEPIECE:
+            return "Let letters become bytes: --byte-fallback (data.byte_fallback: true)."
+        return "The flags of fairseq-preprocess (data.flags) leave words out: raise their limits."
+
+    @property
     def languages(self) -> tuple[str, ...]:
         """(source, target), or () for data of one language."""
         return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
@@ -137,6 +163,11 @@ class PreparationJob:
     def joined(self) -> bool:
         """Whether both languages share a dictionary."""
         return bool(self.languages) and self.settings["joined_dictionary"]
+
+    def digest(self, part: Part) -> str | None:
+        """The checksum of a part's file, None where that would have to be fetched."""
+        path = self.store.at_hand_or_fetched(part)
+        return self.checksum(path) if path else None
 
     def checksum(self, path: Path) -> str:
         """sha256 of a file that the data is made from."""
@@ -155,7 +186,7 @@ class PreparationJob:
         splits: Sequence[str],
         name: str = "",
         dictionaries: Mapping[str, Any] = types.MappingProxyType({}),
-        finish: Callable[[Path], Any] = lambda new: None,
+        finish: Callable[[Path, dict[str, Symbols]], Any] = lambda new, counts: None,
     ) -> Step:
         """fairseq-preprocess of the text that a step made.
 
@@ -164,7 +195,7 @@ class PreparationJob:
             splits: all but train and valid are tests.
             name: of the folder of sentences or of classes.
             dictionaries: flags of fairseq-preprocess that name some that are made already.
-            finish: called with the new folder; puts there what else belongs to it.
+            finish: called with the new folder and its symbols; puts there what else belongs to it.
         """
         folder = text.output / name
         kind = self.data.kind
@@ -191,10 +222,14 @@ class PreparationJob:
         }
 
         def check(new: Path) -> dict[str, int]:
-            finish(new)
             if name:
                 return {split: check_stem(new / split) for split in splits}
-            return check_binarised(new, self.languages, splits, self.joined)
+            sentences = check_binarised(new, self.languages, splits, self.joined)
+            counts = count_symbols(new, self.languages, splits)
+            allowed = bool(self.settings.get("allow_unknown"))
+            check_unknown(counts, text.output, self.learnt, allowed, self.unknown_remedy)
+            finish(new, counts)
+            return sentences
 
         settings = {key: value for key, value in values.items() if key not in ("workers", "destdir")}
         return Step(
@@ -214,6 +249,10 @@ class PreparationJob:
             else:
                 described = {"recipe": self.data.name, **settings}
             origins = self.store.origins
-            write_json(new, manifest_of(self.root, described, origins, self.texts, self.data))
+            folder = self.root / "binarised"
+            counts = {}
+            if self.data.kind != CLASSIFICATION and folder.is_dir():
+                counts = count_symbols(folder, self.languages, list(self.parts) or self.subsets)
+            write_json(new, manifest_of(self.root, described, origins, self.texts, self.data, counts))
 
         return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})

@@ -6,6 +6,7 @@ import functools
 import itertools
 import logging
 import shutil
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +21,9 @@ from moa_fairseq.experiments.data.gpt2_files import (
     obtain_gpt2_files,
 )
 from moa_fairseq.experiments.data.job import PreparationJob
-from moa_fairseq.experiments.data.manifest import MANIFEST
+from moa_fairseq.experiments.data.manifest import MANIFEST, symbols_of
 from moa_fairseq.experiments.data.obtain import before_growth
+from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import Step, marks
 
@@ -39,10 +41,26 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
     if job.settings.get("tokens"):
         most["train"] = job.settings["tokens"]
 
+    if job.settings.get("character_coverage"):
+        learning = {**learning, "character_coverage": job.settings["character_coverage"]}
+
     def read() -> dict[str, Any]:
-        if data.tokens:  # many files, of which those are asked for that are needed
+        if data.tokens:  # many files, of which those are asked for that are needed: see `files`
             return {"encoder": data.encoder, "files": data.name}
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
+
+    def files(facts: Mapping[str, Any] | None, anew: bool) -> dict[str, Any]:
+        """Of many files the content of those that were read, as far as they are still at hand."""
+        if not data.tokens:
+            return {}
+        content = {}
+        for split, parts in job.parts.items():
+            read = ((facts or {}).get(split) or {}).get("files")
+            if read:  # an older version did not note it
+                known = [part for part in parts if part.name in read]
+                digests = {part.name: (anew and job.digest(part)) or read[part.name] for part in known}
+                content[f"content of {split}"] = digests
+        return content
 
     @functools.cache
     def announce() -> None:
@@ -50,21 +68,34 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
 
     def learn(new: Path) -> dict[str, Any]:
         log.info("learning %s SentencePiece pieces", f"{count:,}")
+        more: dict[str, Any] = {}
         if data.tokens:
             announce()
-            texts = [*map(job.piece, job.parts["train"][: data.learn_on])]
+            first = job.parts["train"][: data.learn_on]
+            texts = [*map(job.piece, first)]
+            more["train"] = {"files": {part.name: job.digest(part) for part in first}}
         else:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
-        model = new / pieces.MODEL
-        return {"pieces": pieces.learn(lines, texts[0].path, count, model, **learning), "settings": learning}
+        facts = pieces.learn(
+            *(lines, texts[0].path, count, new / pieces.MODEL, data.released_pieces, not data.bring),
+            **learning,
+        )
+        if facts["left_out"]:
+            log.warning(
+                "%s of %s lines were not learnt from, for they have more than %s bytes: so it is in "
+                "SwitchHead's release (docs/defaults.md)",
+                *(f"{number:,}" for number in (facts["left_out"], facts["lines"], pieces.LONGEST)),
+            )
+        return {**facts, "settings": learning, **more}
 
     def grow(new: Path) -> dict[str, Any]:
         announce()
         growing = job.root / "growing"  # outlives an interruption, as the step's own folder does not
         facts = {
             split: monolingual.grow_pieces(
-                parts, job.piece, folder / pieces.MODEL, growing / split, most[split], job.workers
+                *(parts, job.piece, job.digest, folder / pieces.MODEL, growing / split),
+                *(most[split], job.workers),
             )
             for split, parts in job.parts.items()
         }
@@ -84,17 +115,22 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         else:
             facts = monolingual.write_lines(job.texts, new)
         for split, fact in facts.items():
-            log.info("%s: %s", split, ", ".join(f"{number:,} {what}" for what, number in fact.items()))
+            counts = [
+                f"{fact[what]:,} {what}" for what in ("lines", "tokens", "bytes", "parts") if what in fact
+            ]
+            longest = f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
+            log.info("%s: %s%s", split, ", ".join(counts), longest)
         return facts
 
     if data.encoder == "sentencepiece":
         # Data of the release is what it was before its settings were an input.
         more = {} if data.released_pieces else {"settings": learning}
-        steps.append(Step("model", folder, learn, lambda: {**read(), "pieces": count, **more}))
+        inputs = {"pieces": count, **more}
+        steps.append(Step("model", folder, learn, lambda: {**read(), **inputs}, used=files))
     model: dict[str, Any] = {"model": steps[0]} if steps else {}
     if data.tokens:
         model["tokens"] = most
-    steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}))
+    steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}, used=files))
     if data.encoder != "none":
         steps.append(job.binarise(steps[-1], data.subsets))
     return [*steps, job.manifest(steps[-1], **({"tokens": most} if most else {}))]
@@ -133,13 +169,13 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
             )
         return {"dictionary": files.order, "splits": facts}
 
-    def finish(new: Path) -> None:
+    def finish(new: Path, counts: dict[str, Symbols]) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(bpe / name, new / name)
         facts = {"licence": data.licence, "sources": job.store.origins, **marks(job.root)["bpe"]["facts"]}
         if "srcdict" in job.settings["flags"]:
             facts["dictionary"] = OTHER_DICTIONARY
-        write_json(new / MANIFEST, {"recipe": data.name, **facts})
+        write_json(new / MANIFEST, {"recipe": data.name, **facts, "symbols": symbols_of(counts)})
         log.info("dictionary: %s", DICTIONARIES[facts["dictionary"]])
 
     encoded = Step("bpe", bpe, encode, read)

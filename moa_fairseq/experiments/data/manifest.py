@@ -8,6 +8,7 @@ from typing import Any
 
 from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import Piece
+from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
 from moa_fairseq.experiments.make import made_by_of, marks
 from moa_fairseq.experiments.provenance import combined
@@ -24,6 +25,7 @@ def manifest_of(
     sources: Mapping[str, Any],
     texts: Mapping[str, Sequence[Piece]],
     dataset: Dataset,
+    counts: Mapping[str, Symbols],
 ) -> dict[str, Any]:
     """What manifest.json says about the stages of a preparation.
 
@@ -36,6 +38,7 @@ def manifest_of(
         sources: name → urls or origin, bytes, sha256.
         texts: split → the files that were read.
         dataset: with its terms of use, published numbers of lines and checksums.
+        counts: split, or split.language → its binarised symbols.
     """
     known = {name: mark for name, mark in marks(root).items() if name != "manifest"}  # which is written anew
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
@@ -62,6 +65,7 @@ def manifest_of(
         "lines": {
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
+        "symbols": symbols_of(counts),
         "outputs": {
             file: {"bytes": size, "sha256": checksum(root / file)}
             for mark in known.values()
@@ -75,6 +79,27 @@ def manifest_of(
         },
         # of the stages when they were made; those of an earlier version do not say it
         "tools": combined([session.get("tools") or {} for session in sessions]),
+    }
+
+
+def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
+    """Of each binarised split the symbols, the share of <unk> and the longest sentence, as lines of text."""
+    rows = [{"split": split, **found} for split, found in (manifest.get("symbols") or {}).items()]
+    columns = [
+        Column("split", "binarised"),
+        Column("symbols", "symbols", ","),
+        Column("share", "<unk>", ".2%"),
+    ]
+    if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
+        columns.append(Column("longest", "symbols of the longest", ","))
+    return Table(columns, rows).text().splitlines() if rows else []
+
+
+def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
+    """Split, or split.language → symbols, those that are <unk>, their share, and the longest line's."""
+    return {
+        name: {"symbols": one.symbols, "unknown": one.unknown, "share": one.share, "longest": one.longest}
+        for name, one in counts.items()
     }
 
 
@@ -107,6 +132,7 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         Lines of text.
     """
     lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
+    longest = {split: fact.get("longest") for split, fact in manifest["stages"].get("text", {}).items()}
     rows = []
     for split, (found, expected) in lines.items():
         if expected == found:
@@ -115,9 +141,12 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
             published = f"{expected:,}!"
         else:
             published = ""
-        rows.append({"split": split, "lines": found, "published": published})
+        rows.append({"split": split, "lines": found, "published": published, "longest": longest.get(split)})
     columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
+    if any(longest.values()):
+        columns.append(Column("longest", "bytes of the longest", ","))
     out = Table(columns, rows).text().splitlines()
+    out += unknown_table(manifest)
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
             if isinstance(fact, dict):

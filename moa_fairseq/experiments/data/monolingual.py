@@ -7,14 +7,14 @@ import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import Any, BinaryIO
 
 from tqdm import tqdm
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, refuse_symbols
-from moa_fairseq.experiments.data.pieces import processor
+from moa_fairseq.experiments.data.pieces import plain, processor
 from moa_fairseq.experiments.json_files import saved_json, write_json
 from moa_fairseq.experiments.text.workers import chunks
 from moa_fairseq.files import atomic_write, checksum
@@ -39,7 +39,7 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
         folder: is made.
 
     Returns:
-        Split → lines, tokens (words between white space).
+        Split → lines, longest (bytes of the longest), tokens (words between white space).
 
     Raises:
         UserError: for words that are symbols of fairseq's, but for the <unk> of WikiText, and for an empty
@@ -47,13 +47,17 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
     """
     symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
 
-    def lines(pieces: Iterable[Piece]) -> Iterator[str]:
+    def lines(pieces: Iterable[Piece], found: _Longest) -> Iterator[str]:
         for piece in pieces:
-            for number, line in enumerate(piece.lines(), 1):
+            for number, line in enumerate(found.of(piece.lines()), 1):
                 refuse_symbols(line, piece.path, number, symbols)
                 yield line
 
-    return {split: _write(folder / split, lines(pieces)) for split, pieces in texts.items()}
+    facts = {}
+    for split, pieces in texts.items():
+        found = _Longest()
+        facts[split] = {**_write(folder / split, lines(pieces, found)), "longest": found.bytes}
+    return facts
 
 
 def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
@@ -99,7 +103,7 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
         workers: threads.
 
     Returns:
-        Split → lines (of the text), tokens (pieces).
+        Split → lines (of the text), longest (bytes of the longest), tokens (pieces).
 
     Raises:
         UserError: for a split without text.
@@ -107,24 +111,25 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     found = processor(str(model))
     facts = {}
     for split, pieces in texts.items():
-        lines = itertools.count()
-        read = (line for line, _ in zip(_lines(pieces), lines))
-        batches = (found.encode(some, num_threads=workers) for some in chunks(read, CHUNK))
+        longest = _Longest()
+        read = longest.of(itertools.chain.from_iterable(piece.lines() for piece in pieces))
+        batches = (found.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
         # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
         tokens = (token for batch in batches for ids in batch for token in found.id_to_piece(ids))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
-        facts[split]["lines"] = next(lines)
+        facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
 
 
 def grow_pieces(
     parts: Sequence[Part],
     fetch: Callable[[Part], Piece],
+    digest: Callable[[Part], str | None],
     model: Path,
     path: Path,
     most: int,
     workers: int,
-) -> dict[str, int]:
+) -> dict[str, Any]:
     """Write the first `most` pieces of texts to a file; a later call goes on where an earlier one stopped.
 
     A line has whole lines of the text, and ROW pieces or more; the last of a part may have fewer.
@@ -133,23 +138,35 @@ def grow_pieces(
     Args:
         parts: of the text, in order; those behind the last piece are not asked for.
         fetch: part → its file.
+        digest: part → the checksum of its file; None where that is gone. All begins anew where a file that
+            was read is another one now.
         model: SentencePiece's file.
         path: the file; its folder is made.
         most: pieces.
         workers: threads.
 
     Returns:
-        lines (of the text), tokens (pieces), parts (how many were read).
+        lines (of the text), longest (bytes of the longest), tokens (pieces), parts (how many were read),
+        files (those: the name of the part → the checksum).
 
     Raises:
         UserError: where the text has fewer pieces.
     """
     found = processor(str(model))
     notes = path.with_name(f"{path.name}.json")
-    of = [checksum(model), most, [part.members[0] for part in parts]]
+    of = {"model": checksum(model), "most": most, "parts": [part.name for part in parts]}
     done = saved_json(notes)
     if done.get("of") != of or not path.is_file() or path.stat().st_size < done["bytes"]:
-        done = {"of": of, "parts": 0, "in_part": 0, "lines": 0, "tokens": 0, "bytes": 0}
+        done = {}
+    read = done.get("files", {})
+    exchanged = [
+        part.name for part in parts if part.name in read and digest(part) not in (None, read[part.name])
+    ]
+    if exchanged:
+        log.warning("%s has changed since it was read: %s begins anew", ", ".join(exchanged), path.name)
+    if exchanged or not done:
+        done = {"of": of, "files": {}, **dict.fromkeys(("parts", "in_part", "lines", "tokens", "bytes"), 0)}
+    longest = _Longest(done.get("longest", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     if done["tokens"]:
         log.info("%s: going on behind %s pieces", path.name, f"{done['tokens']:,}")
@@ -167,14 +184,16 @@ def grow_pieces(
             if ends or stream.tell() - done["bytes"] > SAVED:
                 stream.flush()
                 os.fsync(stream.fileno())
-                done["bytes"] = stream.tell()
+                done.update(bytes=stream.tell(), longest=longest.bytes)
                 write_json(notes, done)
 
         for part in parts[done["parts"] :]:
             if done["tokens"] >= most:
                 break
             row: list[int] = []
-            texts = itertools.islice(fetch(part).lines(), done["in_part"], None)
+            lines = fetch(part).lines()
+            done["files"][part.name] = digest(part)
+            texts = map(plain, longest.of(itertools.islice(lines, done["in_part"], None)))
             batches = (found.encode(some, num_threads=workers) for some in chunks(texts, BATCH))
             for ids in itertools.chain.from_iterable(batches):
                 row += ids
@@ -187,15 +206,26 @@ def grow_pieces(
                         break
             done.update(parts=done["parts"] + 1, in_part=0)
             write(row, ends=True)
-            log.info("%s: %s of %s pieces", part.members[0], f"{done['tokens']:,}", f"{most:,}")
+            log.info("%s: %s of %s pieces", part.name, f"{done['tokens']:,}", f"{most:,}")
     if done["tokens"] < most:
         problem = f"The text of {path.name} has {done['tokens']:,} pieces, and {most:,} are asked for"
         raise UserError(f"{problem}: ask for fewer, --tokens N (data.tokens), or give more text.")
-    return {name: done[name] for name in ("lines", "tokens", "parts")}
+    return {name: done[name] for name in ("lines", "longest", "tokens", "parts", "files")}
 
 
-def _lines(pieces: Iterable[Piece]) -> Iterator[str]:
-    return itertools.chain.from_iterable(piece.lines() for piece in pieces)
+class _Longest:
+    """Counts lines while they are read: `lines`, and the `bytes` of the longest."""
+
+    def __init__(self, length: int = 0) -> None:
+        self.lines = 0
+        self.bytes = length
+
+    def of(self, lines: Iterable[str]) -> Iterator[str]:
+        for line in lines:
+            self.lines += 1
+            if len(line) * 4 > self.bytes:
+                self.bytes = max(self.bytes, len(line.encode()))
+            yield line
 
 
 def _write(path: Path, lines: Iterable[str]) -> dict[str, int]:

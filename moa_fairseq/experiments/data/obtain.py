@@ -130,6 +130,11 @@ class Store:
                 texts.update(self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file})
         return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
 
+    def at_hand_or_fetched(self, part: Part) -> Path | None:
+        """The file of a part that lies in no archive; None where it would have to be fetched."""
+        fetched = self.downloads / part.source
+        return self._find(part) or (fetched if part.source and fetched.is_file() else None)
+
     def _find(self, part: Part) -> Path | None:
         """The text in the user's folder, by its name in the archive or the last part of it."""
         return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
@@ -187,7 +192,7 @@ def _markup(path: Path, part: Part) -> str:
 
 
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
-    """Checksum of a file; one that is remembered, and has the same size and time, is not read again.
+    """Checksum of a file; one that is remembered, and was not touched since, is not read again.
 
     Args:
         memory: the JSON file that remembers checksums.
@@ -199,7 +204,10 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
     """
     known = saved_json(memory)
     key = f"{path.resolve()} {algorithm}"
-    now = stamp(path)
+    now = [
+        *stamp(path),
+        path.stat().st_ctime_ns,
+    ]  # the last changes with the file even if its time was set back
     entry = known.get(key)
     if not isinstance(entry, list) or entry[:-1] != now:
         entry = [*now, checksum(path, algorithm)]

@@ -22,6 +22,15 @@ MAX_LINE_BYTES = 1_000_000
 MAX_DOCUMENT_BYTES = 100_000_000
 # What SwitchHead's authors write behind each document, in place of the line ends that their text has not.
 DOCUMENT_END = "<STORY_SEP>"
+_JSON_KINDS: dict[Any, str] = {
+    dict: "an object",
+    list: "a list",
+    str: "a string",
+    type(None): "null",
+    bool: "true or false",
+    int: "a number",
+    float: "a number",
+}
 # Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
 BAD = "\0"
 BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
@@ -91,7 +100,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                         story = f"{place} is not UTF-8."
                 if not mark_bad:
                     if reason == LONG:
-                        remedy = "Check the file."
+                        remedy = "Check the file, or break the line."
                     else:
                         remedy = encoding_remedy(path)
                     raise UserError(f"{path}, line {number}: {story} {remedy}")
@@ -99,11 +108,13 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
             if number < _LOOKED_AT:
                 check()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        raise UserError(f"{path} is a damaged gzip file ({error}): fetch it again.") from error
+        problem = f"{path} is a damaged gzip file behind line {number:,} ({error})"
+        raise UserError(f"{problem}: copy or fetch it again.") from error
     except Exception as error:  # of a package that need not be there
         if type(error).__name__ != "ZstdError":
             raise
-        raise UserError(f"{path} is a damaged zstandard file ({error}): fetch it again.") from error
+        problem = f"{path} is a damaged zstandard file behind line {number:,} ({error})"
+        raise UserError(f"{problem}: copy or fetch it again.") from error
 
 
 def _opened(path: Path) -> Any:
@@ -131,16 +142,35 @@ def read_documents(path: Path) -> Iterator[str]:
         path: the file, plain, .gz or .zst.
 
     Raises:
-        UserError: for a line that is not an object with a "text"; and as `read_lines`.
+        UserError: for a line that is not an object with a "text", or whose text cannot be written as UTF-8;
+            and as `read_lines`.
     """
     for number, line in enumerate(read_lines(path, most=MAX_DOCUMENT_BYTES), 1):
+        if not line.strip():
+            continue
+        text = None
         try:
-            text = json.loads(line)["text"]
-        except (ValueError, TypeError, LookupError, RecursionError):
+            row = json.loads(line)
+            if not isinstance(row, dict):
+                problem = f"it is {_JSON_KINDS[type(row)]}"
+            elif "text" not in row:
+                problem = "that is missing"
+            else:
+                text = row["text"]
+                problem = f"that is {_JSON_KINDS[type(text)]}"
+                if isinstance(text, str):
+                    text.encode()
+        except json.JSONDecodeError as error:
+            problem = f"{error.msg}, column {error.colno}"
+        except UnicodeEncodeError as error:
+            problem = f"that holds {error.object[error.start]!a}, half of a surrogate pair"
             text = None
+        except (ValueError, RecursionError) as error:  # of numbers and brackets without end
+            problem = str(error)
         if not isinstance(text, str):
+            remedy = "Mend the line or take it out, or copy the file again if it is cut off."
             raise UserError(
-                f'{path}, line {number:,}: this is not a JSON object with a "text": fetch it again.'
+                f'{path}, line {number:,}: this is not a JSON object with a "text" ({problem}). {remedy}'
             )
         if text:
             yield text + DOCUMENT_END

@@ -70,7 +70,7 @@ class Preparation(PreparationJob):
             raise UserError(f"{problem}: name the folder of that data set, or leave --data away.")
         log.info("%s: binarised already; used as it is", source)
         sentences = check_binarised(source, self.languages, self.subsets, self.joined)
-        return Prepared(source, sentences, given_fingerprint(source))
+        return Prepared(source, sentences, content_digest(source))
 
     def steps(self) -> list[Step]:
         """All steps, in order; nothing is read but the names of files."""
@@ -116,15 +116,14 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 }
 
 
-def given_fingerprint(source: Path) -> str:
-    """Of a binarised folder that was made elsewhere."""
-    # File sizes tell apart two preparations; reading gigabytes to be sure is not worth the wait.
-    return fingerprint_of("given", {path.name: path.stat().st_size for path in _binarised_files(source)})
-
-
 def content_digest(source: Path) -> str:
     """Of a binarised folder, by the content of its files: equal data has it wherever it was made."""
     return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
+
+
+def size_digest(source: Path) -> str:
+    """The same of the sizes of the files alone, by which older runs know data that was given to them."""
+    return fingerprint_of("given", {path.name: path.stat().st_size for path in _binarised_files(source)})
 
 
 def _binarised_files(source: Path) -> list[Path]:
@@ -137,13 +136,19 @@ def _binarised_files(source: Path) -> list[Path]:
 
 
 # Keys of a data section that came later, with the values by which data is as before.
-LATER = {"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback": True}
+LATER = {
+    **{"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback": True},
+    **{"character_coverage": None, "allow_unknown": False},
+}
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """Where the stages of a data section are kept: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    settings = {key: value for key, value in settings.items() if key != "tokens" or value}  # a later key
+    # A later key, and one that changes nothing of the data.
+    settings = {
+        key: value for key, value in settings.items() if (key != "tokens" or value) and key != "allow_unknown"
+    }
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
     said = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
     return parent / f"{name}-{fingerprint_of(said, place)[:8]}"

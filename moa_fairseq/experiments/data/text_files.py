@@ -20,7 +20,7 @@ from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, Dataset, datas
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.prepare import given_fingerprint
+from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, marks
 from moa_fairseq.experiments.text import STEPS
@@ -192,7 +192,7 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     made = known.get(BINARISED) or known.get(f"{BINARISED}-{LABEL}")
     if trained and made and made.get("fingerprint") == trained:
         return unknown
-    given = not made and trained == given_fingerprint(data)  # of sizes alone
+    given = not made and trained in (content_digest(data), size_digest(data))
     if trained and not named and not given:
         remedy = f"Restore it, or name what has the same dictionaries and merges: --data {data}, if it has"
         raise UserError(f"{data} was prepared anew since {run} was trained on it. {remedy}.")

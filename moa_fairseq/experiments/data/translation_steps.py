@@ -115,7 +115,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
                 log.info("learning %s SentencePiece pieces: %s", f"{merges:,}", name)
                 texts = [tokens / f"train.{language}" for language in languages if models[language] == name]
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
-                counts[name] = pieces.learn(lines, texts[0], merges, new / name, **how)
+                counts[name] = pieces.learn(lines, texts[0], merges, new / name, **how)["pieces"]
             pieces.write_dictionary(new / name)
         return counts
 
@@ -145,10 +145,19 @@ def translation_steps(job: PreparationJob) -> list[Step]:
     cleaning = {split: data.cleaning("bpe", split) for split in splits}
     dictionaries = {}
     if by_pieces:
-        how = pieces.translation_settings(settings["piece_model"], settings["byte_fallback"])
+        fallback = settings["byte_fallback"]
+        coverage = settings.get("character_coverage")
+        how = pieces.translation_settings(settings["piece_model"], fallback, coverage)
+        # Without bytes, the letters of long lines were unknown once.
+        longest = {} if fallback else {"longest": pieces.LONGEST}
         text = job.root / "pieces"
         steps.append(
-            Step("model", model, learn, lambda: {"tokens": steps[0], "pieces": learned(), "settings": how})
+            Step(
+                "model",
+                model,
+                learn,
+                lambda: {"tokens": steps[0], "pieces": learned(), "settings": how, **longest},
+            )
         )
         steps.append(Step("pieces", text, segment, {"model": steps[-1], "cleaning": cleaning}))
         sides = [str(pieces.dictionary_of(model / models[language])) for language in languages]

@@ -11,8 +11,8 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
-from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder
-from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, put_mark
+from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
+from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, marks, put_mark
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
 from moa_fairseq.experiments.recipes.steps import Run
 from moa_fairseq.process import Executor, to_shell
@@ -44,6 +44,9 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         depends_on = list(job.settings)
     else:
         depends_on = list(BINARISED_KEYS)
+        trained = (marks(run.folder).get("train", {}).get("inputs") or {}).get("data")
+        if trained == (sizes := size_digest(prepared.folder)):  # by a version that knew no more of given data
+            prepared = dataclasses.replace(prepared, fingerprint=sizes)
     facts = {
         "folder": str(prepared.folder.resolve()),
         "sentences": prepared.sentences,

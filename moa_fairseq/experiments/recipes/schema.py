@@ -12,6 +12,7 @@ from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
 
 from moa_fairseq.experiments.data.catalogue import (
     CLASSIFICATION,
+    LEAST_COVERAGE,
     MASKED_LM,
     SENTENCEPIECE,
     SUBWORD_NMT,
@@ -149,6 +150,14 @@ class Data:
     piece_model: str = _key("of sentencepiece", choices=PIECE_MODELS, default="unigram")
     byte_fallback: bool = _key(
         "of sentencepiece: letters without a piece become bytes, and none is unknown", default=True
+    )
+    character_coverage: Optional[float] = _key(
+        "of text_sp and sentencepiece: share of the letters of the training text that get a piece; null: "
+        "0.9995, without bytes 1",
+        default=None,
+    )
+    allow_unknown: bool = _key(
+        "take training text of which more than 5 % of the pieces are <unk>", default=False
     )
     joined_dictionary: bool = _key(
         "one dictionary for both languages, of sentencepiece one model", default=True
@@ -455,6 +464,11 @@ def _values(recipe: Recipe) -> Problems:
 def _pieces(data: Data) -> Problems:
     """What SentencePiece needs, and what is not read without it."""
     takes = ("parallel", "binarised")
+    if (share := data.character_coverage) is not None:
+        if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
+            yield "data.character_coverage", f"is of text_sp and of data.segmentation: {SENTENCEPIECE} alone."
+        elif not LEAST_COVERAGE <= share <= 1:
+            yield "data.character_coverage", f"must lie between {LEAST_COVERAGE} and 1, not {share}."
     if data.segmentation != SENTENCEPIECE:
         for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
             if getattr(data, key) != default:

@@ -10,6 +10,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
+from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
@@ -38,7 +39,8 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
         subset: that was evaluated.
 
     Returns:
-        Metric → "score" and more; "meta": how it was evaluated.
+        Metric → "score" and more; "meta": how it was evaluated, of a language model with the share of the
+        symbols that are <unk>.
 
     Raises:
         UserError: for a damaged file, or if it is of a part of the subset.
@@ -49,7 +51,10 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
     # "complete_doc" takes empty lines for the ends of documents
     whole = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
     tokens = int(sizes[sizes > (0 if whole else 1)].sum())
-    return read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
+    scores = read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
+    (symbols,) = count_symbols(data, (), [subset]).values()
+    scores["meta"]["evaluation"]["unknown"] = round(symbols.share, 6)
+    return scores
 
 
 def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[str, Any]:
@@ -178,5 +183,7 @@ def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | No
     parts = []
     for subset, values in scores.items():
         found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
-        parts.append(f"{', '.join(found)} on {subset}" if found else f"{subset} scored")
+        share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
+        unknown = f" ({share:.2%} of its symbols are <unk>)" if is_number(share) else ""
+        parts.append(f"{', '.join(found)} on {subset}{unknown}" if found else f"{subset} scored")
     return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")

@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
+from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.json_files import NUMBER, check_kinds
 from moa_fairseq.experiments.scoring.text_marks import lacks_spaces
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_masked_lm
@@ -180,6 +181,7 @@ def score(
             f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out by the "
             f"training's --shorten-method or --sample-break-mode {task.cfg.sample_break_mode}"
         )
+    (symbols,) = count_symbols(Path(task.cfg.data), (), [subset]).values()
     meta = {
         "checkpoint": str(checkpoint),
         "data": str(task.cfg.data),
@@ -190,6 +192,7 @@ def score(
             "mask_prob": task.cfg.mask_prob,
             "tokens_per_sample": task.cfg.tokens_per_sample,
             "sample_break_mode": str(task.cfg.sample_break_mode),
+            "unknown": round(symbols.share, 6),
         },
         "tokens": tokens,
         "masked_tokens": [sum(result.masked.values()) for result in results],

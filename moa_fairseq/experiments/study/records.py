@@ -36,7 +36,7 @@ REMEDY = "Delete it, or bring the committed one back with git checkout."
 _SINGLE = re.compile(r".+-seed\d+\.json")
 _KINDS = {
     **dict.fromkeys(("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT),
-    **dict.fromkeys(("seed", "parameters", "tokens_per_second"), NUMBER),
+    **dict.fromkeys(("seed", "parameters", "tokens_per_second", "unknown"), NUMBER),
     **{"curve": LIST, "settings": MAPPING},
 }
 

@@ -176,7 +176,9 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         tables["at_equal_training_loss"] = _contrasts(study, at_equal)
     if references:
         tables["translations"] = _translations(study, runs, references)
-    return {"study": study.study, **counts, **tables, "made_by": made_by}
+    shares = {row["unknown"] for row in found if row.get("unknown") is not None}
+    unknown = {"unknown": max(shares)} if shares else {}
+    return {"study": study.study, **counts, **unknown, **tables, "made_by": made_by}
 
 
 def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
@@ -365,6 +367,8 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
         measure = f"the mean of the last {study.last} validations"
     else:
         measure = "that of the last validation"
+    if "unknown" in content:
+        measure += f", of text with {content['unknown']:.2%} <unk>"
     blocks: list[str | Table] = [
         f"# {study.question}",
         f"{content['runs']} of {content['planned']} runs of `{study.study}`. Bits: validation loss, "

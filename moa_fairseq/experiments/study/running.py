@@ -14,6 +14,7 @@ import portalocker
 from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
+from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.json_files import saved_json
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.provenance import commit
@@ -223,6 +224,7 @@ def _carry_out(run: Run, place: Place) -> None:
         raise UserError(f"{problem}. Give the file back, or begin this run anew without {folder}.")
     scored = place.study.stage == "all" and not diverged
     scores = saved_json(folder / "result.json") if scored else {}
+    data = prepared_data(folder)
     for path in folder.glob("generate-*.txt") if scores else ():
         subset = path.stem.removeprefix("generate-")
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
@@ -237,9 +239,18 @@ def _carry_out(run: Run, place: Place) -> None:
         "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
         **summarise(folder / "train.jsonl"),
         **made_by,
+        **({"unknown": _unknown(run, data)} if data else {}),
         "command": to_shell(command, environment),
     }
     append_record(run.records, record)
+
+
+def _unknown(run: Run, data: Path) -> float:
+    """The share of <unk> in the validation text that losses are of."""
+    section = run.load().data
+    languages = tuple(language for language in (section.source, section.target) if language)
+    *_, target = count_symbols(data, languages, ["valid"]).values()
+    return round(target.share, 6)
 
 
 def curve_of(path: Path) -> list[dict[str, Any]]:

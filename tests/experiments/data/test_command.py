@@ -182,6 +182,7 @@ def test_what_cannot_be_done_is_said_in_a_line(prepare, words, story):
 
 
 SEGMENTED = {"segmentation": "subword_nmt", "piece_model": None, "byte_fallback": None}
+SEGMENTED.update(character_coverage=None, allow_unknown=False)
 
 
 @pytest.mark.parametrize(

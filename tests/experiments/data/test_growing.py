@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import shutil
 import sys
 
 import pytest
@@ -13,12 +14,17 @@ from moa_fairseq.experiments.data.catalogue import Part, datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.data.parallel_text import DOCUMENT_END, Piece, read_documents
 from moa_fairseq.experiments.data.prepare import prepared_folder
+from moa_fairseq.files import checksum
 
 SPLITS = ("train", "valid")
 
 
 def pieces_of(path):
     return path.read_text("utf-8").split()
+
+
+def digests(files):
+    return lambda part: checksum(files[part].path)
 
 
 @pytest.fixture
@@ -50,7 +56,7 @@ def test_the_first_pieces_are_written_and_no_file_behind_them_is_asked_for(text,
         asked.append(part)
         return files[part]
 
-    facts = monolingual.grow_pieces(parts, fetch, model, tmp_path / "new" / "train", most, 2)
+    facts = monolingual.grow_pieces(parts, fetch, digests(files), model, tmp_path / "new" / "train", most, 2)
     found = pieces_of(tmp_path / "new" / "train")
     assert found == expected[:most] and facts["tokens"] == most and facts["parts"] == len(asked)
     assert len(asked) == {1: 1, 99: 1}.get(most, 3 if most == len(expected) else len(asked))
@@ -64,7 +70,7 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(text, tmp_pa
     monkeypatch.setattr(monolingual, "BATCH", 2)
     whole, other = tmp_path / "a" / "train", tmp_path / "b" / "train"
     most = len(expected) - 5
-    facts = monolingual.grow_pieces(parts, files.get, model, whole, most, 1)
+    facts = monolingual.grow_pieces(parts, files.get, digests(files), model, whole, most, 1)
     read = []
 
     class Stopping(Piece):
@@ -79,11 +85,11 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(text, tmp_pa
         return Stopping(*files[part])
 
     with pytest.raises(KeyboardInterrupt):
-        monolingual.grow_pieces(parts, fetch, model, other, most, 1)
+        monolingual.grow_pieces(parts, fetch, digests(files), model, other, most, 1)
     with open(other, "ab") as stream:  # what was written and not yet noted down
         stream.write("▁half a".encode())
     before = len(read)
-    assert monolingual.grow_pieces(parts, fetch, model, other, most, 1) == facts
+    assert monolingual.grow_pieces(parts, fetch, digests(files), model, other, most, 1) == facts
     assert other.read_bytes() == whole.read_bytes()
     done_before = stop // 7  # whole files, which are not opened again
     assert len(read) - before <= 21 - 7 * done_before
@@ -93,17 +99,89 @@ def test_another_number_of_pieces_begins_anew(text, tmp_path):
     parts, files, model, expected = text
     path = tmp_path / "new" / "train"
     for most in (300, 200, 400):
-        monolingual.grow_pieces(parts, files.get, model, path, most, 1)
+        monolingual.grow_pieces(parts, files.get, digests(files), model, path, most, 1)
         assert pieces_of(path) == expected[:most]
+
+
+@pytest.mark.parametrize("change", ["exchanged", "edited", "gone"])
+def test_a_file_that_was_exchanged_begins_the_text_anew(text, tmp_path, monkeypatch, change):
+    parts, files, model, expected = text
+    for name, value in (("ROW", 30), ("SAVED", 1), ("BATCH", 2)):
+        monkeypatch.setattr(monolingual, name, value)
+    most = len(expected) - 200
+    opened, interruptions = [], []
+
+    def fetch(part):
+        opened.append(part)
+        if len(opened) == 2 and not interruptions:
+            interruptions.append(part)
+            raise KeyboardInterrupt
+        return files[part]
+
+    def digest(part):
+        return checksum(files[part].path) if files[part].path.is_file() else None
+
+    def grow(name):
+        return monolingual.grow_pieces(parts, fetch, digest, model, tmp_path / name / "train", most, 1)
+
+    with pytest.raises(KeyboardInterrupt):
+        grow("new")
+    first, second = (files[part].path for part in parts[:2])
+    if change == "exchanged":
+        kept = first.read_bytes()
+        first.write_bytes(second.read_bytes())
+        second.write_bytes(kept)
+    elif change == "edited":
+        raw = gzip.decompress(first.read_bytes()).replace(b"the", b"eht")
+        first.write_bytes(gzip.compress(raw, mtime=0))
+    else:
+        whole = grow("whole")
+        first.unlink()
+    opened.clear()
+    facts = grow("new")
+    assert opened[0] == parts[change == "gone"]
+    if change != "gone":
+        whole = grow("whole")
+    assert facts == whole and pieces_of(tmp_path / "new/train") == pieces_of(tmp_path / "whole/train")
+
+
+def hub_of(folder, made, first):
+    """Two training files and a validation file of C4, with other sentences for another `first`."""
+    names = [f"c4-train.{number:05d}-of-01024.json.gz" for number in range(2)]
+    for number, name in enumerate([*names, "c4-validation.00000-of-00008.json.gz"]):
+        rows = [{"text": line} for line in made.sentences(300, "en", first + number)]
+        made.documents(folder / name, rows)
+    return folder
+
+
+def test_other_text_of_the_same_names_is_prepared_anew(prepare, made, tmp_path, said):
+    one, same, other = (hub_of(tmp_path / name, made, seed) for name, seed in zip("abc", (0, 0, 7)))
+    first, root = prepare("c4", one, subsets=SPLITS)
+    before = (root / "text/train").read_bytes()
+    again, _ = prepare("c4", same, subsets=SPLITS)
+    assert again == first and sum("done before" in line for line in said) == 4
+    changed, _ = prepare("c4", other, subsets=SPLITS)
+    assert changed.fingerprint != first.fingerprint and (root / "text/train").read_bytes() != before
+    assert not any("done before" in line for line in said)
+    # one file of the validation text alone
+    shutil.copy(one / "c4-validation.00000-of-00008.json.gz", other)
+    prepare("c4", other, subsets=SPLITS)
+    assert [line.partition(":")[0] for line in said if "done before" in line] == ["model"]
+    content = read_manifest(root)["stages"]["text"]["train"]["files"]
+    assert content == {path.name: checksum(path) for path in other.glob("*train.00000*")}
+    for path in other.glob("*"):  # the disk is needed
+        path.unlink()
+    prepare("c4", other, subsets=SPLITS)
+    assert sum("done before" in line for line in said) == 4
 
 
 def test_another_model_in_the_same_place_begins_anew(text, tmp_path):
     parts, files, model, expected = text
     path = tmp_path / "new" / "train"
-    monolingual.grow_pieces(parts, files.get, model, path, 300, 1)
+    monolingual.grow_pieces(parts, files.get, digests(files), model, path, 300, 1)
     lines = [line for part in parts for line in files[part].lines()]
-    assert pieces.learn(lines, "text", 90, model, **pieces.LANGUAGE_MODEL) == 90
-    monolingual.grow_pieces(parts, files.get, model, path, 300, 1)
+    assert pieces.learn(lines, "text", 90, model, **pieces.LANGUAGE_MODEL)["pieces"] == 90
+    monolingual.grow_pieces(parts, files.get, digests(files), model, path, 300, 1)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
     anew = processor.id_to_piece([number for line in lines for number in processor.encode(line)])
     assert pieces_of(path) == anew[:300] != expected[:300]
@@ -117,7 +195,7 @@ def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
 def test_too_little_text_is_an_error(text, tmp_path):
     parts, files, model, expected = text
     with pytest.raises(UserError, match=rf"has {len(expected):,} pieces, and 9,999 .*--tokens"):
-        monolingual.grow_pieces(parts, files.get, model, tmp_path / "train", 9999, 1)
+        monolingual.grow_pieces(parts, files.get, digests(files), model, tmp_path / "train", 9999, 1)
 
 
 @pytest.mark.parametrize("name", ["c4", "pes2o"])

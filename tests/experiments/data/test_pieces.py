@@ -135,8 +135,7 @@ def test_moses_says_what_it_has_no_rules_for(prepare, pairs, said):
         (pairs / f"{split}.so").write_text((pairs / f"{split}.fi").read_text("utf-8"), "utf-8")
     settings = {**PAIR, "segmentation": "subword_nmt", "tokenize": True, "bpe": 30}
     prepare("parallel", pairs, "first", **{**settings, "source": "fi", "target": "so"})
-    (warning,) = (line for line in said if line.startswith("WARNING"))
-    assert "abbreviations for so" in warning
+    assert sum("abbreviations for so" in line for line in said if line.startswith("WARNING")) == 1
     said.clear()
     prepare("parallel", pairs, "second", **settings)
     assert sum("segmentation=sentencepiece" in line for line in said) == 1

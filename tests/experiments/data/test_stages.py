@@ -17,7 +17,7 @@ from moa_fairseq.experiments import make
 from moa_fairseq.experiments.data import archives, monolingual, pieces, text_stages
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
-from moa_fairseq.experiments.data.prepare import given_fingerprint, prepared_folder
+from moa_fairseq.experiments.data.prepare import content_digest, prepared_folder, size_digest
 
 # Of each kind: recipe → training sentences, steps (archives' extraction counted), the first step's output.
 KINDS = {
@@ -188,14 +188,16 @@ def test_folders_are_told_apart(tmp_path):
     assert same != prepared_folder({**settings, "bpe": 31}, tmp_path / "a", tmp_path)
 
 
-def test_data_that_are_given_are_known_by_the_sizes_of_their_files(tmp_path):
+def test_data_that_are_given_are_known_by_the_content_of_their_files(tmp_path):
     names = ("train.en-de.en.bin", "train.en-de.en.idx", "dict.en.txt", "README.md")
     for name in names:
         (tmp_path / name).write_text("x 1\n")
-    before = given_fingerprint(tmp_path)
+    before = content_digest(tmp_path), size_digest(tmp_path)
     for name in names:
-        (tmp_path / name).write_text("x 1\ny 1\n")
-        assert (given_fingerprint(tmp_path) == before) == (name == "README.md")
+        for other in ("y 1\n", "x 1\ny 1\n"):
+            (tmp_path / name).write_text(other)
+            same = content_digest(tmp_path) == before[0], size_digest(tmp_path) == before[1]
+            assert same == (name == "README.md", name == "README.md" or len(other) == 4)
         (tmp_path / name).write_text("x 1\n")
 
 

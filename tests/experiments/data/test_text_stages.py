@@ -264,7 +264,11 @@ def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
         with pytest.raises(UserError, match=rf"test, line 2: the word {word} "):
             write_lines(texts, tmp_path / "text")
     (tmp_path / "test").write_text("a\n")
-    assert write_lines(texts, tmp_path / "text")["train"] == {"lines": 2, "tokens": 5}
+    assert write_lines(texts, tmp_path / "text")["train"] == {
+        "lines": 2,
+        "tokens": 5,
+        "longest": 9,
+    }
 
 
 def test_dos_files_with_a_mark_at_the_beginning_and_empty_lines_of_a_test(run):

@@ -6,6 +6,7 @@ import numpy
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.recipes import lengths, scores
 from moa_fairseq.experiments.recipes.lengths import check_sentences
 from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe
@@ -77,9 +78,11 @@ def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, mo
     """A line that is empty has its end alone; with complete_doc fairseq reads it as the end of a document."""
     sizes = numpy.array([5, 1, 9])
     monkeypatch.setattr(scores, "sentence_sizes", lambda *_: (sizes, sizes))
+    monkeypatch.setattr(scores, "count_symbols", lambda *_: {"test": Symbols(12, 3, 8)})
     recipe, path = causal(f"score.flags.sample-break-mode={mode}"), tmp_path / "eval-lm-test.txt"
     path.write_text(REPORT.format(whole))
-    assert scores_in(path, recipe, tmp_path, "test")["meta"]["evaluation"]["tokens"] == whole
+    evaluation = scores_in(path, recipe, tmp_path, "test")["meta"]["evaluation"]
+    assert (evaluation["tokens"], evaluation["unknown"]) == (whole, 0.25)
     path.write_text(REPORT.format(whole - 1))
     with pytest.raises(UserError, match=f"{whole - 1} of {whole} tokens"):
         scores_in(path, recipe, tmp_path, "test")

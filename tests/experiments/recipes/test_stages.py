@@ -17,6 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
+from moa_fairseq.experiments.data.prepare import size_digest
 from moa_fairseq.experiments.make import marks
 from moa_fairseq.experiments.recipes import checkpoints, command
 from moa_fairseq.experiments.recipes.hardware import Hardware
@@ -187,6 +188,8 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
     assert values["metrics"][headline] == value and (values["parameters"], values["updates"]) == (1000, 9)
     assert values["command"] == "moa-fairseq recipe x" and values["reproduces"] is None
     assert f"{headline} {value:.2f} on test" in said[-1]
+    if kind == "causal":  # whose words are all known
+        assert values["evaluation"]["unknown"] == 0 and "0.00% of its symbols are <unk>" in said[-1]
     kept = (tmp_path / "run" / "commands.sh").read_text()
     assert kept.count("fairseq-train ") == 1
     said.clear()
@@ -276,6 +279,13 @@ def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
     binarised = tmp_path / "bin" / "train.en-de.en.bin"
     text = binarised.read_bytes()
     binarised.write_bytes(bytes(byte ^ 1 for byte in text))
+    with pytest.raises(UserError, match=r"data: \w+ → \w+.*--restart"):
+        go("train.max_epoch=4", stage="train")
+    # an older version knew the data by the sizes of its files, and its training by the content
+    state = tmp_path / "runs" / "small" / "state.json"
+    known = json.loads(state.read_text())
+    known["train"]["inputs"]["data"] = size_digest(tmp_path / "bin")
+    state.write_text(json.dumps(known))
     with pytest.raises(UserError, match=r"another content.*--data.*--restart"):
         go("train.max_epoch=4", stage="train")
     binarised.write_bytes(text)

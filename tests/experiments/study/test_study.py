@@ -10,8 +10,11 @@ import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
+import numpy
 import pytest
+import torch
 import yaml
+from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import Diverged, UserError
@@ -59,6 +62,7 @@ def say_what_trains(folder):
     conditions = {"hardware": detect_hardware().describe(), "threads": 1, "precision": "fp32"}
     if Player.data:
         conditions["data"] = content_digest(Player.data)
+        put_mark(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
     conditions |= Player.conditions
     put_mark(folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)])
 
@@ -423,12 +427,16 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
     (data / "dict.txt").write_text("a 1\n")
-    (data / "train.idx").write_text("")
+    builder = MMapIndexedDatasetBuilder(str(data / "valid.bin"), dtype=numpy.uint16)
+    builder.add_item(torch.tensor([4, 3, 4, 4, 2]))
+    builder.finalize(str(data / "valid.idx"))
     (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
     Player.data, Player.end = data, 2
     _, records = study("--data", str(data))
     digest = record_of(records, "A-seed1")["data"]
     assert len(digest) == 16 and record_of(records, "B-seed1")["data"] == digest
+    assert record_of(records, "A-seed1")["unknown"] == 0.25 == report_of(study)["unknown"]
+    assert "25.00% <unk>" in (records / "report.md").read_text()
     (data / "dict.txt").write_text("b 1\n")  # as many bytes
     Player.end, Player.ran = None, []
     capsys.readouterr()

@@ -1,0 +1,104 @@
+"""The share of <unk> in binarised text, which is an error where the pieces were learnt on that text."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Iterable, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy
+from fairseq.data import Dictionary
+from fairseq.data.indexed_dataset import MMapIndexedDataset
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import LABEL, subset_stems
+
+WARNED = 0.001
+REFUSED = 0.05
+_READ_AT_ONCE = 50_000_000  # symbols
+log = logging.getLogger(__name__)
+
+
+class Symbols(NamedTuple):
+    """What a binarised file holds, the ends of its sentences aside.
+
+    Args:
+        symbols: how many.
+        unknown: those of them that are <unk>.
+        longest: symbols of the longest sentence.
+    """
+
+    symbols: int
+    unknown: int
+    longest: int
+
+    @property
+    def share(self) -> float:
+        """Of <unk>."""
+        return self.unknown / max(1, self.symbols)
+
+
+def count_symbols(folder: Path, languages: tuple[str, ...], splits: Iterable[str]) -> dict[str, Symbols]:
+    """Count the symbols of binarised text.
+
+    Args:
+        folder: made by fairseq-preprocess.
+        languages: two, or () for data in one language.
+        splits: their names.
+
+    Returns:
+        "train", or "train.de" for each of two languages → its symbols.
+    """
+    return {
+        f"{split}.{side}" if languages else split: _count(stem)
+        for split in splits
+        for side, stem in subset_stems(folder, languages, split).items()
+        if side != LABEL
+    }
+
+
+def _count(stem: Path) -> Symbols:
+    dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+    sizes = numpy.array(dataset.sizes)
+    total = int(sizes.sum(dtype=numpy.int64))
+    width = Path(f"{stem}.bin").stat().st_size // total
+    symbols = numpy.memmap(f"{stem}.bin", dtype=f"<u{width}", mode="r")
+    unk = Dictionary().unk()
+    unknown = sum(
+        int(numpy.count_nonzero(symbols[start : start + _READ_AT_ONCE] == unk))
+        for start in range(0, total, _READ_AT_ONCE)
+    )
+    return Symbols(total - len(sizes), unknown, int(sizes.max()) - 1)
+
+
+def check_unknown(
+    counts: Mapping[str, Symbols], text: Path, learnt: bool, allowed: bool, remedy: str
+) -> None:
+    """Say the shares of <unk>, and what is wrong with them where the pieces were learnt on this text.
+
+    Args:
+        counts: as of `count_symbols`.
+        text: the folder of the text in pieces, for the error.
+        learnt: here; a published text and a vocabulary of words have the <unk> that they have.
+        allowed: the user takes any share.
+        remedy: a sentence.
+
+    Raises:
+        UserError: where the training text has more than `REFUSED`.
+    """
+    shares = {name: found.share for name, found in counts.items()}
+    log.info("<unk> of the symbols: %s", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
+    if not learnt:
+        return
+    for name, share in shares.items():
+        train = name.partition(".")[0] == "train"
+        story = f"{text / name}: {share:.2%} of the symbols are <unk>"
+        if train and share > REFUSED and not allowed:
+            raise UserError(
+                f"{story}. {remedy} To take it as it is: --allow-unknown (data.allow_unknown: true)."
+            )
+        if train and share > WARNED:
+            log.warning("%s. %s", story, remedy)
+        elif share > WARNED:
+            log.warning("%s, for the training text has no such pieces", story)
