@@ -96,7 +96,7 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a study file says. The first system is the baseline.
+    """What a study file says, over its `base:` if it names one. The first system is the baseline.
 
     Args:
         study: its name, which is the file's.
@@ -177,7 +177,7 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
             diverged.
     """
     file = str(path)
-    study = build(Study, read_mapping(path, "study"), file)
+    study = build(Study, _with_base(path), file)
     if study.tuning is None:
         tuning = None
     else:
@@ -227,6 +227,30 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         if contrast.first == contrast.second:
             fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
     return dataclasses.replace(study, systems=rows, contrasts=contrasts)
+
+
+def _with_base(path: Path) -> dict[str, Any]:
+    """The mapping of a study file over that of its `base:`, a study file whose path begins in its folder.
+
+    A key that both give a mapping (set, systems, contrasts, tuning) has the entries of both; else the file's
+    own value counts. So a system or a contrast that both name is the file's.
+    """
+    mapping = read_mapping(path, "study")
+    name = mapping.pop("base", None)
+    if name is None:
+        return mapping
+    if not isinstance(name, str):
+        fail(str(path), "base", "must be the path of a study file.")
+    below = read_mapping(path.parent / name, "study")
+    if "base" in below:
+        fail(str(path), "base", f"names {name}, which has a base itself: a study has one.")
+    for key, value in below.items():
+        above = mapping.get(key, value)
+        if isinstance(value, dict) and isinstance(above, dict):
+            mapping[key] = {**value, **above}
+        else:
+            mapping[key] = above
+    return mapping
 
 
 def _check(study: Study, tuning: Tuning | None, file: str) -> None:

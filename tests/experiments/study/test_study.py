@@ -904,13 +904,34 @@ def test_mistakes_are_named(study, capsys, changes, named):
 @pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
 def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
     text = yaml.safe_load(path.read_text())
-    study = load_study(path, tmp_path, tune="tuning" in text)
+    study = load_study(path, tmp_path, tune=bool({"tuning", "base"} & text.keys()))
     assert study.study.removesuffix("_tuning") == path.stem
     for run in runs_of(study, path.parent, tmp_path):
         recipe = run.load()
         families = {"moa": "MoA", "mae": "MAE", "moh": "MoH", "switchhead": "SwitchHead"}
         family = study.systems[run.system].family
         assert families.get(recipe.model.arch.partition("_")[0], family) == family
+
+
+def test_a_study_has_what_its_base_has_under_its_own(tmp_path):
+    (tmp_path / "below").mkdir()
+    below = {**STUDY, "margin": 0.02, "set": {"train.max_update": 7, "train.update_freq": 2}}
+    (tmp_path / "below" / "toy.yaml").write_text(json.dumps(below))
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    new = {"label": "new", "recipe": "../tiny.yaml", "set": {"train.update_freq": 3}}
+    above = {"study": "more", "base": "toy.yaml", "seeds": 2, "set": {"train.max_update": 9}}
+    path = tmp_path / "below" / "more.yaml"
+    path.write_text(json.dumps({**above, "systems": {"B": new, "C": new}}))
+    study = load_study(path, tmp_path)
+    assert (study.study, study.seeds, study.margin, list(study.systems)) == ("more", 2, 0.02, ["A", "B", "C"])
+    assert study.systems["A"].set == {"train.max_update": 9, "train.update_freq": 2}
+    assert study.systems["B"].label == "new" and study.systems["B"].set["train.update_freq"] == 3
+    assert study.contrasts["gain"].second == "A"
+    for name, base in (("twice", "more.yaml"), ("none", "missing.yaml"), ("number", 3)):
+        path = tmp_path / "below" / f"{name}.yaml"
+        path.write_text(json.dumps({**above, "base": base}))
+        with pytest.raises(UserError, match="base" if name != "none" else "missing.yaml"):
+            load_study(path, tmp_path)
 
 
 def test_a_study_names_a_shipped_recipe_as_a_base_does(tmp_path):
