@@ -8,6 +8,7 @@ import contextlib
 import math
 import re
 import sys
+import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
@@ -17,6 +18,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.integrations import hooks
 from moa_fairseq.layers.losses import head_balance_loss
 from moa_fairseq.layers.moh import ROUTERS, MoHSettings
 from moa_fairseq.layers.moh_routers import (
@@ -26,6 +28,7 @@ from moa_fairseq.layers.moh_routers import (
     SharedAndRoutedRouter,
 )
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.threads import Collectors
 from moa_fairseq.layers.torch_compat import full_precision
 
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
@@ -133,9 +136,8 @@ class RouterWeight(nn.Module):
 class HeadMixture(nn.Module):
     """The gates of one attention's heads: Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
 
-    Hooks on the attention read its input and follow projections that are replaced later, by adapters or by
-    quantisation. Hooks on the projections read the queries, and weight the heads. `sizes` is saved with the
-    weights: a dense model which loads them has a key too many, and another mixture refuses them.
+    It takes part in the attention's calls by `hooks`. `sizes` is saved with the weights: a dense model which
+    loads them has a key too many, and another mixture refuses them.
 
     Args:
         attention: the library's module; it is only looked at here, `attach` changes it.
@@ -198,14 +200,10 @@ class HeadMixture(nn.Module):
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
             self.router = learned
         self.num_heads = num_heads
-        self.names = (output, settings.queries if self.router.reads_queries else output)
+        self.output = output
+        self.queries = settings.queries
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
-        self.collectors: tuple[_Kept, ...] = ()  # of the blocks of `collect_routings` around
-        self._gates: Tensor | None = None  # [N, h], from the router to the output projection
-        self._input: Any = None  # of the attention
-        self._projections: tuple[nn.Module, ...] = ()  # a tuple: they stay the attention's
-        self._hooks: list[Any] = []
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "sizes")
@@ -220,75 +218,17 @@ class HeadMixture(nn.Module):
         """Make it a part of the attention, with its hooks."""
         attention.mixture = self
         self.train(attention.training)
-        # bound methods: a copy of the model calls its own mixture
-        attention.register_forward_pre_hook(self._before, with_kwargs=True)
-        attention.register_forward_hook(self._after)
-        self._follow(attention)
+        hooks.attach(attention)
 
-    def _follow(self, attention: nn.Module) -> None:
-        output, queries = (getattr(attention, name) for name in self.names)
-        for hook in self._hooks:
-            hook.remove()
-        self._projections = (output, queries)
-        self._hooks = [output.register_forward_pre_hook(self._weight_heads)]
-        if self.router.reads_queries:
-            self._hooks.append(queries.register_forward_hook(self._read_queries))
-
-    def _before(self, attention: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
-        output, queries = self.names
-        if (
-            getattr(attention, output) is not self._projections[0]
-            or getattr(attention, queries) is not self._projections[1]
-        ):
-            self._follow(attention)
-        self._gates = None
-        self._input = kwargs.get("hidden_states", args[0] if args else None)
-        if not self.router.reads_queries:
-            self._route(self._input)
-
-    def _read_queries(self, projection: nn.Module, args: tuple[Any, ...], queries: Tensor) -> None:
-        self._route(queries[..., : self.width])
-
-    def _route(self, x: Tensor) -> None:
-        """Choose heads by x, [..., C] or the queries [..., h·D]."""
+    def route(self, call: hooks.Call, x: Tensor) -> None:
+        """Choose the heads of a call by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
-        self._gates = routing.gates_by_expert
-        recomputes = not torch.compiler.is_compiling() and torch._C._current_graph_task_id() >= 0
-        if self.collectors and not recomputes:
-            if self.training and not torch.is_grad_enabled():
-                raise UserError(
-                    "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
-                    'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
-                    "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
-                )
-            for kept in self.collectors:
-                kept.last = (routing, kept.last)
-
-    def _weight_heads(self, projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-        """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
-        heads, *rest = args
-        if heads is self._input:
-            raise UserError(
-                f"output={self.names[0]!r} reads no heads, but what its attention reads: convert the dense "
-                "model anew, with the name of the output projection."
-            )
-        if self._gates is None or heads.size(-1) != self.width:
-            raise UserError(
-                f"{self.names[0]} reads {heads.size(-1)} of its heads' {self.width} values, or its attention "
-                "was passed over: tensor parallelism, fused attention and copies of this projection (peft's "
-                "modules_to_save) do not combine with mixtures of heads."
-            )
-        gates = self._gates.to(heads.dtype).view(*heads.shape[:-1], self.num_heads, 1)
-        self._gates = self._input = None  # nothing stays on a module: a copy of it would fail
-        return ((heads.unflatten(-1, (self.num_heads, -1)) * gates).flatten(-2), *rest)
-
-    def _after(self, attention: nn.Module, args: tuple[Any, ...], output: Any) -> None:
-        if self._input is not None:
-            self._gates = self._input = None
-            raise UserError(
-                f"{type(attention).__name__} passed over its {self.names[0]}, so that its heads were not "
-                "weighted: switch off the fused kernels or the patch that replaces the call."
-            )
+        call.gates = routing.gates_by_expert
+        compiles = torch.compiler.is_compiling()
+        if compiles or torch._C._current_graph_task_id() < 0:  # else a checkpoint computes it again
+            lost = self.training and not torch.is_grad_enabled()
+            for collector in _COLLECTORS.around():
+                collector.add((self, routing, lost))
 
 
 def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
@@ -317,34 +257,58 @@ def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSe
         torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
 
-class _Kept:  # a list would be a guard of torch.compile, which would compile anew for each length
+_COLLECTORS = Collectors("mixtures of heads")
+_adding = threading.Lock()
+
+
+class _Routings:  # a list would be a guard of torch.compile, which would compile anew for each length
     def __init__(self) -> None:
-        self.last: Any = (None, None)  # the last routing, and the same of those before it
+        self.last: Any = ((), ())  # (mixture, routing, whether its gradient is lost), and those before it
+
+    def add(self, found: Any) -> None:
+        if torch.compiler.is_compiling():
+            self.last = (found, self.last)
+        else:
+            with _adding:
+                # the passes of one block may run in several threads
+                self.last = (found, self.last)
 
 
 @contextlib.contextmanager
 def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
 
-    What a checkpoint computes again is not in it. Blocks may be nested: each collects all.
+    What a checkpoint computes again is not in it. Blocks may be nested: each collects all. The passes are
+    those of the block's thread and asyncio task, and of threads in a copy of its context (`Collectors`).
+    Those that run at the same time are mixed.
 
     Args:
         model: with mixtures; those in which every head is shared choose nothing, and add nothing.
+
+    Raises:
+        UserError: where checkpoints with use_reentrant=True would lose the gradient of a balance loss.
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: list[Routing] = []
-    kept = _Kept()
-    for each in mixtures:
-        each.collectors += (kept,)
+    collector = _Routings()
+    lost = False
     try:
-        yield routings
+        with _COLLECTORS.block(collector):
+            yield routings
     finally:
-        for each in mixtures:
-            each.collectors = each.collectors[:-1]
-        routing, before = kept.last
+        found, before = collector.last
         while before:
-            routings.insert(0, routing)
-            routing, before = before
+            mixture, routing, without_gradient = found
+            if mixture in mixtures:
+                routings.insert(0, routing)
+                lost = lost or without_gradient
+            found, before = before
+    if lost:
+        raise UserError(
+            "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
+            'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
+            "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
+        )
 
 
 def balance_loss(
@@ -364,7 +328,9 @@ def balance_loss(
         UserError: for no routings.
     """
     if not routings:
-        raise UserError("No routings: let the block of collect_routings end first, and the model choose.")
+        raise UserError(
+            "No routings: let the block of collect_routings end first, and the model choose in its thread."
+        )
     if mask is None or mask.dim() != 2:
         padding = None
     else:

@@ -7,6 +7,7 @@ read what `save_pretrained` wrote: a mixture of a `llama` has the model type `mo
 import copy
 import functools
 import inspect
+import threading
 import warnings
 from dataclasses import asdict
 from typing import Any
@@ -108,7 +109,9 @@ def _is_causal_lm(base: Any) -> bool:
     return config in CAUSAL and CAUSAL[config] is base
 
 
-@functools.cache
+_making = threading.Lock()
+
+
 def mixture_class(base: Any) -> Any:
     """The class of base's mixtures, as MoHLlamaForCausalLM of LlamaForCausalLM, known to the Auto classes.
 
@@ -117,6 +120,12 @@ def mixture_class(base: Any) -> Any:
     Args:
         base: a class that AutoModelForCausalLM loads.
     """
+    with _making:  # two classes of one name could not be told apart by pickle
+        return _mixture_class(base)
+
+
+@functools.cache
+def _mixture_class(base: Any) -> Any:
     base_config: Any = base.config_class
     names = list(inspect.signature(base.forward).parameters)[1:]
 

@@ -5,7 +5,6 @@ import torch
 from integrations.tiny_models import DTYPE, VERSION, dense, mixture, mixtures_of, tokens
 from transformers import AutoModelForCausalLM, LlamaForCausalLM
 
-from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 
 routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
@@ -50,12 +49,18 @@ def test_an_adapter_is_the_same_merged_or_not(targets, router):
     torch.testing.assert_close(logits(model.merge_and_unload()), apart, rtol=0, atol=1e-5)
 
 
-def test_a_copied_projection_is_refused():
-    """Its hooks are copies, too, which would weight nothing."""
+@routers
+def test_a_copied_projection_weights_its_heads_once(router):
+    """Its hooks are copies, too."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
-    with pytest.raises(UserError):
-        logits(peft.get_peft_model(mixture(), settings).eval())
+    model, wanted = peft.get_peft_model(mixture(router=router), settings).eval(), mixture(router=router)
+    for layer, other in zip(model.base_model.model.model.layers, wanted.model.layers):
+        copied = layer.self_attn.o_proj.modules_to_save["default"].weight
+        for weight in (copied, other.self_attn.o_proj.weight):
+            weight.data.mul_(1.5)
+    torch.testing.assert_close(logits(model), logits(wanted), rtol=0, atol=1e-12)
+    torch.testing.assert_close(logits(model.merge_and_unload()), logits(wanted), rtol=0, atol=1e-12)
 
 
 def test_adapters_are_trained_with_the_balance():

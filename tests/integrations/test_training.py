@@ -173,8 +173,7 @@ def test_checkpointing_is_exact_or_refused(router):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**batch).loss.backward()
     assert_same(gradients(model), wanted)
-    for each in mixtures_of(copy.deepcopy(model)):  # which a tensor of the graph would not let be copied
-        assert not each.collectors and each._gates is None and each._input is None
+    copy.deepcopy(model)  # which a tensor of the graph, left on a module, would not let be copied
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(UserError, match="use_reentrant"):

@@ -6,6 +6,7 @@ import os
 import re
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
@@ -23,6 +24,7 @@ from timm.utils import ModelEmaV2, ModelEmaV3
 from torch._dynamo.testing import CompileCounter
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.integrations import heads
 from moa_fairseq.integrations.heads import HeadMixture, balance_loss, collect_routings
 from moa_fairseq.integrations.vision import to_mixture_of_heads
 
@@ -188,7 +190,7 @@ def loss_of(model, weight=1.0):
     """A training step's loss, with the balance."""
     with collect_routings(model) as routings:
         out = model(images(next(model.parameters()).dtype))
-    assert len(routings) == 2 and not any(each.collectors for each in mixtures_of(model))
+    assert len(routings) == 2 and not heads._COLLECTORS.around()
     return out.square().mean() + weight * balance_loss(routings)
 
 
@@ -398,3 +400,37 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     thin = example.replace('_224"', '_224", depth=2').replace("pretrained=True", "pretrained=False")
     exec(thin, names)
     assert [each.sizes.tolist()[:2] for each in mixtures_of(names["model"])] == [[3, 4]] * 2
+
+
+@routers
+def test_passes_in_threads_are_those_of_one(router):
+    """Replicas, servers: see test_threads.py."""
+    model, before = mixture("deit", router), sys.getswitchinterval()
+    inputs = [images()[: 1 + number % 3] + number for number in range(8)]
+
+    @torch.no_grad()
+    def run(number):
+        return model(inputs[number])
+
+    alone = [run(number) for number in range(8)]
+    sys.setswitchinterval(5e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for number, found in enumerate(pool.map(run, list(range(8)) * 20)):
+                torch.testing.assert_close(found, alone[number % 8], **exact)
+    finally:
+        sys.setswitchinterval(before)
+
+
+def test_torch_fx_takes_attentions_as_leaves():
+    """Of what it cannot trace it says what to do."""
+    create = pytest.importorskip("torchvision.models.feature_extraction").create_feature_extractor
+    model = mixture("vit", "learned")
+    with pytest.raises(UserError, match=r"'leaf_modules': \[Attention\]"):
+        create(model, ["blocks.1"])
+    features = create(model, ["blocks.1"], tracer_kwargs={"leaf_modules": [type(model.blocks[0].attn)]})
+    seen = []
+    model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
+    logits(model)
+    with torch.no_grad():
+        torch.testing.assert_close(features(images())["blocks.1"], seen[0], **exact)

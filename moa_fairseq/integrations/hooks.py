@@ -1,0 +1,153 @@
+"""The hooks by which a mixture of heads takes part in the calls of its attention.
+
+Those on the attention read its input, and follow projections that are replaced later, by adapters or by
+quantisation. Those on the projections read the queries, and weight the heads. What a call hands from one hook
+to the next is its thread's: nothing of it lies on a module, which several threads may call.
+"""
+
+import threading
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.threads import PerThread
+
+
+class Call:
+    """A call of an attention: what its hooks hand on to each other.
+
+    Args:
+        attention: with a mixture.
+        x: its input.
+        outer: the call inside which this one is made, in the same thread.
+    """
+
+    def __init__(self, attention: Any, x: Any, outer: "Call | None"):
+        self.attention = attention
+        self.input = x
+        self.outer = outer
+        self.output = getattr(attention, attention.mixture.output)
+        self.gates: Tensor | None = None  # [N, h]
+        self.weighted = False
+
+
+class _Calls:
+    def __init__(self) -> None:
+        self.innermost: Call | None = None
+
+
+_ID = "mixture of heads"
+_THREAD = PerThread(_Calls)
+_attaching = threading.Lock()
+
+
+def attach(attention: Any) -> None:
+    """Give an attention with a `mixture` its hooks, and those of its projections.
+
+    They are functions, which find the mixture by the module: a copy or replica of the model calls its own.
+
+    Args:
+        attention: the library's module.
+    """
+    attention.register_forward_pre_hook(_enter, with_kwargs=True)
+    # register_forward_hook(_leave, always_call=True), by whose numbers torch.compile would tell layers apart
+    attention._forward_hooks[_ID] = _leave
+    attention._forward_hooks_always_called[_ID] = True
+    _follow(attention)
+
+
+def _follow(attention: Any) -> None:
+    """Have the hooks on the projections that the attention has now."""
+    mixture = attention.mixture
+    output = getattr(attention, mixture.output)
+    if _weight_heads not in output._forward_pre_hooks.values():
+        _move_hook(output, "forward_pre_hook", _weight_heads)
+    if mixture.router.reads_queries:
+        queries = getattr(attention, mixture.queries)
+        if _read_queries not in queries._forward_hooks.values():
+            _move_hook(queries, "forward_hook", _read_queries)
+
+
+def _move_hook(projection: nn.Module, kind: str, hook: Any) -> None:
+    """Register a hook on a projection, and remove it from what an adapter around that holds."""
+    with _attaching:
+        if hook in getattr(projection, f"_{kind}s").values():  # another thread was faster
+            return
+        for module in projection.modules():
+            hooks = getattr(module, f"_{kind}s")
+            for number in [number for number, each in hooks.items() if each is hook]:
+                del hooks[number]
+        getattr(projection, f"register_{kind}")(hook)
+
+
+def _enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> None:
+    mixture = attention.mixture
+    x = kwargs.get("hidden_states", args[0] if args else None)
+    if isinstance(x, torch.fx.Proxy):
+        kind = type(attention).__name__
+        raise UserError(
+            f"torch.fx cannot trace into {kind}, a mixture of heads, whose hooks are no part of its graph. "
+            f"Name it as a leaf: create_feature_extractor(…, tracer_kwargs={{'leaf_modules': [{kind}]}})."
+        )
+    _follow(attention)
+    calls = _THREAD.value
+    calls.innermost = call = Call(attention, x, calls.innermost)
+    if not mixture.router.reads_queries:
+        mixture.route(call, x)
+
+
+def _read_queries(projection: nn.Module, args: tuple[Any, ...], queries: Tensor) -> None:
+    call = _THREAD.value.innermost
+    if call is not None:
+        mixture = call.attention.mixture
+        if projection is getattr(call.attention, mixture.queries):
+            mixture.route(call, queries[..., : mixture.width])
+
+
+def _weight_heads(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
+    """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
+    heads, *rest = args
+    call = _THREAD.value.innermost
+    if call is None or call.output is not projection:
+        raise UserError(
+            f"The output projection of a mixture of heads (a {type(projection).__name__}) is called, but its "
+            "attention is not, whose hooks choose the heads: call the attention as a module; switch off the "
+            "patch, the fused kernels or the tracing that take its place."
+        )
+    mixture = call.attention.mixture
+    name = f"{type(call.attention).__name__}.{mixture.output}"
+    if heads is call.input:
+        raise UserError(
+            f"output={mixture.output!r} reads no heads, but what its attention reads: convert the dense "
+            "model anew, with the name of the output projection."
+        )
+    if heads.size(-1) != mixture.width:
+        raise UserError(
+            f"{name} reads {heads.size(-1)} of its heads' {mixture.width} values: tensor parallelism does "
+            "not combine with mixtures of heads. Load the model on one device."
+        )
+    if call.gates is None:
+        raise UserError(
+            f"{name} is called twice, or before {mixture.queries}, by which its heads are chosen: switch off "
+            "the fused kernels or the patch that replaces the attention's call."
+        )
+    gates = call.gates.to(heads.dtype).view(*heads.shape[:-1], mixture.num_heads, 1)
+    call.gates = None
+    call.weighted = True
+    return ((heads.unflatten(-1, (mixture.num_heads, -1)) * gates).flatten(-2), *rest)
+
+
+def _leave(attention: Any, args: tuple[Any, ...], output: Any) -> None:
+    """End the call, also where it fails: then there is no output."""
+    calls = _THREAD.value
+    call = calls.innermost
+    if call is None or call.attention is not attention:
+        return  # it failed before it began
+    calls.innermost = call.outer
+    if output is not None and not call.weighted:
+        raise UserError(
+            f"{type(attention).__name__} passed over its {attention.mixture.output}, so that its heads were "
+            "not weighted: switch off the fused kernels or the patch that replaces the call."
+        )

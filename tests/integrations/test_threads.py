@@ -1,0 +1,283 @@
+"""One mixture that several threads, asyncio tasks and replicas call at the same time."""
+
+import asyncio
+import copy
+import gc
+import itertools
+import pickle
+import sys
+import threading
+import weakref
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+import torch
+from integrations.tiny_models import dense, mixture, tokens
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.integrations import hf
+from moa_fairseq.integrations.heads import balance_loss, collect_routings
+
+THREADS = 8
+INPUTS = [tokens(2, 9 + number, seed=number) for number in range(THREADS)]
+routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
+
+
+@pytest.fixture(autouse=True)
+def often():
+    """Threads take turns a hundred times as often as they do by default, and torch computes in them alone."""
+    before, threads = sys.getswitchinterval(), torch.get_num_threads()
+    sys.setswitchinterval(5e-5)
+    torch.set_num_threads(1)
+    yield
+    sys.setswitchinterval(before)
+    torch.set_num_threads(threads)
+
+
+def assert_same_in_threads(run, rounds=6):
+    """run(number) → tensors, alone and with seven others at the same time."""
+    alone = [run(number) for number in range(THREADS)]
+    with ThreadPoolExecutor(THREADS) as pool:
+        numbers = list(range(THREADS)) * rounds
+        for number, found in zip(numbers, pool.map(run, numbers)):
+            torch.testing.assert_close(found, alone[number], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+def logits(model, number):
+    return model(INPUTS[number]).logits
+
+
+@pytest.mark.parametrize(
+    "kind, router",
+    [("llama", "query-norm"), ("llama", "learned"), ("gpt2", "learned"), ("gemma3", "query-norm")],
+)
+def test_passes_in_threads_are_those_of_one(kind, router):
+    model = mixture(kind, router=router)
+    assert_same_in_threads(lambda number: logits(model, number))
+
+
+@pytest.mark.parametrize("search", ({}, {"num_beams": 3}, {"cache_implementation": "static"}))
+def test_generation_in_threads(search):
+    model = mixture()
+
+    def run(number):
+        ids = INPUTS[number][:, :6]
+        return model.generate(
+            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, **search
+        )
+
+    assert_same_in_threads(run, 2)
+
+
+@routers
+@pytest.mark.parametrize("checkpoints", (False, True))
+def test_gradients_and_routings_in_threads(router, checkpoints):
+    """What a checkpoint computes again sees the pass of its own thread."""
+    model = mixture(router=router, balance=1.0).train()
+    if checkpoints:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    weights = [weight for weight in model.parameters() if weight.requires_grad]
+
+    def run(number):
+        with collect_routings(model) as routings:
+            loss = model(INPUTS[number], labels=INPUTS[number]).loss
+            found = torch.autograd.grad(loss, weights)
+        return [*found, *(each.probs for each in routings)]
+
+    assert_same_in_threads(run, 3)
+
+
+def test_a_block_has_the_passes_of_its_own_thread():
+    model, going = mixture(), threading.Event()
+
+    def others():
+        while not going.is_set():
+            logits(model, 5)
+
+    thread = threading.Thread(target=others)
+    thread.start()
+    try:
+        for _ in range(10):
+            with collect_routings(model) as routings:
+                logits(model, 7)
+            assert [each.probs.size(0) for each in routings] == [INPUTS[7].numel()] * 2
+    finally:
+        going.set()
+        thread.join()
+
+
+@pytest.mark.parametrize("elsewhere", (False, True))
+def test_a_block_has_the_passes_of_its_own_task(elsewhere):
+    """Also those that asyncio.to_thread runs in a copy of its context; no block is left open."""
+    model = mixture()
+
+    async def task(number):
+        with collect_routings(model) as routings:
+            for _ in range(3):
+                if elsewhere:
+                    await asyncio.to_thread(logits, model, number)
+                else:
+                    logits(model, number)
+                    await asyncio.sleep(0.001 * (number % 3))
+        assert [each.probs.size(0) for each in routings] == [INPUTS[number].numel()] * 6
+
+    async def together():
+        await asyncio.gather(*map(task, range(THREADS)))
+        with collect_routings(model) as routings:
+            await asyncio.gather(*(asyncio.to_thread(logits, model, number) for number in range(THREADS)))
+        sizes = sorted(each.probs.size(0) for each in routings)
+        assert sizes == sorted(ids.numel() for ids in INPUTS for _ in range(2))
+
+    asyncio.run(together())
+
+
+@routers
+def test_a_failed_pass_leaves_nothing(router):
+    model, fails, inputs = mixture(router=router), threading.local(), []
+
+    def fail(*call):
+        if getattr(fails, "now", False):
+            raise ValueError("planted")
+
+    attention = model.model.layers[1].self_attn
+    attention.k_proj.register_forward_hook(fail)
+    attention.register_forward_pre_hook(
+        lambda module, args, kwargs: inputs.append(weakref.ref(kwargs["hidden_states"])), with_kwargs=True
+    )
+    turns = itertools.count()
+
+    def run(number):
+        fails.now = next(turns) % 2
+        if fails.now:
+            with pytest.raises(ValueError, match="planted"):
+                logits(model, number)
+            fails.now = False
+        return logits(model, number)
+
+    assert_same_in_threads(run)
+    gc.collect()
+    assert inputs and not [each for each in inputs if each() is not None]
+
+
+def test_a_pass_inside_a_pass():
+    model, inside = mixture(), []
+    wanted = [logits(model, number) for number in (0, 3)]
+
+    def call_again(*call):
+        if not inside:
+            inside.append(None)
+            inside[0] = logits(model, 3)
+
+    model.model.layers[1].self_attn.v_proj.register_forward_hook(call_again)
+    outer = logits(model, 0)
+    torch.testing.assert_close([outer, inside[0]], wanted, rtol=0, atol=0)
+
+
+def replicas(model, count):
+    """As torch.nn.parallel.replicate makes them, which needs GPUs."""
+    modules = list(model.modules())
+    copies = [[module._replicate_for_data_parallel() for module in modules] for _ in range(count)]
+    for index, module in enumerate(modules):
+        for copied in copies:
+            for name, child in module._modules.items():
+                setattr(copied[index], name, None if child is None else copied[modules.index(child)])
+            for name, weight in module._parameters.items():
+                setattr(copied[index], name, None if weight is None else weight * 1)
+    return [copied[0] for copied in copies]
+
+
+@routers
+def test_replicas_of_data_parallel_train_as_the_model(router):
+    model = mixture(router=router, balance=1.0).train()
+
+    def loss_of(module, number):
+        return module(INPUTS[number], labels=INPUTS[number]).loss
+
+    sum(loss_of(model, number) for number in range(THREADS)).backward()
+    wanted = [weight.grad.clone() for weight in model.parameters()]
+    model.zero_grad()
+    with ThreadPoolExecutor(THREADS) as pool:
+        losses = list(pool.map(loss_of, replicas(model, THREADS), range(THREADS)))
+    sum(losses).backward()
+    torch.testing.assert_close([weight.grad for weight in model.parameters()], wanted, rtol=0, atol=1e-12)
+    outputs = [module(INPUTS[0]).logits for module in (model.eval(), replicas(model, 1)[0])]
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
+
+
+def test_the_first_passes_with_an_adapter():
+    """They find the projections replaced, and all of them have the hooks put on the new ones."""
+    peft = pytest.importorskip("peft")
+    settings = peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False, lora_alpha=64)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        model = peft.get_peft_model(mixture(), settings).eval()
+        alone = copy.deepcopy(model)
+        with ThreadPoolExecutor(THREADS) as pool:
+            found = list(pool.map(logits, [model] * THREADS, range(THREADS)))
+        wanted = [logits(alone, number) for number in range(THREADS)]
+        torch.testing.assert_close(found, wanted, rtol=0, atol=1e-12)
+
+
+def test_copies_are_made_while_others_run():
+    model, going = mixture(router="learned"), threading.Event()
+    wanted = logits(model, 0)
+
+    def others(number):
+        while not going.is_set():
+            logits(model, number)
+        return True
+
+    with ThreadPoolExecutor(3) as pool:
+        running = [pool.submit(others, number) for number in range(3)]
+        try:
+            for _ in range(4):
+                for copied in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
+                    torch.testing.assert_close(logits(copied, 0), wanted, rtol=0, atol=0)
+        finally:
+            going.set()
+        assert all(each.result() for each in running)
+
+
+def test_models_are_converted_in_threads():
+    for _ in range(5):
+        hf._mixture_class.cache_clear()
+        models = [dense(seed=seed) for seed in range(4)]
+        with ThreadPoolExecutor(4) as pool:
+            found = list(pool.map(lambda model: hf.to_mixture_of_heads(model, 2, 5), models))
+        assert len({type(model) for model in found}) == 1
+        pickle.dumps(found)
+
+
+def test_a_compiled_model_in_threads():
+    torch._dynamo.reset()
+    model = mixture(router="learned")
+    compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
+    for number in range(THREADS):
+        torch.testing.assert_close(logits(compiled, number), logits(model, number), rtol=0, atol=1e-12)
+    assert_same_in_threads(lambda number: logits(compiled, number), 2)
+
+
+def test_a_model_in_its_own_block_is_not_held_to_another_ones_checkpoints():
+    """A teacher in training mode runs without gradients: its routings are not in the block of the student."""
+    student, teacher = mixture(balance=0).train(), mixture(seed=3, balance=0).train()
+    with collect_routings(student) as routings:
+        logits(teacher, 1)
+        student(INPUTS[0])
+    assert len(routings) == 2 and balance_loss(routings).requires_grad
+    with pytest.raises(UserError, match="use_reentrant"), collect_routings(student):
+        logits(student, 0)
+
+
+@routers
+def test_dynamic_quantisation(router):
+    """torch copies the hooks of a projection to what takes its place."""
+    model = mixture(router=router, changes={"dtype": torch.float32})
+    quantised = torch.ao.quantization.quantize_dynamic(model, {torch.nn.Linear})
+    assert type(quantised.model.layers[0].self_attn.o_proj) is not torch.nn.Linear
+    plain = dense(dtype=torch.float32)
+    without = torch.ao.quantization.quantize_dynamic(plain, {torch.nn.Linear})
+    rounding = (logits(without, 0) - logits(plain, 0)).norm()
+    assert (logits(quantised, 0) - logits(model, 0)).norm() < 3 * rounding
+    assert (logits(quantised, 0) - logits(without, 0)).norm() > 3 * rounding
+    assert_same_in_threads(lambda number: logits(quantised, number), 2)
