@@ -16,11 +16,12 @@ from pathlib import Path
 from types import MappingProxyType
 from typing import Any
 
+import matplotlib
 import torch
 from matplotlib.figure import Figure
 
 import moa_fairseq
-from moa_fairseq.experiments.analysis.plots import save
+from moa_fairseq.experiments.analysis.plots import COLOURS, save
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
 from moa_fairseq.files import atomic_write
@@ -28,6 +29,7 @@ from moa_fairseq.layers.experts import projection
 
 moa_fairseq.register()  # as in a training: no cuDNN attention, freed memory is kept
 logging.getLogger().setLevel(logging.WARNING)  # fairseq turns everything on
+matplotlib.rcParams["axes.prop_cycle"] = matplotlib.cycler(color=COLOURS)
 RESULTS = Path(__file__).resolve().parent.parent / "results" / "benchmarks"
 _BLOCK_SECONDS = 0.02  # shorter calls are repeated inside one reading of the clock
 

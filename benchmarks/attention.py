@@ -151,32 +151,32 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, dict[str, 
 
 
 def draw(batches: "list[dict[str, Any]]", sweeps: dict[str, dict[str, float]], args: Any) -> Figure:
-    figure = Figure(figsize=(11, 4), layout="constrained")
-    left, right = figure.subplots(1, 2)
+    figure = Figure(figsize=(6.5, 7), layout="constrained")
+    upper, lower = figure.subplots(2, 1)
     width = 0.8 / len(batches)
     for i, batch in enumerate(batches):
         names = [name for name in batch["rows"] if not name.startswith("dense of")]
         places = [place + i * width for place in range(len(names))]
         shares = [batch["rows"][name]["gemm_share"] for name in names]
-        left.bar(places, shares, width, label=f"{batch['T']} × {batch['B']} tokens")
-    left.set_xticks(
+        upper.bar(places, shares, width, label=f"{batch['T']} × {batch['B']} tokens")
+    upper.set_xticks(
         [place + 0.4 - width / 2 for place in range(len(names))],
         [n.replace(" (", "\n(") for n in names],
         fontsize=8,
     )
-    left.axhline(1.0, color="#666666", linewidth=0.8)
-    left.set(ylabel="share of the GEMM rate", title="forward + backward", ylim=(0, 1.1))
-    left.legend(frameon=False)
+    upper.axhline(1.0, color="#666666", linewidth=0.8)
+    upper.set(ylabel="share of the GEMM rate", title="forward + backward", ylim=(0, 1.3))
+    upper.legend(frameon=False, loc="upper right", ncols=2)
     for label, times in sweeps.items():
         first = next(iter(times.values()))
-        right.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
-    right.axhspan(0.9, 1.1, color="#eeeeee")
-    right.set(xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D")
-    right.set_ylim(bottom=0)
-    right.legend(frameon=False)
-    for panel in (left, right):
+        lower.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
+    lower.axhspan(0.9, 1.1, color="#eeeeee")
+    lower.set(xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D")
+    lower.set_ylim(bottom=0)
+    lower.legend(frameon=False, loc="lower right")
+    for panel in (upper, lower):
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"One attention layer, width {C}, {args.device}, {args.dtype}")
+    figure.suptitle(f"How fast is one attention layer? (width {C}, {args.device}, {args.dtype})", fontsize=11)
     return figure
 
 

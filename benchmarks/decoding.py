@@ -1,4 +1,4 @@
-"""Seconds of decoding a token, of every system of a study of language models, in turn in one process.
+"""Seconds per token of decoding, for every system of a study of language models, in turn in one process.
 
     python benchmarks/decoding.py configs/studies/frontier.yaml
 
@@ -7,6 +7,7 @@ cache, as fairseq-generate does: 1, 16 or 128 texts at a time. The study's --rep
 into its table of caches.
 """
 
+import textwrap
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
@@ -40,17 +41,20 @@ def decode(model: Any, tokens: torch.Tensor) -> Callable[[], None]:
 
 
 def draw(study: Any, seconds: dict[int, dict[str, float]], args: Any) -> Figure:
-    figure = Figure(figsize=(4.5 * len(seconds), 1 + 0.3 * len(study.systems)), layout="constrained")
+    figure = Figure(figsize=(5.6, 1.6 + 0.27 * len(study.systems)), layout="constrained")
     panels = figure.subplots(1, len(seconds), sharey=True, squeeze=False)[0]
     first = next(iter(study.systems))
+    labels = [textwrap.fill(system.label, 24) for system in study.systems.values()]
     for panel, (texts, of_system) in zip(panels, seconds.items()):
         ratios = [of_system[name] / of_system[first] for name in study.systems]
-        panel.barh([system.label for system in study.systems.values()], ratios, color="#0072B2")
+        panel.barh(labels, ratios, color="#0072B2")
         panel.axvline(1, color="#666666", linewidth=0.8)
-        panel.set(xlabel="seconds a token ÷ the first system's")
-        panel.set_title(f"texts at a time: {texts} ({args.device}, {args.dtype})", fontsize=10)
+        panel.set_title(f"{texts} text{'s' * (texts > 1)} at a time", fontsize=10)
         panel.spines[["top", "right"]].set_visible(False)
+        panel.tick_params(labelsize=9)
     panels[0].invert_yaxis()
+    figure.suptitle("How long does decoding take?", x=0.01, ha="left", fontsize=11)
+    figure.supxlabel(f"seconds per token ÷ those of {first} ({args.device}, {args.dtype})", fontsize=10)
     return figure
 
 
@@ -84,7 +88,9 @@ def main() -> None:
         seconds[texts] = {name: found / (texts * length) for name, found in times.items()}
         for name, found in seconds[texts].items():
             ratio = found / seconds[texts][next(iter(models))]
-            print(f"{texts:3d} {study.systems[name].label:40s} {1000 * found:8.2f} ms a token  {ratio:5.2f}")
+            print(
+                f"{texts:3d} {study.systems[name].label:40s} {1000 * found:8.2f} ms per token  {ratio:5.2f}"
+            )
     measured = {"study": study.study, "tokens": length, "seconds_per_token": seconds}
     report("decoding", args, measured, draw(study, seconds, args))
 

@@ -85,7 +85,7 @@ def measure(length: int, causal: bool, args: Any) -> list[dict[str, Any]]:
 
 def draw(rows: list[dict[str, Any]], args: Any) -> Figure:
     """Time of skipping over time of masking against the length; below 1 skipping is faster."""
-    figure = Figure(figsize=(11, 6), layout="constrained")
+    figure = Figure(figsize=(6.5, 5.5), layout="constrained")
     panels = figure.subplots(2, 2, sharex=True, sharey=True)
     for line, causal in zip(panels, (False, True)):
         for panel, kind in zip(line, ("inference", "training")):
@@ -98,9 +98,13 @@ def draw(rows: list[dict[str, Any]], args: Any) -> Figure:
             panel.set_xticks(sorted({r["length"] for r in rows}), sorted({r["length"] for r in rows}))
             panel.set_xticks([], minor=True)
             panel.spines[["top", "right"]].set_visible(False)
-        line[0].set_ylabel("skipped ÷ masked")
-    panels[0][0].legend(frameon=False)
-    figure.suptitle(f"One MoH layer, width {C}, {HEADS} heads, {args.device}, {args.dtype}")
+        line[0].set_ylabel("time ÷ masking")
+    for panel in panels[-1]:
+        panel.set_xlabel("tokens per sentence")
+    handles, labels = panels[0][0].get_legend_handles_labels()
+    figure.legend(handles, labels, loc="outside lower center", ncols=3, frameon=False)
+    layer = f"one layer, width {C}, {HEADS} heads, {args.device}, {args.dtype}"
+    figure.suptitle(f"When is skipping heads faster than masking them?\n({layer})", fontsize=11)
     return figure
 
 

@@ -96,7 +96,7 @@ def measure(args: Any) -> dict[str, Any]:
 
 
 def draw(rows: dict[str, Any], args: Any) -> Figure:
-    figure = Figure(figsize=(9, 0.32 * len(rows) + 1.2), layout="constrained")
+    figure = Figure(figsize=(6.5, 0.32 * len(rows) + 1.2), layout="constrained")
     panel = figure.subplots()
     names = ["default", *BACKENDS[args.device]]
     height = 0.8 / len(names)
@@ -105,8 +105,9 @@ def draw(rows: dict[str, Any], args: Any) -> Figure:
         panel.barh([place + i * height for place in range(len(rows))], values, height, label=name)
     panel.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], list(rows), fontsize=8)
     panel.invert_yaxis()
-    panel.set(xlabel="ms, forward and backward", title=f"torch's attention, {args.device}, {args.dtype}")
-    panel.legend(frameon=False)
+    panel.set_xlabel(f"ms, forward and backward ({args.device}, {args.dtype})")
+    figure.suptitle("Which of torch's attention kernels is fastest?", fontsize=11)
+    figure.legend(loc="outside lower center", ncols=5, frameon=False, fontsize=9)
     panel.spines[["top", "right"]].set_visible(False)
     return figure
 

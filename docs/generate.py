@@ -21,7 +21,7 @@ from typing import Any
 
 import yaml
 from fairseq.models import ARCH_MODEL_INV_REGISTRY
-from recorded_values import ROOT, documents, fill_values
+from recorded_values import RESULTS, ROOT, documents, fill_values
 from study_pages import (
     FOREST,
     claims,
@@ -67,6 +67,8 @@ DOCUMENTS = (
     "results/README.md",
     "results/claims.md",
     "results/tables/README.md",
+    *(f"results/tables/{path.stem}.md" for path in sorted((RESULTS / "papers").glob("*.json"))),
+    "results/tables/other_runs.md",
     *(f"results/studies/{study}/README.md" for study in reported()),
     "configs/README.md",
     "docs/flags.md",
@@ -93,7 +95,7 @@ def parts() -> dict[str, str]:
     """Every generated part by its name, as Markdown."""
     comparison = load_comparison(ROOT / "results")
     return {
-        "results": render(comparison, markdown=True),
+        **paper_tables(comparison),
         "headlines": headlines(comparison),
         "claims": claims(),
         "first-screen": first_screen(),
@@ -106,6 +108,25 @@ def parts() -> dict[str, str]:
         "patches": patch_table(),
         "docs/recipe.yaml": RECIPE_HEAD + "\n".join(recipe_keys()) + "\n",
     }
+
+
+def paper_tables(comparison: Comparison) -> dict[str, str]:
+    """A page of results/tables for each paper, one for the runs that reproduce no row, and a list of them."""
+    titles = {table.paper: table.title for table in comparison.tables}
+    pages = {}
+    lines = []
+    for paper, title in titles.items():
+        tables = [table for table in comparison.tables if table.paper == paper]
+        pages[f"results/tables/{paper}.md"] = render(Comparison(tables, []), markdown=True)
+        rows = [row for table in tables for row in table.rows]
+        measured = sum(bool(row.runs) for row in rows)
+        lines.append([f"[{title}]({paper}.md)", str(len(tables)), str(len(rows)), str(measured)])
+    pages["results/tables/other_runs.md"] = render(Comparison([], comparison.other), markdown=True)
+    for name, text in pages.items():
+        head, _, rest = text.partition("\n\n")
+        pages[name] = f"{head.removeprefix('##')}\n\n[All papers](README.md).\n\n{rest}"
+    lines.append(["[Other runs](other_runs.md)", "", "", str(len(comparison.other))])
+    return {**pages, "tables": grid(["Paper", "Tables", "Rows", "Measured here"], lines)}
 
 
 def headlines(comparison: Comparison) -> str:

@@ -303,9 +303,9 @@ def test_what_is_generated_is_fresh():
     spec = importlib.util.spec_from_file_location("generate", ROOT / "docs" / "generate.py")
     generate = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(generate)
-    marked = {name for name, text in DOCUMENTS.items() if ":begin -->" in text}
-    assert marked == {name for name in generate.DOCUMENTS if name.endswith(".md")}
     parts = generate.parts()
+    marked = {name for name, text in DOCUMENTS.items() if ":begin -->" in text}
+    assert marked == {name for name in generate.DOCUMENTS if name.endswith(".md")} - parts.keys()
     stale = [
         name
         for name in generate.DOCUMENTS

@@ -382,7 +382,7 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
             if count
         ]
         if cell.cache is not None:
-            measure = "cache, bytes a token and layer"
+            measure = "cache, bytes per token and layer"
             more.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
         return [line, *more]
     if [other.column for other in row.cells].count(cell.column) > 1:

@@ -381,7 +381,7 @@ def as_text(title: str, cost: Cost) -> str:
     columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
     lines = [title, "", Table([*columns, Column("note", "")], table).text()]
     if cost.cache_bytes is not None:
-        lines.append(f"cache: {cost.cache_bytes:,} bytes a token and layer, two for each number")
+        lines.append(f"cache: {cost.cache_bytes:,} bytes per token and layer, 2 bytes per value")
     if cost.not_counted:
         lines.append(f"MACs of these modules are not counted: {', '.join(cost.not_counted)}")
     return "\n".join(lines)
