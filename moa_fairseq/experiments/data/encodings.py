@@ -110,7 +110,8 @@ def encoding_remedy(path: Path) -> str:
     # The sample shows the first letter beside ASCII's, or where the texts part.
     first, *others = texts.values()
     parts = [any(letter != same for same in more) for letter, *more in zip(first, *others)]
-    place = (parts if others else [not letter.isascii() for letter in first]).index(True)
+    places = parts if others else [not letter.isascii() for letter in first]
+    place = places.index(True) if True in places else 0
     ways = [
         f"{name}, by which it reads {_around(text, place)}: {through(path, f'iconv -f {name} -t utf-8')}"
         for name, text in texts.items()

@@ -146,10 +146,8 @@ class PreparationJob:
             return f"So it is in SwitchHead's release (docs/defaults.md); of text_sp: {way}."
         if self.data.kind == LANGUAGE_MODELING and not self.data.bring:
             return f"It stays so, for results to be comparable; of text_sp: {way}."
-        if self.data.kind == LANGUAGE_MODELING and self.settings.get("character_coverage") != 1:
-            return f"Give every letter a piece: {way}."
         if self.data.kind == LANGUAGE_MODELING:
-            return "SentencePiece has no piece for U+2585 and NUL: take them out of the text."
+            return f"Give every letter a piece: {way}. Only U+2585 and NUL never get one: take them out."
         if self.settings.get("segmentation") == SENTENCEPIECE:
             return "Let letters become bytes: --byte-fallback (data.byte_fallback: true)."
         return "The flags of fairseq-preprocess (data.flags) leave words out: raise their limits."

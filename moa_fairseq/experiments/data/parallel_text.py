@@ -108,12 +108,14 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
             if number < _LOOKED_AT:
                 check()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        problem = f"{path} is a damaged gzip file behind line {number:,} ({error})"
+        place = f" behind line {number:,}" if number else ""
+        problem = f"{path} is a damaged gzip file{place} ({error})"
         raise UserError(f"{problem}: copy or fetch it again.") from error
     except Exception as error:  # of a package that need not be there
         if type(error).__name__ != "ZstdError":
             raise
-        problem = f"{path} is a damaged zstandard file behind line {number:,} ({error})"
+        place = f" behind line {number:,}" if number else ""
+        problem = f"{path} is a damaged zstandard file{place} ({error})"
         raise UserError(f"{problem}: copy or fetch it again.") from error
 
 

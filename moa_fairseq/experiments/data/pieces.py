@@ -104,7 +104,7 @@ def learn(
                 vocab_size=count,
                 **settings,
             )
-        except RuntimeError as error:
+        except (RuntimeError, ValueError) as error:  # the latter for a number that is no int of C++
             if interruptions:
                 raise interruptions[0] from None
             raise UserError(_story(str(error), what, count, facts, fixed)) from error
@@ -127,7 +127,7 @@ def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed:
         why = f"its letters alone take {int(number):,}"
     else:
         number = "N"
-        why = problem
+        why = "three are its own" if count <= 3 else problem
     story = f"SentencePiece cannot learn {count:,} pieces on {what}: {why}."
     if fixed:
         return (

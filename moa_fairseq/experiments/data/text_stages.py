@@ -25,7 +25,6 @@ from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut
 from moa_fairseq.experiments.data.parallel_text import (
     BAD,
     BAD_LINES,
-    LONG,
     PiecePair,
     read_lines,
     read_pairs,
@@ -168,8 +167,8 @@ def _write_split(
     bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
     if sum(bad.values()) > MOST_BAD * read:
         stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
-        remedy = "Fetch it again." if LONG in bad else ""
-        for path in () if remedy else (piece.path for pair in split.files for piece in pair):
+        remedy = ""
+        for path in (piece.path for pair in split.files for piece in pair):
             try:
                 collections.deque(read_lines(path), maxlen=0)
             except UserError as error:  # of which file

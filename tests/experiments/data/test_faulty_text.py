@@ -84,6 +84,12 @@ def test_a_number_that_the_data_set_has_is_not_asked_for(prepare, made, tmp_path
         prepare("c4", tmp_path, subsets=("train", "valid"))
 
 
+@pytest.mark.parametrize("asked", [1, 10**10])
+def test_a_number_that_no_text_has(tmp_path, asked):
+    with pytest.raises(UserError, match=rf"cannot learn {asked:,} pieces on WHAT.*--bpe N"):
+        pieces.learn(["a river"] * 9, "WHAT", asked, tmp_path / "model", **pieces.LANGUAGE_MODEL)
+
+
 @pytest.mark.parametrize("asked", [5, 99_999])
 def test_the_number_that_an_error_names_is_learnt(own, tmp_path, capsys, asked):
     line = ["prepare", "text_sp", str(tmp_path / "out"), "--from", str(own("")), "--workers", "1", "--bpe"]

@@ -113,6 +113,7 @@ GERMAN = "Es ist ein „zitiertes“ Wort – ja.\nDer Preis ist heute 20 €.\n
         ("x.ru", "Привет мир. Это русский текст для проверки.\n" * 20, "cp1251"),
         ("x.ja", "今日は天気がいいです。私は学生です。\n" * 20, "shift_jis"),
         *(("x.de", GERMAN, name) for name in ("utf-16", "utf-16-le", "utf-16-be")),
+        ("x.en", "the river flows by the old town\n" * 9, "utf-16"),
         *(("x.de", "Die Straße ist schön für Fußgänger.\n", name) for name in ("mac_roman", "cp850")),
         ("two words.fr", "L'œuf coûte 15 € à l'été.\n", "iso8859-15"),
         ("x.de.gz", GERMAN, "cp1252"),
@@ -205,6 +206,12 @@ def test_what_is_not_parallel(write, source, target, words):
 
 
 # --- a stage over pairs of lines ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("bad", [b"x" * 1_000_001, b"a\0b", b"na\xefve"], ids=["long", "NUL", "Latin-1"])
+def test_training_lines_that_are_too_many_are_named(run, bad):
+    with pytest.raises(UserError, match=r"of 5 pairs of lines too many .* line 4: "):
+        run(b"gut\n" * 3 + bad + b"\ngut\n", "gut\n" * 5)
 
 
 def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
