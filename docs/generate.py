@@ -312,7 +312,11 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
 
 def fresh(name: str, parts: Mapping[str, str]) -> str:
     """The text of a document with these parts; a file that is a part is generated as a whole."""
-    return parts[name] if name in parts else fill((ROOT / name).read_text(encoding="utf-8"), parts)
+    if name in parts:
+        return parts[name]
+    if not (ROOT / name).is_file():
+        raise SystemExit(f"{name} is missing. Write it with the markers of its generated parts.")
+    return fill((ROOT / name).read_text(encoding="utf-8"), parts)
 
 
 def main() -> int:

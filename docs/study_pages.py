@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import json
 import textwrap
 from collections import defaultdict
@@ -34,6 +35,7 @@ def reported() -> list[str]:
     return sorted(path.parent.name for path in STUDIES.glob("*/report.json"))
 
 
+@functools.cache
 def study_of(name: str) -> Study:
     """A study with the values that its tuning chose."""
     return load_study(ROOT / "configs" / "studies" / f"{name}.yaml", STUDIES)
@@ -53,13 +55,10 @@ def read_claims() -> list[dict[str, Any]]:
 def claims() -> str:
     """All contrasts that test a claim, in a section for each paper."""
     of_paper: dict[str, list[list[str]]] = defaultdict(list)
-    labels: dict[str, dict[str, str]] = {}
     for claim in read_claims():
         head = [claim["claim"], claim["printed"]]
         for row in claim["contrasts"]:
-            name = row["study"]
-            labels[name] = labels.get(name) or _labels_of(name)
-            of_paper[claim["about"]].append([*head, *_measured(row, labels[name])])
+            of_paper[claim["about"]].append([*head, *_measured(row)])
             head = ["", ""]
     columns = [
         "Claim",
@@ -75,25 +74,28 @@ def claims() -> str:
     return "\n\n".join(sections)
 
 
-def _measured(row: dict[str, Any], labels: dict[str, str]) -> list[str]:
-    name = row["study"]
-    link = f"studies/{name}/README.md"
+def _measured(row: dict[str, Any]) -> list[str]:
+    """System, baseline and result of a contrast."""
     measured = row["measured"]
     if not measured:
-        return ["", "", "", "", "", f"not run: {name}, {row['contrast']}"]
+        return ["", "", "", "", "", f"not run: {row['study']}, {row['contrast']}"]
+    systems = study_of(row["study"]).systems
     return [
-        labels[measured["first"]],
-        labels[measured["second"]],
+        systems[measured["first"]].label,
+        systems[measured["second"]].label,
         bits(measured),
         f"{measured['n']}; {measured['minimum_detectable_effect']:.3f}",
         _p(measured),
-        f"[{measured['verdict']}]({link})",
+        f"[{measured['verdict']}](studies/{row['study']}/README.md)",
     ]
 
 
 def first_rows() -> list[dict[str, Any]]:
     """The contrasts that results/README.md begins with, in their order."""
     rows = [row for claim in read_claims() for row in claim["contrasts"] if "first_screen" in row]
+    for row in rows:
+        if not row["measured"]:
+            raise SystemExit(f"results/claims.yaml: {row['study']}, {row['contrast']} has no result yet.")
     return sorted(rows, key=lambda row: row["first_screen"])
 
 
@@ -102,13 +104,12 @@ def first_screen() -> str:
     lines = []
     for row in first_rows():
         measured = row["measured"]
-        labels = _labels_of(row["study"])
         lines.append(
             [
                 str(row["first_screen"]),
                 row["question"],
                 f"{row['setting']}; {measured['n']} seeds",
-                labels[measured["second"]],
+                study_of(row["study"]).systems[measured["second"]].label,
                 bits(measured),
                 f"[{measured['verdict']}](studies/{row['study']}/README.md)",
                 _p(measured),
@@ -167,12 +168,9 @@ def studies() -> str:
     lines = []
     for name in reported():
         report = _report_of(name)
-        question = yaml.safe_load((ROOT / "configs" / "studies" / f"{name}.yaml").read_text("utf-8"))[
-            "question"
-        ]
         systems = len(report["systems"])
         runs = f"{systems} systems, {report['runs'] // systems} seeds"
-        lines.append([f"[{name}](studies/{name}/README.md)", question, runs])
+        lines.append([f"[{name}](studies/{name}/README.md)", study_of(name).question, runs])
     return grid(["Study", "Question", "Runs"], lines)
 
 
@@ -254,11 +252,6 @@ def grid(head: list[str], lines: list[list[str]]) -> str:
     """
     columns = [Column(str(place), text) for place, text in enumerate(head)]
     return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(markdown=True)
-
-
-def _labels_of(name: str) -> dict[str, str]:
-    file = yaml.safe_load((ROOT / "configs" / "studies" / f"{name}.yaml").read_text(encoding="utf-8"))
-    return {system: row["label"] for system, row in file["systems"].items()}
 
 
 def _report_of(name: str) -> dict[str, Any]:
