@@ -150,12 +150,12 @@ def experiments(comparison: Comparison) -> str:
         families = (paper for start, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(start))
         paper, printed, row = next(families, "dense"), recipe.reproduces, ""
         if printed:
-            source = printed.table if printed.table.startswith("README") else f"Table {printed.table}"
+            source = "Wu et al. 2021" if printed.paper == "revisit_mmt" else f"Table {printed.table}"
             paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
         groups[paper].append([f"[{name}]({path.parent.name}/{path.name})", recipe.summary, row])
     titles = {table.paper: table.name for table in comparison.tables}
-    titles["dense"] = "Dense models to compare with"
-    head = ["Experiment", "What it trains", "Printed"]
+    titles["dense"] = "Other dense models"
+    head = ["Experiment", "What it trains", "Paper's score"]
     return "\n\n".join(
         f"### {titles.get(paper, paper.upper())}\n\n{grid(head, lines)}" for paper, lines in groups.items()
     )
