@@ -24,7 +24,7 @@ import moa_fairseq
 from moa_fairseq.experiments.analysis.plots import COLOURS, save
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, use_utf8
 from moa_fairseq.layers.experts import projection
 
 moa_fairseq.register()  # as in a training: no cuDNN attention, freed memory is kept
@@ -41,6 +41,7 @@ def arguments(
 
     amp: whether --dtype amp has a meaning, float32 parameters under autocast. more: flags of one alone.
     """
+    use_utf8()
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
         description=description.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter

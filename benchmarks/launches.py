@@ -35,7 +35,7 @@ from torch.utils._pytree import tree_leaves
 
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, use_utf8
 from moa_fairseq.layers.experts import projection
 from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
 from moa_fairseq.layers.moa import MixtureOfAttention
@@ -184,6 +184,7 @@ def measure(name: str) -> dict[str, Any]:
 
 
 def main() -> None:
+    use_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument("--before", metavar="COMMIT", help="keep these counts as those of an older commit")
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of launches.json")

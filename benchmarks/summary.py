@@ -12,7 +12,7 @@ from typing import Any
 
 from _bench import RESULTS
 
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, use_utf8
 
 Found = dict[str, Any] | None
 NOT_RUN = "not run"
@@ -351,6 +351,7 @@ def document() -> str:
 
 
 def main() -> None:
+    use_utf8()
     with atomic_write(RESULTS / "README.md") as stream:
         stream.write(document())
     print(f"wrote {RESULTS / 'README.md'}")

@@ -29,6 +29,7 @@ from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_li
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.text import apply_steps
+from moa_fairseq.files import use_utf8
 
 ROOT = Path(__file__).resolve().parents[1]
 MERGES = 8000
@@ -36,6 +37,7 @@ MERGES = 8000
 
 def main() -> None:
     """Measure, print and write the record."""
+    use_utf8()
     parser = argparse.ArgumentParser(
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
     )

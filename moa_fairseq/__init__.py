@@ -8,8 +8,11 @@ Where fairseq is imported already, as by `--user-dir`, importing the package reg
 import functools
 import importlib.util
 import logging
+import os
 import sys
 import warnings
+
+from moa_fairseq.files import use_utf8
 
 __version__ = "0.1.0"
 # How torch 2.14 warns of what fairseq does when it is imported: no user can change that.
@@ -22,6 +25,8 @@ def register() -> None:
     warnings.filterwarnings("ignore", JIT_WARNING, FutureWarning)
     if importlib.util.find_spec("fairseq") is None:
         return
+    if _is_program_of_fairseq():
+        use_utf8()
     root = logging.getLogger()
     level = root.level
     # fairseq imports `tasks/` and `models/` of a user-dir itself, but only if the package was not imported
@@ -38,6 +43,16 @@ def register() -> None:
     if not torch.cuda.is_available():
         host_memory.keep_freed_memory()
         host_memory.keep_compiled_kernels()
+
+
+def _is_program_of_fairseq() -> bool:
+    """Whether this is fairseq-train or another, which reads --user-dir before it does anything else.
+
+    fairseq-hydra-train has gone into another folder by then.
+    """
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    name = spec.name if spec else os.path.basename(sys.argv[0])
+    return name.startswith(("fairseq_cli.", "fairseq-")) and "hydra" not in name
 
 
 if "fairseq" in sys.modules:

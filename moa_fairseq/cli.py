@@ -15,6 +15,7 @@ from typing import NoReturn
 import moa_fairseq
 from moa_fairseq.errors import UserError, did_you_mean, printable
 from moa_fairseq.experiments.tables import Terminal
+from moa_fairseq.files import use_utf8
 
 # verb → (module of `experiments` with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
@@ -176,6 +177,7 @@ def main(argv: list[str] | None = None) -> int:
         SystemExit: of argparse, for --help and for wrong flags.
     """
     if argv is None:  # the program itself: what it starts imports nothing from the working directory either
+        use_utf8()
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
     if sys.stderr is None:  # `2>&-`: a message must not land in the standard output

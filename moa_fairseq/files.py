@@ -1,12 +1,17 @@
 """Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
 
+import codecs
 import contextlib
 import errno
 import fcntl
 import glob
 import hashlib
+import io
+import locale
 import os
+import shutil
 import stat
+import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
@@ -20,6 +25,8 @@ NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR),
 )
+
+_LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
 
 _IRREGULAR = {
     stat.S_IFDIR: "a folder",
@@ -122,12 +129,46 @@ def _lock(handle: int, path: Path) -> int:
     return -1
 
 
-def remove_leftovers(folder: Path, pattern: str) -> None:
+@contextlib.contextmanager
+def atomic_folder(path: Path) -> Iterator[Path]:
+    """Make a folder beside `path` to be filled, and rename it on success.
+
+    An exception inside the block removes it. What killed processes left of `path` is removed.
+
+    Args:
+        path: the final name, which must not be there; its parents are made.
+
+    Raises:
+        UserError: as `atomic_write`.
+    """
+
+    def remove(lock: Path) -> None:
+        shutil.rmtree(lock.parent / "new", ignore_errors=True)  # the lock last: a kill leaves what it marks
+        shutil.rmtree(lock.parent)
+
+    with disk_errors(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp/{_LOCK}", remove)
+        place = Path(tempfile.mkdtemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent))
+        with open(place / _LOCK, "wb") as lock:
+            with contextlib.suppress(OSError):  # where there are no locks nothing is removed
+                fcntl.flock(lock, fcntl.LOCK_EX)
+            try:
+                (place / "new").mkdir()
+                yield place / "new"
+                os.rename(place / "new", path)
+                sync_folder(path.parent)
+            finally:
+                remove(place / _LOCK)
+
+
+def remove_leftovers(folder: Path, pattern: str, remove: Callable[[Path], None] = Path.unlink) -> None:
     """Remove the temporary files of this name that killed processes left; those of living ones stay.
 
     Args:
         folder: where they lie.
         pattern: of their names, as `Path.glob` reads it.
+        remove: what is done to each; an OSError of it is passed over.
     """
     for path in folder.glob(pattern):
         if path.is_symlink() or not path.is_file():  # a pipe would hang
@@ -135,7 +176,7 @@ def remove_leftovers(folder: Path, pattern: str) -> None:
         # another process may have removed it, or the file system have no locks
         with contextlib.suppress(OSError), open(path, "rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            path.unlink()
+            remove(path)
 
 
 def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) -> None:
@@ -183,6 +224,26 @@ def refuse_link(path: PathLike) -> None:
     """
     if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
         raise UserError(f"{path} is a link, and would be written through. Take it out of the run folder.")
+
+
+def refuse_link_out(path: Path, *folders: Path) -> None:
+    """Refuse a link that leads out of a folder whose files are copied, perhaps to be given away.
+
+    A folder from somebody else could name any file of the user's with it.
+
+    Args:
+        path: of a file in the folder; what is not there passes.
+        folders: one of them must hold what the path stands for.
+
+    Raises:
+        UserError: for such a link.
+    """
+    found = Path(os.path.realpath(path))
+    if not any(found.is_relative_to(os.path.realpath(folder)) for folder in folders):
+        raise UserError(
+            f"{path} is a link that leads out of its folder, to {found}, and would be copied to be given "
+            "away. Put the file itself there if it belongs to it, or delete the link."
+        )
 
 
 def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
@@ -258,6 +319,32 @@ def disk_errors(folder: Path) -> Iterator[None]:
         raise as_user_error(error, folder) from error
 
 
+def utf8_environment() -> dict[str, str]:
+    """The environment of a Python that reads and writes UTF-8 whatever the locale says, and its children."""
+    environment = {**os.environ, "PYTHONUTF8": "1"}
+    environment.pop("PYTHONIOENCODING", None)
+    return environment
+
+
+def use_utf8() -> None:
+    """Begin this program anew in Python's UTF-8 mode, unless it is in it or the locale's encoding is UTF-8.
+
+    Python takes the names of files and the standard streams in the locale's encoding, and so do its children
+    and libraries. To be called first of all: what was done before is done again.
+    """
+    standard = (sys.stdin, sys.stdout, sys.stderr)  # None where it is closed
+    streams = [stream for stream in standard if isinstance(stream, io.TextIOWrapper)]
+    encodings = {stream.encoding for stream in streams}
+    encodings |= {sys.getfilesystemencoding(), locale.getpreferredencoding(False)}
+    if {codecs.lookup(encoding).name for encoding in encodings} == {"utf-8"}:
+        return
+    environment = utf8_environment()
+    if environment != os.environ:
+        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
+    for stream in streams:  # of a Python that ignores its environment (-E, -I)
+        stream.reconfigure(encoding="utf-8")
+
+
 def checksum(path: PathLike, algorithm: str = "sha256") -> str:
     """Hexadecimal checksum of a file.
 
@@ -270,6 +357,34 @@ def checksum(path: PathLike, algorithm: str = "sha256") -> str:
         while block := stream.read(1 << 20):
             found.update(block)
     return found.hexdigest()
+
+
+def user_cache() -> Path:
+    """The cache of this package and user: `$XDG_CACHE_HOME/moa_fairseq`, else `~/.cache/moa_fairseq`."""
+    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moa_fairseq"
+
+
+def private_folder(folder: Path) -> Path:
+    """Make a folder for what is run when it is read again, such as compiled code; or check that it is ours.
+
+    Args:
+        folder: where nobody else may write; its parents are made, too.
+
+    Returns:
+        The folder.
+
+    Raises:
+        UserError: it belongs to another user, or anybody may write there, or it cannot be made.
+    """
+    with disk_errors(folder):
+        folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    state = folder.stat()
+    if state.st_uid != os.getuid() or state.st_mode & stat.S_IWOTH:
+        raise UserError(
+            f"{folder} belongs to another user, or anybody may write there, and what it holds would be run. "
+            "Delete it, or name a cache folder of your own with XDG_CACHE_HOME or TORCHINDUCTOR_CACHE_DIR."
+        )
+    return folder
 
 
 def shipped(name: str) -> Path:

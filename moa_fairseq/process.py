@@ -20,7 +20,7 @@ import portalocker
 
 import moa_fairseq
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.files import disk_errors, refuse_link
+from moa_fairseq.files import disk_errors, refuse_link, utf8_environment
 
 MODULES = {
     "fairseq-preprocess": "fairseq_cli.preprocess",
@@ -155,10 +155,10 @@ def positional(path: Path) -> str:
 def environment_of_a_child() -> dict[str, str]:
     """The environment of a child Python, for it and its own children.
 
-    Output comes at once and in UTF-8. Nothing is imported from the working directory: `-m` would allow it,
-    `fairseq-train` does not. This same package is found though it is not installed.
+    Output comes at once; texts and names are UTF-8. Nothing is imported from the working directory: `-m`
+    would allow it, `fairseq-train` does not. This same package is found though it is not installed.
     """
-    environment = {**os.environ, "PYTHONUNBUFFERED": "1", "PYTHONIOENCODING": "utf-8", "PYTHONSAFEPATH": "1"}
+    environment = {**utf8_environment(), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     silent = f"ignore:{moa_fairseq.JIT_WARNING}:FutureWarning"
     # the later one wins
     environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), silent]))

@@ -4,7 +4,9 @@ import contextlib
 import errno
 import math
 import os
+import re
 import signal
+import stat
 import subprocess
 import sys
 from pathlib import Path
@@ -14,9 +16,11 @@ from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.json_files import NUMBER, check_kinds, is_number
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_folder, atomic_write, private_folder, user_cache
 from moa_fairseq.plugin.patches.checkpoint_files import save_checkpoint
 from moa_fairseq.process import Executor, locked
+
+ROOT = Path(__file__).resolve().parents[1]
 
 
 @pytest.mark.parametrize("mapping, holds", [({}, False), ({"score": None}, False), ({"score": 0}, True)])
@@ -119,6 +123,27 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(t
     assert path.read_text() == "slow" and names(tmp_path) == sorted([*others, path.name])
 
 
+def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_removed(tmp_path):
+    program = "import os; from pathlib import Path; from moa_fairseq.files import atomic_folder\n"
+    program += "with atomic_folder(Path('model')) as new: (new / 'half').touch(); {}"
+    fill = [sys.executable, "-c", program.format("print(flush=True); input()")]
+    living = subprocess.Popen(fill, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+    living.stdout.readline()
+    for _ in range(2):
+        subprocess.run([*fill[:2], program.format("os._exit(1)")], cwd=tmp_path, check=False)
+    (tmp_path / ".model.abcdefgh.tmp").mkdir()  # somebody else's
+    (tmp_path / ".model.abcdefgh.tmp" / "new").touch()
+    (tmp_path / ".model.12345678.tmp").symlink_to(tmp_path / ".model.abcdefgh.tmp")
+    assert len(names(tmp_path)) == 4  # the second killed process removed what the first one left
+    with pytest.raises(ValueError), atomic_folder(tmp_path / "model") as new:
+        (new / "half").touch()
+        raise ValueError
+    assert len(names(tmp_path)) == 3 and not (tmp_path / "model").exists()
+    living.communicate(b"\n")
+    assert names(tmp_path) == [".model.12345678.tmp", ".model.abcdefgh.tmp", "model"]
+    assert names(tmp_path / "model") == ["half"]
+
+
 def test_a_training_removes_what_a_killed_save_left(tmp_path):
     """Of a checkpoint that it does not write again, such as one of another update."""
     left = tmp_path / "checkpoint_1_20.pt"
@@ -154,3 +179,50 @@ def test_what_counts_as_a_number_in_a_file_of_json():
         ("1", False),
     ):
         assert is_number(value) == counts
+
+
+def test_the_cache_lies_in_the_folder_that_is_set_or_below_home(tmp_path, monkeypatch):
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    assert user_cache() == tmp_path / "moa_fairseq"
+    monkeypatch.setattr(Path, "home", lambda: tmp_path / "home")
+    for unset in (
+        lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""),
+        lambda: monkeypatch.delenv("XDG_CACHE_HOME"),
+    ):
+        unset()
+        assert user_cache() == tmp_path / "home" / ".cache" / "moa_fairseq"
+
+
+def test_what_will_be_run_lies_where_nobody_else_writes(tmp_path, monkeypatch):
+    place = private_folder(tmp_path / "a" / "b")
+    assert stat.S_IMODE(place.stat().st_mode) == 0o700
+    place.chmod(0o775)  # of a group of one's own, as many systems make
+    assert private_folder(place) == place
+    place.chmod(0o777)
+    with pytest.raises(UserError, match=re.escape(str(place))):
+        private_folder(place)
+    place.chmod(0o700)
+    monkeypatch.setattr(os, "getuid", lambda: place.stat().st_uid + 1)
+    with pytest.raises(UserError, match=re.escape(str(place))):
+        private_folder(place)
+
+
+ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from moa_fairseq.files import use_utf8; use_utf8(); "
+
+
+@pytest.mark.parametrize("flags", [(), ("-I",), ("-X", "utf8=0")])
+@pytest.mark.parametrize("settings", [ASCII, {"PYTHONIOENCODING": "latin-1"}])
+def test_whatever_the_locale_says_text_is_utf8(flags, settings):
+    """-I: the environment is not read. The flags and arguments of the program stay."""
+    program = BEGIN + "print(sys.stdin.readline().strip(), sys.argv[1], sys.flags.isolated)"
+    command = [sys.executable, *flags, "-c", program, "x"]
+    environment = {**os.environ, **settings}
+    done = subprocess.run(command, env=environment, input="größe\n".encode(), capture_output=True, check=True)
+    assert done.stdout.decode() == f"größe x {int('-I' in flags)}\n"
+
+
+def test_names_of_files_are_utf8_whatever_the_locale_says(tmp_path):
+    command = [sys.executable, "-c", BEGIN + "open(chr(252) + sys.argv[1], 'w').close()", "ö"]
+    subprocess.run(command, env={**os.environ, **ASCII}, cwd=tmp_path, check=True)
+    assert names(tmp_path) == ["üö"]

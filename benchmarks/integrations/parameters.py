@@ -10,6 +10,7 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moa_fairseq.files import use_utf8
 from moa_fairseq.integrations import hf, vision
 from moa_fairseq.integrations.dit import MIXTURES, DiT
 
@@ -77,4 +78,5 @@ def page() -> str:
 
 
 if __name__ == "__main__":
+    use_utf8()
     print(page())

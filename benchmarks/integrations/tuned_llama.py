@@ -40,7 +40,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.scoring.significance import paired
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, use_utf8
 from moa_fairseq.integrations.heads import HeadMixture
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 from moa_fairseq.layers.moh_routers import QueryNormRouter
@@ -240,6 +240,7 @@ def report(output: Path) -> None:
 
 
 def main() -> None:
+    use_utf8()
     parser = argparse.ArgumentParser(
         description=__doc__.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
     )

@@ -269,6 +269,12 @@ def write_json(path: Path, content: Any) -> None:
         stream.write("\n")
 
 
+def write_yaml(path: Path, content: Any) -> None:
+    """Write `content` as YAML, keys in their order, whole or not at all."""
+    with atomic_write(path) as stream:
+        yaml.safe_dump(content, stream, sort_keys=False, allow_unicode=True)
+
+
 def check_kinds(
     mapping: Any, kinds: Mapping[str, str], where: str, remedy: str, required: Sequence[str] = ()
 ) -> None:

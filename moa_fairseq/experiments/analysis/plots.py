@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+import matplotlib
 from matplotlib.axes import Axes
 from matplotlib.backends.backend_agg import FigureCanvasAgg
 from matplotlib.figure import Figure
@@ -16,6 +17,9 @@ from matplotlib.text import Text
 from matplotlib.transforms import Bbox
 
 from moa_fairseq.files import atomic_write
+
+# A matplotlibrc in the working directory could have text set by LaTeX, which runs programs.
+matplotlib.rcdefaults()
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")

@@ -13,8 +13,8 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.corpus.build import build, load_packages
-from moa_fairseq.experiments.data.download import default_cache
 from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.files import user_cache
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
 
@@ -35,7 +35,7 @@ def run(args: argparse.Namespace) -> int:
     if args.folder is not None and not args.folder.is_dir():
         raise UserError(f"--from {args.folder} is not a folder.")
     started = time.monotonic()
-    cache = args.cache or default_cache() / "wheels"
+    cache = args.cache or user_cache() / "wheels"
     manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
     summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))

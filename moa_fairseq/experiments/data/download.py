@@ -99,11 +99,6 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
     return ""
 
 
-def default_cache() -> Path:
-    """Where files for all data sets are kept: `$XDG_CACHE_HOME/moa_fairseq`, else under `~/.cache`."""
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "moa_fairseq"
-
-
 def obtain(
     source: PublicFile,
     at_hand: Sequence[Path],

@@ -13,10 +13,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import extract
 from moa_fairseq.experiments.data.binarised import DICTIONARY
 from moa_fairseq.experiments.data.catalogue import public_files
-from moa_fairseq.experiments.data.download import Unavailable, default_cache, obtain
+from moa_fairseq.experiments.data.download import Unavailable, obtain
 from moa_fairseq.experiments.data.parallel_text import read_lines
 from moa_fairseq.experiments.text.workers import chunks, ordered_map
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, user_cache
 
 FOLDER = "gpt2_bpe"
 ENCODER = "encoder.json"
@@ -79,7 +79,7 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
         UserError: for a file that is not the pinned one, a dictionary of other entries, and where the two
             files of the encoding cannot be had.
     """
-    cache = cache or default_cache()
+    cache = cache or user_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
     beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
     fetched = cache / FOLDER / DICTIONARY

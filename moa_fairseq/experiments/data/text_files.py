@@ -24,7 +24,7 @@ from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, marks
 from moa_fairseq.experiments.text import STEPS
-from moa_fairseq.files import checksum
+from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
 
 KEPT = "text"
 BINARISED = "binarised"
@@ -127,11 +127,27 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
         remedy = "Restore that data, use another --save-dir, or --restart to move the run aside."
         raise UserError(f"{run_folder} was trained on other data than {data} holds now. {remedy}")
     check_text(data)
+    copy_text(data, new)
+
+
+def copy_text(data: Path, new: Path) -> None:
+    """Copy a binarised folder's text files, and what its manifest says of them; nothing else goes along.
+
+    Args:
+        data: the binarised folder.
+        new: the folder of the copy.
+
+    Raises:
+        UserError: for a link that leads out of the folder, and what is no ordinary file.
+    """
     outputs = {}
+    refuse_link_out(data.parent / MANIFEST, data.parent)
     for name, path in text_files(data).items():
+        refuse_link_out(path, data, data.parent)
+        refuse_irregular(path, "File")
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, new / name)
-        outputs[name] = {"bytes": path.stat().st_size, "sha256": checksum(new / name)}
+        outputs[name] = {"bytes": (new / name).stat().st_size, "sha256": checksum(new / name)}
     manifest = read_manifest(data.parent)
     settings = manifest.get("settings") or {"recipe": BINARISED}
     write_json(new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs})
@@ -143,13 +159,14 @@ def kept_text(checkpoint: Path) -> Path | None:
     None where no run keeps one.
 
     Raises:
-        UserError: where it was changed.
+        UserError: where it was changed, or a file was put there.
     """
     run = _run_of(checkpoint, f"{KEPT}/{MANIFEST}")  # an exported model has no state.json
     if run is None:
         return None
     remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
-    check_text(run / KEPT / BINARISED, remedy)
+    if others := check_text(run / KEPT / BINARISED, remedy):
+        raise UserError(f"{run / KEPT / others[0]} is not in the {MANIFEST} of the run's text. {remedy}")
     rules_of(read_manifest(run / KEPT, remedy), remedy)
     return run / KEPT / BINARISED
 

@@ -12,8 +12,6 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-import shutil
-import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -22,12 +20,12 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
-from moa_fairseq.experiments.data.download import default_cache
-from moa_fairseq.experiments.data.text_files import KEPT, kept_text
-from moa_fairseq.experiments.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.data.text_files import BINARISED, KEPT, copy_text, kept_text
+from moa_fairseq.experiments.json_files import is_number, read_json, write_json, write_yaml
 from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
 from moa_fairseq.experiments.recipes.loading import build, read_mapping
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.files import atomic_folder, refuse_link_out, user_cache
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
 log = logging.getLogger(__name__)
@@ -40,7 +38,7 @@ def models_folder() -> Path:
     named = os.environ.get("MOA_FAIRSEQ_MODELS")
     if named:
         return Path(named)
-    return default_cache() / "models"
+    return user_cache() / "models"
 
 
 def named_model(name: str) -> Path:
@@ -60,7 +58,7 @@ def named_model(name: str) -> Path:
     there = sorted(path.parent.name for path in models_folder().glob("*/average.pt"))
     raise UserError(
         f"--model {name}: there is no {folder / 'average.pt'}. Models lie in $MOA_FAIRSEQ_MODELS, else in "
-        f"{default_cache() / 'models'}; here: {', '.join(there) or 'none'}. "
+        f"{user_cache() / 'models'}; here: {', '.join(there) or 'none'}. "
         f"`moa-fairseq export RUN {folder}` "
         "puts one there; `bash scripts/tiny_models.sh deu.txt` trains and exports moa-, moh- and "
         "dense-tiny-en-de."
@@ -80,35 +78,35 @@ def run(args: argparse.Namespace) -> int:
         UserError: for a run without a model, a text or a recipe, for weights that half precision cannot hold,
             and for a folder that is there.
     """
-    if args.folder.exists():
+    if os.path.lexists(args.folder):
         raise UserError(f"{args.folder} exists already: name a new folder, or delete it first.")
     checkpoint = trained_checkpoint(args.run_dir)
+    path = args.run_dir / "recipe.yaml"
+    for copied in (checkpoint, path, args.run_dir / _RESULT, args.run_dir / KEPT / BINARISED):
+        refuse_link_out(copied, args.run_dir)
     if not checkpoint.is_file():
         raise UserError(f"{args.run_dir} holds no trained model: {checkpoint} is missing.")
-    if kept_text(checkpoint) is None:
+    text = kept_text(checkpoint)
+    if text is None:
         raise UserError(
             f"{args.run_dir / KEPT} is missing, without which nobody can give the model text. Only runs of "
             "`moa-fairseq recipe` keep it: train with a recipe, or run its command again to add it."
         )
-    path = args.run_dir / "recipe.yaml"
-    recipe = build(Recipe, read_mapping(path, "recipe"), str(path))
+    mapping = read_mapping(path, "recipe")
+    recipe = build(Recipe, mapping, str(path))
     result: dict[str, Any] = {}
     if (args.run_dir / _RESULT).exists():
         result = read_json(args.run_dir / _RESULT, "Run the recipe again.")
     weights = _halved(load_checkpoint(checkpoint), checkpoint)
     parameters = sum({tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}.values())
-    args.folder.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=args.folder.parent, prefix=f"{args.folder.name}.") as temporary:
-        new = Path(temporary) / "new"
-        new.mkdir()
+    with atomic_folder(args.folder) as new:
         save_checkpoint(weights, new / "average.pt")
-        shutil.copytree(args.run_dir / KEPT, new / KEPT)
-        shutil.copyfile(path, new / "recipe.yaml")
+        copy_text(text, new / KEPT)
+        write_yaml(new / "recipe.yaml", mapping)
         if result:
             write_json(new / _RESULT, result)
         card = _card(args.folder.name, recipe, result, parameters)
         (new / "README.md").write_text(card, encoding="utf-8")
-        new.rename(args.folder)
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
     return 0
@@ -149,7 +147,7 @@ def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int)
     lines = [f"# {name}", "", recipe.summary, "", "| | |", "| --- | --- |"]
     for key, value in rows.items():
         if value not in (None, ""):
-            escaped = str(value).replace("|", "\\|")  # as in a signature
+            escaped = " ".join(str(value).split()).replace("|", "\\|")  # as in a signature
             lines.append(f"| {key} | {escaped} |")
     if result:
         lines += ["", "Scores are those of the run, before its weights were rounded to half precision."]

@@ -8,10 +8,12 @@ word or letter that the dictionary lacks is <unk>, and counted. An answer with <
 <unk>, and is never taken for the likeliest text.
 
 All numbers go into RUN/zero_shot.json, and the accuracies of SwitchHead's tables into the metrics of
-RUN/result.json, where `moa-fairseq compare` finds them. After an interruption the same command goes on.
+RUN/result.json, where `moa-fairseq compare` finds them. After an interruption the same command goes on, with
+the answers that it keeps in ~/.cache/moa_fairseq/zero-shot until it ends.
 
 lm_eval is not installed with this project: pip install '.[zero-shot]', or bash scripts/setup.sh --zero-shot.
 It fetches a task's data from Hugging Face's hub. cbt, the Children's Book Test, is a task of this package.
+Task files can run code (`!function`): give --include-path only a folder that you trust.
 """
 
 from __future__ import annotations
@@ -33,7 +35,7 @@ from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.tables import Column, Table, page
-from moa_fairseq.files import refuse_overwriting
+from moa_fairseq.files import private_folder, refuse_overwriting, user_cache
 
 OUTPUT = "zero_shot.json"
 TASKS = Path(__file__).parent / "zero_shot_tasks"
@@ -53,7 +55,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
     add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, with commas between them")
-    add("--include-path", type=Path, metavar="DIR", help="a folder with task files (YAML) of your own")
+    own = "a folder with task files (YAML) of your own; `!function` in them runs code"
+    add("--include-path", type=Path, metavar="DIR", help=own)
     add("--limit", type=int, metavar="N", help="only the first N documents of each task, for a trial")
     add("--max-tokens", type=int, default=4096, metavar="N", help="symbols of a batch (4096)")
     add("--output", type=Path, metavar="FILE.json", help=f"write here (RUN/{OUTPUT})")
@@ -82,9 +85,9 @@ def run(args: argparse.Namespace) -> int:
         digest = hashlib.file_digest(stream, "sha256").hexdigest()
     harness = HarnessModel(model, args.max_tokens)
     maker = provenance()  # whose answers are not gone on with by another commit
-    answers = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']}"
-    state = hashlib.sha256(answers.encode()).hexdigest()[:12]
-    answered = output.with_name(f"{output.stem}.unfinished-{state}")
+    # lm_eval unpickles the answers that it keeps, so they never lie in a folder that is given away.
+    asked = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
+    answered = private_folder(user_cache() / "zero-shot") / hashlib.sha256(asked.encode()).hexdigest()
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
         found = simple_evaluate(

@@ -9,10 +9,9 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 
-import yaml
-
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.json_files import write_yaml
 from moa_fairseq.experiments.make import Step, make, marks
 from moa_fairseq.experiments.recipes.batch import (
     fit,
@@ -30,7 +29,6 @@ from moa_fairseq.experiments.recipes.prepare_stage import prepare, recall, show_
 from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import Options, Run, steps
-from moa_fairseq.files import atomic_write
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
 
 STAGES = ("prepare", "train", "average", "generate", "score")
@@ -101,14 +99,13 @@ def run_recipe(
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
             make(steps(run), folder, executor=executor, wanted=wanted)
-        with atomic_write(folder / "recipe.yaml") as stream:
-            # which row it stands for, result.json tells
-            mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
-            goal = (
-                marks(folder).get("train", {}).get("goal", {})
-            )  # of what is trained: this call may name another
-            mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
-            yaml.safe_dump(mapping, stream, sort_keys=False, allow_unicode=True)
+        # which row it stands for, result.json tells
+        mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
+        goal = (
+            marks(folder).get("train", {}).get("goal", {})
+        )  # of what is trained: this call may name another
+        mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
+        write_yaml(folder / "recipe.yaml", mapping)
         return record(run, started)
 
 

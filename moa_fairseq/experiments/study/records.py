@@ -24,7 +24,7 @@ from moa_fairseq.experiments.json_files import (
     read_json,
     read_json_lines,
 )
-from moa_fairseq.files import atomic_write
+from moa_fairseq.files import atomic_write, refuse_link_out
 
 RECORDS = "records.jsonl"
 ARCHIVE = "outputs.tar.xz"
@@ -100,6 +100,7 @@ def outputs_of(folder: Path) -> dict[str, bytes]:
         UserError: The archive is damaged.
     """
     found = {}
+    refuse_link_out(folder / ARCHIVE, folder)
     if (folder / ARCHIVE).is_file():
         found = contents(folder / ARCHIVE)
     for path in _single_outputs(folder):
@@ -138,12 +139,12 @@ def pack_study(folder: Path) -> tuple[int, int]:
         UserError: A record is damaged, or something cannot be written.
     """
     single = _single_records(folder)
+    outputs = _single_outputs(folder)
+    texts = outputs_of(folder) if outputs else {}
     for record in sorted(single, key=lambda each: (each.content["seed"], each.content["system"])):
         append_record(folder, record.content)
         Path(record.where).unlink()
-    outputs = _single_outputs(folder)
     if outputs:
-        texts = outputs_of(folder)
         pack(folder / ARCHIVE, texts)
         with atomic_write(folder / CHECKSUMS) as stream:
             stream.writelines(
@@ -159,6 +160,7 @@ def pack_study(folder: Path) -> tuple[int, int]:
 def _single_records(folder: Path) -> list[Record]:
     found = []
     for path in sorted(path for path in folder.glob("*.json") if _SINGLE.fullmatch(path.name)):
+        refuse_link_out(path, folder)
         with contextlib.suppress(FileNotFoundError):  # packed in the meantime
             found.append(_checked(read_json(path, REMEDY), str(path)))
     return found
@@ -180,4 +182,7 @@ def _checked(content: Any, where: str) -> Record:
 
 
 def _single_outputs(folder: Path) -> list[Path]:
-    return sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())
+    found = sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())
+    for path in found:
+        refuse_link_out(path, folder)
+    return found

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moa_fairseq.files import use_utf8
 from moa_fairseq.layers.experts import ExpertPermutation, compile_ahead, project, routing, triton, validation
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
@@ -275,6 +276,7 @@ def _check(dtypes: list[str], device: str, repeats: int) -> validation.CheckResu
 
 
 def main() -> None:
+    use_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
     parser.add_argument(
         "--device", choices=("cuda", "cpu"), default="cuda" if torch.cuda.is_available() else "cpu"

@@ -10,14 +10,13 @@ import dataclasses
 import datetime
 import hashlib
 import json
-import os
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import torch
 
-from moa_fairseq.files import atomic_write, shipped
+from moa_fairseq.files import atomic_write, shipped, user_cache
 
 COMMAND = "python -m moa_fairseq.layers.experts.validate"
 DTYPES = ("bfloat16", "float16", "float32")  # that the kernels take
@@ -41,10 +40,9 @@ def machine() -> dict[str, str]:
 
 def path() -> Path:
     """The file of this machine, under $XDG_CACHE_HOME or ~/.cache."""
-    root = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache")
     name = "-".join(machine().values())
     name = "".join(letter if letter.isalnum() or letter in ".-+" else "_" for letter in name)
-    return root / "moa_fairseq" / f"triton-{name}.json"
+    return user_cache() / f"triton-{name}.json"
 
 
 @dataclasses.dataclass

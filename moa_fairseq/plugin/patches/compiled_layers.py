@@ -11,7 +11,9 @@ import functools
 import importlib
 import inspect
 import logging
+import os
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -21,10 +23,12 @@ from omegaconf import open_dict
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.files import private_folder
 from moa_fairseq.plugin.patches.table import patch
 
 logger = logging.getLogger(__name__)
 FLAG = "--compile-layers"
+CACHE = "TORCHINDUCTOR_CACHE_DIR"  # of compiled code, which torch runs when it finds it there
 HELP = (
     "compile the layers of a Transformer with torch.compile for training: the first updates take minutes "
     "longer, and all others less of the host's time; dropout draws other numbers"
@@ -130,11 +134,14 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
 def can_compile(device: torch.device) -> bool:
     """Whether torch can compile for a device here; a warning says why not."""
     importlib.import_module("torch._dynamo")  # what fails here, fails without the flag, too
+    inductor: Any = importlib.import_module("torch._inductor.runtime.runtime_utils")
 
     def trial(x: Tensor) -> tuple[Tensor, bool]:
         return x.sin() * x, torch.compiler.is_compiling()
 
     try:
+        # in /tmp, where another user may have made it first
+        private_folder(Path(os.environ.get(CACHE) or inductor.default_cache_dir()))
         _, compiled = torch.compile(trial, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
     except Exception as error:  # whatever compilers, their caches and their tools raise
         _warn("torch cannot compile here, and the layers run as without the flag", error)

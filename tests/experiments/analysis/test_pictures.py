@@ -2,15 +2,22 @@
 
 import itertools
 import math
+import os
+import subprocess
+import sys
+from pathlib import Path
 
 import pytest
 from matplotlib.figure import Figure
 from matplotlib.text import Text
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis import plots
 from moa_fairseq.experiments.analysis.expert_load import draw_expert_load
 from moa_fairseq.experiments.analysis.learning_curve import LearningCurve, Point, draw_learning_curves
 from moa_fairseq.experiments.analysis.plots import label_points, save
+
+ROOT = Path(__file__).resolve().parents[3]
 
 
 def load(name, counts, gates=None):
@@ -114,3 +121,12 @@ def test_names_stand_clear_of_intervals():
         box = Text.get_window_extent(text)
         (place, bottom), (_, top) = panel.transData.transform([(x, low), (x, high)])
         assert place < box.x0 or place > box.x1 or box.y0 > top or box.y1 < bottom
+
+
+def test_settings_in_the_working_directory_start_no_latex(tmp_path):
+    (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
+    program = f"from {plots.__name__} import matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
+    command = [sys.executable, "-c", program]
+    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    assert said.stdout == "False\n"

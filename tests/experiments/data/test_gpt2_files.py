@@ -9,7 +9,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import catalogue, gpt2_files
 from moa_fairseq.experiments.data import download as downloading
 from moa_fairseq.experiments.data.binarised import DICTIONARY
-from moa_fairseq.experiments.data.download import Unavailable, default_cache
+from moa_fairseq.experiments.data.download import Unavailable
 from moa_fairseq.experiments.data.gpt2_files import (
     ENCODER,
     ENTRIES,
@@ -133,14 +133,6 @@ def test_the_dictionary_makes_robertas_vocabulary(tmp_path, network):
     path.write_text(path.read_text().replace("17 1\n", "18 1\n", 1))
     with pytest.raises(UserError, match="50,260 entries"):
         obtain_gpt2_files([text], tmp_path / "cache", offline=True)
-
-
-def test_the_cache_follows_xdg(monkeypatch, tmp_path):
-    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
-    assert default_cache() == tmp_path / "moa_fairseq"
-    monkeypatch.delenv("XDG_CACHE_HOME")
-    monkeypatch.setenv("HOME", str(tmp_path / "home"))
-    assert default_cache() == tmp_path / "home" / ".cache" / "moa_fairseq"
 
 
 # --- encoding -----------------------------------------------------------------------------------------------

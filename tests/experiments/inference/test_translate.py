@@ -2,9 +2,11 @@
 
 import io
 import json
+import os
 import random
 import re
 import shutil
+import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -13,10 +15,12 @@ import pytest
 import torch
 import yaml
 from fairseq.data import Dictionary
+from shared_fixtures import USER_DIR
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.experiments.data.text_files import copy_text
 from moa_fairseq.experiments.inference.text_codec import ByteCodec, MergeCodec, TranslationCodec, codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import _generation
@@ -25,7 +29,7 @@ from moa_fairseq.experiments.text import detokenize
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
-WORDS = ["Dog", "cat's", "grass", "runs", "sleeps", "three", "on", "(soft)", "“green”"]
+WORDS = ["Dog", "cat's", "grass", "runs", "schläft", "three", "on", "(soft)", "“green”"]
 TINY = {f"{side}-{what}": 16 for side in ("encoder", "decoder") for what in ("embed-dim", "ffn-embed-dim")}
 RECIPE = {
     "experiment": "raw",
@@ -283,6 +287,79 @@ def copy(run, tmp_path):
     (data,) = Path(run.parent / "data").glob("*/binarised")
     shutil.copytree(data.parent, tmp_path / "data")
     return SimpleNamespace(run=tmp_path / "run", data=tmp_path / "data", text=run.parent / "test.en")
+
+
+def test_text_and_names_are_utf8_in_any_locale(run, tmp_path):
+    """As Python reads and writes in the locale C, where nothing turns it to UTF-8."""
+    (data,) = Path(run.parent / "data").glob("*/binarised")
+    checkpoint = run / "checkpoints" / "checkpoint_best.pt"
+
+    def output(module, *words, **given):
+        environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+        command = [sys.executable, "-m", module, *map(str, words)]
+        return subprocess.run(
+            command, env=environment, capture_output=True, check=True, **given
+        ).stdout.decode()
+
+    output("moa_fairseq.cli", "export", run, tmp_path / "größe")
+    words = ["translate", tmp_path / "größe", "--show-experts", "--cpu"]
+    assert "ä" in output("moa_fairseq.cli", *words, input="Dog schläft.\n".encode())
+    words = [data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu", "--num-workers", 0]
+    assert "ä" in output("fairseq_cli.generate", *words)
+    words = [data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu"]
+    symbols = (data / "dict.en.txt").read_text(encoding="utf-8").split()
+    known = next(symbol for symbol in symbols if "ä" in symbol)
+    assert f"S-0\t{known}\n" in output("fairseq_cli.interactive", *words, input=f"{known}\n".encode())
+
+
+def test_only_what_the_manifest_lists_is_exported(copy, tmp_path, capsys):
+    """Data that is not listed stays; a text file that is not is no part of the run."""
+    (copy.run / "text" / "notes.txt").write_text("private")
+    (copy.run / "text" / "bpe" / "more").mkdir()
+    (copy.run / "text" / "link").symlink_to("/etc/passwd")
+    manifest = json.loads((copy.run / "text" / "manifest.json").read_text())
+    assert main(["export", str(copy.run), str(tmp_path / "new")]) == 0
+    listed = {"manifest.json", *manifest["outputs"]}
+    found = [path for path in (tmp_path / "new" / "text").rglob("*") if not path.is_dir()]
+    assert {str(path.relative_to(tmp_path / "new" / "text")) for path in found} == listed
+    assert not any(path.is_symlink() for path in found)
+    assert answer(capsys, "translate", tmp_path / "new", copy.text)
+    (copy.run / "text" / "binarised" / "dict.zz.txt").write_text("a 1\n")
+    assert main(["export", str(copy.run), str(tmp_path / "other")]) == 2
+    assert "dict.zz.txt" in capsys.readouterr().err and not (tmp_path / "other").exists()
+
+
+LINKS = ("recipe.yaml", "result.json", "text", "text/binarised", "text/manifest.json", "text/bpe/codes")
+LINKS += ("text/binarised/dict.en.txt", "checkpoints", "checkpoints/checkpoint_best.pt", "average.pt")
+
+
+@pytest.mark.parametrize("name", LINKS)
+def test_a_link_that_leads_out_of_a_run_is_not_exported(copy, name, tmp_path, capsys):
+    shutil.copytree(copy.run, tmp_path / "private")
+    (tmp_path / "private" / "result.json").write_text('{"secret": 1}')
+    shutil.copy(copy.run / "checkpoints" / "checkpoint_best.pt", tmp_path / "private" / "average.pt")
+    place = copy.run / name
+    shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
+    place.symlink_to(tmp_path / "private" / name)
+    assert main(["export", str(copy.run), str(tmp_path / "new")]) == 2
+    assert str(tmp_path / "private") in capsys.readouterr().err
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["data", "private", "run"]
+    place.unlink()
+    place.symlink_to(os.path.relpath(copy.run / "state.json", place.parent))  # within
+    main(["export", str(copy.run), str(tmp_path / "new")])
+    assert "leads out" not in capsys.readouterr().err
+
+
+def test_a_link_that_leads_out_of_the_data_is_not_kept_with_a_run(copy, tmp_path):
+    """A run folder may be given away as it is."""
+    (tmp_path / "secret").write_text("secret")
+    (copy.data / "binarised" / "dict.zz.txt").symlink_to(tmp_path / "secret")
+    with pytest.raises(UserError, match=r"dict\.zz\.txt"):
+        copy_text(copy.data / "binarised", tmp_path / "new")
+    (tmp_path / "linked").symlink_to(copy.data / "binarised")
+    (copy.data / "binarised" / "dict.zz.txt").unlink()
+    copy_text(tmp_path / "linked", tmp_path / "new")
+    assert (tmp_path / "new" / "binarised" / "dict.en.txt").is_file()
 
 
 def _swap(folder):

@@ -6,6 +6,7 @@ import json
 import math
 import random
 import shutil
+import stat
 from types import SimpleNamespace
 
 import pytest
@@ -263,6 +264,7 @@ def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(train, prepr
 
 def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_path, monkeypatch, capsys):
     run = tmp_path / "run"
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(train("switchhead_lm_tiny", data, *CARRIED), run)
     before = {"lm_ppl": 9.0, "lambada_acc": -1.0}
     (run / "result.json").write_text(json.dumps({"experiment": "mine", "metrics": before}))
@@ -284,10 +286,14 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
     output = HarnessModel._output
+    given_away = sorted(path.name for path in run.iterdir())
     with monkeypatch.context() as patch:
         patch.setattr(HarnessModel, "_output", interrupt)
         assert main([*command, "--max-tokens", "12"]) == 130
-    assert list(run.glob("*.unfinished*"))
+    # lm_eval unpickles what it finds there
+    assert sorted(path.name for path in run.iterdir()) == given_away
+    (answers,) = (tmp_path / "cache").rglob("*.db")
+    assert stat.S_IMODE(answers.parent.stat().st_mode) == 0o700
     other = tmp_path / "other"
     shutil.copytree(run, other)
     for path in other.glob("*.pt"):
@@ -295,7 +301,7 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     again = []
     monkeypatch.setattr(HarnessModel, "_output", lambda *args: again.append(0) or output(*args))
     assert main([*command, "--max-tokens", "12"]) == 0
-    assert len(again) == 5 - 1 and not list(run.glob("*.unfinished*"))
+    assert len(again) == 5 - 1 and not list((tmp_path / "cache").rglob("*.db"))
     again.clear()
     assert main([command[0], str(other), *command[2:], "--max-tokens", "12"]) == 0
     assert len(again) == 5, "another checkpoint answers anew"

@@ -4,6 +4,7 @@ import hashlib
 import json
 import multiprocessing
 import os
+import re
 from pathlib import Path
 
 import pytest
@@ -138,6 +139,21 @@ def test_records_that_are_files_are_read_and_packed(folder):
     assert read_lines(folder / "outputs.tar.xz" / "A-seed1.test.txt") == ["Ein Satz .", "Ü"]
     with pytest.raises(UserError, match=r"outputs\.tar\.xz holds no C-seed1\.test\.txt"):
         read_lines(folder / "outputs.tar.xz" / "C-seed1.test.txt")
+
+
+@pytest.mark.parametrize("name", ["A-seed1.json", "outputs/A-seed1.test.txt", "outputs.tar.xz"])
+def test_a_link_that_leads_out_of_a_study_is_not_packed(folder, name, tmp_path_factory):
+    """A study's folder from somebody else could name any file with it, to be given away."""
+    private = tmp_path_factory.mktemp("private")
+    pack(private / "outputs.tar.xz", {"secret": b"secret"})
+    (private / "A-seed1.json").write_text(json.dumps(made(secret=1)))
+    write_output(private, "A-seed1", "test", ["secret"])
+    (folder / name).unlink(missing_ok=True)
+    (folder / name).symlink_to(private / name)
+    before = sorted((path, path.is_symlink()) for path in folder.rglob("*"))
+    with pytest.raises(UserError, match=re.escape(str(private / name))):
+        pack_study(folder)
+    assert sorted((path, path.is_symlink()) for path in folder.rglob("*")) == before
 
 
 def test_a_later_translation_takes_the_place_of_a_packed_one(folder):

@@ -41,17 +41,6 @@ def on_a_gpu(monkeypatch, tmp_path):
         function.cache_clear()
 
 
-def test_verdicts_lie_in_the_cache_folder_that_is_set_or_below_home(on_a_gpu, monkeypatch):
-    assert validation.path().parent == on_a_gpu / "moa_fairseq"
-    monkeypatch.setattr(Path, "home", lambda: on_a_gpu / "home")
-    for unset in (
-        lambda: monkeypatch.setenv("XDG_CACHE_HOME", ""),
-        lambda: monkeypatch.delenv("XDG_CACHE_HOME"),
-    ):
-        unset()
-        assert validation.path().parent == on_a_gpu / "home" / ".cache" / "moa_fairseq"
-
-
 def automatic():
     projection._automatic.cache_clear()
     return projection._automatic()

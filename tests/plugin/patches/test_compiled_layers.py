@@ -213,6 +213,13 @@ def test_a_switch_that_turns_torchs_compiler_off_is_named(monkeypatch, caplog):
     assert "TORCHDYNAMO_DISABLE" in caplog.text
 
 
+def test_code_that_another_user_may_have_compiled_is_not_run(tmp_path, caplog, monkeypatch):
+    monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", str(tmp_path))
+    tmp_path.chmod(0o777)
+    assert not can_compile(torch.device("cpu"))
+    assert str(tmp_path) in caplog.text and not list(tmp_path.iterdir())
+
+
 @pytest.mark.usefixtures("as_before")
 def test_what_cannot_be_compiled_runs_as_it_is_and_says_why(monkeypatch, caplog):
     each = batch(1, 3, 9, 7)
