@@ -3,7 +3,7 @@ root="$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)"
 experiment="$(basename "$0" .sh)"
 python="${VIRTUAL_ENV:-$root/.venv}/bin/python"
 [ -x "$python" ] || python="$(command -v python || command -v python3)"
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1   # nothing is imported from the working directory
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONSAFEPATH=1 PYTHONUTF8=1   # nothing is imported from the working directory
 needed='import importlib.util as u, sys; sys.exit(any(u.find_spec(m) is None for m in ("torch", "fairseq", "yaml")))'
 "$python" -c "$needed" || { echo "$python lacks torch, fairseq or PyYAML: run bash scripts/setup.sh first" >&2; exit 2; }
 # recipe NAME OPTIONS: the shipped recipe of that name, whatever the working directory has

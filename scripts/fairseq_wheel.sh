@@ -6,7 +6,7 @@
 # Its Python files are those of the wheel for Linux on x86-64. Its compiled modules (batches, blocks of text, BLEU) are
 # built here from the source of fairseq 0.12.2, which has the same ones. Both are pinned by their SHA-256. What nothing
 # here uses is left out: libnat (Levenshtein Transformer) and libbase (BASE layers). It needs a C++ compiler.
-export PYTHONSAFEPATH=1 # nothing is imported from the working directory
+export PYTHONSAFEPATH=1 PYTHONUTF8=1 # nothing is imported from the working directory
 set -euo pipefail
 
 case ${1:---help} in --help | -h) sed -n '2,9s/^# \{0,1\}//p' "$0"; exit 0 ;; esac

@@ -32,7 +32,7 @@ done
 deadline=$((SECONDS + 60 * minutes)) longest=540
 
 python=
-export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS=ignore
+export PYTHONPATH="$root${PYTHONPATH:+:$PYTHONPATH}" PYTHONWARNINGS=ignore PYTHONUTF8=1
 for candidate in "${PYTHON:-}" "${VIRTUAL_ENV:+$VIRTUAL_ENV/bin/python}" "$root/.venv/bin/python" python3 python; do
   if [ -n "$candidate" ] && PYTHONSAFEPATH=1 "$candidate" -c 'import torch, fairseq' >/dev/null 2>&1; then
     python=$(command -v "$candidate")

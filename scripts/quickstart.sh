@@ -12,7 +12,7 @@ SECONDS=0
 bash "$root/scripts/setup.sh"
 cd "$root"
 moa_fairseq() { "${VIRTUAL_ENV:-$root/.venv}/bin/python" -m moa_fairseq.cli "$@"; }
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONSAFEPATH=1
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONSAFEPATH=1 PYTHONUTF8=1
 
 step() { printf '\n== %s (%d:%02d)\n' "$1" $((SECONDS / 60)) $((SECONDS % 60)); }
 step "dense Transformer"

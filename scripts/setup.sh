@@ -16,13 +16,35 @@
 # too), else torch==2.13.0 is installed; TORCH="torch==2.7.1" asks for another. A fairseq that is already there
 # is kept too. Running it again takes no time; after a change of the requirements it installs what is new.
 set -euo pipefail
-export PYTHONSAFEPATH=1   # nothing is imported from the working directory
+export PYTHONSAFEPATH=1 PYTHONUTF8=1   # nothing is imported from the working directory
 
 [ "${1:-}" = "--help" ] && { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 torch_pin=${TORCH:-torch==2.13.0}
 
 fail() { echo "setup.sh: error: $*" >&2; exit 1; }
+
+# refuse_foreign ENVIRONMENT: one that is linked or copied from another checkout would import this one from then on.
+refuse_foreign() {
+  local stamp=$1/.moa_fairseq_setup other remedy
+  remedy="To make one of its own, delete it here (of a link that takes the link alone), and run this again: rm -rf '$1'"
+  if [ ! -e "$stamp" ]; then
+    if [ -L "$1" ] && [ -n "$(ls -A "$1/" 2>/dev/null)" ]; then
+      fail "$1 is a link to $(readlink "$1"), a folder that setup.sh did not make and would change. $remedy."
+    fi
+    return 0
+  fi
+  other=$(sed -n 2p "$stamp")
+  if [ ! -d "$other" ]; then # as it was written once, with more behind it on this line
+    other=${other%% torch*}
+    other=${other%% /*}
+  fi
+  if [ "$other" -ef "$root" ]; then return 0; fi
+  if [ "$1" = "${VIRTUAL_ENV:-}" ]; then
+    remedy="To make one of its own, deactivate this one and run this again"
+  fi
+  fail "$1 was set up for ${other:-another checkout}, whose commands would run the code of $root from then on. $remedy."
+}
 
 find_python() {
   local candidate
@@ -39,7 +61,8 @@ if [ "${1:-}" = "--integrations" ]; then
   venv=$root/.venv-integrations
   python=$venv/bin/python
   pins=$root/scripts/requirements-integrations.txt
-  wanted=$(cat "$pins" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin ${TRANSFORMERS:-}")
+  refuse_foreign "$venv"
+  wanted=$(cat "$pins" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$torch_pin ${TRANSFORMERS:-}")
   [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
   "$python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv" \
     || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
@@ -65,11 +88,12 @@ if [ "${1:-}" = "--integrations" ]; then
   exit 0
 fi
 if [ "${1:-}" = "--zero-shot" ]; then
-  bash "$root/scripts/setup.sh"
-  base=${VIRTUAL_ENV:-$root/.venv}/bin/python
   venv=$root/.venv-zero-shot
   python=$venv/bin/python
-  wanted=$(cat "$root/setup.py" "$root/scripts/setup.sh" | cksum; echo "$root $base")
+  refuse_foreign "$venv"
+  bash "$root/scripts/setup.sh"
+  base=${VIRTUAL_ENV:-$root/.venv}/bin/python
+  wanted=$(cat "$root/setup.py" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$base")
   [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
   "$base" -m venv --clear "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
   site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
@@ -86,12 +110,13 @@ if [ -n "${VIRTUAL_ENV:-}" ]; then
 else
   venv=$root/.venv
 fi
+refuse_foreign "$venv"
 python=$venv/bin/python made=
 has() { (cd / && "$python" -c "import $1") 2>/dev/null; }
 # other scripts would take a .venv without torch for a finished one
 trap '[ -z "$made" ] || has torch || rm -rf "$venv"' EXIT
 stamp=$venv/.moa_fairseq_setup
-wanted=$(cat "$root/setup.py" "$root/scripts/requirements.txt" "$root/scripts/setup.sh" | cksum; echo "$root $torch_pin")
+wanted=$(cat "$root/setup.py" "$root/scripts/requirements.txt" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$torch_pin")
 case ${FAIRSEQ:-$(uname -sm)} in "Linux x86_64") from_source= ;; *) from_source=yes ;; esac
 if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$venv/bin/moa-fairseq" ]; then
   exit 0

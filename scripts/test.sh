@@ -7,6 +7,7 @@
 #   bash scripts/test.sh --zero-shot         only those of moa-fairseq zero-shot, with lm_eval in an environment that it
 #                                            makes; --all runs them where that environment is
 set -euo pipefail
+export PYTHONUTF8=1
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
 integrations() { # without the fixtures of the other tests, which import fairseq

@@ -16,7 +16,7 @@ shift
 bash "$root/scripts/setup.sh"
 cd "$root"
 python=${VIRTUAL_ENV:-$root/.venv}/bin/python
-export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONSAFEPATH=1
+export PYTHONWARNINGS=${PYTHONWARNINGS:-ignore} PYTHONSAFEPATH=1 PYTHONUTF8=1
 models=${MOA_FAIRSEQ_MODELS:-${XDG_CACHE_HOME:-$HOME/.cache}/moa_fairseq/models}
 "$python" data-prep/tatoeba.py "$pairs" data/tatoeba
 for family in transformer moa moh; do

@@ -7,7 +7,7 @@
 #   PIP_NO_INDEX=1 PIP_FIND_LINKS=DIR bash scripts/setup.sh
 # --subset: only what a machine for machine learning lacks as a rule (23 MB in place of 149). There:
 #   python3 -m pip install --no-index --no-deps --target SITE DIR/*.whl && export PYTHONPATH=SITE
-export PYTHONSAFEPATH=1 # nothing is imported from the working directory
+export PYTHONSAFEPATH=1 PYTHONUTF8=1 # nothing is imported from the working directory
 set -euo pipefail
 
 case ${1:---help} in --help | -h) sed -n '2,10s/^# \{0,1\}//p' "$0"; exit 0 ;; esac
