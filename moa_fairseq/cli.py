@@ -162,6 +162,15 @@ def _import_plugin(args: argparse.Namespace) -> None:
     import_user_module(args)
 
 
+def _give_up_output() -> None:
+    """Python would try to write the rest when it ends, and end with another status."""
+    try:
+        if sys.stdout is not None:
+            sys.stdout.flush()
+    except OSError:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run one verb.
 
@@ -202,14 +211,19 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None and sys.stdout.isatty():
             guard = contextlib.redirect_stdout(Terminal(sys.stdout))
         with guard, reporting_to(Console(functools.partial(print, file=stream, flush=True))):
-            return args.run(args)
+            status = args.run(args)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return status
     except UserError as error:
         print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return error.status
     except BrokenPipeError:
+        _give_up_output()
         return 141
     except OSError as error:
-        where = error.filename or "a file"
+        _give_up_output()
+        where = error.filename or "the standard output or a file"
         print(
             printable(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
         )

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -32,7 +33,7 @@ def test_a_word_like_no_other_gets_none(capsys):
     assert "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.thorough(keep=("-compare", "-study"))
+@pytest.mark.thorough(keep="[score")
 @pytest.mark.parametrize(
     "locale", [{"PYTHONUTF8": "0", "LC_ALL": "C"}, {"PYTHONIOENCODING": "latin-1"}], ids=str
 )
@@ -43,3 +44,16 @@ def test_the_help_of_a_verb_is_utf8_in_any_locale(verb, locale):
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
     assert done.stdout.decode("utf-8").startswith(f"usage: moa-fairseq {verb}")
+
+
+@pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
+def test_a_full_disk_behind_the_standard_output_is_named(tmp_path):
+    """Of a few lines Python writes the first when the program ends."""
+    (tmp_path / "log.txt").write_text(
+        "S-0\ta b\nT-0\ta b c d\nH-0\t-1\ta b c d\n| Generate test with beam=5: x\n"
+    )
+    command = [sys.executable, "-m", "moa_fairseq.cli", "score", "log.txt"]
+    given = {"cwd": tmp_path, "env": {**os.environ, "PYTHONUNBUFFERED": ""}, "stderr": subprocess.PIPE}
+    with open("/dev/full", "wb") as full:
+        done = subprocess.run(command, stdout=full, check=False, **given)
+    assert done.returncode == 2 and "No space left" in done.stderr.decode().splitlines()[-1]

@@ -86,12 +86,14 @@ def contents(archive: Path) -> dict[str, bytes]:
     left = MOST_BYTES
     with _damage_named(archive):
         for path, opened in _members(archive):
+            data = bytearray()
             with opened() as content:
-                data = content.read(left + 1)
-            left -= len(data)
+                while left >= 0 and (block := content.read(BLOCK)):
+                    data += block
+                    left -= len(block)
             if left < 0:
                 raise UserError(f"{archive} holds more than {MOST_BYTES:,} bytes: unpack it by hand.")
-            found[posixpath.normpath(path)] = data
+            found[posixpath.normpath(path)] = bytes(data)
     return found
 
 
@@ -132,11 +134,33 @@ def _damage_named(archive: Path) -> Iterator[None]:
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
 
 
+class _Blocks:
+    """A stream as tarfile reads it, which asks for names of any length at once.
+
+    Args:
+        stream: of an unpacked archive.
+    """
+
+    def __init__(self, stream: IO[bytes]) -> None:
+        self.stream = stream
+        self.tell = stream.tell
+        self.seek = stream.seek
+
+    def read(self, size: int) -> bytes:
+        """Raises ReadError for more than BLOCK bytes."""
+        if size > BLOCK:
+            raise tarfile.ReadError(f"{size:,} bytes of it describe a single file")
+        return self.stream.read(size)
+
+
 def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
     """(path, what opens it) of each ordinary file in the archive."""
     if not archive.name.endswith((".tar", "gz", ".xz")):
         with zipfile.ZipFile(archive) as package:
             for info in package.infolist():
+                if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+                    # those that zipfile also knows it would unpack at once, whatever comes out
+                    raise RuntimeError(f"{info.filename} has the compression type {info.compress_type}")
                 if not info.is_dir():
                     yield info.filename, functools.partial(package.open, info)
         return
@@ -146,7 +170,10 @@ def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
         opener = gzip.open
     elif archive.name.endswith(".xz"):
         opener = lzma.open
-    with opener(archive, "rb") as raw, tarfile.open(fileobj=raw, mode="r:") as tar:
+    with contextlib.ExitStack() as opened_files:
+        raw = opened_files.enter_context(opener(archive, "rb"))
+        blocks: Any = _Blocks(raw)
+        tar = opened_files.enter_context(tarfile.open(fileobj=blocks, mode="r:"))
 
         def opened(member: tarfile.TarInfo) -> IO[bytes]:
             content = tar.extractfile(member)

@@ -87,7 +87,7 @@ def encoding_remedy(path: Path) -> str:
     foreign = b""
     mixed = False
     with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
-        for line in stream:
+        for line in iter(lambda: stream.readline(_SAMPLE), b""):
             if b"\0" in line:  # UTF-16 or UTF-32, whose lines end otherwise
                 stream.seek(0)
                 foreign = stream.read(_SAMPLE)

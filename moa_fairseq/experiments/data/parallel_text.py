@@ -79,10 +79,11 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
 
     try:
         with _opened(path) as stream:
-            for number, raw in enumerate(stream, start=1):
+            # a packed file of some kilobytes can hold a line that would fill the memory
+            for number, raw in enumerate(iter(lambda: stream.readline(most + 1), b""), start=1):
                 if len(raw) > most:
                     reason = LONG
-                    story = f"{len(raw):,} bytes long; that is not a sentence."
+                    story = f"longer than {most:,} bytes; that is not a sentence."
                 elif b"\0" in raw:
                     reason = NUL
                     story = "holds a NUL byte; this is not a UTF-8 text file."
@@ -104,6 +105,8 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                     else:
                         remedy = encoding_remedy(path)
                     raise UserError(f"{path}, line {number}: {story} {remedy}")
+                while len(raw) > most and not raw.endswith(b"\n"):
+                    raw = stream.readline(most + 1)
                 yield BAD + reason
             if number < _LOOKED_AT:
                 check()

@@ -50,7 +50,7 @@ def named_model(name: str) -> Path:
     Raises:
         UserError: for a path, and for a model that is not there: where it is looked for, and what makes it.
     """
-    if Path(name).name != name:
+    if name in ("", "..") or Path(name).name != name:
         raise UserError(f"--model {name} is no name: give a path as RUN.")
     folder = models_folder() / name
     if (folder / "average.pt").is_file():

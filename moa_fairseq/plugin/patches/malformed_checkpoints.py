@@ -26,6 +26,10 @@ from moa_fairseq.files import refuse_irregular
 from moa_fairseq.plugin.patches.table import patch
 
 MAX_SETTINGS = 100_000  # values in a checkpoint's configuration: fairseq's have some hundreds
+_DTYPES = (
+    *(torch.float16, torch.bfloat16, torch.float32, torch.float64),
+    *(torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64),
+)
 _TEST = "plugin/patches/test_malformed_checkpoints.py::test_a_malformed_checkpoint_gets_a_paragraph"
 _REMEDY = "Use another checkpoint, or the file that this one was copied from."
 _OF_A_CHECKPOINT = (
@@ -57,6 +61,8 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
+        if value.dtype not in _DTYPES and (value.dtype != torch.bool or value.dim()):  # a flag of a module
+            refuse(f"the weight {key[:80]} is made of {value.dtype}")
     check_weights(
         state["model"], f"Checkpoint {name} holds", "Use an earlier checkpoint of it, if there is one."
     )
@@ -112,7 +118,8 @@ def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoR
     while pending:
         value = pending.pop()
         if isinstance(value, Tensor):
-            if value.layout != torch.strided or value.is_quantized or value.device.type == "meta":
+            dense = value.layout == torch.strided and not value.is_nested and not value.is_quantized
+            if not dense or value.device.type == "meta":
                 refuse(f"it holds a tensor that is not dense ({value.layout}, on {value.device})")
             storage = value.untyped_storage()
             if storage.data_ptr() not in seen:

@@ -88,7 +88,7 @@ def test_lines(write):
     [
         ("x.en", b"fine\nna\xefve\n", ["line 2", "0xef", "UTF-8"]),
         ("x.en", b"a\nb\nc\0d\n", ["line 3", "NUL"]),
-        ("x.en", b"x" * 1_000_001, ["line 1", "bytes long"]),
+        ("x.en", b"x" * 1_000_001, ["line 1", "1,000,000 bytes"]),
         ("x.gz", gzip.compress(b"some text\n" * 1000, mtime=0)[:-12], ["damaged gzip"]),
         ("x.gz", b"<html>" + gzip.compress(b"some text\n" * 1000, mtime=0), ["damaged gzip"]),
     ],

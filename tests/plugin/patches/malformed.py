@@ -135,6 +135,9 @@ CASES = {
     "weight sparse": put(f"model/{WEIGHT}", SMALL.to_sparse()),
     "weight on meta": put(f"model/{WEIGHT}", torch.empty(10**7, 10**7, device="meta")),
     "weight complex": put(f"model/{WEIGHT}", SMALL.to(torch.complex64)),
+    "weight of booleans": put(f"model/{WEIGHT}", SMALL > 0),
+    "weight of a byte": put(f"model/{WEIGHT}", SMALL.to(torch.float8_e4m3fn)),
+    "weight nested": put(f"model/{WEIGHT}", torch.nested.nested_tensor([SMALL[0], SMALL[0, :1]])),
     "weight quantized": put(f"model/{WEIGHT}", torch.quantize_per_tensor(SMALL, 0.1, 0, torch.qint8)),
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
@@ -411,6 +414,7 @@ NAMES = [*CASES, *FILES, FIFO]
 # what would hang, fill the memory or translate into nonsense: no way of loading the model takes it
 DANGEROUS = (
     *("torch.complex64 NaN", "torch.float8_e4m3fn NaN"),
+    *("weight complex", "weight of booleans", "weight of a byte", "weight nested"),
     *(
         "weights of NaN",
         "an infinite weight",
