@@ -124,7 +124,7 @@ def replayed(step: Callable[[], Any], device: str) -> Callable[[], Any] | None:
         torch.cuda.current_stream().wait_stream(beside)
         with torch.cuda.graph(graph):
             step()
-    except RuntimeError as error:
+    except RuntimeError as error:  # of a step that waits for the host; torch has no kind of its own for it
         _say(f"eager times where there is no CUDA graph: {error}")
         return None
     finally:

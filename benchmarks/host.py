@@ -157,7 +157,7 @@ def compiled(words: Any, sample: Any, args: Any) -> dict[str, Any]:
             for _ in range(2):
                 model.update(sample)
             wait(args)
-        except Exception:
+        except Exception:  # is a result, with its text
             found[f"{arch} failed"] = traceback.format_exc(limit=-4)
             continue
         found["compile_seconds"][arch] = time.perf_counter() - begin
@@ -268,7 +268,7 @@ def graph(words: Any, sample: Any, args: Any) -> dict[str, Any]:
                 begin = time.perf_counter()
                 captured = capture(model, sample)
                 torch.cuda.synchronize()
-            except Exception:
+            except Exception:  # is a result, with its text
                 found["captured"][name] = "failed: " + traceback.format_exc(limit=-4)
                 continue
             found["captured"][name] = time.perf_counter() - begin
@@ -299,7 +299,7 @@ def overhead(words: Any, sample: Any, args: Any) -> dict[str, Any]:
             for _ in range(4):
                 step(model)
             wait(args)
-        except Exception:
+        except Exception:  # is a result, with its text
             found[arch] = {"failed": traceback.format_exc(limit=-4)}
             continue
         found[arch] = {"first_seconds": time.perf_counter() - begin}

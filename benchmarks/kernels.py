@@ -57,7 +57,7 @@ def backends(device: str) -> "list[str]":
     for name in BACKENDS:
         try:
             resolve_backend(name)
-        except UserError:
+        except UserError:  # says that it cannot run here
             continue
         if name != "triton" or device == "cuda":
             usable.append(name)

@@ -155,7 +155,7 @@ def processor() -> str:
     """The name of the processor, as far as the system tells."""
     try:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
-    except OSError:
+    except OSError:  # only Linux has it
         return platform.processor()
     names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
     return names[0] if names else platform.processor()

@@ -69,7 +69,7 @@ def fill_values(text: str, document: str) -> str:
     def filled(match: re.Match[str]) -> str:
         try:
             return f"<!-- {match[1]} -->{value(match[1])}{END}"
-        except (KeyError, ValueError, OSError, TypeError) as error:
+        except (KeyError, ValueError, OSError, TypeError) as error:  # of a name that no record has
             raise SystemExit(f"{document}: {match[1]} cannot be filled in: {error}.") from error
 
     return _VALUE.sub(filled, text)

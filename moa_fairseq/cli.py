@@ -167,7 +167,7 @@ def _give_up_output() -> None:
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError:
+    except OSError:  # a reader that has gone, or a full disk
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -215,13 +215,13 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except UserError as error:
+    except UserError as error:  # of every verb: this is where they are printed
         print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return error.status
     except BrokenPipeError:
         _give_up_output()
         return 141
-    except OSError as error:
+    except OSError as error:  # a file's, which names itself, or the output's
         _give_up_output()
         where = error.filename or "the standard output or a file"
         print(

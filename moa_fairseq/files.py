@@ -87,7 +87,7 @@ def atomic_write(
                     os.unlink(written)
                 handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             lock = _lock(handle, Path(written))
-    except OSError as error:
+    except OSError as error:  # any: what is none of the user's stays as it is
         raise as_user_error(error, path) from error
     try:
         with os.fdopen(handle, mode, encoding=encoding, newline=newline) as stream:
@@ -101,8 +101,8 @@ def atomic_write(
         os.chmod(written, 0o666 & ~umask)
         os.replace(written, path)
         sync_folder(path.parent)
-    except BaseException as error:
-        with contextlib.suppress(OSError):
+    except BaseException as error:  # Ctrl-C as well: raised again behind the tidying
+        with contextlib.suppress(OSError):  # the error that counts is the one above
             os.unlink(written)
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
@@ -274,13 +274,16 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a renaming durable, on systems that can."""
-    with contextlib.suppress(OSError):
+    """Make a renaming durable, on systems that can. Raises OSError where the disk fails."""
+    try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
+    except OSError as error:  # some file systems cannot, and some folders may be written and not read
+        if error.errno in (errno.EIO, *DISK_FULL):
+            raise
 
 
 def as_user_error(error: OSError, path: Path) -> Exception:
@@ -315,7 +318,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
     """
     try:
         yield
-    except OSError as error:
+    except OSError as error:  # any: what is none of the user's stays as it is
         raise as_user_error(error, folder) from error
 
 

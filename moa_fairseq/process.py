@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ctypes
+import errno
 import logging
 import os
 import re
@@ -173,6 +174,27 @@ def held_locks() -> list[int]:
     return [stream.fileno() for stream in _held.values()]
 
 
+def refuse_without_locks(file: Path, error: portalocker.LockException) -> None:
+    """Tell a file that cannot be locked at all from one that another process has locked.
+
+    Args:
+        file: what was to be locked.
+        error: what came of it.
+
+    Raises:
+        UserError: The file system has no locks. Without them two runs could write into one folder.
+    """
+    cause: Any = error
+    while isinstance(cause, portalocker.LockException) and cause.args:  # what the system said is inside
+        cause = cause.args[0]
+    if isinstance(cause, OSError) and cause.errno not in (errno.EAGAIN, errno.EACCES):
+        raise UserError(
+            f"{file} cannot be locked ({cause.strerror}): the file system of {file.parent} has no locks, and "
+            "without them two programs could write into one folder. What is done is kept. Name a folder on a "
+            "file system with locks, such as a local disk, or have them switched on (NFS: lockd, or NFS 4)."
+        ) from error
+
+
 @contextlib.contextmanager
 def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     """Hold the folder's lock; inside of a block that holds it already, nothing more happens.
@@ -198,12 +220,14 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     lock = portalocker.Lock(file, "r+", timeout=patience, check_interval=0.1)
     try:
         stream = lock.acquire(fail_when_locked=True)
-    except portalocker.AlreadyLocked:
+    except portalocker.LockException as held:  # held, or no locks at all: told apart
+        refuse_without_locks(file, held)
         holder = f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
         logger.info("%s; waiting for it to finish", holder)
         try:
             stream = lock.acquire(fail_when_locked=False)
-        except portalocker.LockException as error:
+        except portalocker.LockException as error:  # as above
+            refuse_without_locks(file, error)
             raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.") from error
     with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
         _held[key] = stream

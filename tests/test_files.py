@@ -226,3 +226,19 @@ def test_names_of_files_are_utf8_whatever_the_locale_says(tmp_path):
     command = [sys.executable, "-c", BEGIN + "open(chr(252) + sys.argv[1], 'w').close()", "ö"]
     subprocess.run(command, env={**os.environ, **ASCII}, cwd=tmp_path, check=True)
     assert names(tmp_path) == ["üö"]
+
+
+@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)])
+def test_a_name_that_may_be_lost_is_told_where_the_disk_fails(tmp_path, monkeypatch, number, told):
+    """A file system that cannot sync folders is none that failed."""
+    sync = os.fsync
+
+    def fsync(handle):
+        if os.path.isdir(f"/proc/self/fd/{handle}"):
+            raise OSError(number, os.strerror(number))
+        sync(handle)
+
+    monkeypatch.setattr(os, "fsync", fsync)
+    expected = pytest.raises((OSError, UserError)) if told else contextlib.nullcontext()
+    with expected, atomic_write(tmp_path / "file.txt") as stream:
+        stream.write("x")

@@ -1,5 +1,7 @@
 """The real executor on tiny Python programs."""
 
+import errno
+import math
 import os
 import signal
 import subprocess
@@ -8,11 +10,13 @@ import time
 import warnings
 from pathlib import Path
 
+import portalocker
 import pytest
 
 import moa_fairseq
 from moa_fairseq import process
 from moa_fairseq.errors import Diverged, UserError
+from moa_fairseq.experiments.json_files import append_json_line, check_appendable
 
 
 @pytest.fixture
@@ -250,3 +254,31 @@ time.sleep(60)
     with pytest.raises(KeyboardInterrupt):
         process.Executor().run([program, code], tmp_path / "x.log", on_line=interrupt)
     assert lines == ["ready", first]
+
+
+def without_locks(number):
+    def acquire(*arguments, **options):
+        raise portalocker.LockException(OSError(number, os.strerror(number)), os.strerror(number))
+
+    return acquire
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.EOPNOTSUPP, errno.ENOSYS, errno.EINVAL])
+@pytest.mark.parametrize("patience", [0, math.inf])
+def test_a_file_system_without_locks_is_no_other_run(monkeypatch, tmp_path, number, patience):
+    """As NFS is without lockd; nobody is waited for."""
+    monkeypatch.setattr(portalocker.Lock, "acquire", without_locks(number))
+    with pytest.raises(UserError, match="has no locks") as error, process.locked(tmp_path / "run", patience):
+        pass
+    assert os.strerror(number) in str(error.value) and str(tmp_path / "run") in str(error.value)
+    assert "nother" not in str(error.value)
+
+
+def test_a_line_is_not_appended_without_locks(monkeypatch, tmp_path):
+    path = tmp_path / "records.jsonl"
+    append_json_line(path, 1)
+    monkeypatch.setattr(portalocker.Lock, "acquire", without_locks(errno.ENOLCK))
+    for call in (lambda: append_json_line(path, 2), lambda: check_appendable(path)):
+        with pytest.raises(UserError, match="has no locks"):
+            call()
+    assert path.read_text() == "1\n"

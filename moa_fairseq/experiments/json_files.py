@@ -5,21 +5,23 @@ What is read is plain: mappings, lists, text in UTF-8, numbers, true, false and 
 
 from __future__ import annotations
 
+import contextlib
 import json
 import logging
 import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, ClassVar, NoReturn
+from typing import IO, Any, ClassVar, NoReturn
 
 import portalocker
 import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors, refuse_irregular, refuse_link, sync_folder
+from moa_fairseq.process import refuse_without_locks
 
 log = logging.getLogger(__name__)
 
@@ -98,7 +100,7 @@ def _values(text: str, path: Path) -> dict[int, Any]:
             continue
         try:
             found[number] = json.loads(line, object_pairs_hook=_each_key_once)
-        except (ValueError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # all that JSON raises for a text
             if number < len(lines):
                 raise ValueError(f"line {number}: {error}") from error
             log.warning("%s, line %d was cut off, and does not count", path, number)
@@ -117,33 +119,53 @@ def append_json_line(path: Path, content: Any) -> None:
     Raises:
         UserError: The disk is full, the file cannot be written or locked, or is no ordinary file.
     """
+    line = json.dumps(content).encode("ascii") + b"\n"
+    with _held(path) as stream:
+        stream.seek(0)
+        rest = stream.read().rpartition(b"\n")[2]
+        if _is_json(rest):
+            line = b"\n" + line
+        elif rest:
+            stream.truncate(stream.tell() - len(rest))
+        stream.write(line)
+        stream.flush()
+        os.fsync(stream.fileno())
+
+
+def check_appendable(path: Path) -> None:
+    """Before hours are spent on a line: see whether `append_json_line` can write it.
+
+    Args:
+        path: The file; it and its folder are made where they are not there.
+
+    Raises:
+        UserError: As append_json_line.
+    """
+    with _held(path):
+        pass
+
+
+@contextlib.contextmanager
+def _held(path: Path) -> Iterator[IO[bytes]]:
+    """A file that no other process appends to meanwhile."""
     refuse_link(path)
     refuse_irregular(path, "File")
-    line = json.dumps(content).encode("ascii") + b"\n"
     with disk_errors(path):
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             with portalocker.Lock(path, "a+b", timeout=LOCK_SECONDS) as stream:
-                stream.seek(0)
-                rest = stream.read().rpartition(b"\n")[2]
-                if _is_json(rest):
-                    line = b"\n" + line
-                elif rest:
-                    stream.truncate(stream.tell() - len(rest))
-                stream.write(line)
-                stream.flush()
-                os.fsync(stream.fileno())
-        except portalocker.LockException as error:
-            raise UserError(
-                f"{path} cannot be locked ({error}). Write to a file system with locks."
-            ) from error
+                yield stream
+        except portalocker.LockException as error:  # held, or no locks at all: told apart
+            refuse_without_locks(path, error)
+            remedy = "Look for what holds it, and run the same command again."
+            raise UserError(f"{path} was locked for {LOCK_SECONDS} s by another process. {remedy}") from error
         sync_folder(path.parent)
 
 
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # all that JSON raises for a text
         return False
     return True
 
@@ -165,10 +187,19 @@ def read_yaml(path: Path, remedy: str) -> Any:
 
 
 def saved_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one."""
+    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one.
+
+    Raises:
+        UserError: it is there, and cannot be read now: what is in it must not be taken for nothing.
+    """
     try:
-        content = read_json(path, "")
-    except (FileNotFoundError, UserError):
+        content = read_json(path, "Run the same command again when it can be.")
+    except FileNotFoundError:
+        return {}
+    except UserError as error:  # damaged
+        # below a file there is none
+        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, NotADirectoryError):
+            raise
         return {}
     return content if isinstance(content, dict) else {}
 
@@ -184,7 +215,7 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
         json.dumps(content, ensure_ascii=False).encode("utf-8")
     except FileNotFoundError:
         raise
-    except OSError as error:
+    except OSError as error:  # of the open and the read; it says why
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except _ODD as error:
         why = " ".join(str(error).split())[:500]

@@ -17,10 +17,12 @@ from pathlib import Path
 from typing import Any
 
 import moa_fairseq
+from moa_fairseq.errors import UserError
 
 TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
 
 DIRTY = "-dirty"  # behind a commit
+GIT_SECONDS = 60
 
 
 def provenance(**conditions: Any) -> dict[str, Any]:
@@ -79,6 +81,9 @@ def commit() -> str | None:
 
     Results are no source. A copy of the files may have no git, lie in another project's, or have one that
     knows an older commit: then it is what $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
+
+    Raises:
+        UserError: git does not answer.
     """
     named = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     here = Path(__file__).resolve()
@@ -90,7 +95,7 @@ def commit() -> str | None:
             subprocess.run(
                 ["git", "-C", str(here.parent), *words],
                 capture_output=True,
-                timeout=20,
+                timeout=GIT_SECONDS,
                 check=True,
                 env=environment,
             ).stdout
@@ -100,8 +105,13 @@ def commit() -> str | None:
                 ("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results"),
             )
         )
-    except (OSError, subprocess.SubprocessError):
-        return named
+    except (FileNotFoundError, PermissionError, subprocess.CalledProcessError):
+        return named  # there is no git, or no repository with this file
+    except subprocess.TimeoutExpired as error:
+        if named:
+            return named
+        why = f"git did not say within {GIT_SECONDS} s at which commit {here.parents[2]} is"
+        raise UserError(f"{why}. Say it with MOA_FAIRSEQ_COMMIT.") from error
     found = head.decode().strip()
     if changes.strip():
         return named or f"{found}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"

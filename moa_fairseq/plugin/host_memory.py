@@ -30,7 +30,7 @@ def keep_freed_memory() -> bool:
         return False
     try:
         mallopt = ctypes.CDLL("libc.so.6").mallopt
-    except (OSError, AttributeError):
+    except (OSError, AttributeError):  # another C library
         return False
     settings = ((_MMAP_MAX, 0), (_TRIM_THRESHOLD, _NEVER), (_TOP_PAD, _GROWTH))
     return all(mallopt(name, value) for name, value in settings)

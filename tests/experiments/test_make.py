@@ -1,5 +1,6 @@
 """The engine on small Python programs: what is made again, what an interruption leaves."""
 
+import errno
 import hashlib
 import json
 import os
@@ -15,8 +16,8 @@ import pytest
 
 from moa_fairseq import process
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments import json_files, provenance
 from moa_fairseq.experiments import make as make_module
-from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.make import OUT, Step, make, marks, stamp
 from moa_fairseq.process import held_locks, locked
 
@@ -363,3 +364,20 @@ def test_a_training_that_left_nothing_says_nothing_of_the_next(tmp_path, source)
     other = Step(**{**vars(chain(tmp_path)[-1]), "inputs": {"rate": 2}})
     make([other], tmp_path)
     assert commits(tmp_path, "train") == ["two"] and not marks(tmp_path)["train"]["facts"]
+
+
+def test_what_cannot_be_read_now_is_not_taken_for_nothing(tmp_path, monkeypatch):
+    """A state.json on a server that does not answer: what stands in it would be written over."""
+    make(chain(tmp_path), tmp_path)
+    before = (tmp_path / "state.json").read_bytes()
+
+    def refused(path, *arguments):
+        raise OSError(errno.ESTALE, os.strerror(errno.ESTALE), str(path))
+
+    with monkeypatch.context() as patch:
+        patch.setattr(json_files, "open", refused, raising=False)
+        with pytest.raises(UserError, match=r"state\.json cannot be read"):
+            make(chain(tmp_path, word="b"), tmp_path)
+    assert (tmp_path / "state.json").read_bytes() == before
+    (tmp_path / "state.json").write_text("half of i")
+    assert marks(tmp_path) == {}

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import provenance
 
 PACKAGE = Path(provenance.__file__).resolve().parents[1]
@@ -80,6 +81,16 @@ def test_a_machine_without_git_has_no_commit(copy, monkeypatch):
     committed(copy)
     monkeypatch.setenv("PATH", str(copy))
     assert provenance.commit() is None
+
+
+def test_a_git_that_does_not_answer_is_no_missing_one(copy, monkeypatch):
+    """Else one run of a study has a commit, and the next has none."""
+    committed(copy)
+    monkeypatch.setattr(provenance, "GIT_SECONDS", 0)
+    with pytest.raises(UserError, match="MOA_FAIRSEQ_COMMIT"):
+        provenance.commit()
+    monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "0123")
+    assert provenance.commit() == "0123"
 
 
 def test_sessions_are_named_together():

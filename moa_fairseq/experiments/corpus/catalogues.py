@@ -86,6 +86,7 @@ def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile
         text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
         # For the same reason a line break goes in front of the text.
         return polib.pofile("\n" + text)
+    # polib's OSError is one of syntax, for the bytes are in memory; one catalogue of thousands is no loss
     except (OSError, ValueError, LookupError, struct.error):
         return []
 

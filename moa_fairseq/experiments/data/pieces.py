@@ -177,7 +177,7 @@ def processor(model: str) -> Any:
 def _read(model: str, size: int, time: int) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=model)
-    except (OSError, RuntimeError) as error:
+    except (OSError, RuntimeError) as error:  # what SentencePiece raises for any other file
         raise UserError(f"{model} is no model of SentencePiece's: give the file that it wrote.") from error
 
 

@@ -92,7 +92,7 @@ def _is_step(step: Any) -> bool:
         name, options = step
         inspect.signature(STEPS[name]).bind("", **options)
         return all(isinstance(value, (str, bool)) for value in options.values())
-    except (AttributeError, LookupError, TypeError, ValueError):
+    except (AttributeError, LookupError, TypeError, ValueError):  # whatever else a foreign file holds
         return False
 
 

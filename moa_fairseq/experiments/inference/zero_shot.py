@@ -35,7 +35,7 @@ from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.tables import Column, Table, page
-from moa_fairseq.files import private_folder, refuse_overwriting, user_cache
+from moa_fairseq.files import DISK_FULL, as_user_error, private_folder, refuse_overwriting, user_cache
 
 OUTPUT = "zero_shot.json"
 TASKS = Path(__file__).parent / "zero_shot_tasks"
@@ -99,6 +99,8 @@ def run(args: argparse.Namespace) -> int:
             bootstrap_iters=_BOOTSTRAP,
         )
     except OSError as error:  # of Hugging Face's hub as well
+        if error.errno in DISK_FULL:
+            raise as_user_error(error, output) from error
         raise UserError(
             f"--tasks {args.tasks}: a task's data cannot be read ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."

@@ -306,7 +306,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
         with open(dictionary, "rb") as lines:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
-    except OSError as error:
+    except OSError as error:  # it says why
         raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
     batches = None
     total = int(target.sum())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import ast
 import dataclasses
+import errno
 import logging
 import shutil
 import zipfile
@@ -66,8 +67,13 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
                 if any(name.endswith("/data.pkl") for name in archive.namelist()):
                     check_sums(stream)
                     return path
-        except (OSError, zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
+        except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
             pass
+        except OSError as error:
+            # a place before the start of a file that was cut off, or a bad disk; else (no right to read it, a
+            # server that does not answer) the checkpoint may be whole, and an older one must not replace it
+            if error.errno not in (None, errno.EINVAL, errno.EIO):
+                raise
         log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
     if candidates:
         raise UserError(

@@ -162,7 +162,7 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
     """The arguments of one run for each of --seeds, with a folder and a record of its own."""
     try:
         seeds = dict.fromkeys(map(int, args.seeds.split(",")))
-    except ValueError:
+    except ValueError:  # of int
         raise UserError(f"--seeds {args.seeds}: write whole numbers with commas, such as 1,2,3.") from None
     if args.plan or args.stage != "all":
         raise UserError("--seeds goes through all stages: leave --plan and --stage out.")

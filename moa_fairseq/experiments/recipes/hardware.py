@@ -369,7 +369,7 @@ def _cpu(cores: str) -> Hardware:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             pairs = [line.partition(":") for line in lines]
-    except OSError:
+    except OSError:  # only Linux has it; the name of the processor is for people
         pairs = []
     facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
     model = facts.get("model name") or platform.processor() or platform.machine()

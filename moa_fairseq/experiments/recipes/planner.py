@@ -12,6 +12,7 @@ train.max_tokens adds. Bytes of a parameter, with Adam's 8 (other optimizers: OP
 from __future__ import annotations
 
 import dataclasses
+import logging
 import math
 import re
 from collections.abc import Mapping, Sequence
@@ -56,6 +57,7 @@ BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
 MASKED = 0.15  # of the tokens of a masked language model, which alone have outputs
 USABLE = 0.9  # of a device's memory: the rest goes lost between blocks
 _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
+log = logging.getLogger(__name__)
 FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how many symbols there are
 
 
@@ -383,8 +385,10 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
                 if speed > 0 and name:
                     own = {"experiment": str(name), "parameters": values.get("parameters")}
                     rows.append({**own, "tokens_per_second": speed, **shared})
-        except (OSError, UserError, ValueError, TypeError, KeyError, AttributeError):
-            continue
+        except UserError as error:  # damaged
+            log.warning("%s", error)
+        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
+            continue  # a record without a speed, or one that was removed meanwhile
     return rows
 
 

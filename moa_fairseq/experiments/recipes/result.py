@@ -131,8 +131,10 @@ def data_differences(
         return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
     manifest: dict[str, Any] = {}
     for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
-        with contextlib.suppress(OSError, UserError, TypeError, ValueError):
-            manifest = manifest or dict(read_manifest(place))
+        try:
+            manifest = manifest or read_manifest(place)
+        except UserError as error:  # a damaged manifest proves nothing
+            log.warning("%s", error)
     said = manifest.get("settings")
     said = said if isinstance(said, dict) else {}
     made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))

@@ -224,7 +224,7 @@ def _say_what_it_stands_for(run: Run, known: Path) -> None:
     assert cell and published
     sentences = run.prepared.sentences
     if not sentences:
-        with contextlib.suppress(UserError):
+        with contextlib.suppress(UserError):  # of subsets that are not there: then nothing can be told
             sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
     done = settings(recipe)

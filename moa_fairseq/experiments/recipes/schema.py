@@ -564,6 +564,7 @@ def _flags(recipe: Recipe) -> Problems:
         if name == "model-overrides" and value is not None:
             try:
                 dictionary = isinstance(ast.literal_eval(value), dict)
+            # as literal_eval documents
             except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
                 dictionary = False
             if not dictionary:

@@ -268,7 +268,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
     def inputs() -> dict[str, Any]:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
-        except UserError as error:
+        except UserError as error:  # too few checkpoints, of which the recipe's key says the remedy
             key = "average.epochs"
             kept = len(numbered_checkpoints(run.checkpoints, by_updates))
             key = "average.updates" if by_updates else key

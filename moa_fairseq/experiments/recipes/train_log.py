@@ -40,7 +40,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
-    except (ValueError, RecursionError):
+    except (ValueError, RecursionError):  # all that JSON raises for a text
         return None
     if isinstance(record, dict) and "epoch" in record:
         return record
@@ -59,7 +59,7 @@ def finite(value: Any) -> float | None:
             number = float(value)
         else:
             number = math.nan
-    except (ValueError, OverflowError):
+    except (ValueError, OverflowError):  # of float
         return None
     return number if math.isfinite(number) else None
 

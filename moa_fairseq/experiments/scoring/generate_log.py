@@ -161,7 +161,7 @@ def read_lines(path: str | Path) -> list[str]:
             return lines_of(packed[name], path)
     try:
         data = Path(path).read_bytes()
-    except OSError as error:
+    except OSError as error:  # it says why
         raise UserError(f"Cannot read {path}: {error.strerror or error}.") from error
     return lines_of(data, path)
 

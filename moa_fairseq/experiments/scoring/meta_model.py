@@ -178,7 +178,7 @@ def parse_training_flags(
         words = (word for word in unknown.split() if word.startswith("--"))
         hints = (did_you_mean(word, parser._option_string_actions) for word in words)
         raise UserError(f"{refusal}: {reason}{''.join(hints)}") from error
-    except (ValueError, KeyError, AssertionError) as error:
+    except (ValueError, KeyError, AssertionError) as error:  # fairseq's checks of flags
         raise UserError(f"{refusal}: {error}") from error
     finally:
         sys.argv = argv

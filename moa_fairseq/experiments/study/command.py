@@ -37,7 +37,7 @@ from moa_fairseq.experiments.study.records import pack_study
 from moa_fairseq.experiments.study.report import as_text, report
 from moa_fairseq.experiments.study.running import Place, open_runs, work
 from moa_fairseq.files import atomic_write
-from moa_fairseq.process import terminate_as_interrupt, to_argv
+from moa_fairseq.process import die_with_parent, terminate_as_interrupt, to_argv
 
 log = logging.getLogger(__name__)
 
@@ -131,7 +131,8 @@ def _work_together(jobs: int, devices: Hardware) -> None:
                 if devices.gpus:
                     own = itertools.islice(cards, devices.gpus)
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
-                workers.append(subprocess.Popen(command, env=environment))
+                worker = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
+                workers.append(worker)
             while any(worker.poll() is None for worker in workers):
                 if any(worker.returncode for worker in workers):
                     break

@@ -20,6 +20,7 @@ from moa_fairseq.experiments.json_files import (
     NUMBER,
     TEXT,
     append_json_line,
+    check_appendable,
     check_kinds,
     read_json,
     read_json_lines,
@@ -87,6 +88,18 @@ def append_record(folder: Path, content: dict[str, Any]) -> None:
     append_json_line(folder / RECORDS, content)
 
 
+def check_records(folder: Path) -> None:
+    """Before a run is trained: see whether its record can be appended.
+
+    Args:
+        folder: Of the study.
+
+    Raises:
+        UserError: It cannot be written.
+    """
+    check_appendable(folder / RECORDS)
+
+
 def outputs_of(folder: Path) -> dict[str, bytes]:
     """Every translation of a study's runs.
 
@@ -152,7 +165,7 @@ def pack_study(folder: Path) -> tuple[int, int]:
             )
         for path in outputs:
             path.unlink()
-        with contextlib.suppress(OSError):  # something else lies there
+        if not any((folder / SINGLE_OUTPUTS).iterdir()):
             (folder / SINGLE_OUTPUTS).rmdir()
     return len(single), len(outputs)
 

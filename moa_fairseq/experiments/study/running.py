@@ -6,6 +6,7 @@ import contextlib
 import json
 import logging
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,10 +32,12 @@ from moa_fairseq.experiments.study.records import (
     DIVERGED,
     FINISHED,
     append_record,
+    check_records,
     records_of,
     write_output,
 )
-from moa_fairseq.process import Executor, flags, terminate_as_interrupt, to_shell
+from moa_fairseq.files import disk_errors
+from moa_fairseq.process import Executor, flags, refuse_without_locks, terminate_as_interrupt, to_shell
 
 log = logging.getLogger(__name__)
 
@@ -109,7 +112,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
             recipe = run.load()
             check_flags(recipe)
             workload(recipe, None)  # builds the model, without weights
-        except UserError as error:
+        except UserError as error:  # any: the system is named with it
             raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
     return left
 
@@ -155,12 +158,17 @@ def work(runs: list[Run], place: Place) -> None:
         UserError: a training failed, and did not diverge; or the source tree has another commit than that of
             a training or record.
     """
-    place.folders.mkdir(parents=True, exist_ok=True)
+    with disk_errors(place.folders):
+        place.folders.mkdir(parents=True, exist_ok=True)
+    for folder in {run.records for run in runs}:
+        check_records(folder)
     elsewhere: set[tuple[int, str]] = set()
     with terminate_as_interrupt():
         for number, run in enumerate(runs, 1):
-            lock = place.folders / f"{run.name}.lock"
-            with contextlib.suppress(portalocker.LockException), portalocker.Lock(lock, "a", timeout=0):
+            with _alone(place.folders / f"{run.name}.lock") as alone:
+                if not alone:
+                    log.info("%d of %d: %s is another worker's", number, len(runs), run.name)
+                    continue
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
@@ -175,6 +183,20 @@ def work(runs: list[Run], place: Place) -> None:
                 if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
+
+
+@contextlib.contextmanager
+def _alone(file: Path) -> Iterator[bool]:
+    """Hold a file's lock; gives False where another worker has it. Raises UserError where none has locks."""
+    with contextlib.ExitStack() as held:
+        try:
+            with disk_errors(file):
+                held.enter_context(portalocker.Lock(file, "a", timeout=0))
+            alone = True
+        except portalocker.LockException as error:  # held, or no locks at all: told apart
+            refuse_without_locks(file, error)
+            alone = False
+        yield alone
 
 
 def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set[tuple[int, str]]:
@@ -213,7 +235,7 @@ def _carry_out(run: Run, place: Place) -> None:
         Executor(environment).run(command, folder / "study.log")
     except Diverged:
         diverged = True
-    except UserError as error:
+    except UserError as error:  # of the recipe, and complete: a study adds what to do with the run
         remedy = f"To begin {run.name} anew, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
     made_by = _made_by(maker(folder, run.load()))

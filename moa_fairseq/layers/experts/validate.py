@@ -165,7 +165,7 @@ def _check_products(
                     break
         except torch.OutOfMemoryError:  # of whoever else uses the GPU: it says nothing about the kernels
             raise
-        except Exception as error:
+        except Exception as error:  # whatever the compiler or the kernel ends in is a failed check
             wrong = [f"{type(error).__name__}: {error}"]
         finally:
             table.forced.clear()

@@ -291,6 +291,7 @@ def _write_checked(
             with atomic_write(filename, "wb", temporary=temporary, check=check) as stream:
                 write(stream)
             return
+        # torch's writer has RuntimeErrors for a full disk, the check all kinds for what it reads back
         except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
             if isinstance(error, UserError):
                 reason = str(error)

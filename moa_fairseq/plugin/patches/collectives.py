@@ -73,7 +73,7 @@ class TimedDist(Proxy):
         """
         try:
             return dist.init_process_group(*args, **{"timeout": self.limit, **options})
-        except RuntimeError as error:
+        except RuntimeError as error:  # torch's only kind: by its text, and raised again if it is another
             if "EADDRINUSE" not in str(error):
                 raise
             place = options.get("init_method")
@@ -111,7 +111,7 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
         fairseqs_distributed_main(i, main, cfg, kwargs)
-    except RuntimeError as error:
+    except RuntimeError as error:  # torch's only kind: by its text, and raised again if it is another
         if not dist.is_initialized():
             raise
         silent = _silent_ranks()

@@ -45,6 +45,7 @@ def literal(text: Any, *_: Any) -> Any:
         raise TypeError(f"a setting is a text, not {type(text).__name__}")
     try:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
+    # as literal_eval documents
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
         if len(text) <= 80:
             shown = text

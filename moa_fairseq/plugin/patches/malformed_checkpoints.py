@@ -220,7 +220,7 @@ def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Ite
     """
     try:
         yield
-    except UserError as error:
+    except UserError as error:  # any: what is being read is named with it
         if path in str(error):
             raise
         raise UserError(f"{what}: {error}") from error

@@ -237,7 +237,7 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
     """
     try:
         return load(trainer, filename, *args, **options)
-    except Exception as error:
+    except Exception as error:  # fairseq raises bare ones: by the text, and raised again if it is another
         if "ensure that the architectures match" not in str(error):
             raise
         differences = _differences(load_checkpoint(filename), trainer.cfg.model)
@@ -331,7 +331,7 @@ def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: An
     try:
         result = load(trainer, filename, *args, **options)
         fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
-    except ValueError as error:
+    except ValueError as error:  # torch's: by the text, and raised again if it is another
         if "parameter group" not in str(error):
             raise
         fits = False

@@ -685,3 +685,21 @@ def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_pa
     result = run_recipe(recipe_of("causal"), CPU, options, FakeExecutor)
     assert json.loads(result.read_text())["metrics"]["lm_ppl"] is None
     assert marks(tmp_path / "run")["score-test"]["fingerprint"]
+
+
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(tmp_path, monkeypatch):
+    """No right to read it, say: it may be whole."""
+    for name in ("checkpoint1.pt", "checkpoint_last.pt"):
+        write_checkpoint(tmp_path / name, name)
+    before = (tmp_path / "checkpoint_last.pt").read_bytes()
+    opened = zipfile.ZipFile
+
+    def refused(path, *arguments):
+        if Path(path).name == "checkpoint_last.pt":
+            raise PermissionError(13, "Permission denied", str(path))
+        return opened(path, *arguments)
+
+    monkeypatch.setattr(zipfile, "ZipFile", refused)
+    with pytest.raises(PermissionError):
+        checkpoints.complete_the_last(tmp_path)
+    assert (tmp_path / "checkpoint_last.pt").read_bytes() == before

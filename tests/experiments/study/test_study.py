@@ -1,16 +1,20 @@
 """Studies: order, records, interruptions, tuning and what the tables say; trainings are played, not run."""
 
+import errno
 import functools
 import json
 import multiprocessing
 import re
 import statistics
+import subprocess
+import sys
 import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
 import numpy
+import portalocker
 import pytest
 import torch
 import yaml
@@ -726,7 +730,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
     class Worker:
         returncode = 0
 
-        def __init__(self, command, env):
+        def __init__(self, command, env, preexec_fn):
             found.append(env["CUDA_VISIBLE_DEVICES"])
 
         def poll(self):
@@ -955,6 +959,60 @@ def test_workers_share_a_study(study, monkeypatch):
     first, second = (queue.get(timeout=60) for queue in ran)
     assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
     assert report_of(study)["runs"] == 8
+
+
+@pytest.mark.parametrize("held", ["A-seed1.lock", "records.jsonl"])
+def test_without_locks_nothing_is_trained_and_the_study_has_failed(study, monkeypatch, capsys, held):
+    """A lock that cannot be taken is not one that another worker has; of the records, before the training."""
+    acquire = portalocker.Lock.acquire
+
+    def without(lock, *arguments, **options):
+        if Path(lock.filename).name != held:
+            return acquire(lock, *arguments, **options)
+        raise portalocker.LockException(OSError(errno.ENOLCK, "No locks available"), "No locks available")
+
+    monkeypatch.setattr(portalocker.Lock, "acquire", without)
+    status, records = study(seeds=1)
+    assert status == 2 and not Player.ran and not records_of(records)
+    assert held in (said := capsys.readouterr().err) and "has no locks" in said
+
+
+def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
+    folder = Path("runs/toy")
+    folder.mkdir(parents=True)
+    with portalocker.Lock(folder / "A-seed1.lock", "a", timeout=0):
+        assert study(seeds=1)[0] == 0
+    assert Player.ran == ["B-seed1"]
+    said = capsys.readouterr()
+    assert "A-seed1 is another worker's" in said.out + said.err
+    Player.ran = []
+    assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], "its lock was left behind, and is nobody's"
+
+
+def test_workers_end_with_a_killed_study(tmp_path):
+    """Else they go on training, and a rerun adds as many."""
+    work = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(60)"
+    parent = (
+        "import sys\nfrom moa_fairseq.experiments.study import command\n"
+        "from moa_fairseq.experiments.recipes.hardware import Hardware\n"
+        f"command.to_argv = lambda words: [sys.executable, '-c', {work!r}]\n"
+        "command._work_together(2, Hardware())\n"
+    )
+    running = subprocess.Popen([sys.executable, "-c", parent])
+    workers = []
+    while len(workers) < 2:
+        assert running.poll() is None
+        workers = [int(path.name) for path in tmp_path.iterdir()]
+        time.sleep(0.05)
+    running.kill()
+    running.wait()
+    for _ in range(600):
+        states = [Path(f"/proc/{worker}/stat") for worker in workers]
+        if all(not state.exists() or ") Z " in state.read_text() for state in states):
+            break
+        time.sleep(0.05)
+    else:
+        raise AssertionError(f"still at work: {workers}")
 
 
 def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
