@@ -224,7 +224,7 @@ class HeadMixture(nn.Module):
         """Choose the heads of a call by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
         call.gates = routing.gates_by_expert
-        compiles = torch.compiler.is_compiling()
+        compiles = torch.compiler.is_dynamo_compiling()
         if compiles or torch._C._current_graph_task_id() < 0:  # else a checkpoint computes it again
             lost = self.training and not torch.is_grad_enabled()
             for collector in _COLLECTORS.around():
@@ -266,7 +266,7 @@ class _Routings:  # a list would be a guard of torch.compile, which would compil
         self.last: Any = ((), ())  # (mixture, routing, whether its gradient is lost), and those before it
 
     def add(self, found: Any) -> None:
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_dynamo_compiling():
             self.last = (found, self.last)
         else:
             with _adding:

@@ -153,7 +153,7 @@ def _mixture_class(base: Any) -> Any:
             given = {**dict(zip(names, args)), **kwargs}
             labels = given.get("labels")
             if labels is None:
-                if not torch.compiler.is_compiling():
+                if not torch.compiler.is_dynamo_compiling():
                     warnings.warn("no labels were given, so that no loss has a balance term", stacklevel=2)
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
-from torch.compiler import is_compiling
+from torch.compiler import is_dynamo_compiling
 
 
 class PerThread(threading.local):
@@ -32,7 +32,8 @@ class Collectors:
 
     A block is that of its asyncio task, or of its thread where there are no tasks. A thread that runs in a
     copy of the block's context, as asyncio.to_thread's does, is in it, too. A graph of torch.compile, which
-    can read no context, takes the blocks that its thread has opened.
+    can read no context, takes the blocks that its thread has opened. (`is_compiling` is no answer here: it is
+    also true while another thread compiles or exports.)
 
     Args:
         name: of the context variable.
@@ -44,7 +45,7 @@ class Collectors:
 
     def around(self) -> tuple[Any, ...]:
         """The collectors of the blocks around the caller, the outermost first."""
-        if is_compiling():
+        if is_dynamo_compiling():
             collectors: tuple[Any, ...] = self._of_thread.value.collectors
             return collectors
         return self._of_task.get()
@@ -57,7 +58,7 @@ class Collectors:
             collector: any object.
         """
         thread = self._of_thread.value
-        compiles = is_compiling()
+        compiles = is_dynamo_compiling()
         thread.collectors += (collector,)
         if not compiles:
             self._of_task.set((*self._of_task.get(), collector))

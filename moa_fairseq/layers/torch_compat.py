@@ -1,11 +1,12 @@
 """What torch has switched on: autocast and the kernels of its attention, each for a block, and hooks."""
 
 import contextlib
+import threading
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from torch.compiler import is_compiling
+from torch.compiler import is_compiling, is_dynamo_compiling
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.nn.modules.module import _has_any_global_hook
 
@@ -24,11 +25,36 @@ def full_precision(device_type: str) -> contextlib.AbstractContextManager[Any]:
     return torch.autocast(device_type, enabled=False)
 
 
+class _WithoutCudnn:
+    """torch's switch is the process's: the last block of any thread that ends switches cuDNN on again."""
+
+    def __init__(self) -> None:
+        self.blocks = 0
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self.blocks += 1
+            torch.backends.cuda.enable_cudnn_sdp(False)
+
+    def __exit__(self, *error: object) -> None:
+        with self._lock:
+            self.blocks -= 1
+            if not self.blocks:
+                torch.backends.cuda.enable_cudnn_sdp(True)
+
+
+_WITHOUT_CUDNN = _WithoutCudnn()
+
+
 def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     """A block in which F.scaled_dot_product_attention takes no kernel of cuDNN's."""
-    if not torch.backends.cuda.cudnn_sdp_enabled():
+    compiles = is_dynamo_compiling()  # a graph enters no lock
+    if not torch.backends.cuda.cudnn_sdp_enabled() and (compiles or not _WITHOUT_CUDNN.blocks):
         return contextlib.nullcontext()
-    return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    if compiles:
+        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+    return _WITHOUT_CUDNN
 
 
 def without_fused_attention() -> contextlib.AbstractContextManager[Any]:

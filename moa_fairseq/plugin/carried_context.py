@@ -10,6 +10,8 @@ import torch.distributed as dist
 from fairseq.distributed import utils as distributed
 from torch import Tensor, nn
 
+from moa_fairseq.plugin.forward_context import current_context, forward_context
+
 
 class ChunkContext(NamedTuple):
     """The context that the chunk after `chunk` will see, of a part of the texts."""
@@ -18,14 +20,22 @@ class ChunkContext(NamedTuple):
     inputs: list[Tensor]  # of each layer, [M, B, C]
 
 
+class _Reading(NamedTuple):
+    """A pass: the inputs that its layers had in earlier chunks, if any is kept, and those they have now."""
+
+    before: list[Tensor] | None
+    now: list[Tensor]
+
+
 class CarriedContext:
     """Hands each layer the inputs that it had in the last `chunks` chunks, without their gradients.
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
     Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
     nothing. Parts of the texts that take turns, as the micro-batches of an update do, have separate contexts
-    too. A context is not part of the model's state. The task saves those of the training (`of_training`) with
-    a checkpoint, as they cannot be computed again: earlier updates had other weights and other dropout.
+    too, and so may texts that several threads read: each part is read in order. A context is not part of the
+    model's state. The task saves those of the training (`of_training`) with a checkpoint, as they cannot be
+    computed again: earlier updates had other weights and other dropout.
 
     Args:
         layers: of a decoder, in order; their `forward` takes what was kept as `context`, [M, B, C] or None.
@@ -35,8 +45,6 @@ class CarriedContext:
     def __init__(self, layers: Sequence[nn.Module], chunks: int):
         self.chunks = chunks
         self._contexts: dict[tuple[bool, int], ChunkContext] = {}
-        self._before: list[Tensor] | None = None
-        self._now: list[Tensor] | None = None
         for index, layer in enumerate(layers):
             # A hook runs before the layer's checkpointed forward, whose second run must see the same context.
             layer.register_forward_pre_hook(functools.partial(self._enter, index), with_kwargs=True)
@@ -56,15 +64,13 @@ class CarriedContext:
             part: the number of the part, among those that take turns.
         """
         context = self._contexts.pop((training, part), None)
-        self._before = None
+        before = None
         if context is not None and chunk == context.chunk + 1 and batch <= context.inputs[0].size(1):
-            self._before = [inputs[:, :batch] for inputs in context.inputs]
-        self._now = []
-        try:
+            before = [inputs[:, :batch] for inputs in context.inputs]
+        reading = _Reading(before, [])
+        with forward_context(chunk=reading):
             yield
-            self._contexts[training, part] = ChunkContext(chunk, self._now)
-        finally:
-            self._before = self._now = None
+        self._contexts[training, part] = ChunkContext(chunk, reading.now)
 
     def of_training(self, part: int) -> ChunkContext | None:
         """What the next chunk of a part will see in training, if it goes on in the same texts."""
@@ -80,18 +86,19 @@ class CarriedContext:
         self._contexts[True, part] = context
 
     def _enter(self, index: int, layer: nn.Module, args: tuple[Any, ...], kwargs: dict[str, Any]):
-        if self._now is None or len(self._now) != index:
+        reading = current_context().chunk
+        if reading is None or len(reading.now) != index:
             return None
         x = args[0]
-        if self._before is None:
+        if reading.before is None:
             before = None
         else:
-            before = self._before[index]
+            before = reading.before[index]
         if before is None:
             read = x.detach()
         else:
             read = torch.cat([before, x.detach()])
-        self._now.append(read[-self.chunks * x.size(0) :])
+        reading.now.append(read[-self.chunks * x.size(0) :])
         return args, {**kwargs, "context": before}
 
 

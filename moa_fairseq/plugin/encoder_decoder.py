@@ -64,13 +64,13 @@ class MixtureFeedForward(Extended):
     """
 
     activation_fn: Any
-    _sums = 0  # residual sums of this pass so far
 
     def residual_connection(self, x: Tensor, residual: Tensor) -> Tensor:
         if not hasattr(self, "shortcuts"):
             return super().residual_connection(x, residual)
-        self._sums += 1
-        return self.shortcuts[self._sums - 1](x, residual)
+        context = current_context()
+        context.residual_sums += 1
+        return self.shortcuts[context.residual_sums - 1](x, residual)
 
     def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]) -> Any:
         """This layer's forward by the compiled `whole`.
@@ -88,7 +88,13 @@ class MixtureFeedForward(Extended):
         is_causal = mask is not None and mask is context.causal_mask
         # whether there is padding would make two graphs, and a mask costs little in one
         own = dataclasses.replace(
-            context, causal_mask=options["self_attn_mask"] if is_causal else None, unpadded=False, routings=()
+            context,
+            causal_mask=options["self_attn_mask"] if is_causal else None,
+            unpadded=False,
+            makes_mask=False,
+            chunk=None,
+            residual_sums=0,
+            routings=(),
         )
         out, routings = run(self, own, x, options)
         for module, routing in routings:
@@ -154,8 +160,7 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
         return build_attention(cfg, embed_dim, self_attention=True)
 
     def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
-        self._sums = 0
-        with forward_context(padding=encoder_padding_mask):
+        with forward_context(padding=encoder_padding_mask, residual_sums=0):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
 
@@ -196,9 +201,8 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             self_attn_padding_mask = None
         if context is not None and self.normalize_before:
             context = self.self_attn_layer_norm(context)
-        self._sums = 0
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
-        with forward_context(padding=self_attn_padding_mask, carried=context):
+        with forward_context(padding=self_attn_padding_mask, carried=context, residual_sums=0):
             return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
 
 
@@ -317,7 +321,16 @@ class MixtureDecoder(TransformerDecoderBase):
     """fairseq's Transformer decoder over `MixtureDecoderLayer`s."""
 
     context: CarriedContext | None = None
-    cross_self_attention: bool
+    _cross_self_attention: bool
+
+    @property
+    def cross_self_attention(self) -> bool:
+        """--cross-self-attention, or a pass in which fairseq shall make a padding mask as for that."""
+        return self._cross_self_attention or current_context().makes_mask
+
+    @cross_self_attention.setter
+    def cross_self_attention(self, value: bool) -> None:
+        self._cross_self_attention = value
 
     def __init__(self, cfg: Any, *args: Any, **kwargs: Any) -> None:
         super().__init__(cfg, *args, **kwargs)
@@ -388,6 +401,8 @@ class MixtureDecoder(TransformerDecoderBase):
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         mask: Tensor = super().buffered_future_mask(tensor)
+        while mask.size(0) < tensor.size(0):  # another thread has put a smaller one in its place
+            mask = super().buffered_future_mask(tensor)
         current_context().causal_mask = mask
         return mask
 
@@ -407,17 +422,13 @@ class MixtureDecoder(TransformerDecoderBase):
         whole = incremental_state is None
         if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
             changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)
-        asks = self.cross_self_attention
         if whole and host_tokens.on_host(prev_output_tokens) is not None:
             changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
-            self.cross_self_attention = True  # fairseq makes a mask then, and asks nothing of the device
-        try:
-            with forward_context(**changes):
-                return super().extract_features(
-                    prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
-                )
-        finally:
-            self.cross_self_attention = asks
+            changes["makes_mask"] = True  # fairseq asks nothing of the device then
+        with forward_context(**changes):
+            return super().extract_features(
+                prev_output_tokens, encoder_out, incremental_state, *args, **kwargs
+            )
 
     def build_decoder_layer(self, cfg: Any, no_encoder_attn: bool = False) -> nn.Module:
         return _finish_layer(MixtureDecoderLayer(cfg, no_encoder_attn), cfg, cfg.decoder.layers)

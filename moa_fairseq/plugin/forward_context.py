@@ -5,7 +5,6 @@ One object for a pass. `FairseqCall` reads it, and hands on what an attention ta
 
 import contextlib
 import dataclasses
-import threading
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +13,7 @@ from torch import Tensor
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.threads import Collectors, PerThread
 
 NamedRoutings = list[tuple[str, Routing]]
 
@@ -32,8 +32,11 @@ class ForwardContext:
         causal_mask: an attention mask that blocks the future and nothing else.
         right_padded: whether padding only follows real tokens.
         unpadded: whether a decoder's padding mask, which is made all the same, is known to be empty.
+        makes_mask: whether fairseq's decoder shall make a padding mask without asking for padding.
         draw: of experts, in an F step (MAE Algorithm 2).
-        routings: where (module, routing) goes, each to every list.
+        chunk: of the carried context, what `CarriedContext` keeps of this pass.
+        residual_sums: how many a layer has made.
+        routings: where (module, routing) goes, each to every list; None: to the `collect_routings` around.
     """
 
     padding: Tensor | None = None
@@ -43,8 +46,11 @@ class ForwardContext:
     causal_mask: Tensor | None = None
     right_padded: bool = False
     unpadded: bool = False
+    makes_mask: bool = False
     draw: ExpertDraw | None = None
-    routings: tuple[Any, ...] = ()
+    chunk: Any = None
+    residual_sums: int = 0
+    routings: tuple[Any, ...] | None = None
 
     def record(self, module: Any, routing: Routing) -> None:
         """Hand a routing of a module to all who collect them.
@@ -53,7 +59,7 @@ class ForwardContext:
             module: the attention or sigma-MoE that made it; it has a `name`.
             routing: what its router decided.
         """
-        for collected in self.routings:
+        for collected in _COLLECTORS.around() if self.routings is None else self.routings:
             collected.append((module, routing))
 
 
@@ -72,35 +78,42 @@ class _Named(list[tuple[str, Routing]]):
         super().append((f"{module.name}{side}", routing))
 
 
-class _Thread(threading.local):
-    context = ForwardContext()
+class _Innermost:
+    def __init__(self) -> None:
+        self.context = ForwardContext()
 
 
-_thread = _Thread()
+_THREAD = PerThread(_Innermost)
+_COLLECTORS = Collectors("routings")
 
 
 def current_context() -> ForwardContext:
     """The innermost block's."""
-    return _thread.context
+    context: ForwardContext = _THREAD.value.context
+    return context
 
 
 @contextlib.contextmanager
-def forward_context(**changes: Any) -> Iterator[ForwardContext]:
+def _inside(context: ForwardContext) -> Iterator[ForwardContext]:
+    thread = _THREAD.value
+    before = thread.context
+    thread.context = context
+    try:
+        yield context
+    finally:
+        thread.context = before
+
+
+def forward_context(**changes: Any) -> contextlib.AbstractContextManager[ForwardContext]:
     """Inside the block the context is the one around it with these changes.
 
     Args:
         changes: fields of `ForwardContext`; the others stay as they are around the block.
     """
-    before = _thread.context
-    _thread.context = dataclasses.replace(before, **changes)
-    try:
-        yield _thread.context
-    finally:
-        _thread.context = before
+    return _inside(dataclasses.replace(current_context(), **changes))
 
 
-@contextlib.contextmanager
-def restored(context: ForwardContext) -> Iterator[None]:
+def restored(context: ForwardContext) -> contextlib.AbstractContextManager[ForwardContext]:
     """Inside the block the context is this one, but nothing is collected: a pass that is made again.
 
     Activation checkpointing runs a layer a second time, in the backward pass and on a GPU in another thread.
@@ -108,20 +121,16 @@ def restored(context: ForwardContext) -> Iterator[None]:
     Args:
         context: that of the first run.
     """
-    before = _thread.context
-    _thread.context = dataclasses.replace(context, routings=())
-    try:
-        yield
-    finally:
-        _thread.context = before
+    return _inside(dataclasses.replace(context, routings=()))
 
 
 @contextlib.contextmanager
 def collect_routings() -> Iterator[NamedRoutings]:
     """Collect (module name, Routing) of every router of a model that runs inside the block, in order.
 
-    Blocks may be nested: each one collects every routing made inside it.
+    Blocks may be nested: each one collects every routing made inside it, in its thread or asyncio task
+    (`Collectors`).
     """
     collected: NamedRoutings = _Named()
-    with forward_context(routings=(*current_context().routings, collected)):
+    with _COLLECTORS.block(collected):
         yield collected

@@ -258,6 +258,19 @@ def test_a_compiled_model_in_threads():
     assert_same_in_threads(lambda number: logits(compiled, number), 2)
 
 
+def test_what_another_thread_compiles_or_exports_takes_no_routing_away(monkeypatch):
+    """torch's flag of a compilation is the whole process's."""
+    model, x = mixture(router="learned", balance=1.0).train(), tokens()
+    alone = model(x, labels=x).loss
+    monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    with collect_routings(model) as routings:
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", False)
+        loss = model(x, labels=x).loss
+        monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
+    assert len(routings) == model.config.num_hidden_layers
+    torch.testing.assert_close(loss, alone, rtol=0, atol=0)
+
+
 def test_a_model_in_its_own_block_is_not_held_to_another_ones_checkpoints():
     """A teacher in training mode runs without gradients: its routings are not in the block of the student."""
     student, teacher = mixture(balance=0).train(), mixture(seed=3, balance=0).train()

@@ -12,6 +12,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers import sdpa
 from moa_fairseq.layers.positions import RotaryPositions
 from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights, merge_masks
+from moa_fairseq.layers.torch_compat import without_cudnn_attention
 from moa_fairseq.plugin.patches.host_tokens import is_right_padded
 
 
@@ -208,3 +209,24 @@ def test_a_score_that_is_blocked_leaves_room_for_a_bias(dtype):
     """Else a sentence of padding has scores of −inf only, whose softmax is NaN."""
     mask, _ = sdpa._padding_bias(torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype))
     assert torch.isfinite(mask + mask).all() and mask[..., 1] < -3e4
+
+
+def test_cudnn_stays_off_until_the_last_thread_has_left_it_out():
+    """torch's switch is the process's: a thread that ends its block must not switch it on in another's."""
+    enabled = torch.backends.cuda.cudnn_sdp_enabled
+    before = enabled()
+    torch.backends.cuda.enable_cudnn_sdp(True)
+    try:
+        first, second = without_cudnn_attention(), without_cudnn_attention()
+        first.__enter__()
+        second.__enter__()
+        first.__exit__(None, None, None)
+        assert not enabled()
+        second.__exit__(None, None, None)
+        assert enabled()
+        torch.backends.cuda.enable_cudnn_sdp(False)
+        with without_cudnn_attention():
+            assert not enabled()
+        assert not enabled()  # whoever has switched it off for good
+    finally:
+        torch.backends.cuda.enable_cudnn_sdp(before)

@@ -1,5 +1,6 @@
 """The loss of an adaptive softmax, over all words."""
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -57,7 +58,13 @@ class WholeAdaptiveLoss(AdaptiveLoss):
                 f"symbols: let it begin with {self.padding_idx + 1} or more."
             )
         results: list[Any] = []
-        hook = softmax.register_forward_hook(lambda *call: results.append(call[-1]))
+        thread = threading.get_ident()  # others may compute a loss of their own
+
+        def read(module: nn.Module, args: Any, result: Any) -> None:
+            if threading.get_ident() == thread:
+                results.append(result)
+
+        hook = softmax.register_forward_hook(read)
         try:
             loss, sample_size, entries = super().forward(model, sample, reduce)
         finally:

@@ -1,6 +1,8 @@
 """The loss of an adaptive softmax against the full softmax, written out in float64."""
 
 import argparse
+import sys
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 import torch
@@ -91,3 +93,31 @@ def test_fairseqs_own_loss_leaves_a_word_of_each_cluster_out(name):
 def test_padding_outside_of_the_first_cluster_is_refused():
     with pytest.raises(UserError, match="--adaptive-softmax-cutoff 1,"):
         loss_of(Model([1, 20]), "adaptive_loss")
+
+
+def test_a_loss_is_that_of_its_own_thread():
+    """They share the softmax, whose results the criterion reads by a hook."""
+    model, loss = Model(), criterion("adaptive_loss")
+    states = [torch.randn_like(model.states) for _ in range(8)]
+
+    class Part(nn.Module):
+        """Hidden states of its own."""
+
+        def __init__(self, number):
+            super().__init__()
+            self.decoder, self.states = model.decoder, states[number]
+
+        forward, get_targets = Model.forward, Model.get_targets
+
+    @torch.no_grad()
+    def run(number):
+        return loss(Part(number), {"net_input": {}, "target": EVERY_WORD, "ntokens": 1, "nsentences": 1})[0]
+
+    alone, before = [run(number) for number in range(8)], sys.getswitchinterval()
+    sys.setswitchinterval(5e-5)
+    try:
+        with ThreadPoolExecutor(8) as pool:
+            for place, found in enumerate(pool.map(run, list(range(8)) * 20)):
+                torch.testing.assert_close(found, alone[place % 8], rtol=0, atol=1e-12)
+    finally:
+        sys.setswitchinterval(before)
