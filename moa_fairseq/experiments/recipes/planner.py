@@ -187,7 +187,7 @@ def _plan_for(
     }
     recorded = _nearest(speeds, kind, precision, batch.devices)
     if recorded:
-        entry["speed_origin"] = _origin(recorded, kind, batch)
+        entry.update(_origin(recorded, kind, batch))
     elif device:
         shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
         entry["speed_origin"] = f"rough: {shares} of the peak, and what the host takes"
@@ -196,7 +196,11 @@ def _plan_for(
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
         seconds: list[float] = []
         if recorded:
-            seconds = [tokens / (recorded["tokens_per_second"] * batch.devices / recorded["count"])] * 2
+            speed = recorded["tokens_per_second"] / recorded["count"]
+            seconds = [tokens / (speed * batch.devices)] * 2
+            largest = recorded.get("batch_tokens") or 0
+            if batch.max_tokens < largest:  # a pass may take as long as that of the recorded batch
+                seconds[1] = max(seconds[1], updates * batch.update_freq * largest / speed)
         elif device:
             if precision == "fp32":
                 peak = device.peak_single
@@ -259,15 +263,20 @@ def _nearest(
     return None
 
 
-def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> str:
-    text = f"recorded in {row['file']} on {row['count']} {row['device']}"
+def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[str, Any]:
+    """The source of a recorded speed, and what is assumed where the run differs from the recorded training."""
+    tokens = row.get("batch_tokens")
+    source = f"recorded in {row['file']} on {row['count']} {row['device']}"
+    if tokens:
+        source += f", in batches of {tokens:,} tokens"
+    assumptions = []
     if row["device"] != kind:
-        text += f", of the generation of {kind}"
-    if tokens := row.get("batch_tokens"):
-        text += f", in batches of {tokens:,} tokens: smaller ones (train.max_tokens) may be slower"
-    if batch.devices == row["count"]:
-        return text
-    return f"{text}; other numbers of devices: each as fast"
+        assumptions.append(f"each {kind} is as fast as the {row['device']}, which is of the same generation")
+    if tokens and batch.max_tokens < tokens:
+        assumptions.append("a smaller batch (train.max_tokens) takes at most the time of the recorded one")
+    if batch.devices != row["count"]:
+        assumptions.append("each of several devices is as fast as the recorded one")
+    return {"speed_origin": source, "speed_assumptions": assumptions}
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
@@ -412,7 +421,7 @@ def as_text(report: dict[str, Any]) -> str:
         missing = ""
     table = [
         {
-            "devices": f"{entry['count']} {entry['device']}",
+            "devices": f"{entry['count']}×{entry['device']}",
             "precision": entry["precision"],
             "tokens/update": f"{entry['tokens_per_update']:,}",
             "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
@@ -425,6 +434,11 @@ def as_text(report: dict[str, Any]) -> str:
         for entry in entries
     ]
     unknown = "speed unknown: --stage train --record measures it"
+    notes = [note for entry in entries for note in entry.get("speed_assumptions", [])]
+    left_out: dict[str, list[str]] = {}
+    for row, entry in zip(table, entries):
+        if entry["left_out"]:
+            left_out.setdefault(entry["left_out"], []).append(row["devices"])
     return "\n".join(
         [
             f"parameters    {report['parameters']:,}",
@@ -432,7 +446,8 @@ def as_text(report: dict[str, Any]) -> str:
             f"training set  {size}",
             Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
             *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
-            *(f"{e['count']} {e['device']}: {e['left_out']}" for e in entries if e["left_out"]),
+            *(f"assumed: {note}" for note in dict.fromkeys(notes)),
+            *(f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()),
             "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
             "fits: about the largest train.max_tokens that does.",
             *["! does not fit: lower train.max_tokens."] * any(entry["fits"] is False for entry in entries),
