@@ -311,21 +311,17 @@ _PARTS = ("forward", "backward")
 
 
 def sources() -> list[str]:
-    """One line per JSON file: command, hardware, versions, date."""
-    lines = []
+    """The JSON files by hardware; each has its command, versions and date."""
+    of_hardware: dict[str, list[str]] = {}
     for path in sorted(RESULTS.rglob("*.json")):
         found = json.loads(path.read_text(encoding="utf-8"))
-        hardware, versions = found["hardware"], found["versions"]
+        hardware = found["hardware"]
         if isinstance(hardware, dict):
-            hardware = f"{hardware['processors']} × {hardware['model']}"
-        if "threads" in found:
-            hardware += f", {found['threads']} threads"
-        used = ", ".join(f"{name} {versions[name]}" for name in ("torch", "python") if name in versions)
-        command = found.get("command", "python benchmarks/text.py")
-        details = ", ".join(filter(None, [hardware, found.get("dtype"), used, found["date"]]))
+            hardware = f"{hardware['processors']} CPU cores ({hardware['model']})"
         name = path.relative_to(RESULTS)
-        lines.append(f"- [{name}]({name}): `{command}`, {details}.")
-    return lines
+        of_hardware.setdefault(hardware, []).append(f"[{name.with_suffix('')}]({name})")
+    lines = [f"- {hardware}: {', '.join(links)}." for hardware, links in sorted(of_hardware.items())]
+    return ["Each file has its command, threads, precision, versions and date:", "", *lines]
 
 
 def document() -> str:

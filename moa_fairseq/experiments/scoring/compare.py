@@ -40,6 +40,11 @@ MEASURED = "measured"
 COMPUTED = "computed"
 NO_RECIPE = "no recipe"
 NOT_PRINTED = "–"
+_NOT_RUN = "–"  # in Markdown, where most cells of a paper's page have it
+_LEGEND = (
+    "In brackets: ours, with – for not run. No brackets: no recipe here, or, in the columns after the "
+    "paper's, a further count of ours. Cache: bytes per token and layer."
+)
 
 # What a run may say about itself: how its number came about, in this order, and more.
 _FACTS = {
@@ -325,36 +330,67 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
     columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
     for table in comparison.tables:
-        pairs = [(row, cell) for row in table.rows for cell in row.cells if cell.status != NO_RECIPE]
         if f"### {table.title}" not in blocks:
-            blocks += [f"### {table.title}", f"{table.citation}."]
-        archs: dict[str, list[str]] = defaultdict(list)
-        for name, arch in dict.fromkeys((row.row, row.arch) for row, _ in pairs if row.arch):
-            archs[arch].append(name)
-        counted = "; ".join(f"`{arch}` ({', '.join(names)})" for arch, names in archs.items())
+            blocks += [f"### {table.title}", f"{table.citation}.", _LEGEND if markdown else ""]
         runs = list({id(run): run for row in table.rows for run in row.runs}.values())
-        heads = dict.fromkeys(cell.column for row in table.rows for cell in row.cells)
-        alone = [
-            {
-                "model": row.row,
-                **{cell.column: cell.printed for cell in row.cells if cell.status == NO_RECIPE},
-            }
-            for row in table.rows
-            if NO_RECIPE in [cell.status for cell in row.cells]
-        ]
-        blocks += [
-            f"**Table {table.table}.** {table.caption}.",
-            Table(columns, [line for row, cell in pairs for line in lines_of(row, cell)]),
-            f"Architectures: {counted}." if counted else "",
-            _evidence(runs),
-            "Printed there, without a recipe here:" if alone else "",
-            Table([Column("model", "Model"), *(Column(head, head, ">") for head in heads)], alone),
-            " ".join(table.notes),
-        ]
+        blocks.append(f"**Table {table.table}.** {table.caption}.")
+        if markdown:
+            blocks += _line_per_row(table)
+        else:
+            pairs = [(row, cell) for row in table.rows for cell in row.cells if cell.status != NO_RECIPE]
+            blocks.append(Table(columns, [line for row, cell in pairs for line in lines_of(row, cell)]))
+            blocks += _without_recipe(table)
+        blocks += [_evidence(runs), " ".join(table.notes)]
     if runs := comparison.other:
-        note = "Runs that differ in their seed alone have one line: mean ± standard deviation."
+        note = "Runs that differ only in their seed have one line: mean ± standard deviation."
         blocks += ["### Other runs", note, *_other(runs), _evidence(runs)]
     return page(blocks, markdown)
+
+
+def _line_per_row(table: PaperTable) -> list[str | Table]:
+    """A line for each row of a paper's table: its numbers with ours in brackets, then our further counts.
+
+    A value that is the same in all lines stands in a sentence above them.
+    """
+    lines = []
+    heads = {"row": "Model", "arch": "Architecture"}
+    for row in table.rows:
+        line = {"row": row.row, "arch": f"`{row.arch}`" if row.arch else ""}
+        ours = defaultdict(list)  # column of the paper → ours, of each metric
+        further = {}
+        for cell in row.cells:
+            first, *more = lines_of(row, cell)
+            heads.setdefault(cell.column, cell.column)
+            line[cell.column] = first["paper"]
+            if cell.status != NO_RECIPE:
+                ours[cell.column].append((first["measure"], first["ours"]))
+            further.update({count["measure"]: count["ours"] for count in more})
+        for column, scores in ours.items():
+            texts = [_NOT_RUN if text == "not run" else text for _, text in scores]
+            if len(scores) > 1:
+                chains = [measure.removeprefix(f"{column} (").rstrip(")") for measure, _ in scores]
+                heads[column] = f"{column} ({', '.join(chains)})"
+            line[column] += f" ({', '.join(texts if set(texts) != {_NOT_RUN} else texts[:1])})"
+        heads.update((measure, measure) for measure in further)
+        lines.append({**line, **further})
+    alike = [key for key in heads if len(lines) > 1 and len({line.get(key) for line in lines}) == 1]
+    said = [f"{heads[key]} {text}" for key in alike if (text := lines[0].get(key))]
+    columns = [Column(key, heads[key], "" if key in ("row", "arch") else ">") for key in heads]
+    return [
+        f"In all rows: {'; '.join(said)}." if said else "",
+        Table([column for column in columns if column.key not in alike], lines),
+    ]
+
+
+def _without_recipe(table: PaperTable) -> list[str | Table]:
+    """The numbers of a paper's table for which there is no recipe."""
+    heads = dict.fromkeys(cell.column for row in table.rows for cell in row.cells)
+    lines = []
+    for row in table.rows:
+        if printed := {cell.column: cell.printed for cell in row.cells if cell.status == NO_RECIPE}:
+            lines.append({"model": row.row, **printed})
+    columns = [Column("model", "Model"), *(Column(head, head, ">") for head in heads)]
+    return ["Printed there, without a recipe here:", Table(columns, lines)] if lines else []
 
 
 def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
@@ -437,23 +473,33 @@ def _other(runs: list[dict]) -> list[Table]:
 
 
 def _evidence(runs: list[dict]) -> str:
-    """How each number came about: a score never travels alone."""
-    lines = []
+    """How each number came about; runs that differ only in score and seed have one line."""
+    alike: dict[tuple[str, ...], list[dict]] = defaultdict(list)
     for run in runs:
         metrics = run["metrics"]
         headline = run.get("headline") or ""
-        facts = {key: run.get(key) for key in _FACTS}
+        facts = {key: run.get(key) for key in _FACTS if key != "seed"}
         facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
         facts.update({**(run.get("generation") or {}), **(run.get("evaluation") or {})})
         facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
-        if metrics.get(headline):
-            said = [f"{SCORES.get(headline, headline)} {metrics[headline]:.2f}"]
-        else:
-            said = []
+        said = [SCORES.get(headline, headline)] if metrics.get(headline) else []
         for key, value in facts.items():
             if value not in (None, "") and not isinstance(value, dict):  # dicts are of groups of sentences
                 said.append(f"{key.replace('_', ' ')} {value}")
-        lines.append(f"- `{run['name']}`: {', '.join(said) or 'nothing is said of it'}")
+        alike[tuple(said)].append(run)
+    lines = []
+    for facts, group in alike.items():
+        said = list(facts)
+        seeds = [run.get("seed") for run in group]
+        names = []
+        for run, seed in zip(group, seeds):
+            score = run["metrics"].get(run.get("headline"))
+            parts = [f"{score:.2f}"] if score else []
+            parts += [f"seed {seed}"] if len(set(seeds)) > 1 else []
+            names.append(f"`{run['name']}`" + (f" ({', '.join(parts)})" if parts else ""))
+        if len(set(seeds)) == 1 and seeds[0] is not None:
+            said.append(f"seed {seeds[0]}")
+        lines.append(f"- {', '.join(names)}: {', '.join(said) or 'nothing else is recorded'}")
     return "\n".join(lines)
 
 

@@ -80,18 +80,21 @@ def test_what_was_not_run_says_so_and_counts_are_computed(results):
     assert ours["#Params"].difference == ours["#Params"].ours - 1000000
     theirs = load_comparison(results)
     assert cells(theirs, row=1)["BLEU A"].status == "no recipe"
-    assert "| Theirs | 25.5 |" in render(theirs, markdown=True)
+    assert "| Theirs |  |  | 25.5 |  |" in render(theirs, markdown=True)
 
 
-def test_seeds_are_averaged_with_their_spread(results):
+def test_seeds_are_averaged_with_their_spread(results, monkeypatch):
     comparison = record(results, run(bleu=20.0), run(bleu=22.0), run("b_moa", bleu=29.0))
     ours = cells(comparison)
     assert ours["BLEU A"].ours == 21.0 and ours["BLEU A"].runs == 2
     assert ours["BLEU A"].spread == pytest.approx(2**0.5)
     assert ours["BLEU B"].ours == 29.0 and ours["BLEU B"].spread is None
     text = render(comparison, markdown=True)
-    assert "| Ours | BLEU A | 20.0 | 21.00 ± 1.41 (2 runs) | +1.00 |" in text
-    assert "| Ours | BLEU B | 30.0 | 29.00 | -1.00 |" in text
+    assert "| 20.0 (21.00 ± 1.41 (2 runs)) | 30.0 (29.00) |" in text
+    monkeypatch.setenv("COLUMNS", "120")
+    shown = [" ".join(line.split()) for line in render(comparison).splitlines()]
+    assert "BLEU A 20.0 21.00 ± 1.41 (2 runs) +1.00" in shown
+    assert "BLEU B 30.0 29.00 -1.00" in shown
 
 
 def test_a_row_that_a_recipe_has_beside_its_own_stands_for_that_row_alone(results):
@@ -121,8 +124,8 @@ def test_what_the_paper_does_not_print_is_counted(results):
     comparison = load_comparison(results)
     cell = cells(comparison)["#Params"]
     assert cell.status == "computed" and cell.ours > 0 and cell.difference is None
-    (line,) = re.findall(r"^\| Ours \| #Params \|.*$", render(comparison, markdown=True), re.M)
-    assert "| – |" in line and "%" not in line
+    (line,) = re.findall(r"^\| Ours \|.*$", render(comparison, markdown=True), re.M)
+    assert f"| – ({cell.ours / 1e6:.1f}M) |" in line
 
 
 def test_a_score_of_zero_is_a_score(results):
@@ -140,10 +143,13 @@ def test_a_score_by_two_chains_gets_two_lines(results):
     both["metrics"]["moa_release_bleu"] = 20.9
     comparison = record(results, both)
     text = render(comparison, markdown=True)
-    assert "| Ours | BLEU A (multi-bleu) | 20.0 | 20.00 | +0.00 |" in text
-    assert "| Ours | BLEU A (moa-release) | 20.0 | 20.90 | +0.90 |" in text
-    assert "| Ours | BLEU B | 30.0 | not run |  |" in text
-    assert "| Dense | BLEU A | 20.0 | not run |  |" in text
+    assert "| BLEU A (multi-bleu, moa-release) | BLEU B |" in text
+    (ours,) = re.findall(r"^\| Ours \|.*$", text, re.M)
+    assert "| 20.0 (20.00, 20.90) | 30.0 (–) |" in ours
+    (dense,) = re.findall(r"^\| Dense \|.*$", text, re.M)
+    assert "| 20.0 (–) |" in dense
+    shown = render(comparison)
+    assert "BLEU A (multi-bleu)" in shown and "BLEU A (moa-release)" in shown
     metrics = [cell.quantity for cell in comparison.tables[0].rows[0].cells]
     assert metrics == ["parameters", "multi_bleu", "moa_release_bleu", "multi_bleu"]
 
@@ -152,7 +158,7 @@ def test_a_score_by_two_chains_gets_two_lines(results):
 def test_a_run_without_a_number_says_why(results, status):
     comparison = record(results, {**run(), "metrics": {}, "status": status})
     assert cells(comparison)["BLEU A"].status == status
-    assert f"| Ours | BLEU A | 20.0 | {status} |  |" in render(comparison, markdown=True)
+    assert f"| 20.0 ({status}) |" in render(comparison, markdown=True)
     before = {**run(), "metrics": {}, "status": "OOM" if status != "OOM" else "diverged"}
     later = record(results, before, {**run(), "metrics": {}, "status": status})
     assert cells(later)["BLEU A"].status == status, "the last run counts"
@@ -170,6 +176,29 @@ def test_runs_for_no_row_stand_apart(results):
     assert "| quickstart_moa_0 | 7.50 | 1.2M | 1.5 min |" in text
     (evidence,) = [line for line in text.splitlines() if line.startswith("- `quickstart_moa_0`")]
     assert all(fact in evidence for fact in ("subset test", "seed 3", "0123456789-dirty", signature))
+
+
+def test_runs_with_the_same_facts_share_a_line_of_evidence(results):
+    facts = {"headline": "multi_bleu", "subset": "test", "updates": 9}
+    runs = [run("quickstart_moa", None, 7.0 + seed, seed=seed, **facts) for seed in (1, 2)]
+    other = run("quickstart_moa", None, 7.5, seed=3, **{**facts, "updates": 8})
+    text = render(record(results, *runs, other), markdown=True)
+    lines = [line for line in text.splitlines() if line.startswith("- ")]
+    names = "`quickstart_moa_0` (8.00, seed 1), `quickstart_moa_1` (9.00, seed 2)"
+    assert lines == [
+        f"- {names}: multi-bleu, subset test, updates 9",
+        "- `quickstart_moa_2` (7.50): multi-bleu, subset test, updates 8, seed 3",
+    ]
+
+
+def test_a_value_of_all_rows_stands_above_a_papers_table(results):
+    paper = json.loads(json.dumps(PAPER))
+    rows = paper["tables"][0]["rows"]
+    rows[1] = {**rows[0], "row": "Again", "values": {**rows[0]["values"], "BLEU A": 21.0}}
+    (results / "papers" / "p.json").write_text(json.dumps(paper))
+    text = render(load_comparison(results), markdown=True)
+    assert "In all rows: Architecture `moa_transformer_tiny`; " in text and "; BLEU B 30.0 (–)." in text
+    assert "| Model | BLEU A |" in text and "| Again | 21.0 (–) |" in text
 
 
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_and_a_deviation(results):
@@ -205,7 +234,7 @@ def test_named_run_folders_are_shown_alone(results, tmp_path, capsys):
     (folder / "result.json").write_text(json.dumps(run("b_moa", bleu=31.0)))
     assert main(["compare", str(folder), "--results", str(results), "--markdown"]) == 0
     shown = capsys.readouterr().out
-    assert "| Ours | BLEU B | 30.0 | 31.00 | +1.00 |" in shown
+    assert re.search(r"^\| Ours \|.*\| 30.0 \(31.00\) \|$", shown, re.M)
     assert "quickstart_moa" not in shown and "Theirs" not in shown
 
 
@@ -218,7 +247,7 @@ def test_rows_can_be_chosen_and_only_theirs_are_counted(results, monkeypatch, ca
     _count.cache_clear()
     assert main(["compare", "--results", str(results), "--markdown", *flags]) == 0
     shown = capsys.readouterr().out
-    assert "| Another | BLEU B |" in shown and "| Ours | B" not in shown
+    assert "| Another |" in shown and "| Ours |" not in shown
     assert ("quickstart_moa" in shown) == (flags == ["--measured"])
     assert _count.cache_info().misses == 1
     assert main(["compare", "--results", str(results), "--paper", "x"]) == 2
@@ -374,17 +403,24 @@ def test_table_2_has_both_conventions_beside_the_plain_count(shipped):
     assert [row["MACs"].ours / row["MACs"].paper for row in cells] == pytest.approx([1] * 6, abs=7e-3)
     assert [row["MACs"].quantity for row in cells] == ["macs_paper_convention"] + ["macs_attention_twice"] * 5
     assert all(row["MACs"].plain not in (None, row["MACs"].ours) for row in cells)
-    assert "| MoA 8K64E256D | #Params | 179.91M | 179.91M | +0.0 % |" in shipped[1]
-    assert "| MoA 8K64E256D | MACs, plain count |" in shipped[1]
+    assert "| MoA 8K64E256D | `moa_roberta_8k64e256d` | 179.91M (179.91M) |" in shipped[1]
 
 
 @pytest.mark.thorough
 def test_moas_bleu_is_compared_by_both_chains(shipped):
+    tables = tables_of(shipped, "moa")
+    rows = {row.row: row.cells for number in ("1", "3") for row in tables[number].rows}
+
+    def metrics(row, column):
+        return [(cell.quantity, cell.printed) for cell in rows[row] if cell.column == column]
+
     for column, paper in (("WMT14 EnDe BLEU", "28.4"), ("WMT14 EnFr BLEU", "42.5")):
-        for chain in ("multi-bleu", "moa-release"):
-            assert f"| MoA Base (8K8E128D) | {column} ({chain}) | {paper} | " in shipped[1]
-    assert "| Big 16K32E256D | BLEU(Test) (moa-release) | 29.4 | " in shipped[1]
-    assert "| Transformer base (Vaswani et al., 2017) | WMT14 EnDe BLEU | 27.3 | " in shipped[1]
+        both = [("multi_bleu", paper), ("moa_release_bleu", paper)]
+        assert metrics("MoA Base (8K8E128D)", column) == both
+        assert f"| {column} (multi-bleu, moa-release) |" in shipped[1]
+    assert ("moa_release_bleu", "29.4") in metrics("Big 16K32E256D", "BLEU(Test)")
+    vaswani = "Transformer base (Vaswani et al., 2017)"
+    assert metrics(vaswani, "WMT14 EnDe BLEU") == [("multi_bleu", "27.3")]
 
 
 @pytest.mark.thorough
