@@ -264,7 +264,7 @@ def _nearest(
 
 
 def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[str, Any]:
-    """The source of a recorded speed, and the assumptions where the run differs from the recorded training."""
+    """The source of a recorded speed, and the assumptions where the run differs from that training."""
     tokens = row.get("batch_tokens")
     source = f"recorded in {row['file']} on {row['count']} {row['device']}"
     if tokens:
