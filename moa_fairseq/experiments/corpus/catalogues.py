@@ -1,4 +1,4 @@
-"""English-German messages out of the gettext catalogues (`.po`, `.mo`) that a wheel carries, and its licence.
+"""English-German messages from the gettext catalogues (`.po`, `.mo`) in a wheel, and the wheel's licence.
 
 Nothing is unpacked and nothing is imported: members are read into memory one by one, so neither a
 hostile member name nor the package's own code can do anything.
@@ -21,19 +21,19 @@ _GERMAN_MEMBER = re.compile(
     r"(?:^|[/._-])de(?:[_-]DE)?(?:/(?:LC_MESSAGES/)?[^/]+)?\.(?:po|mo)$", re.IGNORECASE
 )
 _TESTS = re.compile(r"(?:^|/)tests?/", re.IGNORECASE)
-# A wheel is a stranger's archive: a member that unpacks to more than this is not a catalogue.
+# A wheel is an untrusted archive: a member that unpacks to more than this is not a catalogue.
 MAX_MEMBER_BYTES = 32 << 20
 _MO_MAGIC = (b"\xde\x12\x04\x95", b"\x95\x04\x12\xde")
 _CHARSET = re.compile(rb"charset=([A-Za-z0-9_.-]+)")
-# Plone's convention for symbolic message ids: the English text stands in an extracted comment.
+# Plone's convention for symbolic message ids: the English text is in an extracted comment.
 _DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
 
 
 def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
     """Yield (English, German) of every finished translation in the wheel, in member-name order.
 
-    Untranslated, fuzzy and obsolete entries are left out; of plural forms the singular and the first plural
-    are given. A member that is not a readable catalogue is skipped.
+    Untranslated, fuzzy and obsolete entries are skipped; of plural forms, the singular and the first plural
+    are returned. A member that is not a readable catalogue is skipped.
 
     Raises:
         UserError: if `wheel` is not a zip file.
@@ -42,7 +42,7 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
         with zipfile.ZipFile(wheel) as archive:
             for member in catalogue_members(archive):
                 for entry in _parse(archive, member):
-                    # A msgid that is a key (`label_add_item`) has its English in a comment, or nowhere.
+                    # If the msgid is a key (`label_add_item`), only a comment may have the English.
                     default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
                     if default:
                         english = default[1].replace('\\"', '"').replace("\\n", "\n")
@@ -84,9 +84,9 @@ def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile
             return []
         charset = _CHARSET.search(data[:4096])
         text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
-        # For the same reason a line break goes in front of the text.
+        # For the same reason the text is preceded by a line break.
         return polib.pofile("\n" + text)
-    # polib's OSError is one of syntax, for the bytes are in memory; one catalogue of thousands is no loss
+    # polib's OSError is a syntax error, as the bytes are in memory; one catalogue of thousands is no loss
     except (OSError, ValueError, LookupError, struct.error):
         return []
 

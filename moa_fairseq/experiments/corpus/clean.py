@@ -1,4 +1,4 @@
-"""What makes a message pair a training pair: plain sentences, no markup, really English and German."""
+"""Which message pairs are training pairs: plain sentences without markup, in English and German."""
 
 import re
 import unicodedata
@@ -11,7 +11,7 @@ MAX_CHARACTER_RATIO = 2.5
 
 Pair = tuple[str, str]
 
-# Anything here means code, markup or a hole to be filled at run time; such a message is dropped whole,
+# Anything here means code, markup or a placeholder; such a message is dropped completely,
 # because a sentence with its placeholder cut out is no longer a sentence.
 _NOT_PLAIN = re.compile(
     r"""
@@ -47,7 +47,7 @@ _TAIL = re.compile(r"\s?(?:\.\.\.|…|:)$")
 _LIST_LINE = re.compile(r"^\s*(?:[-*•+#]|\d+[.)])\s")
 
 
-# Frequent words that the other language does not have ("in", "was", "die", "an", "so", "war" are in both).
+# Frequent words that the other language lacks ("in", "was", "die", "an", "so", "war" are in both).
 ENGLISH_WORDS = (
     "the of and to a is are for with this that you your be not no from by it or if can has have will on as "
     "please all which when what please do does must only more should been there their could its any at "
@@ -65,8 +65,8 @@ _FREQUENT = [frozenset(words.split()) for words in (ENGLISH_WORDS, GERMAN_WORDS)
 def clean_message(english: str, german: str) -> Iterator[Pair]:
     """Yield the clean sentence pairs (none, one or several) of one catalogue message.
 
-    Paragraphs are split where both sides have equally many; hard line breaks inside a paragraph become
-    spaces. Every pair that is yielded has passed `is_translation`.
+    Paragraphs are split if both sides have equally many; hard line breaks inside a paragraph become
+    spaces. Every yielded pair has passed `is_translation`.
     """
     english, german = _strip_tags(english, german)
     sources = _paragraphs(english)
@@ -109,13 +109,13 @@ def is_translation(english: str, german: str) -> bool:
     ]
     if in_german[0] > in_english[0] or in_english[1] > in_german[1]:
         return False
-    # Mostly the same words in both: left untranslated, or a list of names.
+    # Mostly the same words in both: untranslated, or a list of names.
     shared = sum((Counter(words[0]) & Counter(words[1])).values())
     return shared <= 0.5 * max(len(words[0]), len(words[1]))
 
 
 def _strip_tags(english: str, german: str) -> Pair:
-    """Remove inline markup that both sides carry alike; otherwise leave it, and the pair is dropped."""
+    """Remove inline markup that both sides have alike; otherwise keep it, and the pair is dropped."""
     names = [sorted(match.lower() for match in _TAG.findall(side)) for side in (english, german)]
     if not names[0] or names[0] != names[1]:
         return english, german
@@ -145,13 +145,13 @@ def _tidy(text: str) -> str:
 
 
 def _strip_dress(english: str, german: str) -> Pair:
-    """Remove what belongs to menus and forms, not to language.
+    """Remove elements of menus and forms.
 
     The mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side; "...", "…" and ":"
-    where both sides end in them.
+    if both sides end in them.
     """
     sides = [english, german]
-    # A word with an inner underscore that both sides share is a name, not a shortcut.
+    # A word with an inner underscore in both sides is a name, not a shortcut.
     named = set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german))
     for number, side in enumerate(sides):
         if len(re.findall(r"&(?=\w)(?!\w+;)", side)) == 1:
@@ -179,7 +179,7 @@ def _is_plain(text: str) -> bool:
 
 
 def matching_key(text: str) -> str:
-    """What two lines must share to count as the same sentence: letters and digits, caseless.
+    """The key by which two lines count as the same sentence: letters and digits, caseless.
 
     Returns "" for a line without either.
     """

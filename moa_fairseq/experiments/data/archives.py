@@ -1,4 +1,4 @@
-"""Taking single files out of archives: only what was asked for, to where this program says. Packing some."""
+"""Extracting single files from archives: only the requested ones, to a given folder. Also packs files."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from moa_fairseq.files import atomic_write, refuse_irregular
 
 BLOCK = 1 << 20
 MOST_BYTES = 256 << 20  # of all that `contents` holds in memory
-# What the standard library raises for damaged bytes: bad numbers, names and sizes among them.
+# The standard library's exceptions for damaged bytes, including bad numbers, names and sizes.
 _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
@@ -37,17 +37,19 @@ class DamagedArchive(UserError):
 def extract(
     archive: Path, names: Collection[str], folder: Path, name_in: Callable[[str], str] = posixpath.normpath
 ) -> dict[str, int]:
-    """Copy the named files that a tar (also .tgz) or zip archive (also .whl) has to `folder/<name>`.
+    """Copy the named members of a tar (also .tgz) or zip archive (also .whl) to `folder/<name>`.
 
-    Other members are never written, links are not followed; the archive is read to its end.
+    Other members are never written, and links are not followed. The archive is read to its end.
 
     Args:
-        archive: the file; its name tells the format.
-        names: those to copy, none of which may lead out of the folder.
-        folder: where they go.
-        name_in: a member's path in the archive → the name that it is known by; of several with one name the
-            first counts.
+        archive: the file; the name's ending gives the format.
+        names: the names to copy, none of which may lead out of the folder.
+        folder: the output folder.
+        name_in: a member's path in the archive → its name in `names`; if several members have one name, the
+            first is copied.
 
+    Returns:
+        Name → bytes, for the names in the archive.
     Returns:
         Name → bytes, of those that were found.
 
@@ -76,10 +78,10 @@ def contents(archive: Path) -> dict[str, bytes]:
         archive: A tar (also .tar.gz and .tar.xz) or zip archive.
 
     Returns:
-        Name → bytes. Of two files of one name the later one counts.
+        Name → bytes. If two files have one name, the later file is returned.
 
     Raises:
-        UserError: There is no such file, it holds more than 256 MiB, or as `extract`.
+        UserError: There is no such file, it has more than 256 MiB, or as in `extract`.
     """
     refuse_irregular(archive, "Archive")
     found: dict[str, bytes] = {}
@@ -92,16 +94,16 @@ def contents(archive: Path) -> dict[str, bytes]:
                     data += block
                     left -= len(block)
             if left < 0:
-                raise UserError(f"{archive} holds more than {MOST_BYTES:,} bytes: unpack it by hand.")
+                raise UserError(f"{archive} has more than {MOST_BYTES:,} bytes unpacked. Unpack it by hand.")
             found[posixpath.normpath(path)] = bytes(data)
     return found
 
 
 def pack(archive: Path, files: Mapping[str, bytes]) -> None:
-    """Write a .tar.xz, which for the same files is the same to the byte.
+    """Write a .tar.xz, whose bytes are the same for the same files.
 
     Args:
-        archive: Where it goes; what is there is replaced as a whole.
+        archive: The output file; an existing file is replaced as a whole.
         files: Name → bytes.
 
     Raises:
@@ -113,32 +115,32 @@ def pack(archive: Path, files: Mapping[str, bytes]) -> None:
         tarfile.open(fileobj=compressed, mode="w", format=tarfile.USTAR_FORMAT) as tar,
     ):
         for name in sorted(files):
-            member = tarfile.TarInfo(name)  # of 1970, and of nobody
+            member = tarfile.TarInfo(name)  # without time and owner
             member.size = len(files[name])
             tar.addfile(member, io.BytesIO(files[name]))
 
 
 @contextlib.contextmanager
 def _damage_named(archive: Path) -> Iterator[None]:
-    """Errors of reading an archive, in words for users."""
+    """Turn errors of reading an archive into errors for users."""
     try:
         yield
-    except RuntimeError as error:  # NotImplementedError among them: encrypted, or compressed as Python cannot
+    except RuntimeError as error:  # also NotImplementedError: encrypted, or a compression unknown to Python
         remedy = "Unpack it with the program that made it, and give --data the folder"
-        raise UserError(f"{archive} cannot be unpacked here ({error}). {remedy}.") from error
+        raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
-        # An error of the disk is not the archive's fault. An error of gzip, of bz2, or of a place before its
-        # start is.
+        # A disk error is not the archive's fault. An error of gzip, bz2, or a seek before the file's start
+        # is.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
 
 
 class _Blocks:
-    """A stream as tarfile reads it, which asks for names of any length at once.
+    """A stream for tarfile, which reads names of any length at once.
 
     Args:
-        stream: of an unpacked archive.
+        stream: the unpacked archive.
     """
 
     def __init__(self, stream: IO[bytes]) -> None:
@@ -149,17 +151,17 @@ class _Blocks:
     def read(self, size: int) -> bytes:
         """Raises ReadError for more than BLOCK bytes."""
         if size > BLOCK:
-            raise tarfile.ReadError(f"{size:,} bytes of it describe a single file")
+            raise tarfile.ReadError(f"{size:,} bytes of headers describe a single file")
         return self.stream.read(size)
 
 
 def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
-    """(path, what opens it) of each ordinary file in the archive."""
+    """(path, function that opens it) of each ordinary file in the archive."""
     if not archive.name.endswith((".tar", "gz", ".xz")):
         with zipfile.ZipFile(archive) as package:
             for info in package.infolist():
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-                    # those that zipfile also knows it would unpack at once, whatever comes out
+                    # zipfile would unpack the other types at once, without a limit on the size
                     raise RuntimeError(f"{info.filename} has the compression type {info.compress_type}")
                 if not info.is_dir():
                     yield info.filename, functools.partial(package.open, info)
@@ -177,12 +179,12 @@ def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
 
         def opened(member: tarfile.TarInfo) -> IO[bytes]:
             content = tar.extractfile(member)
-            if content is None or member.issparse() or member.size < 0:  # a size is what its header says
+            if content is None or member.issparse() or member.size < 0:  # the header gives the size
                 raise RuntimeError(f"{member.name} is stored as a sparse file, or has an impossible size")
             return content
 
         for member in tar:
             if member.isfile():
                 yield member.name, functools.partial(opened, member)
-        while raw.read(BLOCK):  # to the very end, where gzip keeps its checksum
+        while raw.read(BLOCK):  # to the very end, where gzip stores its checksum
             pass

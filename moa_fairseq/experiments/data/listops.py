@@ -1,4 +1,4 @@
-"""ListOps (Nangia and Bowman, NAACL-HLT 2018): nested operations on digits, drawn by a seed."""
+"""ListOps (Nangia and Bowman, NAACL-HLT 2018): nested operations on digits, generated from a seed."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from moa_fairseq.files import atomic_write
 
 DIGITS = tuple("0123456789")
 CLOSE = "]"
-# Beside the binarised data: a line for each sentence, a column for each thing by which scores are told apart.
+# Next to the binarised data: a line per sentence, a column per property by which scores are grouped.
 GROUPS = "groups"
 _GROUPS = ("dependency", "depth", "length")
-# Whether an expression is drawn is decided by its seed and block: so many blocks, however many processes.
+# The seed and the block number determine an expression, whatever the number of processes.
 _DRAWS = 10000
 _BLOCKS = 100000
-_MOST_IDLE = 10  # blocks in a row without anything new: there is nothing left
+_MOST_IDLE = 10  # blocks in a row without a new expression: there are no more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -34,8 +34,8 @@ class Expression:
         value: a digit.
         depth: 1 for a digit, one more for each operator around it.
         length: symbols, an operator's two brackets counted (three for each operator).
-        dependency: the dependency depth: how many values that hang on each other lead to the result; the
-            arguments that an operator does not choose do not count.
+        dependency: the dependency depth: the number of values in the longest chain of dependences that leads
+            to the result; arguments that an operator does not select do not count.
     """
 
     tokens: str
@@ -53,7 +53,7 @@ def _middle(arguments: Sequence[Expression]) -> Sequence[Expression]:
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
 
-# The arguments that an operator's value hangs on: their sum modulo 10 for SM, else their mean, rounded down.
+# The arguments that determine an operator's value: their sum modulo 10 for SM, else their mean, rounded down.
 OPERATORS: dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
     "[MIN": lambda arguments: [min(arguments, key=_value)],
     "[MAX": lambda arguments: [max(arguments, key=_value)],
@@ -65,15 +65,15 @@ SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
 
 @dataclasses.dataclass(frozen=True)
 class ListOps:
-    """The settings of a ListOps data set, as datasets.yaml has them.
+    """The settings of a ListOps data set, from datasets.yaml.
 
     Args:
         sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
-        seed: what all of them are drawn by.
-        max_length: longest expression, as `Expression.length` counts.
+        seed: random seed of all expressions.
+        max_length: longest expression, counted as in `Expression.length`.
         max_depth: greatest `Expression.depth`.
-        operator_probability: that an argument is an operator and no digit.
-        max_arguments: most arguments of an operator; it has two or more.
+        operator_probability: probability that an argument is an operator instead of a digit.
+        max_arguments: most arguments of an operator; the fewest are two.
     """
 
     sizes: Mapping[str, int]
@@ -84,7 +84,7 @@ class ListOps:
     max_arguments: int
 
     def splits(self, workers: int = 1) -> dict[str, list[Expression]]:
-        """The expressions of every split. No expression stands twice, in one split or in two.
+        """The expressions of every split. No expression occurs twice, in one split or in two.
 
         They are drawn together and dealt out at random, so that all splits have the same distribution.
 
@@ -92,10 +92,10 @@ class ListOps:
             workers: processes; the expressions are the same for any number.
 
         Raises:
-            UserError: where so many different ones cannot be had.
+            UserError: if there are not enough different expressions.
         """
         depths = range(2, self.max_depth + 1)
-        shares = {  # that differ by one at most
+        shares = {  # which differ by one at most
             depth: [len(range(place, size, len(depths))) for size in self.sizes.values()]
             for place, depth in enumerate(depths)
         }
@@ -112,7 +112,7 @@ class ListOps:
         return out
 
     def _drawn(self, wanted: Mapping[int, int], workers: int) -> dict[int, list[Expression]]:
-        """Dependency depth → so many different expressions as wanted."""
+        """Dependency depth → as many different expressions as requested."""
         found: dict[int, list[Expression]] = {depth: [] for depth in wanted}
         known: set[str] = set()
         idle = 0
@@ -130,11 +130,11 @@ class ListOps:
             if idle == _MOST_IDLE:
                 break
         depth = max(wanted, key=lambda depth: wanted[depth] - len(found[depth]))
-        problem = f"ListOps: only {len(found[depth]):,} different expressions of dependency depth {depth}"
-        raise UserError(f"{problem} were found, and {wanted[depth]:,} are wanted: ask for fewer (--sizes).")
+        problem = f"ListOps has only {len(found[depth]):,} different expressions of dependency depth {depth}"
+        raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
     def draw(self, chance: random.Random) -> Expression | None:
-        """One expression, or None where it grew too long."""
+        """One expression, or None if it became too long."""
         root = self._subtree(chance, self.max_depth)
         if root.depth < 2:
             arguments = self._arguments(chance, self.max_arguments - 1, self.max_depth - 1)
@@ -168,12 +168,12 @@ def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expres
 
 
 def _below(chance: random.Random, end: int) -> int:
-    """Of 0 … end − 1, by `random`, which draws the same numbers in every version of Python."""
+    """A number from 0 … end − 1, by `random`, which is the same in every version of Python."""
     return int(chance.random() * end)
 
 
 def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
-    """The expressions of one block that are neither too long nor just a digit, each once."""
+    """The different expressions of one block that are neither too long nor just a digit."""
     ((settings, block),) = batch
     chance = random.Random(f"listops {settings.seed} {block}")
     drawn = (settings.draw(chance) for _ in range(_DRAWS))
@@ -181,11 +181,11 @@ def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
 
 
 def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:
-    """Write sentences, classes and GROUPS of a split.
+    """Write the sentences, classes and GROUPS of a split.
 
     Args:
-        folder: gets `input0/<split>`, `label/<split>` and `groups/<split>.tsv`, with a line for each
-            expression.
+        folder: the output folder for `input0/<split>`, `label/<split>` and `groups/<split>.tsv`, with a line
+            per expression.
         split: its name.
         expressions: in order.
 

@@ -1,4 +1,4 @@
-"""manifest.json: what a prepared data set was made from, how, and what came out, with checksums."""
+"""manifest.json: the sources, settings and results of a prepared data set, with checksums."""
 
 from __future__ import annotations
 
@@ -27,9 +27,9 @@ def manifest_of(
     dataset: Dataset,
     counts: Mapping[str, Symbols],
 ) -> dict[str, Any]:
-    """What manifest.json says about the stages of a preparation.
+    """The content of manifest.json for the stages of a preparation.
 
-    Holds no time and no path outside of `root`, so that two preparations of the same data have equal
+    It has no time and no path outside `root`, so that two preparations of the same data have equal
     manifests.
 
     Args:
@@ -40,7 +40,7 @@ def manifest_of(
         dataset: with its terms of use, published numbers of lines and checksums.
         counts: split, or split.language → its binarised symbols.
     """
-    known = {name: mark for name, mark in marks(root).items() if name != "manifest"}  # which is written anew
+    known = {name: mark for name, mark in marks(root).items() if name != "manifest"}  # which is replaced
     stages = {name: known[name]["facts"] for name in STAGES if name in known}
     sessions = [session for mark in known.values() for session in made_by_of(mark)]
     # of each split, the last stage that counts its lines
@@ -56,7 +56,7 @@ def manifest_of(
         compared = {}
     return {
         "settings": {**settings, "summary": dataset.summary},
-        "dataset": dataset.name,  # which may be another than was asked for: text of one's own
+        "dataset": dataset.name,  # not always the requested one: for the user's own text
         "steps": {split: dataset.treatment(split, settings) for split in sorted(texts)},
         "licence": dataset.licence,
         "sources": dict(sorted(sources.items())),
@@ -71,19 +71,19 @@ def manifest_of(
             for mark in known.values()
             for file, size in sorted(mark.get("files", {}).items())
         },
-        # segmented file → its md5 and that of the published one, where the settings are those of the latter
+        # segmented file → its md5 and that of the published file, if the settings are those of the latter
         "published": {
             f"bpe/{path.name}": {"md5": checksum(path, "md5"), "published": md5}
             for path, md5 in compared.items()
             if path.is_file()
         },
-        # of the stages when they were made; those of an earlier version do not say it
+        # recorded when the stages were made; not recorded by an earlier version
         "tools": combined([session.get("tools") or {} for session in sessions]),
     }
 
 
 def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
-    """Of each binarised split the symbols, the share of <unk> and the longest sentence, as lines of text."""
+    """Symbols, share of <unk> and longest sentence of each binarised split, as lines of text."""
     rows = [{"split": split, **found} for split, found in (manifest.get("symbols") or {}).items()]
     columns = [
         Column("split", "binarised"),
@@ -91,12 +91,12 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
         Column("share", "<unk>", ".2%"),
     ]
     if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
-        columns.append(Column("longest", "symbols of the longest", ","))
+        columns.append(Column("longest", "longest (symbols)", ","))
     return Table(columns, rows).text().splitlines() if rows else []
 
 
 def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
-    """Split, or split.language → symbols, those that are <unk>, their share, and the longest line's."""
+    """Split, or split.language → number of symbols, number and share of <unk>, length of the longest line."""
     return {
         name: {"symbols": one.symbols, "unknown": one.unknown, "share": one.share, "longest": one.longest}
         for name, one in counts.items()
@@ -104,14 +104,14 @@ def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:
-    """manifest.json of a folder, {} where there is none.
+    """manifest.json of a folder, or {}.
 
     Args:
-        folder: a prepared one.
-        remedy: a sentence that ends the error.
+        folder: of prepared data.
+        remedy: the last sentence of the error.
 
     Raises:
-        UserError: for one that no program wrote.
+        UserError: for a file that no program wrote.
     """
     try:
         manifest = read_json(folder / MANIFEST, remedy)
@@ -122,11 +122,11 @@ def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict
 
 
 def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
-    """The manifest for people: lines per split beside the published numbers, drops, where things are.
+    """The manifest for people: lines per split next to the published numbers, dropped lines, file locations.
 
     Args:
-        manifest: as of `manifest_of`.
-        root: the folder that it lies in.
+        manifest: see `manifest_of`.
+        root: the manifest's folder.
 
     Returns:
         Lines of text.
@@ -144,7 +144,7 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         rows.append({"split": split, "lines": found, "published": published, "longest": longest.get(split)})
     columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
     if any(longest.values()):
-        columns.append(Column("longest", "bytes of the longest", ","))
+        columns.append(Column("longest", "longest (bytes)", ","))
     out = Table(columns, rows).text().splitlines()
     out += unknown_table(manifest)
     for stage, facts in manifest["stages"].items():
@@ -159,10 +159,12 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     compared = manifest["published"]
     other = [name for name, one in compared.items() if one["md5"] != one["published"]]
     if other:
-        out.append(f"! {', '.join(other)}: not the published text (by md5; manifest.json has both).")
+        out.append(f"! {', '.join(other)}: differs from the published text (by md5; manifest.json has both).")
     elif compared:
         out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
     different = [split for split, (found, expected) in lines.items() if expected not in (None, found)]
     if different:
-        out.append(f"! {', '.join(different)}: another number of lines than published; see the drops above.")
+        out.append(
+            f"! {', '.join(different)}: the number of lines differs from the published one (see above)."
+        )
     return [*out, f"{root}/manifest.json has sources, checksums, counts and versions."]

@@ -24,9 +24,9 @@ Facts = dict[str, dict[str, int]]
 CHUNK = 5000
 BATCH = 200  # lines, which may be whole documents
 SAVED = 50_000_000  # bytes
-# SwitchHead's text has no mark at line ends. fairseq ends each line with one, so lines are made this long.
+# SwitchHead's text has no mark at line ends. fairseq ends each line with a mark, so lines are made this long.
 ROW = 100_000
-# Bytes as decimal numbers; for a line feed stands fairseq's end-of-line symbol.
+# Bytes as decimal numbers; fairseq's end-of-line symbol represents a line feed.
 _BYTES = [f"{value} " for value in range(256)]
 log = logging.getLogger(__name__)
 
@@ -36,13 +36,13 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
 
     Args:
         texts: split → its files.
-        folder: is made.
+        folder: the output folder.
 
     Returns:
         Split → lines, longest (bytes of the longest), tokens (words between white space).
 
     Raises:
-        UserError: for words that are symbols of fairseq's, but for the <unk> of WikiText, and for an empty
+        UserError: for words that are fairseq's symbols, except the <unk> of WikiText, and for an empty
             split.
     """
     symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
@@ -61,24 +61,24 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
 
 
 def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
-    """Cut one file into splits of so many bytes and write a byte as a number: `folder/<split>`.
+    """Cut one file into splits of so many bytes and write each byte as a number: `folder/<split>`.
 
     Args:
-        texts: "train" → the one file.
+        texts: "train" → the file.
         sizes: split → bytes, in the order of the file.
-        folder: is made.
+        folder: the output folder.
 
     Returns:
         Split → lines, bytes.
 
     Raises:
-        UserError: for a file of another size than all splits together.
+        UserError: if the file's size is not the sum of all splits.
     """
     (piece,) = texts["train"]
     total = sum(sizes.values())
     found = piece.path.stat().st_size
     if found != total:
-        raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}: fetch it again.")
+        raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}. Fetch it again.")
 
     def lines(stream: BinaryIO, left: int) -> Iterator[str]:
         while left:
@@ -94,12 +94,12 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
-    """Write the pieces of each split to `folder/<split>`, line ends forgotten, ROW pieces a line.
+    """Write the pieces of each split to `folder/<split>`, without line ends, ROW pieces per line.
 
     Args:
         texts: split → its files.
         model: SentencePiece's file.
-        folder: is made.
+        folder: the output folder.
         workers: threads.
 
     Returns:
@@ -114,7 +114,7 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
         longest = _Longest()
         read = longest.of(itertools.chain.from_iterable(piece.lines() for piece in pieces))
         batches = (found.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
-        # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+        # By number, so that a letter without a piece becomes <unk> instead of a separate word.
         tokens = (token for batch in batches for ids in batch for token in found.id_to_piece(ids))
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
         facts[split].update(lines=longest.lines, longest=longest.bytes)
@@ -130,27 +130,27 @@ def grow_pieces(
     most: int,
     workers: int,
 ) -> dict[str, Any]:
-    """Write the first `most` pieces of texts to a file; a later call goes on where an earlier one stopped.
+    """Write the first `most` pieces of texts to a file; a later call resumes an interrupted one.
 
-    A line has whole lines of the text, and ROW pieces or more; the last of a part may have fewer.
-    What is done stands in `path`.json after every SAVED bytes. Neither text nor pieces are kept in memory.
+    A line has whole lines of the text, and ROW pieces or more; the last line of a part may have fewer.
+    `path`.json records the progress after every SAVED bytes. Neither text nor pieces are kept in memory.
 
     Args:
-        parts: of the text, in order; those behind the last piece are not asked for.
+        parts: of the text, in order; parts after the last piece are not fetched.
         fetch: part → its file.
-        digest: part → the checksum of its file; None where that is gone. All begins anew where a file that
-            was read is another one now.
+        digest: part → the checksum of its file; None if it no longer exists. If a file has changed since it
+            was read, everything starts over.
         model: SentencePiece's file.
-        path: the file; its folder is made.
+        path: the file, whose folder is created.
         most: pieces.
         workers: threads.
 
     Returns:
-        lines (of the text), longest (bytes of the longest), tokens (pieces), parts (how many were read),
-        files (those: the name of the part → the checksum).
+        lines (of the text), longest (bytes of the longest), tokens (pieces), parts (number of parts read),
+        files (name of such a part → its checksum).
 
     Raises:
-        UserError: where the text has fewer pieces.
+        UserError: if the text has fewer pieces.
     """
     found = processor(str(model))
     notes = path.with_name(f"{path.name}.json")
@@ -163,13 +163,13 @@ def grow_pieces(
         part.name for part in parts if part.name in read and digest(part) not in (None, read[part.name])
     ]
     if exchanged:
-        log.warning("%s has changed since it was read: %s begins anew", ", ".join(exchanged), path.name)
+        log.warning("%s has changed since it was read: %s starts over", ", ".join(exchanged), path.name)
     if exchanged or not done:
         done = {"of": of, "files": {}, **dict.fromkeys(("parts", "in_part", "lines", "tokens", "bytes"), 0)}
     longest = _Longest(done.get("longest", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
     if done["tokens"]:
-        log.info("%s: going on behind %s pieces", path.name, f"{done['tokens']:,}")
+        log.info("%s: resuming after %s pieces", path.name, f"{done['tokens']:,}")
     shown = {"unit": " pieces", "total": most, "initial": done["tokens"], "disable": None, "leave": False}
     with open(path, "r+b" if done["bytes"] else "wb") as stream, tqdm(**shown) as bar:
         stream.truncate(done["bytes"])
@@ -177,7 +177,7 @@ def grow_pieces(
 
         def write(row: list[int], ends: bool = False) -> None:
             row = row[: most - done["tokens"]]
-            # By number, so that a letter that has no piece becomes <unk> instead of a word of its own.
+            # By number, so that a letter without a piece becomes <unk> instead of a separate word.
             stream.write((" ".join(found.id_to_piece(row)) + "\n").encode() if row else b"")
             done["tokens"] += len(row)
             bar.update(len(row))
@@ -208,8 +208,8 @@ def grow_pieces(
             write(row, ends=True)
             log.info("%s: %s of %s pieces", part.name, f"{done['tokens']:,}", f"{most:,}")
     if done["tokens"] < most:
-        problem = f"The text of {path.name} has {done['tokens']:,} pieces, and {most:,} are asked for"
-        raise UserError(f"{problem}: ask for fewer, --tokens N (data.tokens), or give more text.")
+        problem = f"The text of {path.name} has {done['tokens']:,} pieces, but {most:,} are requested"
+        raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
     return {name: done[name] for name in ("lines", "longest", "tokens", "parts", "files")}
 
 
@@ -230,11 +230,11 @@ class _Longest:
 
 def _write(path: Path, lines: Iterable[str]) -> dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
-    with atomic_write(path) as stream:  # which makes the folder, too
+    with atomic_write(path) as stream:  # which also creates the folder
         for line in lines:
             stream.write(line + "\n")
             facts["lines"] += 1
             facts["tokens"] += len(line.split())
     if not facts["tokens"]:
-        raise UserError(f"There is no text for the split {path.name}.")
+        raise UserError(f"The split {path.name} has no text. Give text for it.")
     return facts

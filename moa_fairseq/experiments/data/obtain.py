@@ -1,4 +1,4 @@
-"""Where the files of a data set come from: a folder at hand, earlier downloads, or the internet."""
+"""Sources of a data set's files: the user's folder, earlier downloads, or the internet."""
 
 from __future__ import annotations
 
@@ -27,8 +27,8 @@ from moa_fairseq.process import locked
 MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
 MOST_NAMES = 20  # in one error
-GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest names no path outside of its own
-# Of running text in 8,000 pieces: a token as text, binarised and on its way there; and in packed files.
+GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest has no path outside its folder
+# Running text in 8,000 pieces: bytes per token as text, binarised and in between; and in packed files.
 TOKEN_BYTES = 12
 PACKED_BYTES = 2
 log = logging.getLogger(__name__)
@@ -36,13 +36,13 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass
 class Store:
-    """Files at hand and downloaded ones.
+    """The user's files and downloaded files.
 
     Args:
         at_hand: the user's folder of archives or of extracted files, or None.
-        downloads: where what is fetched and extracted is kept.
-        offline: whether nothing may be fetched.
-        origins: name of a file → what was used, for the manifest: file, origin or urls, and of public files
+        downloads: the folder for fetched and extracted files.
+        offline: never download.
+        origins: file name → its source, for the manifest: file, origin or urls, and for public files
             bytes and sha256.
     """
 
@@ -54,18 +54,18 @@ class Store:
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
     ) -> dict[str, list[Part]]:
-        """split → its parts, by the names of files alone; `pieces` fetches what the user's folder lacks.
+        """split → its parts, by file names alone; `pieces` fetches files that the user's folder lacks.
 
-        Of text that lies in no archive, splits are left out that are not required and not in that folder.
+        For text outside archives, splits that are neither required nor in that folder are left out.
 
         Args:
-            dataset: whose parts they are.
+            dataset: the data set.
             languages: source and target, or ().
             required: splits that training and scoring need.
 
         Raises:
-            UserError: listing all files that are missing and cannot be fetched; and where the user's folder
-                seems to hold text of their own.
+            UserError: listing all missing files that cannot be fetched; also if the user's folder seems to
+                contain the user's own text.
         """
         parts = dataset.parts(languages)
         wanted = {}
@@ -76,10 +76,10 @@ class Store:
         )
         unpacked = [path.name for path in train if path.suffix != ".gz"]
         lacks = plain.get("valid")
-        if unpacked and lacks and lacks[0].source and not valid:  # else one half would be downloaded
+        if unpacked and lacks and lacks[0].source and not valid:  # else half of the text would be downloaded
             problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
-            remedy = "say data.recipe=parallel (moa-fairseq prepare parallel)"
-            raise UserError(f"{problem}. If it is text of your own, and not {dataset.name}, {remedy}.")
+            remedy = "give data.recipe=parallel (moa-fairseq prepare parallel)"
+            raise UserError(f"{problem}. If it is your own text, and not {dataset.name}, {remedy}.")
         for split, some in parts.items():
             absent = [part for part in some if not part.archive and not self._find(part)]
             if not absent or split in required:
@@ -97,26 +97,26 @@ class Store:
         announced: Dataset | None = None,
         root: Path = Path(),
     ) -> dict[Part, Piece]:
-        """The text files of parts; archives are fetched when needed.
+        """The text files of parts; archives are fetched if necessary.
 
         Args:
-            parts: those that must be there.
-            optional: further ones, for which alone no archive is fetched: they may be missing.
-            announced: the data set whose terms are said before a download.
-            root: where its stages will be.
+            parts: the required parts.
+            optional: further parts, which may be missing: no archive is fetched for them alone.
+            announced: the data set whose terms are printed before a download.
+            root: the folder of its stages.
 
         Returns:
             Part → its file.
 
         Raises:
-            UserError: for a file that cannot be had, or is not the right one.
+            UserError: for a file that is not available, or is not the right file.
         """
-        # Two data sets may be prepared at a time, and share archives.
+        # Two data sets may be prepared at the same time and share archives.
         with locked(self.downloads, math.inf):
             texts = {part: self._find(part) for part in (*parts, *optional)}
             for part, path in texts.items():
                 if path and path.suffix == ".gz" and part.source and not part.archive:
-                    texts[part] = None  # a public file, which is checked
+                    texts[part] = None  # a public file, which is verified
                 elif path:
                     self.origins[path.name] = {"file": path.name, "origin": GIVEN}
             names = dict.fromkeys(part.source for part in parts if texts[part] is None)
@@ -131,16 +131,16 @@ class Store:
         return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def at_hand_or_fetched(self, part: Part) -> Path | None:
-        """The file of a part that lies in no archive; None where it would have to be fetched."""
+        """The file of a part that is not in an archive; None if it would have to be fetched."""
         fetched = self.downloads / part.source
         return self._find(part) or (fetched if part.source and fetched.is_file() else None)
 
     def _find(self, part: Part) -> Path | None:
-        """The text in the user's folder, by its name in the archive or the last part of it."""
+        """The text in the user's folder, by its name in the archive or the last part of the name."""
         return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
 
     def _file(self, name: str) -> Path:
-        """A public file, checked; one that was read before is not read again."""
+        """A public file, verified; a file that was read before is not read again."""
         source = public_files()[name]
         digest = functools.partial(known_checksum, self.downloads / MEMORY)
         at_hand = [self.at_hand] if self.at_hand else []
@@ -155,7 +155,7 @@ class Store:
         return path
 
     def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> dict[Part, Path]:
-        """The texts of parts of an archive. A damaged download is thrown away."""
+        """The texts of an archive's parts. A damaged download is deleted."""
         groups = sorted({part.members for part in parts})
         inputs = {"sha256": self.origins[name]["sha256"], "members": groups}
         root = self.downloads / "extracted"
@@ -165,7 +165,7 @@ class Store:
             found = extract(archive, {*itertools.chain(*groups)}, new)
             missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
             if missing:
-                raise UserError(f"{archive} does not contain {missing}: it is not the archive that is known.")
+                raise UserError(f"{archive} does not contain {missing}: it is not the published archive.")
             return found
 
         log.info(f"extracting {archive}")
@@ -174,15 +174,15 @@ class Store:
         except DamagedArchive as error:
             if archive == self.downloads / name:
                 archive.unlink()
-                remedy = "It was removed: run the same command again to fetch it anew."
+                remedy = "It was deleted: run the same command again to download it again."
             else:
-                remedy = "Replace it, or take it away so that it is downloaded."
+                remedy = "Replace it, or move it away so that it is downloaded."
             raise UserError(f"{error} {remedy}") from error
         return {part: folder / next(member for member in part.members if member in found) for part in parts}
 
 
 def _markup(path: Path, part: Part) -> str:
-    """How the lines of a text are taken out of a file, which its name may tell."""
+    """How to read the lines of a file, which its name may show."""
     suffixes = {*path.suffixes[-2:]}
     if {".sgm", ".xml"} & suffixes:
         return "sgm"
@@ -192,12 +192,12 @@ def _markup(path: Path, part: Part) -> str:
 
 
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
-    """Checksum of a file; one that is remembered, and was not touched since, is not read again.
+    """A file's checksum; if it is remembered and the file was not touched since, the file is not read again.
 
     Args:
         memory: the JSON file that remembers checksums.
         path: of the file.
-        algorithm: as hashlib calls it.
+        algorithm: by hashlib's name.
 
     Returns:
         Hexadecimal digits.
@@ -216,16 +216,16 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
 
 
 def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
-    """Say the terms of a data set and the size of what is to be fetched, and check the free disk.
+    """Print a data set's terms and the size of the download, and check the free disk space.
 
     Args:
-        dataset: with its licence, and the disk that a whole preparation takes.
-        root: where the stages will be.
-        downloads: where the files will be.
-        missing: the files.
+        dataset: with its licence, and the disk space for a complete preparation.
+        root: the folder of the stages.
+        downloads: the folder of the files.
+        missing: the files to download.
 
     Raises:
-        UserError: when a disk is too small for what is fetched or made on it, unless the environment variable
+        UserError: if a disk is too small for the files to be written to it, unless the environment variable
             OVERRIDE is set.
     """
     if dataset.licence:
@@ -234,7 +234,7 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     whole = dataset.disk * 1e9
     log.info(
         f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
-        f"prepared, the data set takes about {human(whole)} of disk, downloads included"
+        f"the prepared data set takes about {human(whole)} of disk space, including downloads"
     )
     kept = [downloads / file.name for file in dataset.files(dataset.languages)]
     there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
@@ -242,16 +242,16 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
 
 
 def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> None:
-    """Say the terms of a data set of which so many tokens are used, and their size; check the free disk.
+    """Print the terms and the size of a data set that is used in part; check the free disk space.
 
     Args:
         dataset: with its licence.
         store: where its files come from.
-        tokens: of all splits together.
-        root: where the stages will be.
+        tokens: sum over all splits.
+        root: the folder of the stages.
 
     Raises:
-        UserError: as `before_download`.
+        UserError: see `before_download`.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
@@ -259,9 +259,9 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
     packed = tokens * PACKED_BYTES
     first = dataset.files()[0]
     log.info(
-        f"{tokens:,} tokens take about {human(text)} of disk in {root}. They come from "
-        f"{Path(first.name).name} and the files behind it; what is not at hand is fetched file by file, "
-        f"about {human(packed)} in all, from {first.urls[0]} on"
+        f"{tokens:,} tokens take about {human(text)} of disk space in {root}. They come from "
+        f"{Path(first.name).name} and the files after it; missing files are downloaded one by one, about "
+        f"{human(packed)} in all, from {first.urls[0]} on"
     )
     there = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
     given = sum(path.stat().st_size for path in store.downloads.rglob("*") if path.is_file())
@@ -270,7 +270,7 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
 
 
 def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
-    """Raise UserError where a disk has less free than what will be written to these folders of it."""
+    """Raise UserError if a disk has less free space than these folders on it need."""
     needs: dict[int, float] = {}
     for place, need in ((place.absolute(), need) for place, need in places):
         existing = next(folder for folder in (place, *place.parents) if folder.exists())
@@ -280,8 +280,8 @@ def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
         if free < needs[device] and not os.environ.get(OVERRIDE):
             raise UserError(
                 f"{name} needs about {human(needs[device])} more on the disk of {existing}, which "
-                f"has {human(free)} free. Free some space, or choose another folder. To try all the same, "
-                f"set {OVERRIDE}=1: finished stages are kept when the disk fills up."
+                f"has {human(free)} free. Free some space, or choose another folder. To try without this "
+                f"check, set {OVERRIDE}=1: finished stages are kept if the disk fills up."
             )
 
 
@@ -301,14 +301,14 @@ def human(size: float) -> str:
 def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
     """The --data folder; None for a data set that is downloaded.
 
-    A folder in which no file of the data set lies is refused: whoever names one wants it to be used.
+    A folder without any file of the data set is an error, because the user wants the folder to be used.
 
     Args:
         settings: of the data section.
-        source: what --data says, or None.
+        source: the value of --data, or None.
 
     Raises:
-        UserError: that says what to bring, or what is wrong with the folder.
+        UserError: which files to give, or what is wrong with the folder.
     """
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:
@@ -316,18 +316,18 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
             if dataset:
                 bring = dataset.bring.format(**settings)
             else:
-                bring = "Give --data the folder made by it."
-            raise UserError(f"--data is missing: data.recipe {settings['recipe']} needs your files. {bring}")
+                bring = "Give --data the folder prepared for it."
+            raise UserError(f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}")
         return source
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
         return source
     if not source.is_dir():
-        raise UserError(f"--data {source} is not a folder.")
+        raise UserError(f"--data {source} is not a folder. Give an existing folder.")
     if dataset.generated:
         remedy = (
-            f"name the folder `binarised` that moa-fairseq prepare {dataset.name} made, or leave --data away"
+            f"Give the folder `binarised` made by moa-fairseq prepare {dataset.name}, or leave --data out"
         )
-        raise UserError(f"--data {source} is not binarised {dataset.name}: {remedy}.")
+        raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
     names = [name for part in parts for name in (part.archive, *part.members) if name]
@@ -335,8 +335,8 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     if not any(find_file(source, name) for name in names):
         base = [*dict.fromkeys(Path(name).name for name in names)]
         looked = ", ".join(base[:MOST_NAMES]) + (", …" if len(base) > MOST_NAMES else "")
-        remedy = "Name a folder that has some of them, or leave --data away, so that all are downloaded"
+        remedy = "Give a folder that has some of them, or leave --data out to download them all"
         raise UserError(
-            f"--data {source} holds no file of {dataset.name}. Looked for {looked}[.gz]. {remedy}."
+            f"--data {source} has no file of {dataset.name} (looked for {looked}[.gz]). {remedy}."
         )
     return source

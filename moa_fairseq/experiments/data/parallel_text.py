@@ -1,4 +1,4 @@
-"""Reading line-aligned text, plain or gzip: checked as it streams, before hours are spent on it."""
+"""Reading line-aligned text, plain or gzip, checked while it streams, before hours are spent on it."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, th
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
 MAX_DOCUMENT_BYTES = 100_000_000
-# What SwitchHead's authors write behind each document, in place of the line ends that their text has not.
+# SwitchHead's authors write this after each document, instead of the line ends that their text lacks.
 DOCUMENT_END = "<STORY_SEP>"
 _JSON_KINDS: dict[Any, str] = {
     dict: "an object",
@@ -31,14 +31,14 @@ _JSON_KINDS: dict[Any, str] = {
     int: "a number",
     float: "a number",
 }
-# Begins what read_lines gives for a line that cannot be used; no good line holds a NUL.
+# The beginning of a line from read_lines that cannot be used; no good line has a NUL.
 BAD = "\0"
 BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UTF-8")
-# Words that fairseq's dictionary takes for its own symbols: padding, unknown words, ends of sentences.
+# Words that fairseq's dictionary takes for its own symbols: padding, unknown words, sentence ends.
 SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
-# What a text does with the hyphens of compounds
+# How a text writes the hyphens of compounds
 SPLIT = "split"
 WHOLE = "whole"
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
@@ -52,18 +52,18 @@ _TED_TAGS = re.compile("</?(?:title|description)>")
 def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -> Iterator[str]:
     """The lines of a UTF-8 file (gzip when named .gz, zstandard when named .zst) without line ends.
 
-    A leading BOM and the carriage returns of DOS files are taken away. Only a line feed ends a line: other
+    A leading BOM and the carriage returns of DOS files are removed. Only a line feed ends a line: other
     Unicode separators stay inside the text.
 
     Args:
         path: the file.
-        mark_bad: a line of undecodable bytes, with a NUL or of absurd length is given as BAD and its reason
-            (one of BAD_LINES) instead of an error, to be dropped and counted.
-        most: bytes that a line may have.
+        mark_bad: a line of undecodable bytes, with a NUL or of absurd length is returned as BAD and its
+            reason (one of BAD_LINES) instead of an error, so that it can be dropped and counted.
+        most: largest number of bytes per line.
 
     Raises:
         UserError: with the line number for such a line; for a truncated gzip file; for .zst without the
-            package that reads it; and where many of the first lines hold the control characters that Windows'
+            package that reads it; and if many of the first lines have the control characters that Windows'
             text becomes when it is taken for Latin-1.
     """
     number = odd = 0
@@ -71,22 +71,22 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
     def check() -> None:
         if odd > _ACCIDENTS and odd > _MOST_ODD * number:
             raise UserError(
-                f"{path}: {odd:,} of the first {number:,} lines hold control characters (U+0080 to U+009F). "
-                "Text in Windows' encoding becomes so when it is taken for Latin-1: convert the original "
+                f"{path}: {odd:,} of the first {number:,} lines have control characters (U+0080 to U+009F). "
+                "Probably text in Windows' encoding was read as Latin-1. Convert the original "
                 "with iconv -f CP1252 -t utf-8, or this file: "
                 + through(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
             )
 
     try:
         with _opened(path) as stream:
-            # a packed file of some kilobytes can hold a line that would fill the memory
+            # a packed file of some kilobytes may have a line that would fill the memory
             for number, raw in enumerate(iter(lambda: stream.readline(most + 1), b""), start=1):
                 if len(raw) > most:
                     reason = LONG
-                    story = f"longer than {most:,} bytes; that is not a sentence."
+                    story = f"the line has more than {most:,} bytes, so it is not a sentence."
                 elif b"\0" in raw:
                     reason = NUL
-                    story = "holds a NUL byte; this is not a UTF-8 text file."
+                    story = "the line has a NUL byte, so this is not a UTF-8 text file."
                 else:
                     try:
                         line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
@@ -101,7 +101,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                         story = f"{place} is not UTF-8."
                 if not mark_bad:
                     if reason == LONG:
-                        remedy = "Check the file, or break the line."
+                        remedy = "Check the file, or split the line."
                     else:
                         remedy = encoding_remedy(path)
                     raise UserError(f"{path}, line {number}: {story} {remedy}")
@@ -111,15 +111,15 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
             if number < _LOOKED_AT:
                 check()
     except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        place = f" behind line {number:,}" if number else ""
+        place = f" after line {number:,}" if number else ""
         problem = f"{path} is a damaged gzip file{place} ({error})"
-        raise UserError(f"{problem}: copy or fetch it again.") from error
-    except Exception as error:  # of a package that need not be there
+        raise UserError(f"{problem}. Copy or fetch it again.") from error
+    except Exception as error:  # of a package that may be missing
         if type(error).__name__ != "ZstdError":
             raise
-        place = f" behind line {number:,}" if number else ""
+        place = f" after line {number:,}" if number else ""
         problem = f"{path} is a damaged zstandard file{place} ({error})"
-        raise UserError(f"{problem}: copy or fetch it again.") from error
+        raise UserError(f"{problem}. Copy or fetch it again.") from error
 
 
 def _opened(path: Path) -> Any:
@@ -131,24 +131,24 @@ def _opened(path: Path) -> Any:
     try:
         zstandard = importlib.import_module("zstandard")
     except ImportError as error:
-        remedy = "Install it (pip install zstandard), or unpack the file: zstd -d"
+        remedy = "Install it (pip install zstandard), or unpack the file with zstd -d"
         raise UserError(
-            f"{path} is a zstandard file, which the package zstandard reads. {remedy}."
+            f"{path} is a zstandard file, but the package zstandard is not installed. {remedy}."
         ) from error
-    # Some sets are packed with a window of up to 2 GB.
+    # Some data sets are packed with a window of up to 2 GB.
     opened = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(max_window_size=2**31))
     return io.BufferedReader(opened)  # which has lines
 
 
 def read_documents(path: Path) -> Iterator[str]:
-    """The texts of a file with a JSON object in each line, as of C4 and peS2o; empty ones are left out.
+    """The texts of a file with a JSON object per line, such as C4 and peS2o; empty texts are skipped.
 
     Args:
         path: the file, plain, .gz or .zst.
 
     Raises:
         UserError: for a line that is not an object with a "text", or whose text cannot be written as UTF-8;
-            and as `read_lines`.
+            and see `read_lines`.
     """
     for number, line in enumerate(read_lines(path, most=MAX_DOCUMENT_BYTES), 1):
         if not line.strip():
@@ -170,23 +170,23 @@ def read_documents(path: Path) -> Iterator[str]:
         except UnicodeEncodeError as error:
             problem = f"that holds {error.object[error.start]!a}, half of a surrogate pair"
             text = None
-        except (ValueError, RecursionError) as error:  # of numbers and brackets without end
+        except (ValueError, RecursionError) as error:  # endless numbers and brackets
             problem = str(error)
         if not isinstance(text, str):
-            remedy = "Mend the line or take it out, or copy the file again if it is cut off."
+            remedy = "Correct or remove the line, or copy the file again if it is cut off."
             raise UserError(
-                f'{path}, line {number:,}: this is not a JSON object with a "text" ({problem}). {remedy}'
+                f'{path}, line {number:,}: not a JSON object with a "text" ({problem}). {remedy}'
             )
         if text:
             yield text + DOCUMENT_END
 
 
-# What takes the lines of text out of the files that the evaluation campaigns publish.
+# How to get the lines of text from the files that the evaluation campaigns publish.
 MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
-    # `<seg id="1"> … </seg>`; everything else is header. Entities stay as they are.
+    # `<seg id="1"> … </seg>`; everything else is a header. Entities are not changed.
     "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
-    # WIT3's training files: headers of a talk go, its title and description lose their tags.
+    # WIT3's training files: headers of a talk are removed, its title and description lose their tags.
     "wit3": lambda lines: (
         _TED_TAGS.sub("", line) for line in lines if not any(tag in line for tag in _TED_HEADERS)
     ),
@@ -194,29 +194,29 @@ MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
 
 
 def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = SYMBOLS) -> None:
-    """Refuse text with a word that would become a symbol of fairseq's.
+    """Raise an error for text with a word that would become one of fairseq's symbols.
 
     Args:
         text: a line.
-        path, number: the file that it stands in and its number there, for the error.
-        symbols: those that no word may be.
+        path, number: the line's file and number, for the error.
+        symbols: forbidden words.
 
     Raises:
-        UserError: naming the line and the word.
+        UserError: with the line and the word.
     """
     found = set(symbols).intersection(text.split())
     if found:
         word = min(found)
         escaped = word.replace("<", "&lt;").replace(">", "&gt;")
         raise UserError(
-            f"{path}, line {number:,}: the word {word} would become fairseq's symbol of that name, which is "
-            f"no text. Write another word, such as {escaped}, which detokenising turns back; or tokenise raw "
+            f"{path}, line {number:,}: fairseq would take the word {word} for its own symbol of that name. "
+            f"Write another word, such as {escaped}, which detokenising turns back; or tokenise raw "
             "text here (data.tokenize: true), which does so."
         )
 
 
 class Piece(NamedTuple):
-    """One file of text and how its lines are taken out of it.
+    """One text file and how to read its lines.
 
     Args:
         path: the file, plain, .gz or .zst.
@@ -227,7 +227,7 @@ class Piece(NamedTuple):
     markup: str = "plain"
 
     def lines(self, mark_bad: bool = False) -> Iterator[str]:
-        """The lines of text; see read_lines. Of documents: one after the other, see read_documents."""
+        """The lines of text; see read_lines. For documents one after the other, see read_documents."""
         if self.markup == "documents":
             return read_documents(self.path)
         return MARKUP[self.markup](read_lines(self.path, mark_bad))
@@ -241,11 +241,11 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
 
     Args:
         files: (source, target) of each pair.
-        mark_bad: as of `read_lines`.
+        mark_bad: see `read_lines`.
 
     Raises:
-        UserError: when a pair of files is empty or differs in length. A file of UTF-16 has other lines than
-            one of UTF-8: then its encoding is named.
+        UserError: if a pair of files is empty or differs in length. UTF-16 has other lines than UTF-8: for
+            such a file the message gives the encoding.
     """
     for one, other in files:
         count = 0
@@ -255,7 +255,7 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
             if source is None or target is None:
                 if bad > count / 2:
                     for piece in (one, other):
-                        collections.deque(piece.lines(), maxlen=0)  # an error, which names its encoding
+                        collections.deque(piece.lines(), maxlen=0)  # an error with the encoding
                 rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 if source is None:
                     shorter = one
@@ -265,17 +265,18 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
                     longer = one
                 problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
                 raise UserError(
-                    f"{problem}: parallel files have one translation a line. Find the line where they part."
+                    f"{problem}, but parallel files have one translation per line. Find the first line that "
+                    "does not match."
                 )
             count += 1
             bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
         if not count:
-            raise UserError(f"{one.path} and {other.path} hold no line of text.")
+            raise UserError(f"{one.path} and {other.path} have no line of text. Give files with text.")
 
 
 def is_raw(lines: Iterable[str]) -> bool:
-    """True where the marks that end sentences hang on words, as no tokeniser leaves them."""
+    """True if the marks that end sentences are attached to words, which no tokeniser does."""
     ends = [line.rstrip()[-3:] for line in lines]
     glued, apart = (sum(bool(re.search(mark, end)) for end in ends) for mark in (_GLUED, _APART))
     return glued > max(apart, len(ends) / 10)
@@ -296,11 +297,11 @@ def hyphens(lines: Iterable[str]) -> str:
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
-    """A file in a folder, as it stands, plain or .gz; None where there is none.
+    """A file in a folder, with its plain name or .gz; None if there is none.
 
     Args:
-        folder: where to look; None holds nothing.
-        name: a path below it; the last part of the name by itself is looked for, too.
+        folder: searched; for None the result is None.
+        name: a path below it; the last part of the name alone is also searched.
     """
     if folder:
         places = [folder / name, folder / Path(name).name]

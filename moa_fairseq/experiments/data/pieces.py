@@ -1,4 +1,4 @@
-"""SentencePiece: models are learnt on text, and turn text into pieces."""
+"""SentencePiece: learning models on text, and turning text into pieces."""
 
 from __future__ import annotations
 
@@ -16,18 +16,19 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
 
 MODEL = "sentencepiece.model"
-SPACE = "\u2581"  # SentencePiece's sign for one
-# SwitchHead's, of language models: the text is normalised (NFKC), and all else is SentencePiece's default.
+SPACE = "\u2581"  # SentencePiece's sign for a space
+# SwitchHead's settings for language models: the text is normalised (NFKC), the rest is SentencePiece's
+# default.
 RELEASED: dict[str, Any] = {"model_type": "bpe", "split_digits": True}
-# SentencePiece cuts <unk>, <s> and </s> out of what it learns on, so that < and > are too rare there for
-# pieces. WikiText's <unk> is a word of the text: it gets a piece, which fairseq does not take for its own
-# <unk>, that of letters without a piece.
+# SentencePiece cuts <unk>, <s> and </s> out of its training text, so that < and > are too rare there for
+# pieces. WikiText's <unk> is a word of the text: it gets a piece, which fairseq does not confuse with its own
+# <unk>, the symbol of letters without a piece.
 LANGUAGE_MODEL: dict[str, Any] = {
     **RELEASED,
     "user_defined_symbols": [f"{SPACE}<unk>"],
     "required_chars": "</>",
 }
-# What SentencePiece leaves out of what it learns on, without a word: longer lines, and those with a letter
+# SentencePiece silently skips these lines of its training text: longer lines, and lines with a letter
 # that it uses itself.
 LONGEST = 4192  # bytes
 RESERVED = "\u2585"
@@ -38,15 +39,15 @@ _LIMIT = re.compile(r"too high .* <= (?P<most>\d+)|required_chars. \d+ vs (?P<le
 def translation_settings(
     piece_model: str, byte_fallback: bool, coverage: float | None = None
 ) -> dict[str, Any]:
-    """The trainer's settings for translation, by which decoded pieces are the raw text.
+    """The trainer's settings for translation: decoded pieces equal the raw text.
 
-    Only white space is normalised, as scores of a text and of its NFKC form are not the same.
+    Only white space is normalised, because scores of a text and of its NFKC form differ.
 
     Args:
         piece_model: unigram or bpe.
-        byte_fallback: a character without a piece becomes the bytes of its UTF-8, and none is unknown. Of the
-            training text the rarest characters, 0.05 %, have no piece then; without it all have one.
-        coverage: another share of the characters that have a piece.
+        byte_fallback: a character without a piece becomes the bytes of its UTF-8, so none is unknown. Then
+            the rarest characters of the training text, 0.05 %, have no piece; otherwise all have one.
+        coverage: another share of the characters with a piece.
     """
     coverage = coverage or (0.9995 if byte_fallback else 1.0)
     settings = {"model_type": piece_model, "byte_fallback": byte_fallback, "character_coverage": coverage}
@@ -67,17 +68,17 @@ def learn(
     Args:
         lines: of the text.
         what: the text's file, for the error.
-        count: how many pieces; without `hard_vocab_limit` fewer where the text gives no more.
+        count: number of pieces; fewer without `hard_vocab_limit` if the text has fewer.
         model: the file to write.
-        released: lines that SentencePiece leaves out stay out; else it gets them in parts.
-        fixed: the data set says the number, and nobody can ask for another.
+        released: skip the lines that SentencePiece skips; otherwise it gets them in parts.
+        fixed: the data set determines the number, and the user cannot choose another.
         settings: of SentencePiece's trainer.
 
     Returns:
-        pieces, their number; lines that were read; of these left_out, which were not learnt from.
+        pieces: number of pieces; lines: number of lines read; left_out: number of lines not learnt from.
 
     Raises:
-        UserError: where SentencePiece cannot learn so many on this text; and as reading it raises.
+        UserError: if SentencePiece cannot learn so many pieces on this text; also all errors of reading it.
     """
     facts = {"lines": 0, "left_out": 0}
     interruptions: list[BaseException] = []
@@ -91,7 +92,7 @@ def learn(
                     yield line
                 else:
                     yield from _parts(line)
-        except (Exception, KeyboardInterrupt) as error:  # which the trainer turns into one of its own
+        except (Exception, KeyboardInterrupt) as error:  # which the trainer replaces by its own error
             interruptions.append(error)
             raise
 
@@ -104,7 +105,7 @@ def learn(
                 vocab_size=count,
                 **settings,
             )
-        except (RuntimeError, ValueError) as error:  # the latter for a number that is no int of C++
+        except (RuntimeError, ValueError) as error:  # the latter for a number beyond C++'s int
             if interruptions:
                 raise interruptions[0] from None
             raise UserError(_story(str(error), what, count, facts, fixed)) from error
@@ -112,34 +113,35 @@ def learn(
 
 
 def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed: bool) -> str:
-    """What is wrong where nothing is wrong with the text's form, and what helps."""
+    """The cause and the remedy if SentencePiece fails although the text's form is right."""
     limit = _LIMIT.search(problem)
     if "sentences_" in problem or "all_chars_count" in problem:
         if facts["left_out"]:
-            why = f"all of its lines have more than {LONGEST:,} bytes, which are left out"
+            why = f"SentencePiece skips all of its lines, which have more than {LONGEST:,} bytes"
             return f"{what} has no text to learn pieces on: {why} (docs/defaults.md)."
-        return f"{what} has no text to learn pieces on: give text."
+        return f"{what} has no text to learn pieces on. Give text."
     if limit and limit["most"]:
         number = limit["most"]
         why = f"the text has only {int(number):,}"
     elif limit:
         number = limit["least"]
-        why = f"its letters alone take {int(number):,}"
+        why = f"its letters alone need {int(number):,}"
     else:
         number = "N"
-        why = "three are its own" if count <= 3 else problem
+        why = "SentencePiece needs three for itself" if count <= 3 else problem
     story = f"SentencePiece cannot learn {count:,} pieces on {what}: {why}."
     if fixed:
         return (
-            f"{story} The data set has that number: give all of its text, or take text_sp, which has --bpe."
+            f"{story} The data set requires that number: give all of its text, or use text_sp, which has "
+            "--bpe."
         )
-    return f"{story} Ask for another number: --bpe {number} (data.bpe)."
+    return f"{story} Choose another number: --bpe {number} (data.bpe)."
 
 
 def _parts(line: str) -> Iterator[str]:
-    """A line in parts that SentencePiece learns from, cut at spaces if there are any.
+    """A line in parts that SentencePiece learns from, split at spaces if there are any.
 
-    A part is read like a word behind a space: where the cut is at a space, nothing is learnt otherwise.
+    A part is read like a word after a space: a split at a space does not change what is learnt.
     """
     line = plain(line).replace(RESERVED, " ")
     if len(line) * 4 <= LONGEST:
@@ -159,7 +161,7 @@ def _parts(line: str) -> Iterator[str]:
 
 
 def plain(line: str) -> str:
-    """A line with white space that SentencePiece knows."""
+    """A line in which all white space is known to SentencePiece."""
     return line.replace(_NEXT_LINE, " ")
 
 
@@ -177,8 +179,8 @@ def processor(model: str) -> Any:
 def _read(model: str, size: int, time: int) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=model)
-    except (OSError, RuntimeError) as error:  # what SentencePiece raises for any other file
-        raise UserError(f"{model} is no model of SentencePiece's: give the file that it wrote.") from error
+    except (OSError, RuntimeError) as error:  # SentencePiece's errors for any other file
+        raise UserError(f"{model} is not a SentencePiece model. Give the file that it wrote.") from error
 
 
 def encode(model: str, line: str) -> str:
@@ -188,16 +190,16 @@ def encode(model: str, line: str) -> str:
 
 
 def names(languages: Sequence[str], joined: bool) -> dict[str, str]:
-    """Language → the file of its model: one for both, or one for each."""
+    """Language → the file of its model: a common one, or one per language."""
     stem = MODEL.removesuffix(".model")
     return {language: MODEL if joined else f"{stem}.{language}.model" for language in languages}
 
 
 def write_dictionary(model: Path) -> None:
-    """Write fairseq's dictionary of all pieces beside a model: `dict.*.txt`.
+    """Write fairseq's dictionary of all pieces next to a model: `dict.*.txt`.
 
-    That of the training text would lack the bytes and pieces that only other texts need. fairseq has symbols
-    of its own for <unk>, <s> and </s>, which are not written.
+    A dictionary of the training text would lack the bytes and pieces that only other texts need. <unk>, <s>
+    and </s> are left out, because fairseq has its own symbols for them.
     """
     found = processor(str(model))
     texts = [number for number in range(found.get_piece_size()) if not found.is_unknown(number)]
@@ -208,12 +210,12 @@ def write_dictionary(model: Path) -> None:
 
 
 def dictionary_of(model: Path) -> Path:
-    """The dictionary beside a model."""
+    """The dictionary next to a model."""
     return model.with_name(model.name.replace("sentencepiece", "dict").replace(".model", ".txt"))
 
 
 def obtain(model: Path, given: Path) -> int:
-    """Copy a model that was learnt elsewhere, and count its pieces. Raises UserError as `processor`."""
+    """Copy a model that was learnt elsewhere, and count its pieces. Raises UserError, see `processor`."""
     processor(str(given))
     shutil.copyfile(given, model)
     return processor(str(model)).get_piece_size()

@@ -1,4 +1,4 @@
-"""From a data set to a binarised folder: the steps of each kind, each made once."""
+"""From a data set to a binarised folder: the steps of each type of data."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Preparation(PreparationJob):
-    """One data section of a recipe, ready to be carried out."""
+    """One data section of a recipe, ready to run."""
 
     def run(self) -> Prepared:
-        """Make what is not there yet. Raises UserError for unusable data."""
+        """Make everything that is missing. Raises UserError for unusable data."""
         check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
-        # Two runs of one data set may start together: the second one waits and finds everything done.
+        # If two runs prepare one data set at the same time, the second waits and finds everything done.
         options: dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
         tools = {"tools": tool_versions()}
         steps = [dataclasses.replace(step, conditions=tools) for step in self.steps()]
@@ -65,15 +65,15 @@ class Preparation(PreparationJob):
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
             problem = (
-                f"--data {source} was binarised for another kind of model than data.recipe {dataset.name}"
+                f"--data {source} was binarised for another type of model than data.recipe {dataset.name}"
             )
-            raise UserError(f"{problem}: name the folder of that data set, or leave --data away.")
-        log.info("%s: binarised already; used as it is", source)
+            raise UserError(f"{problem}. Give the folder of that data set, or leave --data out.")
+        log.info("%s is already binarised: used without changes", source)
         sentences = check_binarised(source, self.languages, self.subsets, self.joined)
         return Prepared(source, sentences, content_digest(source))
 
     def steps(self) -> list[Step]:
-        """All steps, in order; nothing is read but the names of files."""
+        """All steps, in order; only the names of files are read."""
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
             has = f"{self.data.name} has {', '.join(self.data.subsets)}"
@@ -82,12 +82,12 @@ class Preparation(PreparationJob):
 
 
 def classification_steps(job: PreparationJob) -> list[Step]:
-    """Sentences that are drawn by a seed: text → binarised, the sentences, the classes and the groups."""
+    """Generated sentences: text → binarised, the sentences, the classes and the groups."""
     settings = dict(job.data.generated)
 
     def draw(new: Path) -> dict[str, Any]:
         total = sum(settings["sizes"].values())
-        log.info("drawing %s expressions by seed %d", f"{total:,}", settings["seed"])
+        log.info("generating %s expressions with seed %d", f"{total:,}", settings["seed"])
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
             with atomic_write(new / name / DICTIONARY) as stream:
                 stream.writelines(f"{symbol} 1\n" for symbol in symbols)
@@ -117,12 +117,12 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 
 
 def content_digest(source: Path) -> str:
-    """Of a binarised folder, by the content of its files: equal data has it wherever it was made."""
+    """A digest of a binarised folder's content: the same for equal data, wherever it was made."""
     return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
 
 
 def size_digest(source: Path) -> str:
-    """The same of the sizes of the files alone, by which older runs know data that was given to them."""
+    """A digest of the file sizes alone, by which older runs identify the data given to them."""
     return fingerprint_of("given", {path.name: path.stat().st_size for path in _binarised_files(source)})
 
 
@@ -135,7 +135,7 @@ def _binarised_files(source: Path) -> list[Path]:
     return [path for path in files if path.is_file()]
 
 
-# Keys of a data section that came later, with the values by which data is as before.
+# Keys of a data section that were added later, with the values that leave the data as before.
 LATER = {
     **{"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback": True},
     **{"character_coverage": None, "allow_unknown": False},
@@ -143,9 +143,9 @@ LATER = {
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
-    """Where the stages of a data section are kept: another folder for other settings or another source."""
+    """The folder for the stages of a data section: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    # A later key, and one that changes nothing of the data.
+    # A later key, and a key that does not change the data.
     settings = {
         key: value for key, value in settings.items() if (key != "tokens" or value) and key != "allow_unknown"
     }

@@ -1,6 +1,6 @@
-"""What a model needs to read and write text, by content: dictionaries, merges or pieces, rules of languages.
+"""The files that a model needs to read and write text: dictionaries, merges or pieces, line functions.
 
-A prepared folder lists these files in its manifest.json. A run keeps copies of its own in RUN/text, which is
+A prepared folder lists these files in its manifest.json. A run keeps copies in RUN/text, which is
 a small prepared folder, so that data that is prepared again, edited or lost is never taken for the run's.
 """
 
@@ -29,15 +29,15 @@ from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
 KEPT = "text"
 BINARISED = "binarised"
 _DICTIONARIES = (DICTIONARY, "dict.*.txt", f"{INPUT}/{DICTIONARY}", f"{LABEL}/{DICTIONARY}", ENCODER, VOCAB)
-_BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")  # the binarised folder
-_REMEDY = "Put the original back, or delete this one and prepare the data again."
+_BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")  # next to the binarised folder
+_REMEDY = "Put the original back, or delete this file and prepare the data again."
 log = logging.getLogger(__name__)
 
 
 def text_files(data: Path) -> dict[str, Path]:
-    """What a binarised folder has for reading and writing text.
+    """The files of a binarised folder for reading and writing text.
 
-    Merges and pieces belong to it where a manifest.json lies beside it.
+    Merges and pieces are included if a manifest.json is next to the folder.
 
     Args:
         data: the binarised folder.
@@ -55,18 +55,18 @@ def text_files(data: Path) -> dict[str, Path]:
 
 
 def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
-    """How text becomes symbols by a manifest: kind, encoder; for translation languages and line functions.
+    """How a manifest turns text into symbols: kind, encoder; for translation languages and line functions.
 
     Args:
-        manifest: of a prepared folder, or of the copy that a run keeps.
-        remedy: a sentence that ends the error.
+        manifest: of a prepared folder, or of a run's copy.
+        remedy: the last sentence of the error.
 
     Returns:
-        kind, encoder, merges (whether there are any); of translation source, target and steps; {} where it
-        does not tell.
+        kind, encoder, merges (whether there are any); for translation source, target and steps; {} if the
+        manifest does not say.
 
     Raises:
-        UserError: for one that no program wrote.
+        UserError: for a file that no program wrote.
     """
     where = f"The {MANIFEST} of the data"
     check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
@@ -83,7 +83,7 @@ def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.
     check_kinds(rules, kinds, f"{where}: rules", remedy)
     steps = rules.get("steps", [])
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
-        raise UserError(f"{where}: rules: steps are not line functions with their options. {remedy}")
+        raise UserError(f"{where}: the rules' steps are not line functions with options. {remedy}")
     return dict(rules)
 
 
@@ -92,7 +92,7 @@ def _is_step(step: Any) -> bool:
         name, options = step
         inspect.signature(STEPS[name]).bind("", **options)
         return all(isinstance(value, (str, bool)) for value in options.values())
-    except (AttributeError, LookupError, TypeError, ValueError):  # whatever else a foreign file holds
+    except (AttributeError, LookupError, TypeError, ValueError):  # anything else in a foreign file
         return False
 
 
@@ -114,31 +114,34 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
 
     Args:
         data: the binarised folder.
-        run_folder: whose state.json tells what the run was trained on, if it was.
+        run_folder: the run's state.json says what data it was trained on, if it was.
         fingerprint: of the data.
         new: the folder of the copy.
 
     Raises:
-        UserError: for files that changed since the data was prepared, and where the run was trained on other
+        UserError: for files that changed since the data was prepared, and if the run was trained on other
             data.
     """
     trained = marks(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
     if trained != fingerprint:
-        remedy = "Restore that data, use another --save-dir, or --restart to move the run aside."
-        raise UserError(f"{run_folder} was trained on other data than {data} holds now. {remedy}")
+        remedy = (
+            "Restore that data, use another --save-dir, or --restart to move the old run aside and start "
+            "over."
+        )
+        raise UserError(f"{run_folder} was trained on other data than {data} has now. {remedy}")
     check_text(data)
     copy_text(data, new)
 
 
 def copy_text(data: Path, new: Path) -> None:
-    """Copy a binarised folder's text files, and what its manifest says of them; nothing else goes along.
+    """Copy a binarised folder's text files and their entries in its manifest; nothing else is copied.
 
     Args:
         data: the binarised folder.
         new: the folder of the copy.
 
     Raises:
-        UserError: for a link that leads out of the folder, and what is no ordinary file.
+        UserError: for a link that leads out of the folder, and anything that is not an ordinary file.
     """
     outputs = {}
     refuse_link_out(data.parent / MANIFEST, data.parent)
@@ -156,34 +159,34 @@ def copy_text(data: Path, new: Path) -> None:
 def kept_text(checkpoint: Path) -> Path | None:
     """The copy of its data's text files, as a binarised folder, in the run folder of a checkpoint.
 
-    None where no run keeps one.
+    None if no run has a copy.
 
     Raises:
-        UserError: where it was changed, or a file was put there.
+        UserError: if it was changed, or a file was added.
     """
     run = _run_of(checkpoint, f"{KEPT}/{MANIFEST}")  # an exported model has no state.json
     if run is None:
         return None
-    remedy = f"Delete {run / KEPT}: the text is then read by the run's data, if that is unchanged."
+    remedy = f"Delete {run / KEPT}: the run's data is then used to read text, if it is unchanged."
     if others := check_text(run / KEPT / BINARISED, remedy):
-        raise UserError(f"{run / KEPT / others[0]} is not in the {MANIFEST} of the run's text. {remedy}")
+        raise UserError(f"{run / KEPT / others[0]} is not listed in {MANIFEST} of the run's text. {remedy}")
     rules_of(read_manifest(run / KEPT, remedy), remedy)
     return run / KEPT / BINARISED
 
 
 def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
-    """Check that data has the text files that a model was trained with.
+    """Check that data has the text files of a model's training.
 
     Args:
         checkpoint: of the model, in its run folder or elsewhere.
         data: the binarised folder.
-        named: the user named this data, so that a run of an older version, which keeps no copy, may use it.
+        named: the user named this data, so that a run of an older version, without a copy, may use it.
 
     Returns:
-        Those files of which nobody can tell, by their names in a prepared folder.
+        The files that cannot be checked, by their names in a prepared folder.
 
     Raises:
-        UserError: for files that are others, or changed since they were made.
+        UserError: for different files, and files that changed since they were made.
     """
     kept = kept_text(checkpoint)
     unknown = check_text(data)
@@ -193,8 +196,8 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
             if name in files and checksum(files[name]) == checksum(path):
                 continue
             if name in files or name.startswith(BINARISED):
-                remedy = f"Leave --data out, to use the run's own {path}, or name the data it was trained on"
-                raise UserError(f"{data} has another {name}, or none, than {path}, of training. {remedy}.")
+                remedy = f"Leave --data out to use the run's own {path}, or give the data of its training"
+                raise UserError(f"{data} has another {name} than {path}, of training, or none. {remedy}.")
         return []
     run = _run_of(checkpoint, STATE)
     if run:
@@ -211,30 +214,32 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
         return unknown
     given = not made and trained in (content_digest(data), size_digest(data))
     if trained and not named and not given:
-        remedy = f"Restore it, or name what has the same dictionaries and merges: --data {data}, if it has"
-        raise UserError(f"{data} was prepared anew since {run} was trained on it. {remedy}.")
+        remedy = (
+            f"Restore it, or give data with the same dictionaries and merges, perhaps this: --data {data}"
+        )
+        raise UserError(f"{data} was prepared again since {run} was trained on it. {remedy}.")
     return sorted(files)
 
 
 def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
-    """Name the files that `same_text` found nothing about."""
+    """Warn of the files that `same_text` could not check."""
     if unknown:
-        why = "nothing beside it says what it was trained with; only numbers of symbols were compared"
+        why = "the model has no record of its text files, so only the numbers of symbols were compared"
         log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, why)
 
 
 def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
-    """Check a binarised folder's text files by the manifest.json beside it.
+    """Check a binarised folder's text files by the manifest.json next to it.
 
     Args:
         data: the binarised folder.
-        remedy: a sentence that ends the error.
+        remedy: the last sentence of the error.
 
     Returns:
-        The names of those that it does not list.
+        The names of the unlisted files.
 
     Raises:
-        UserError: for one that it lists otherwise, or that is missing.
+        UserError: for a file that is missing or differs from the list.
     """
     manifest = data.parent / MANIFEST
     found = text_files(data)
@@ -252,13 +257,13 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
     for name, expected in listed.items():
         path = found.get(name)
         if path is None:
-            raise UserError(f"{data.parent / name} is missing, which {manifest} lists. {remedy}")
+            raise UserError(f"{data.parent / name} is missing, but {manifest} lists it. {remedy}")
         if checksum(path) != expected:
-            raise UserError(f"{path} is not the file that {manifest} lists: it was changed. {remedy}")
+            raise UserError(f"{path} was changed: it is not the file that {manifest} lists. {remedy}")
     return sorted(found.keys() - listed)
 
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:
-    """The folder that has a file, and a checkpoint in itself or in its checkpoints/."""
+    """The folder that has a file, and a checkpoint directly or in its checkpoints/."""
     places = checkpoint.resolve().parents[:2]
     return next((place for place in places if (place / file).is_file()), None)

@@ -1,4 +1,4 @@
-"""Sentence pairs through line functions, BPE by subword-nmt, and cleaning, over several processes."""
+"""Sentence pairs: line functions, BPE by subword-nmt, and cleaning, in several processes."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ from moa_fairseq.files import atomic_write
 
 Pair = tuple[str, str]
 CHUNK = 2000
-# More unusable lines than this are not an accident: the file has another encoding, or is not text.
+# With more unusable lines than this, the file has another encoding, or is not text.
 MOST_BAD = 0.01
-# fairseq parts tokens at any white space, BPE at blanks only. Blanks themselves stay as Moses prints them.
+# fairseq splits tokens at any white space, BPE at blanks only. Blanks are kept as Moses prints them.
 _NOT_BLANK = re.compile(r"[^\S ]")
 # Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
 _SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-# Words whose segmentation is remembered; with more, subword-nmt's memory, which has no end, starts anew.
+# Words whose segmentation is cached; with more, subword-nmt's cache, which has no limit, is cleared.
 REMEMBERED = 1_000_000
 _VERSION = re.compile(r"#version: +0\.[12] *")
 _REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
@@ -50,13 +50,13 @@ log = logging.getLogger(__name__)
 
 
 class Treatment(NamedTuple):
-    """What is done to a pair.
+    """The processing of a pair.
 
     Args:
-        steps: line functions of each side, first of all.
-        codes: the file of the merges that are applied then, or of each side that of its SentencePiece model,
+        steps: line functions of each side, applied first.
+        codes: the file of the merges that are applied next, or each side's SentencePiece model,
             or "".
-        cleaning: what drops pairs in the end.
+        cleaning: the filter, applied last.
     """
 
     steps: tuple[tuple[Step, ...], tuple[Step, ...]] = ((), ())
@@ -65,15 +65,15 @@ class Treatment(NamedTuple):
 
 
 class Split(NamedTuple):
-    """One split: its files and their treatment.
+    """One split: its files and their processing.
 
     Args:
         name: of the split.
         files: pairs of files, read one after the other.
-        treatment: of each pair of lines.
+        treatment: the processing of each pair of lines.
         hold_out: lines that go to another split.
-        lenient: lines that are not text are dropped and counted; else they are an error.
-        own: a text of the user's, in which words that are symbols of fairseq's are an error.
+        lenient: lines that are not text are dropped and counted; otherwise they are an error.
+        own: the user's own text, in which words that are fairseq's symbols are an error.
     """
 
     name: str
@@ -85,12 +85,12 @@ class Split(NamedTuple):
 
 
 def treat(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
-    """The finished pairs; in place of one that is dropped, the reason."""
+    """The processed pairs; for a dropped pair, the reason."""
     return [_treat(pair, treatment) for pair in pairs]
 
 
 def words_of(line: str, steps: Sequence[Step]) -> str:
-    """A line after its steps, its words divided by blanks alone, as merges and dictionaries need them."""
+    """A line after its steps, with words separated by blanks only, as merges and dictionaries need them."""
     return _NOT_BLANK.sub(" ", apply_steps(line, steps))
 
 
@@ -112,20 +112,20 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
 def write_splits(
     splits: Sequence[Split], languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, dict[str, Any]]:
-    """Write `<split>.<language>` into a folder for each split, and for those that are held out.
+    """Write `<split>.<language>` into a folder for each split, and for held-out splits.
 
     Args:
-        splits: what is read.
+        splits: the splits to read.
         languages: of both sides.
-        folder: is made.
+        folder: the output folder.
         workers: processes.
 
     Returns:
-        Split → {"lines", "tokens_<language>", and of a split that was read "read" (pairs) and "dropped":
+        Split → {"lines", "tokens_<language>", and for a split that was read "read" (pairs) and "dropped":
         reason → pairs}.
 
     Raises:
-        UserError: for files that are not aligned text, or when nothing is left of a split.
+        UserError: for files that are not aligned text, or if a split has no pair left.
     """
     folder.mkdir(parents=True, exist_ok=True)
     facts: dict[str, dict[str, Any]] = {}
@@ -171,12 +171,12 @@ def _write_split(
         for path in (piece.path for pair in split.files for piece in pair):
             try:
                 collections.deque(read_lines(path), maxlen=0)
-            except UserError as error:  # of which file
+            except UserError as error:  # which names the file
                 remedy = str(error)
                 break
-        raise UserError(f"{files}: of {read:,} pairs of lines too many are not text ({stories}). {remedy}")
+        raise UserError(f"{files}: of {read:,} pairs of lines, too many are not text ({stories}). {remedy}")
     if not counts[split.name]["lines"]:
-        raise UserError(f"{files}: no pair with text on both sides is left of {read:,}.")
+        raise UserError(f"{files}: none of the {read:,} pairs has text on both sides. Check both files.")
     for name, count in counts.items():
         tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
         reasons = dropped.items() if name == split.name else ()
@@ -189,15 +189,15 @@ def _write_split(
 
 
 def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
-    """The pair as it is kept, or the reason why it is dropped.
+    """The cleaned pair, or the reason for dropping it.
 
-    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars vanish (Moses keeps them when
-    the very first line of a corpus has one; tokenised text holds none), white space becomes single spaces,
-    then the limits count.
+    As `clean-corpus-n.perl -ratio R corpus l1 l2 out MIN MAX`: vertical bars are removed (Moses keeps them if
+    the very first line of a corpus has one; tokenised text has none), white space becomes single spaces,
+    then the limits apply.
 
     Args:
         source, target: tokens separated by white space.
-        rules: the limits; without `max` only empty sides count.
+        rules: the limits; without `max` only empty sides matter.
     """
     if rules.max is None:
         if source.strip() and target.strip():
@@ -235,7 +235,7 @@ def load_codes(path: str) -> BPE:
 
 @functools.lru_cache(maxsize=1)
 def _load(path: str, size: int, time: int) -> BPE:
-    # Checked here, as subword-nmt ends the whole program where it cannot read a line.
+    # Checked here, because subword-nmt ends the whole program if it cannot read a line.
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
         lines.pop()
@@ -246,7 +246,7 @@ def _load(path: str, size: int, time: int) -> BPE:
     if header and not _VERSION.fullmatch(lines[0]):
         raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
     if len(lines) == header:
-        raise UserError(f"{path} holds no merges. {_REMEDY}")
+        raise UserError(f"{path} has no merges. {_REMEDY}")
     for number, line in enumerate(lines[header:], header + 1):
         if len(line.strip("\r ").split(" ")) != 2:
             what = f"{reprlib.repr(line)} is not a merge (two subwords, one space between them)"
@@ -257,11 +257,11 @@ def _load(path: str, size: int, time: int) -> BPE:
 def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
     """Learn joint BPE operations on all the files together.
 
-    The same codes as `subword-nmt learn-bpe -s MERGES` on the files one after the other.
+    The result equals `subword-nmt learn-bpe -s MERGES` on the concatenated files.
 
     Args:
         text_files: tokenised text.
-        merges: how many operations; fewer where the text gives no more.
+        merges: number of operations; fewer if the text has fewer.
         codes: the file to write.
 
     Raises:
@@ -270,7 +270,7 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
     words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
     if not any(len(word) > 1 for word in words):
         names = ", ".join(str(path) for path in text_files)
-        raise UserError(f"{names}: there is no word of two letters to learn BPE from.")
+        raise UserError(f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0.")
     # subword-nmt draws its own progress bar, which is only noise in a log file.
     quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
     with atomic_write(codes) as stream, quiet:

@@ -31,7 +31,7 @@ from moa_fairseq.experiments.text.languages import writes_no_spaces
 from moa_fairseq.experiments.text.tokenizer import has_prefixes
 
 SHOWN = 3  # pairs of the training text
-SAMPLE = 1000  # pairs that are looked at
+SAMPLE = 1000  # pairs to inspect
 log = logging.getLogger(__name__)
 
 
@@ -62,7 +62,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
             steps = [data.steps_for(split, language, settings) for language in languages]
             treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
             train = split == "train"
-            own = not data.downloadable and not by_pieces  # which cut any word into text
+            own = not data.downloadable and not by_pieces  # pieces cut any word into text
             hold_out = data.hold_out if train else None
             found.append(Split(split, pairs(split), treatment, hold_out, train, own))
         return found
@@ -74,7 +74,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
     def tokenise(new: Path) -> dict[str, Any]:
         found = itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)
         sample = [sides for sides in found if not any(side.startswith(BAD) for side in sides)]
-        # For people, who see whether the sides belong together, and whether the text is segmented already.
+        # People can see whether the sides belong together, and whether the text is already segmented.
         for sides in sample[:SHOWN]:
             log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
         asked = datasets()[settings["recipe"]]
@@ -90,13 +90,13 @@ def translation_steps(job: PreparationJob) -> list[Step]:
             else:
                 what = f"the steps of {way.name}"
             raise UserError(
-                f"{pairs('train')[0][0].path} looks like raw text: `moa-fairseq prepare {way.name}` with "
-                f"--tokenize (in a recipe: {sets}--set data.tokenize=true) takes it through {what}, "
-                f"--no-tokenize (data.tokenize=false) takes it as it stands."
+                f"{pairs('train')[0][0].path} looks like raw text. Run `moa-fairseq prepare {way.name}` with "
+                f"--tokenize (in a recipe: {sets}--set data.tokenize=true) to apply {what}, or with "
+                f"--no-tokenize (data.tokenize=false) to use the text without changes."
             )
         if asked.splits_hyphens and not data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
             log.warning(
-                "%s has compounds with their hyphens (a-b), which %s splits (a @-@ b): BLEU of it is not "
+                "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
                 "comparable with the paper's without a compound split",
                 *(pairs("train")[0][1].path, asked.name),
             )
@@ -136,7 +136,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
     def learned() -> Any:
         if given and not Path(given).is_file():
             raise UserError(
-                f"data.codes: there is no file {given} with BPE merges or SentencePiece's pieces."
+                f"data.codes: {given} does not exist. Give a file with BPE merges or a SentencePiece model."
             )
         return job.checksum(Path(given)) if given else merges
 
@@ -148,7 +148,7 @@ def translation_steps(job: PreparationJob) -> list[Step]:
         fallback = settings["byte_fallback"]
         coverage = settings.get("character_coverage")
         how = pieces.translation_settings(settings["piece_model"], fallback, coverage)
-        # Without bytes, the letters of long lines were unknown once.
+        # Without bytes, the letters of long lines were once unknown.
         longest = {} if fallback else {"longest": pieces.LONGEST}
         text = job.root / "pieces"
         steps.append(
@@ -189,27 +189,29 @@ def translation_steps(job: PreparationJob) -> list[Step]:
 def _warn_of_rules(language: str) -> None:
     if writes_no_spaces(language):
         log.warning(
-            "Moses' tokeniser finds no words in %s, which has no spaces: data.segmentation=%s needs none",
+            "Moses' tokeniser finds no words in %s, which has no spaces. Use data.segmentation=%s",
             language,
             SENTENCEPIECE,
         )
     elif not has_prefixes(language):
-        log.warning("Moses has no list of abbreviations for %s, and takes the English one, as here", language)
+        log.warning(
+            "Moses has no list of abbreviations for %s: the English list is used, as Moses does", language
+        )
 
 
 def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:
-    """Write a share of the pairs of two files, one at least, in their order (MAE §5.2).
+    """Write a fraction of the pairs of two files, at least one pair, in their order (MAE §5.2).
 
     The sample of a smaller fraction is part of a larger one's with the same seed.
 
     Args:
-        source: the two files that are read.
-        destination: the two that are written.
-        fraction: the share, above 0 and at most 1.
-        seed: chooses the pairs.
+        source: the two input files.
+        destination: the two output files.
+        fraction: above 0 and at most 1.
+        seed: determines the selected pairs.
 
     Returns:
-        How many pairs are written (`lines`), and of how many (`of`).
+        The numbers of pairs that are written (`lines`) and read (`of`).
     """
     total = sum(1 for _ in read_lines(source[0].path))
     order = list(range(total))

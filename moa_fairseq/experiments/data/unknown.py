@@ -1,4 +1,4 @@
-"""The share of <unk> in binarised text, which is an error where the pieces were learnt on that text."""
+"""The share of <unk> in binarised text. A large share is an error if the pieces were learnt on that text."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ log = logging.getLogger(__name__)
 
 
 class Symbols(NamedTuple):
-    """What a binarised file holds, the ends of its sentences aside.
+    """The symbols of a binarised file, without sentence ends.
 
     Args:
-        symbols: how many.
-        unknown: those of them that are <unk>.
-        longest: symbols of the longest sentence.
+        symbols: number of symbols.
+        unknown: number of <unk>.
+        longest: number of symbols of the longest sentence.
     """
 
     symbols: int
@@ -35,7 +35,7 @@ class Symbols(NamedTuple):
 
     @property
     def share(self) -> float:
-        """Of <unk>."""
+        """The share of <unk>."""
         return self.unknown / max(1, self.symbols)
 
 
@@ -59,7 +59,7 @@ def count_symbols(folder: Path, languages: tuple[str, ...], splits: Iterable[str
 
 
 def _count(stem: Path) -> Symbols:
-    dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+    dataset = MMapIndexedDataset(str(stem))  # its memory map is closed with it: copy before
     sizes = numpy.array(dataset.sizes)
     total = int(sizes.sum(dtype=numpy.int64))
     width = Path(f"{stem}.bin").stat().st_size // total
@@ -75,17 +75,17 @@ def _count(stem: Path) -> Symbols:
 def check_unknown(
     counts: Mapping[str, Symbols], text: Path, learnt: bool, allowed: bool, remedy: str
 ) -> None:
-    """Say the shares of <unk>, and what is wrong with them where the pieces were learnt on this text.
+    """Log the shares of <unk>; warn or raise if they are large and the pieces were learnt on this text.
 
     Args:
-        counts: as of `count_symbols`.
+        counts: see `count_symbols`.
         text: the folder of the text in pieces, for the error.
-        learnt: here; a published text and a vocabulary of words have the <unk> that they have.
-        allowed: the user takes any share.
+        learnt: learnt here; in a published text or with a vocabulary of words, any <unk> is accepted.
+        allowed: the user accepts any share.
         remedy: a sentence.
 
     Raises:
-        UserError: where the training text has more than `REFUSED`.
+        UserError: if the training text has more than `REFUSED`.
     """
     shares = {name: found.share for name, found in counts.items()}
     log.info("<unk> of the symbols: %s", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
@@ -95,10 +95,8 @@ def check_unknown(
         train = name.partition(".")[0] == "train"
         story = f"{text / name}: {share:.2%} of the symbols are <unk>"
         if train and share > REFUSED and not allowed:
-            raise UserError(
-                f"{story}. {remedy} To take it as it is: --allow-unknown (data.allow_unknown: true)."
-            )
+            raise UserError(f"{story}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true).")
         if train and share > WARNED:
             log.warning("%s. %s", story, remedy)
         elif share > WARNED:
-            log.warning("%s, for the training text has no such pieces", story)
+            log.warning("%s, because the training text has no such pieces", story)

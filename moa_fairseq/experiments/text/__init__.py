@@ -22,7 +22,7 @@ __all__ = [
     "replace_unicode_punctuation",
     "tokenize",
 ]
-# A step is data, so that it can be written in a table and sent to another process.
+# A step is data, so that it can be stored in a table and sent to another process.
 Step = tuple[str, dict[str, Any]]
 STEPS: dict[str, Callable[..., str]] = {
     step.__name__: step

@@ -1,8 +1,8 @@
-"""What the codes of languages tell."""
+"""Properties of languages by their codes."""
 
 import re
 
-# Languages whose words no spaces part, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
+# Languages written without spaces between words, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
 _WITHOUT_SPACES = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue", "bo", "dz")
 _CODES = {
     **{"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th", "khm": "km"},
@@ -11,11 +11,11 @@ _CODES = {
 
 
 def language_of(code: str) -> str:
-    """The language of a code such as zh_CN, zho_Hans or ja, in ISO 639-1 where it has such a code."""
+    """The language of a code such as zh_CN, zho_Hans or ja, in ISO 639-1 if it has such a code."""
     language = re.split("[-_]", code.lower())[0]
     return _CODES.get(language, language)
 
 
 def writes_no_spaces(lang: str) -> bool:
-    """True for languages whose words no spaces part, tokenised or not."""
+    """True for languages written without spaces between words, tokenised or not."""
     return language_of(lang) in _WITHOUT_SPACES

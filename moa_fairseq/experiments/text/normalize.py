@@ -1,6 +1,6 @@
 """Character clean-up before tokenisation, as Moses' Perl scripts do it.
 
-Three scripts of Moses are restated here as tables: `normalize-punctuation.perl`,
+Three scripts of Moses are rewritten here as tables: `normalize-punctuation.perl`,
 `remove-non-printing-char.perl` and `replace-unicode-punctuation.perl`. The first and the last work on
 bytes, so their `\\d`, `\\s` and `[a-z]` mean ASCII: every pattern below is compiled with re.ASCII.
 """
@@ -12,7 +12,7 @@ from re import Pattern
 
 from moa_fairseq.errors import UserError
 
-# (what must be in the text, pattern or None, replacement): without a pattern the text itself is replaced.
+# (required substring, pattern or None, replacement): without a pattern the text itself is replaced.
 # Looking for a fixed string first makes this fast: most rules concern few lines.
 Rule = tuple[str, Pattern | None, str]
 
@@ -67,11 +67,11 @@ _GUILLEMETS_AND_NO_BREAK_SPACES = [
     _ONE_SPACE,
 ]
 # Moses has s/(\.+)"(\s*[^<])/"$1$2/, which scans a run of dots once for each of its dots. To avoid that, a
-# run without a quote after it is matched here, too, and put back.
+# run without a quote after it is also matched here, and put back.
 _COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2\1\3")]
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
-# Wide and typographic signs → ASCII. "１" becomes a quote in Moses too: a slip that all scores share.
+# Wide and typographic signs → ASCII. "１" also becomes a quote in Moses: a slip in everyone's scores.
 _UNICODE_PUNCTUATION: dict[str, str] = {
     **dict.fromkeys("，、", ","),
     **dict.fromkeys("”“《》１」「", '"'),
@@ -121,12 +121,12 @@ def replace_unicode_punctuation(line: str) -> str:
 
 
 def lowercase(line: str) -> str:
-    """`lowercase.perl`: as str.lower, but every capital sigma becomes σ, at the end of a word too."""
+    """`lowercase.perl`: as str.lower, but every capital sigma becomes σ, also at the end of a word."""
     return line.replace("Σ", "σ").lower()
 
 
 def straight_apostrophe(line: str) -> str:
-    """What the WMT and IWSLT recipes do to test sets, where nothing else is normalised: ’ becomes '."""
+    """The WMT and IWSLT recipes' only change to test sets, otherwise not normalised: ’ becomes '."""
     return line.replace("’", "'")
 
 
@@ -136,7 +136,7 @@ _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 @cache
 def _normalization_rules(lang: str, edition: str) -> list[Rule]:
     if edition not in EDITIONS:
-        raise UserError(f"No edition {edition!r} of Moses' scripts: choose one of {', '.join(EDITIONS)}.")
+        raise UserError(f"Moses' scripts have no edition {edition!r}. Choose one of {', '.join(EDITIONS)}.")
     rows: list[tuple[str, str | None, str]] = []
     rows += _BRACKETS_AND_COLONS
     rows += _QUOTES_AND_DASHES

@@ -1,4 +1,4 @@
-"""Moses' `tokenizer.perl`, with the rules that it has for single languages.
+"""Moses' `tokenizer.perl`, with its rules for single languages.
 
 The lists of abbreviations come from sacremoses. The rules are applied here, because sacremoses'
 character classes date from an old Unicode (it cuts Chinese words into characters, Perl does not) and
@@ -19,10 +19,10 @@ _ALPHA = r"\p{Alphabetic}"
 _ALNUM = r"\p{Alphabetic}\p{Nd}"
 _NUMBER = r"\p{N}"
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0E, 0x20)])
-# Signs that stand inside of words of a language, as in USA:n and col·legi.
+# Signs inside words of a language, as in USA:n and col·legi.
 _WITHIN_WORDS = {"fi": ":", "sv": ":", "ca": "·"}
-# … and that end a word all the same, unless a small letter follows. (Moses has this rule for the middle dot,
-# too, which it never finds: Perl reads that line of the script as Latin-1.)
+# … which also end a word, unless a small letter follows. (Moses also has this rule for the middle dot, but it
+# never matches: Perl reads that line of the script as Latin-1.)
 _BEFORE_SMALL_LETTERS = {
     language: regex.compile(rf"{sign}(?=$|[^\p{{Ll}}])")
     for language, sign in (("fi", ":"), ("sv", ":"), ("tdt", "'"))
@@ -44,12 +44,12 @@ _ESCAPES = (
     *(("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;")),
     *(("|", "&#124;"), ("[", "&#91;"), ("]", "&#93;")),
 )
-# Stands for one dot of a run: control characters are gone by then, so no text can hold it.
+# Represents one dot of a run: control characters are removed by then, so no text can have it.
 _DOT = "\x00"
 
 
 def _apostrophe_rules(between_letters: str, after_other: str = _ALPHA) -> list[tuple[regex.Pattern, str]]:
-    """What becomes of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
+    """Replacement of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
     other = rf"([^{_ALPHA}])"
     letter = rf"([{_ALPHA}])"
     return [
@@ -80,9 +80,9 @@ def tokenize(
     the full stop, and leaves one at the end.
 
     Args:
-        line: text without its line end; a blank line comes back as it is, or empty if control characters were
-            in it.
-        lang: its code, such as "de"; a language without a list of abbreviations gets that of English.
+        line: text without its line end; a blank line is returned unchanged, or empty if it had control
+            characters.
+        lang: its code, such as "de"; for a language without a list of abbreviations the English list is used.
         aggressive_hyphens: write a hyphen between letters as ` @-@ `.
         escape: write & | < > ' " [ ] as entities.
         edition: "2017-12" leaves a last full stop at an abbreviation or number unsplit, as the Moses that
@@ -92,7 +92,7 @@ def tokenize(
         UserError: for an unknown edition.
     """
     if edition not in EDITIONS:
-        raise UserError(f"Moses' tokenizer has no edition {edition!r}: choose one of {', '.join(EDITIONS)}.")
+        raise UserError(f"Moses' tokenizer has no edition {edition!r}. Choose one of {', '.join(EDITIONS)}.")
     if line.isprintable():
         text = line
     else:
@@ -106,7 +106,7 @@ def tokenize(
     if aggressive_hyphens:
         text = _HYPHEN.sub(r"\1 @-@ ", text)
     if ".." in text:
-        # A run of dots is set apart, under a sign that the full stop rules do not see.
+        # A run of dots is separated, as a sign that the full stop rules do not see.
         text = _DOTS.sub(lambda run: f" {_DOT * len(run[0])}{' ' if run[1] else ''}", text)
     if "," in text:
         for pattern, replacement in _COMMAS:
@@ -147,12 +147,12 @@ def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
 
 @cache
 def _special(lang: str) -> regex.Pattern:
-    """The signs that stand apart in a language whatever their neighbours are."""
+    """The signs that are always separate tokens in a language."""
     return regex.compile(rf"([^{_ALNUM}\s.'`,\-{_WITHIN_WORDS.get(lang, '')}])")
 
 
 def has_prefixes(lang: str) -> bool:
-    """True where Moses has a list of abbreviations of the language's own."""
+    """True if Moses has a list of abbreviations for the language."""
     return lang in NonbreakingPrefixes().available_langs.values()
 
 

@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Fewer batches than this are done before new processes would have started.
+# Fewer batches than this are done before new processes have started.
 FEW = 3
 
 
@@ -27,8 +27,8 @@ def ordered_map(
 
     Args:
         work: called with a batch, which is a list; it and the batches must be picklable.
-        batches: read as the work goes on: at most three for each process wait in memory.
-        workers: processes; with 1, or few batches, all work stays in this one.
+        batches: read during the work: at most three per process wait in memory.
+        workers: number of processes; with 1, or few batches, all work stays in this process.
         label: of the progress bar, which counts the items of the batches.
     """
     batches = iter(batches)
@@ -59,7 +59,7 @@ def _in_processes(work: Callable, batches: Iterator[list], workers: int) -> Iter
 
 
 def _end_with_the_parent() -> None:
-    """In a worker. Ctrl-C is the parent's to handle; one that was killed outright ends no pool."""
+    """Runs in a worker. The parent handles Ctrl-C; a parent that was killed outright ends no pool."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow() -> None:
@@ -86,9 +86,9 @@ def _context(module: str) -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
-    """Hold Ctrl-C back to the end of the block: a half-started worker would outlive its pool and complain.
+    """Delay Ctrl-C to the end of the block: a half-started worker would outlive its pool and complain.
 
-    meanwhile: another handler to use inside the block.
+    meanwhile: another handler for the block.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):

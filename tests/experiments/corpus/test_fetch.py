@@ -62,7 +62,7 @@ def test_download_lands_in_the_cache_once_and_replaces_a_damaged_file(wheel, tmp
 def test_a_download_with_another_hash_is_refused_and_not_kept(wheel, tmp_path, pip):
     package, path = wheel
     pip.data, pip.file = path.read_bytes()[:-4] + b"evil", package.name
-    with pytest.raises(Unavailable, match=r"demo-1\.0.*what it serves has the sha256 .* instead of"):
+    with pytest.raises(Unavailable, match=r"demo-1\.0.* has the sha256 .* instead of"):
         obtain(package, [], tmp_path / "cache")
     assert list((tmp_path / "cache").iterdir()) == []
 
@@ -85,7 +85,7 @@ def test_pip_itself_refuses_another_hash(wheel, tmp_path, monkeypatch):
         ("WARNING: Retrying ... NewConnectionError\nERROR: No matching distribution", "no connection"),
         ("first\nERROR: something odd\nlast", "pip says: ERROR: something odd"),
         ("/usr/bin/python: No module named pip", "No module named pip"),
-        ("", "it gave no reason"),
+        ("", "pip says"),
     ],
 )
 def test_every_failure_names_package_and_remedy(wheel, tmp_path, pip, stderr, message):

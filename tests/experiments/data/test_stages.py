@@ -79,7 +79,7 @@ def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, 
     assert prepare(name, given)[0] == first and made.tree(root) == before
     taken, _ = prepare(name, first.folder, "other", ("train", "test"))
     assert taken.folder == first.folder and taken.sentences["train"] == sentences
-    assert "binarised already" in said[0] and not (root.parent / "other").exists()
+    assert str(first.folder) in said[0] and not (root.parent / "other").exists()
     for path in first.folder.rglob("test*.bin"):
         path.write_bytes(b"")
     with pytest.raises(UserError, match=r"test\S*\.bin"):
@@ -87,7 +87,7 @@ def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, 
     with pytest.raises(UserError, match=r"no subset test9.*train, valid, test"):
         prepare(name, given, subsets=("test9",))
     other = "wikitext103_word" if name == "listops" else "listops"
-    with pytest.raises(UserError, match=f"--data {first.folder} was binarised for another kind of model"):
+    with pytest.raises(UserError, match=f"--data {first.folder} .*data.recipe {other}"):
         prepare(other, first.folder)
     assert not is_binarised(root)
 
@@ -143,14 +143,14 @@ def test_long_text_goes_through_several_processes(prepare, raw):
 @pytest.mark.parametrize(
     ("recipe", "damage", "words"),
     [
-        ("multi30k", {"train.de": b"nur eine\n"}, ["train.en has 60", "has 1:"]),
+        ("multi30k", {"train.de": b"nur eine\n"}, ["train.en has 60", "has 1,"]),
         ("multi30k", {"val.en": b"ok\nna\xefve\n\n\n\n"}, ["val.en, line 2", "UTF-8"]),
         (
             "multi30k",
             {"val.en": None, "val.de": None},
             ["has train.en, train.de, but lacks val.en.gz", "data.recipe=parallel"],
         ),
-        ("multi30k", {"train.de": b"\n\n", "train.en": b"\n\n"}, ["no pair with text"]),
+        ("multi30k", {"train.de": b"\n\n", "train.en": b"\n\n"}, ["train.en", "none of the"]),
         ("parallel", {}, ["lacks valid.en[.gz], valid.de[.gz], test.en", "tokenised text"]),
         ("text_gpt2bpe", {}, ["raw lacks train.txt[.gz], valid.txt[.gz], test.txt[.gz]"]),
         ("wikitext103_gpt2bpe", {"wiki.train.raw": b"x"}, ["wikitext-103-raw-v1.zip is not in", "--offline"]),
@@ -170,12 +170,12 @@ def test_bad_data_is_refused_before_anything_is_kept(prepare, raw, recipe, damag
 
 @pytest.mark.parametrize("name", ["a,b", "a:b"])
 def test_paths_that_fairseq_would_split_are_refused(prepare, raw, tmp_path, name):
-    with pytest.raises(UserError, match=rf"{name}\S* cannot be used.*{name[1]!r} in its path.*another name"):
+    with pytest.raises(UserError, match=rf"{name}\S* .*{name[1]!r} in its path"):
         prepare("multi30k", raw, f"{name}/out")
     assert not (tmp_path / name).exists()
     (tmp_path / name).mkdir()
     (tmp_path / name / "dict.en.txt").write_text("x 1\n")
-    with pytest.raises(UserError, match="cannot be used"):
+    with pytest.raises(UserError, match="data folder"):
         prepare("multi30k", tmp_path / name)
 
 
@@ -204,7 +204,7 @@ def test_data_that_are_given_are_known_by_the_content_of_their_files(tmp_path):
 @pytest.mark.parametrize(
     ("recipe", "right", "words"),
     [
-        ("multi30k", "train.de.gz", ["train.en.gz, train.de.gz", "leave --data away"]),
+        ("multi30k", "train.de.gz", ["train.en.gz, train.de.gz", "leave --data out"]),
         ("wmt14_en_de", "dev.tgz", ["training-parallel-europarl-v7.tgz", "europarl-v7.de-en.en"]),
         ("wmt14_en_de", "dev/newstest2013.en", ["newstest2013-ref.de.sgm", "train.en"]),
         ("wmt14_en_de_vaswani", "train.en.gz", ["wmt16_en_de.tar.gz"]),
@@ -217,7 +217,7 @@ def test_data_that_are_given_are_known_by_the_content_of_their_files(tmp_path):
 def test_data_without_a_known_file_is_no_reason_to_download(tmp_path, recipe, right, words):
     settings = {**MULTI30K, "recipe": recipe}
     (tmp_path / "notes.txt").write_text("x")
-    with pytest.raises(UserError, match=r"--data .* holds no file of .*Looked for") as error:
+    with pytest.raises(UserError, match=rf"--data .*{recipe}.*looked for") as error:
         require_source(settings, tmp_path)
     for word in words:
         assert word in str(error.value)

@@ -146,7 +146,7 @@ def test_whoever_can_tell_them_apart_chooses_among_encodings(tmp_path):
     path = tmp_path / "x.fr"
     path.write_bytes(f"{'vingt mots ' * 20}et \xbd tasse de thé\n".encode("latin-1"))
     remedy = encoding_remedy(path)
-    ways = re.findall(r"(\S+), by which it reads '([^']*)': iconv -f (\S+) -t utf-8 < \S+ > NEW", remedy)
+    ways = re.findall(r"([\w-]+), \D*'([^']*)': iconv -f (\S+) -t utf-8 < \S+ > NEW", remedy)
     assert [name for name, _, _ in ways] == [flag for _, _, flag in ways] == ["CP1252", "ISO-8859-15"]
     assert "et ½ tasse" in ways[0][1] and "et œ tasse" in ways[1][1], "the samples show where they differ"
 
@@ -195,9 +195,9 @@ def test_pairs(write):
 @pytest.mark.parametrize(
     ("source", "target", "words"),
     [
-        ("a\nb\nc\n", "a\n", r"x\.en has 3 lines and \S+ has 1:"),
-        ("a\n", "a\nb\nc\n", r"x\.de has 3 lines and \S+ has 1:"),
-        ("", "", "hold no line"),
+        ("a\nb\nc\n", "a\n", r"x\.en has 3 lines and \S+ has 1\b"),
+        ("a\n", "a\nb\nc\n", r"x\.de has 3 lines and \S+ has 1\b"),
+        ("", "", r"x\.en and \S+x\.de "),
     ],
 )
 def test_what_is_not_parallel(write, source, target, words):
@@ -210,7 +210,7 @@ def test_what_is_not_parallel(write, source, target, words):
 
 @pytest.mark.parametrize("bad", [b"x" * 1_000_001, b"a\0b", b"na\xefve"], ids=["long", "NUL", "Latin-1"])
 def test_training_lines_that_are_too_many_are_named(run, bad):
-    with pytest.raises(UserError, match=r"of 5 pairs of lines too many .* line 4: "):
+    with pytest.raises(UserError, match=r"of 5 pairs.* line 4: "):
         run(b"gut\n" * 3 + bad + b"\ngut\n", "gut\n" * 5)
 
 
@@ -236,7 +236,7 @@ def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
             r"train\.en.*510.*10 with not UTF-8.*iconv",
         ),
         ("test", b"fine\nna\xefve\n", "a\nb\n", r"test\.en, line 2.*UTF-8"),
-        ("train", "\n\n", "a\nb\n", "no pair with text on both sides is left of 2"),
+        ("train", "\n\n", "a\nb\n", r"train\.en.* 2 pairs"),
     ],
 )
 def test_what_is_no_text_is_refused(run, name, source, target, words):
@@ -254,7 +254,7 @@ def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, w
         return (tmp_path / "out" / f"{name}.de").read_text()
 
     text = f"x\ny {word} z\nx\n"
-    with pytest.raises(UserError, match=rf"{name}\.de, line 2: the word {word} ") as refusal:
+    with pytest.raises(UserError, match=rf"{name}\.de, line 2: .*{word} ") as refusal:
         made(text)
     remedy = str(refusal.value).partition("such as ")[2].split(",")[0]
     assert made(text.replace(word, remedy)) == text.replace(word, remedy)
@@ -268,7 +268,7 @@ def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
     (tmp_path / "train").write_text("a b\nc <unk> d\n")  # as WikiText has it
     for word in ("<pad>", "</s>", "<s>"):
         (tmp_path / "test").write_text(f"a\nb {word}\n")
-        with pytest.raises(UserError, match=rf"test, line 2: the word {word} "):
+        with pytest.raises(UserError, match=rf"test, line 2: .*{word} "):
             write_lines(texts, tmp_path / "text")
     (tmp_path / "test").write_text("a\n")
     assert write_lines(texts, tmp_path / "text")["train"] == {
@@ -367,7 +367,7 @@ def test_few_merges_or_none(tmp_path):
     learn_codes([tmp_path / "train.en"], 500, tmp_path / "codes")
     assert (tmp_path / "codes").read_text("utf-8").count("\n") == 3
     (tmp_path / "train.en").write_text("a b\n", encoding="utf-8")
-    with pytest.raises(UserError, match=r"train\.en: there is no word of two letters"):
+    with pytest.raises(UserError, match=r"train\.en .*two letters.*--bpe"):
         learn_codes([tmp_path / "train.en"], 5, tmp_path / "codes")
 
 
