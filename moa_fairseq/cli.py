@@ -17,6 +17,10 @@ from moa_fairseq.errors import UserError, did_you_mean, printable
 from moa_fairseq.experiments.tables import Terminal
 from moa_fairseq.files import use_utf8
 
+DESCRIPTION = """Train, evaluate and reproduce mixtures of attention heads (MoA, MAE, SwitchHead, MoH) with fairseq.
+
+A recipe of configs/ runs from the data to the paper's score; `moa-fairseq VERB --help` explains each verb."""
+
 # verb → (module of `experiments` with add_arguments(parser) and run(args) -> int, one line of help)
 VERBS = {
     "recipe": ("recipes.command", "run one experiment of configs/ from data to score"),
@@ -129,7 +133,7 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     Raises:
         ImportError: where that module needs what is not installed.
     """
-    parser = _Parser(prog="moa-fairseq", description=__doc__)
+    parser = _Parser(prog="moa-fairseq", description=DESCRIPTION)
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )

@@ -152,7 +152,11 @@ class DiT(nn.Module):
         Returns:
             [B, 2·C, S, S], of noise and variance; with_routing: a pair of it and a list of `Routing` by
             depth, without the dense layers.
+
+        Raises:
+            UserError: A shape or a class that this model was not built for.
         """
+        self._check(images, level, classes)
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
         if self.training:
             dropped = torch.rand(classes.shape, device=classes.device) < CLASS_DROPOUT
@@ -165,3 +169,24 @@ class DiT(nn.Module):
         rows = self.out(_normed(x, self.condition(F.silu(condition)).unsqueeze(1))).transpose(1, 2)
         out = F.pixel_shuffle(rows.unflatten(2, (self.side, self.side)), PATCH)
         return (out, routings) if with_routing else out
+
+    def _check(self, images: Tensor, level: Tensor, classes: Tensor) -> None:
+        side = self.side * PATCH
+        expected = (self.patches.in_channels, side, side)
+        if images.dim() != 4 or images.shape[1:] != expected:
+            raise UserError(
+                f"images has the shape {[*images.shape]}. This model takes [B, {', '.join(map(str, expected))}]: "
+                "build it with another image_size or channels."
+            )
+        for name, values in (("level", level), ("classes", classes)):
+            if values.shape != images.shape[:1]:
+                raise UserError(
+                    f"{name} has the shape {[*values.shape]}. Give one value per image: [{images.size(0)}]."
+                )
+        # a GPU would have to be waited for, and a graph cannot read values
+        readable = classes.device.type == "cpu" and not torch.compiler.is_compiling()
+        if readable and ((classes < 0) | (classes > self.classes)).any():
+            raise UserError(
+                f"classes has {classes.min()} to {classes.max()}. Give 0 to {self.classes - 1}, or {self.classes} "
+                "for no class."
+            )

@@ -156,6 +156,23 @@ def test_what_does_not_fit_is_refused(options):
         DiT(**options)
 
 
+@pytest.mark.parametrize(
+    ("name", "change"),
+    [
+        ("images", lambda images, level, classes: (images[..., :2], level, classes)),
+        ("images", lambda images, level, classes: (torch.cat([images, images], 1), level, classes)),
+        ("images", lambda images, level, classes: (images[0], level, classes)),
+        ("level", lambda images, level, classes: (images, level[0], classes)),
+        ("classes", lambda images, level, classes: (images, level, classes[:1])),
+        ("classes", lambda images, level, classes: (images, level, classes - 100)),
+        ("classes", lambda images, level, classes: (images, level, classes + 100)),
+    ],
+)
+def test_an_input_of_another_shape_or_class_is_named(tiny, name, change):
+    with pytest.raises(UserError, match=f"^{name} has "):
+        tiny()(*change(*inputs(2)))
+
+
 def test_the_guide_can_be_followed():
     guide = (Path(__file__).resolve().parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
     (example,) = re.findall(

@@ -33,7 +33,7 @@ CHECKSUMS = "outputs.sha256"
 SINGLE_OUTPUTS = "outputs"
 FINISHED = "finished"
 DIVERGED = "diverged"
-REMEDY = "Delete it, or bring the committed one back with git checkout."
+REMEDY = "Correct or remove that entry alone (the others stay valid), or restore the file with git checkout."
 _SINGLE = re.compile(r".+-seed\d+\.json")
 _KINDS = {
     **dict.fromkeys(("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT),
