@@ -17,7 +17,7 @@ from moa_fairseq.errors import UserError, did_you_mean, printable
 from moa_fairseq.experiments.tables import Terminal
 from moa_fairseq.files import use_utf8
 
-DESCRIPTION = """Train, evaluate and reproduce mixtures of attention heads (MoA, MAE, SwitchHead, MoH) with fairseq.
+DESCRIPTION = """Train and evaluate mixtures of attention heads (MoA, MAE, SwitchHead, MoH) with fairseq.
 
 A recipe of configs/ runs from the data to the paper's score; `moa-fairseq VERB --help` explains each verb."""
 

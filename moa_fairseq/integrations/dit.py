@@ -175,8 +175,8 @@ class DiT(nn.Module):
         expected = (self.patches.in_channels, side, side)
         if images.dim() != 4 or images.shape[1:] != expected:
             raise UserError(
-                f"images has the shape {[*images.shape]}. This model takes [B, {', '.join(map(str, expected))}]: "
-                "build it with another image_size or channels."
+                f"images has the shape {[*images.shape]}, and this model takes {['B', *expected]}. Build it with "
+                "another image_size or channels."
             )
         for name, values in (("level", level), ("classes", classes)):
             if values.shape != images.shape[:1]:
@@ -187,6 +187,6 @@ class DiT(nn.Module):
         readable = classes.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and ((classes < 0) | (classes > self.classes)).any():
             raise UserError(
-                f"classes has {classes.min()} to {classes.max()}. Give 0 to {self.classes - 1}, or {self.classes} "
-                "for no class."
+                f"classes has {classes.min()} to {classes.max()}. Give 0 to {self.classes - 1}, or "
+                f"{self.classes} for no class."
             )

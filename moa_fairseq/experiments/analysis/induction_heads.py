@@ -11,8 +11,10 @@ Random symbols, all different, are read twice in a row, behind </s>. At each sym
   stands between (its direct effect). Of all that it raises the logits of the sequence's symbols above their
   mean over the vocabulary, this is the share of the symbol after the earlier occurrence; 1 / length is even.
 
-A head that does both is an induction head. (The paper repeats 25 tokens four times, and leaves out the most and
-the least common ones; here each sequence is read twice, and all symbols of the dictionary can occur.) The picture shows their attention, as SwitchHead's Figure 6 does.
+A head that does both is an induction head. The picture shows their attention, as SwitchHead's Figure 6 does.
+The paper repeats 25 tokens four times, and leaves out the most and the least common ones; here each sequence
+is read twice, and all symbols of the dictionary can occur.
+
 Scores are means over the second time of all sequences. In MoA, MoH and their relatives a head is an expert,
 with means over the symbols that chose it. In SwitchHead each head is also split by the experts that wrote the
 value of the symbol attended to.
