@@ -216,7 +216,7 @@ def test_the_python_examples_train():
     (example,) = blocks("README.md", "python")
     exec(example, namespace)
     assert namespace["y"].shape == namespace["x"].shape
-    example, decoder = blocks("docs/own-models.md", "python")
+    example, cross, decoder = blocks("docs/own-models.md", "python")
     exec(example, namespace)
     exec(decoder, namespace)
     (routing,) = namespace["routings"]
@@ -225,6 +225,8 @@ def test_the_python_examples_train():
     block = namespace["Block"](32)
     x = torch.randn(2, 5, 32)
     assert block(x, torch.zeros(2, 5, dtype=torch.bool))[0].shape == x.shape
+    exec(cross, namespace)
+    assert namespace["y"].shape == (4, 20, 256)
     torch.manual_seed(0)
     model, text = namespace["Decoder"](6), torch.arange(20).remainder(6).repeat(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
