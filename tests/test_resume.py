@@ -158,3 +158,7 @@ def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_dat
     assert done.returncode != 0
     assert "--arch was moa_transformer_tiny and is transformer" in done.stderr.splitlines()[-1]
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
+    restored = ("--finetune-from-model", str(toy_checkpoint))
+    done = fairseq.train(toy_data, tmp_path / "other", *restored, arch="transformer", check=False)
+    assert done.returncode != 0 and not list((tmp_path / "other").glob("*.pt"))
+    assert "leave --finetune-from-model out" in done.stderr.splitlines()[-1]

@@ -175,8 +175,8 @@ class DiT(nn.Module):
         expected = (self.patches.in_channels, side, side)
         if images.dim() != 4 or images.shape[1:] != expected:
             raise UserError(
-                f"images has the shape {[*images.shape]}, and this model takes {['B', *expected]}. Build it with "
-                "another image_size or channels."
+                f"images has the shape {[*images.shape]}, and this model takes {['B', *expected]}. Build "
+                "it with another image_size or channels."
             )
         for name, values in (("level", level), ("classes", classes)):
             if values.shape != images.shape[:1]:

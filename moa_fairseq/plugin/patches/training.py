@@ -242,10 +242,13 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
             raise
         differences = _differences(load_checkpoint(filename), trainer.cfg.model)
         torchs_reason = " ".join(str(error.__context__).split())
+        other = "choose another --save-dir"
+        if trainer.cfg.checkpoint.finetune_from_model == filename:
+            other = "leave --finetune-from-model out"
         raise UserError(
             f"{filename} holds another model than that of this command, and cannot be loaded: "
             f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags that the checkpoint "
-            "was made with; or, to train another model, choose another --save-dir."
+            f"was made with; or, to train another model, {other}."
         ) from error
 
 

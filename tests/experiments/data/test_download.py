@@ -298,7 +298,7 @@ def test_pip_has_an_end_too(tmp_path, monkeypatch):
 
     monkeypatch.setattr(module.subprocess, "run", hang)
     wheel = PublicFile("x-1-py3-none-any.whl", ("pip:x==1",), size=1024 * 1000, sha256="0" * 64)
-    with pytest.raises(UserError, match="pip .* 1,600 seconds"):
+    with pytest.raises(UserError, match=r"pip .* 1,600 seconds"):
         download(wheel, tmp_path, ())
     assert not list(tmp_path.glob(".*"))
 

@@ -103,7 +103,7 @@ def test_a_model_that_was_learnt_elsewhere_is_used(prepare, pairs, tmp_path):
     _, second = prepare("parallel", pairs, "second", **{**joint, "bpe": None, "codes": str(given)})
     assert (first / "pieces/test.fi").read_bytes() == (second / "pieces/test.fi").read_bytes()
     (tmp_path / "codes").write_text("#version: 0.2\ne r</w>\n")
-    with pytest.raises(UserError, match="codes .*SentencePiece"):
+    with pytest.raises(UserError, match=r"codes .*SentencePiece"):
         prepare("parallel", pairs, "third", **{**joint, "bpe": None, "codes": str(tmp_path / "codes")})
 
 
