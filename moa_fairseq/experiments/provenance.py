@@ -79,11 +79,12 @@ def tool_versions() -> dict[str, str]:
 def commit() -> str | None:
     """The commit of the source tree as it is now, with -dirty and digits of the changes where it has some.
 
-    Results are no source. A copy of the files may have no git, lie in another project's, or have one that
-    knows an older commit: then it is what $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
+    Files of the package that git does not know are changes, because fairseq imports whatever lies in some of
+    its folders. Results are no source. A copy of the files may have no git, lie in another project's, or have
+    one that knows an older commit: then it is what $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
 
     Raises:
-        UserError: git does not answer.
+        UserError: git does not answer, or refuses to read the repository.
     """
     named = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     here = Path(__file__).resolve()
@@ -91,7 +92,7 @@ def commit() -> str | None:
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
     try:
-        _, head, changes = (
+        _, head, changes, new = (
             subprocess.run(
                 ["git", "-C", str(here.parent), *words],
                 capture_output=True,
@@ -103,15 +104,27 @@ def commit() -> str | None:
                 ("ls-files", "--error-unmatch", here.name),
                 ("rev-parse", "HEAD"),
                 ("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results"),
+                ("ls-files", "-z", "--others", "--exclude-standard", "--", str(here.parents[1])),
             )
         )
-    except (FileNotFoundError, PermissionError, subprocess.CalledProcessError):
-        return named  # there is no git, or no repository with this file
+    except (FileNotFoundError, PermissionError):
+        return named  # there is no git
+    except subprocess.CalledProcessError as error:
+        in_repository = any((folder / ".git").exists() for folder in here.parents)
+        if named or error.cmd[3] != "ls-files" or error.returncode == 1 or not in_repository:
+            return named  # no repository has this file in a commit
+        said = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
+        why = f"git cannot read the repository of {here.parents[1]} ({said})"
+        raise UserError(f"{why}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT.") from error
     except subprocess.TimeoutExpired as error:
         if named:
             return named
         why = f"git did not say within {GIT_SECONDS} s at which commit {here.parents[2]} is"
         raise UserError(f"{why}. Say it with MOA_FAIRSEQ_COMMIT.") from error
+    for name in filter(None, new.split(b"\0")):
+        changes += name
+        with contextlib.suppress(OSError):  # a repository in this one, or a file that is gone again
+            changes += (here.parent / os.fsdecode(name)).read_bytes()
     found = head.decode().strip()
     if changes.strip():
         return named or f"{found}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"

@@ -93,6 +93,40 @@ def test_a_git_that_does_not_answer_is_no_missing_one(copy, monkeypatch):
     assert provenance.commit() == "0123"
 
 
+def test_a_file_of_the_package_that_git_does_not_know_is_a_change(copy):
+    """fairseq imports every file of plugin/models."""
+    head = committed(copy)
+    (copy / "notes.txt").write_text("no source\n")
+    assert provenance.commit() == head
+    new = copy / "moa_fairseq" / "plugin" / "models" / "mine.py"
+    new.parent.mkdir(parents=True)
+    found = []
+    for number in range(2):
+        new.write_text(f"# {number}\n")
+        found.append(provenance.commit())
+    assert all(one.startswith(f"{head}-dirty-") for one in found) and len(set(found)) == 2
+
+
+@pytest.mark.parametrize("damage", ["index", "gitdir"])
+def test_a_repository_that_git_refuses_is_no_missing_one(copy, monkeypatch, damage):
+    """As that of another user, in a container: two versions of the source would both have no commit."""
+    committed(copy)
+    if damage == "index":
+        (copy / ".git" / "index").write_text("x")
+    else:
+        shutil.rmtree(copy / ".git")
+        (copy / ".git").write_text("gitdir: /nowhere\n")
+    with pytest.raises(UserError, match="MOA_FAIRSEQ_COMMIT"):
+        provenance.commit()
+    monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", "0123")
+    assert provenance.commit() == "0123"
+
+
+def test_a_repository_without_a_commit_has_none(copy):
+    git(copy, "add", ".")
+    assert provenance.commit() is None
+
+
 def test_sessions_are_named_together():
     sessions = [
         {"commit": "a", "date": "2026-01-01", "versions": {"torch": "2.1", "python": "3.11"}, "threads": 1},
