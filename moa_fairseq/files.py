@@ -27,6 +27,7 @@ NOT_WRITABLE = (
 )
 
 _LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
+_LOCK_TRIES = 100  # of new files, each with a name of its own, that another process would have to lock first
 
 _IRREGULAR = {
     stat.S_IFDIR: "a folder",
@@ -78,7 +79,7 @@ def atomic_write(
         lock = -1
         if temporary is None:
             remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
-        while lock < 0:
+        for _ in range(_LOCK_TRIES):
             if temporary is None:
                 handle, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
             else:
@@ -87,6 +88,13 @@ def atomic_write(
                     os.unlink(written)
                 handle = os.open(written, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
             lock = _lock(handle, Path(written))
+            if lock >= 0:
+                break
+        else:
+            raise UserError(
+                f"Cannot write {path}: the file system of {path.parent} says that other programs have locked "
+                "every new file. Choose another folder, such as one on a local disk."
+            )
     except OSError as error:  # any: what is none of the user's stays as it is
         raise as_user_error(error, path) from error
     try:
@@ -126,6 +134,7 @@ def _lock(handle: int, path: Path) -> int:
         return lock
     os.close(lock)
     os.close(handle)
+    path.unlink(missing_ok=True)
     return -1
 
 

@@ -123,6 +123,18 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(t
     assert path.read_text() == "slow" and names(tmp_path) == sorted([*others, path.name])
 
 
+def test_a_file_system_that_locks_every_new_file_is_named(tmp_path, monkeypatch):
+    """It must not be asked for ever, with a file for each question."""
+
+    def flock(handle, operation):
+        raise BlockingIOError(errno.EAGAIN, "busy")
+
+    monkeypatch.setattr("fcntl.flock", flock)
+    with pytest.raises(UserError, match="lock"), atomic_write(tmp_path / "out.txt"):
+        pass
+    assert names(tmp_path) == []
+
+
 def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_removed(tmp_path):
     program = "import os; from pathlib import Path; from moa_fairseq.files import atomic_folder\n"
     program += "with atomic_folder(Path('model')) as new: (new / 'half').touch(); {}"
