@@ -44,6 +44,9 @@ def text_files(data: Path) -> dict[str, Path]:
 
     Returns:
         The name in a prepared folder, such as "binarised/dict.en.txt" → the file.
+
+    Raises:
+        UserError: for what is no ordinary file: a pipe would hang.
     """
     within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
     if (data.parent / MANIFEST).is_file():
@@ -51,7 +54,10 @@ def text_files(data: Path) -> dict[str, Path]:
     else:
         beside = []
     named = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
-    return {**named, **{str(path.relative_to(data.parent)): path for path in beside if path.is_file()}}
+    named |= {str(path.relative_to(data.parent)): path for path in beside}
+    for path in named.values():
+        refuse_irregular(path, "File")
+    return named
 
 
 def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
@@ -147,7 +153,6 @@ def copy_text(data: Path, new: Path) -> None:
     refuse_link_out(data.parent / MANIFEST, data.parent)
     for name, path in text_files(data).items():
         refuse_link_out(path, data, data.parent)
-        refuse_irregular(path, "File")
         (new / name).parent.mkdir(parents=True, exist_ok=True)
         shutil.copyfile(path, new / name)
         outputs[name] = {"bytes": (new / name).stat().st_size, "sha256": checksum(new / name)}

@@ -21,7 +21,14 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.text_files import BINARISED, KEPT, copy_text, kept_text
-from moa_fairseq.experiments.json_files import is_number, read_json, write_json, write_yaml
+from moa_fairseq.experiments.json_files import (
+    MAPPING,
+    check_kinds,
+    is_number,
+    read_json,
+    write_json,
+    write_yaml,
+)
 from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
 from moa_fairseq.experiments.recipes.loading import build, read_mapping
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
@@ -30,6 +37,8 @@ from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_ch
 
 log = logging.getLogger(__name__)
 _RESULT = "result.json"
+_KINDS = {"metrics": MAPPING, "versions": MAPPING}  # of its values that are taken apart for the card
+_REMEDY = "Run the recipe again."
 _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 
@@ -96,7 +105,8 @@ def run(args: argparse.Namespace) -> int:
     recipe = build(Recipe, mapping, str(path))
     result: dict[str, Any] = {}
     if (args.run_dir / _RESULT).exists():
-        result = read_json(args.run_dir / _RESULT, "Run the recipe again.")
+        result = read_json(args.run_dir / _RESULT, _REMEDY)
+        check_kinds(result, _KINDS, str(args.run_dir / _RESULT), _REMEDY)
     weights = _halved(load_checkpoint(checkpoint), checkpoint)
     parameters = sum({tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}.values())
     with atomic_folder(args.folder) as new:

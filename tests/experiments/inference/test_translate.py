@@ -20,7 +20,7 @@ from shared_fixtures import USER_DIR
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
-from moa_fairseq.experiments.data.text_files import copy_text
+from moa_fairseq.experiments.data.text_files import copy_text, text_files
 from moa_fairseq.experiments.inference.text_codec import ByteCodec, MergeCodec, TranslationCodec, codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import _generation
@@ -350,6 +350,24 @@ def test_a_link_that_leads_out_of_a_run_is_not_exported(copy, name, tmp_path, ca
     place.symlink_to(os.path.relpath(copy.run / "state.json", place.parent))  # within
     main(["export", str(copy.run), str(tmp_path / "new")])
     assert "leads out" not in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", ["[1]", '{"metrics": "high"}', '{"versions": [1]}'])
+def test_an_odd_result_is_not_exported(copy, content, tmp_path, capsys):
+    (copy.run / "result.json").write_text(content)
+    assert main(["export", str(copy.run), str(tmp_path / "new")]) == 2
+    said = capsys.readouterr().err
+    assert "result.json" in said and said.count("\n") == 1 and not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize("name", ["binarised/dict.en.txt", "bpe/codes"])
+def test_a_text_file_that_would_never_end_is_not_read(copy, name, make):
+    place = copy.run / "text" / name
+    place.unlink()
+    make(place)
+    with pytest.raises(UserError, match=place.name):
+        text_files(copy.run / "text" / "binarised")
 
 
 def test_a_link_that_leads_out_of_the_data_is_not_kept_with_a_run(copy, tmp_path):
