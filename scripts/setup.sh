@@ -24,13 +24,17 @@ torch_pin=${TORCH:-torch==2.13.0}
 
 fail() { echo "setup.sh: error: $*" >&2; exit 1; }
 
-# refuse_foreign ENVIRONMENT: one that is linked or copied from another checkout would import this one from then on.
+# refuse_foreign ENVIRONMENT: one that is linked or copied from another checkout would import this one from then on, and
+# what is no environment would be deleted when one is made in its place.
 refuse_foreign() {
   local stamp=$1/.moa_fairseq_setup other remedy
   remedy="To make one of its own, delete it here (of a link that takes the link alone), and run this again: rm -rf '$1'"
   if [ ! -e "$stamp" ]; then
-    if [ -L "$1" ] && [ -n "$(ls -A "$1/" 2>/dev/null)" ]; then
+    if [ -L "$1" ]; then
       fail "$1 is a link to $(readlink "$1"), a folder that setup.sh did not make and would change. $remedy."
+    fi
+    if [ "$1" != "${VIRTUAL_ENV:-}" ] && [ ! -e "$1/pyvenv.cfg" ] && [ -n "$(ls -A "$1" 2>/dev/null)" ]; then
+      fail "$1 exists and is not a virtual environment: move it to another place, and run this again."
     fi
     return 0
   fi
@@ -122,10 +126,13 @@ if [ -x "$python" ] && [ "$(cat "$stamp" 2>/dev/null)" = "$wanted" ] && [ -x "$v
   exit 0
 fi
 
-if [ -n "${VIRTUAL_ENV:-}" ] && ! "$python" -m pip --version >/dev/null 2>&1; then
+if "$python" -m pip --version >/dev/null 2>&1; then
+  :
+elif [ -n "${VIRTUAL_ENV:-}" ] || "$python" -c '' 2>/dev/null; then
   # yours (uv makes such environments): add pip, touch nothing else
-  "$python" -m ensurepip >/dev/null 2>&1 || fail "the active environment $venv has no pip: install pip into it, or deactivate it."
-elif ! "$python" -m pip --version >/dev/null 2>&1; then
+  "$python" -m ensurepip >/dev/null 2>&1 && "$python" -m pip --version >/dev/null 2>&1 \
+    || fail "the environment $venv has no pip: install pip into it (Debian: apt install python3-venv), or deactivate or delete it."
+else
   base=$(find_python)
   share=$(cd / && "$base" -c 'import os, torch; print(os.path.dirname(os.path.dirname(torch.__file__)))' 2>/dev/null) || share=
   echo "setup.sh: making $venv with $base${share:+, sharing its torch}"

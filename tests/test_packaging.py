@@ -62,6 +62,51 @@ def test_without_a_compiler_fairseq_is_not_built(tmp_path):
     assert "no-compiler-of-this-name" in done.stderr and not (tmp_path / "out").exists()
 
 
+def folder(place):
+    place.mkdir()
+    (place / "notes.txt").write_text("mine")
+
+
+def environment_without_pip(place):
+    """As uv makes them."""
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", place], check=True)
+    (site,) = place.glob("lib/python*/site-packages")
+    (site / "mine.py").write_text("mine")
+
+
+@pytest.mark.parametrize(
+    ("make", "flag"),
+    [
+        (environment_without_pip, ()),
+        (folder, ()),
+        (folder, ("--integrations",)),
+        (lambda place: place.write_text("mine"), ()),
+        (lambda place: place.symlink_to("nowhere"), ()),
+    ],
+)
+def test_setup_deletes_nothing_that_it_did_not_make(tmp_path, make, flag):
+    """What it does not take for its own is named and stays, and an environment without pip gets one."""
+    root = tmp_path / "project"
+    requirements = ("scripts/requirements.txt", "scripts/requirements-integrations.txt")
+    for name in ("setup.py", "scripts/setup.sh", *requirements):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    place = root / f".venv{''.join(flag)[1:]}"
+    make(place)
+    before = {path for path in root.rglob("*") if path.is_symlink() or path.is_file()}
+    environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
+    done = subprocess.run(
+        ["bash", root / "scripts" / "setup.sh", *flag], env=environment, capture_output=True, text=True
+    )
+    assert done.returncode == 1
+    assert before <= {path for path in root.rglob("*") if path.is_symlink() or path.is_file()}
+    if make is environment_without_pip:
+        assert (place / "bin" / "pip").exists() or list(place.glob("lib/python*/site-packages/pip"))
+    else:
+        assert str(place) in done.stderr
+
+
 def test_both_checks_run_one_script():
     for name in (".ci/run", ".github/workflows/test.yml"):
         assert "bash scripts/test.sh" in text(name)
