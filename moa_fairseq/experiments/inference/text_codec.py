@@ -1,4 +1,4 @@
-"""Raw text to a model's symbols and back, as the data set that it was trained on was prepared."""
+"""From raw text to a model's symbols and back, as its training data was prepared."""
 
 from __future__ import annotations
 

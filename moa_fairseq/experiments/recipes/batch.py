@@ -1,6 +1,7 @@
 """How an update's tokens are spread over devices and accumulation steps, and how many updates there are.
 
-A device gets no fewer tokens than the longest sentence or sample has: fairseq leaves training sentences out
+Each device gets at least as many tokens as the longest sentence or sample has: fairseq skips training
+    sentences
 that are longer than --max-tokens, stops at those of the validation set, and cuts language models' samples.
 """
 
@@ -29,7 +30,7 @@ MAX_POSITIONS = 1024
 LOUD_DEVIATION = 0.01
 # Of the way from the minimum to the peak: more than this at the last update is worth a warning.
 FAR_FROM_MINIMUM = 0.1
-# Schedules that end: what they call their last rate, and what moves their end.
+# Schedules that end: the name of their last rate, and the setting that moves their end.
 SCHEDULES = {
     "cosine": ("min_lr", "train.flags.warmup-updates plus lr-period-updates"),
     "polynomial_decay": ("end_learning_rate", "train.flags.total-num-update"),
@@ -42,10 +43,10 @@ class BatchPlan:
     """How one update's tokens are spread over devices and accumulation steps.
 
     Args:
-        devices: processes that train side by side.
-        update_freq: accumulation steps of an update.
-        max_tokens: most tokens on one device at once, padding included.
-        wanted: tokens of an update that the recipe asks for, None where it asks for none.
+        devices: number of processes that train together.
+        update_freq: accumulation steps per update.
+        max_tokens: most tokens per device and step, including padding.
+        wanted: tokens per update requested by the recipe, or None.
     """
 
     devices: int
@@ -55,11 +56,11 @@ class BatchPlan:
 
     @property
     def effective(self) -> int:
-        """Tokens of one update, padding included."""
+        """Tokens per update, including padding."""
         return self.devices * self.update_freq * self.max_tokens
 
     def describe(self) -> str:
-        """One line for the log, rounding included; a warning where it is much."""
+        """One line for the log, including rounding; a warning if the rounding is large."""
         line = (
             f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
             f"{self.max_tokens:,} = {self.effective:,} tokens per update"
@@ -79,12 +80,12 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
     The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that devices x
-    steps x max-tokens is the effective batch, short of it by less than devices x steps. Where that would go
+    steps x max-tokens is the effective batch, or less by under devices x steps. If that would be
     below train.min_tokens, fewer steps.
 
     Args:
         train: the recipe's section.
-        devices: processes that train side by side.
+        devices: number of processes that train together.
     """
     wanted = train.effective_batch_tokens
     if wanted is None:
@@ -96,19 +97,19 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
 
 
 def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, Hardware, str]:
-    """Leave out the devices that cannot share an update, as each would get less than the longest sentence.
+    """Leave out devices that cannot share an update because each would get less than the longest sentence.
 
     Args:
-        recipe: one without train.min_tokens gets the longest sentence's or sample's.
+        recipe: without train.min_tokens, the longest sentence or sample determines it.
         hardware: all devices.
-        data: the binarised folder; without one the known size of the corpus counts.
+        data: the binarised folder; without it, the known size of the corpus is used.
 
     Returns:
-        The recipe with train.min_tokens, the hardware with as many devices as can share an update, and why
-        fewer ("" where all are used).
+        The recipe with train.min_tokens, the hardware with as many devices as can share an update, and the
+        reason for using fewer ("" if all are used).
 
     Raises:
-        UserError: where other programs have started the processes, so that none can be left out here.
+        UserError: if other programs have started the processes, so that none can be left out here.
     """
     if recipe.train.min_tokens is None:
         longest = _longest(recipe, data)
@@ -159,16 +160,16 @@ def _longest(recipe: Recipe, data: Path | None) -> int | None:
 
 @dataclasses.dataclass(frozen=True)
 class CorpusSize:
-    """A training set. Tokens include the end of each sentence.
+    """A training set. Token counts include the end of each sentence.
 
     Args:
         name: of the corpus, or of its folder.
-        sentences, source_tokens, target_tokens: how many it has.
-        vocabulary: symbols of the target's dictionary, fairseq's own included.
+        sentences, source_tokens, target_tokens: their numbers.
+        vocabulary: number of symbols in the target's dictionary, including fairseq's own.
         fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
             sentences that are longer on the source side.
-        origin: where the numbers are from.
-        batches: how many fairseq cuts one epoch into, known of measured data only.
+        origin: the source of the numbers.
+        batches: number of batches per epoch, for measured data only.
         longest: tokens of the longest sentence, for a plan without data.
     """
 
@@ -183,19 +184,19 @@ class CorpusSize:
     longest: int | None = None
 
     def updates_per_epoch(self, batch: BatchPlan) -> int:
-        """Updates in an epoch."""
+        """Updates per epoch."""
         if self.batches is not None:
             return math.ceil(math.ceil(self.batches / batch.devices) / batch.update_freq)
         return max(1, round(self.target_tokens / (batch.effective * self.fill)))
 
 
 def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> int | None:
-    """Updates to max_epoch or max_update, whichever comes first; None where `size` would have to say it.
+    """Updates to max_epoch or max_update, whichever comes first; None if this depends on an unknown `size`.
 
     Args:
         train: the recipe's section.
         batch: how an update is shared.
-        size: of the training set; without it max_epoch is not looked at.
+        size: of the training set; without it, max_epoch is ignored.
     """
     if train.max_update:
         limits = [train.max_update]
@@ -209,11 +210,11 @@ def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> 
 def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | None:
     """A warning when the learning rate ends far from its minimum: the model would not have annealed.
 
-    None when all is well, when the number of updates is unknown, and when a schedule without a minimum
+    None if all is well, if the number of updates is unknown, and if a schedule without a minimum
     (inverse_sqrt, fixed) has at least reached its peak.
 
     Args:
-        args: the training as fairseq parsed it.
+        args: fairseq's parsed flags of the training.
         updates: of the whole training.
     """
     if updates is None:
@@ -252,14 +253,14 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
 
 
 def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
-    """How large the training set is: measured in a binarised folder, else looked up; None if unknown.
+    """The size of the training set: measured in a binarised folder, else looked up; None if unknown.
 
     Args:
         recipe: of the training.
         data: the binarised folder, or None.
 
     Raises:
-        UserError: as `measured_size`.
+        UserError: see `measured_size`.
     """
     if data:
         return measured_size(recipe, data, plan_batch(recipe.train, 1).max_tokens)
@@ -267,7 +268,7 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
 
 
 def known_size(recipe: Recipe) -> CorpusSize | None:
-    """The entry of corpus_sizes.json whose experiments the recipe belongs to, by the longest beginning."""
+    """The entry of corpus_sizes.json for the recipe's experiment, by the longest matching prefix."""
     names = (recipe.experiment, recipe.data.recipe)
     found: dict[str, dict[str, Any]] = {
         beginning: entry
@@ -289,7 +290,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
         max_tokens: of a batch on one device.
 
     Raises:
-        UserError: when its training set or dictionary is not there, or a sentence is longer than max_tokens.
+        UserError: if its training set or dictionary is missing, or a sentence is longer than max_tokens.
     """
     from fairseq.data import data_utils
 
@@ -335,7 +336,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens of every sentence of a split, its end included.
+    """Tokens of every sentence of a split, including its end.
 
     Args:
         recipe: for its languages.
@@ -343,10 +344,10 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
         split: its name, such as "train".
 
     Returns:
-        Of the N source and of the N target sentences, [N] int64 each; of one text twice those of its lines.
+        For N source and N target sentences [N] int64 each; for one text twice the lengths of its lines.
 
     Raises:
-        UserError: where a file is missing.
+        UserError: if a file is missing.
     """
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 

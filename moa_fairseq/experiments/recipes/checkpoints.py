@@ -1,4 +1,4 @@
-"""The models of a run folder: which are whole, where training goes on, and fine-tuning (MAE §5.2)."""
+"""The models of a run folder: complete checkpoints, the checkpoint to resume from, fine-tuning (MAE §5.2)."""
 
 from __future__ import annotations
 
@@ -27,16 +27,16 @@ log = logging.getLogger(__name__)
 
 
 def trained_checkpoint(folder: Path) -> Path:
-    """What a run folder stands for: its averaged checkpoint, else its best; average.pt where neither is.
+    """A run folder's result: its averaged checkpoint, else its best; average.pt if neither exists.
 
-    A --save-dir of fairseq-train stands for its best checkpoint, too.
+    For a --save-dir of fairseq-train it is also the best checkpoint.
     """
     names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
     return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
-    """The checkpoint file that `pretrained` stands for: itself, or what a run folder has to show."""
+    """The checkpoint file for `pretrained`: the file itself, or a run folder's result."""
     path = Path(pretrained)
     if path.suffix == ".pt":
         return path
@@ -44,18 +44,18 @@ def pretrained_checkpoint(pretrained: str) -> Path:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """False for a checkpoint that was cut off: its zip directory stands at the very end."""
+    """False for a checkpoint that was cut off: its zip directory is at the very end."""
     return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
 
 
 def checkpoint_to_resume(folder: Path) -> Path | None:
-    """checkpoint_last.pt, or the newest readable checkpoint where a crash or a disk damaged the last one.
+    """checkpoint_last.pt, or the newest readable checkpoint if a crash or a disk damaged the last one.
 
-    Reads the whole file: torch writes a checksum for every part of it. Warns of every damaged one that was
-    passed over. None when training has to start from the beginning.
+    Reads the whole file, because torch writes a checksum for every part of it. Warns of every damaged file
+    that it skips. None if training has to start from the beginning.
 
     Raises:
-        UserError: when there are checkpoints but none is readable.
+        UserError: if there are checkpoints but none is readable.
     """
     numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
     numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
@@ -70,8 +70,8 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
             pass
         except OSError as error:
-            # a place before the start of a file that was cut off, or a bad disk; else (no right to read it, a
-            # server that does not answer) the checkpoint may be whole, and an older one must not replace it
+            # a position before the start of a file that was cut off, or a bad disk; otherwise (no permission,
+            # an unavailable server) the checkpoint may be complete, and an older one must not replace it
             if error.errno not in (None, errno.EINVAL, errno.EIO):
                 raise
         log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
@@ -83,13 +83,13 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
 
 
 def complete_the_last(folder: Path) -> None:
-    """Before a training goes on: checkpoint_last.pt is there and whole, where any checkpoint is.
+    """Before a training resumes: restore checkpoint_last.pt if any checkpoint is complete.
 
-    A save writes a numbered checkpoint, then the best and the last as copies of it. A disk that was full in
-    between, or a kill, has left the copies out.
+    A save writes a numbered checkpoint, then the best and the last as copies of it. A full disk or a kill in
+    between leaves the copies out.
 
     Raises:
-        UserError: as `checkpoint_to_resume`.
+        UserError: see `checkpoint_to_resume`.
     """
     found = checkpoint_to_resume(folder)
     if found is None or found.name == LAST:
@@ -102,7 +102,7 @@ def complete_the_last(folder: Path) -> None:
 
 
 def prepared_data(run_folder: Path) -> Path | None:
-    """The binarised folder that a run was made on, if it is still there."""
+    """The binarised folder that a run was made on, if it still exists."""
     folder = prepare_facts(run_folder).get("folder")
     if isinstance(folder, str) and Path(folder).is_dir():
         return Path(folder)
@@ -110,15 +110,15 @@ def prepared_data(run_folder: Path) -> Path | None:
 
 
 def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Path | None]:
-    """The checkpoint that a run folder, a --save-dir or a file stands for, and the data that goes with it.
+    """The checkpoint of a run folder, a --save-dir or a file, and its data.
 
     Args:
         model: the folder or file.
-        data: the binarised folder that the user named.
+        data: the binarised folder given by the user.
 
     Returns:
-        The checkpoint, and `data`, else what the run folder says; None where it does not, as after plain
-        fairseq-train.
+        The checkpoint, and `data`, else the folder recorded by the run; None if there is no record, as after
+        plain fairseq-train.
 
     Raises:
         UserError: for a folder without a checkpoint.
@@ -135,7 +135,7 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
 
 
 def prepare_facts(run_folder: Path) -> dict[str, Any]:
-    """What the prepare stage left in a run folder: folder, sentences, fingerprint, source, settings."""
+    """The prepare stage's record in a run folder: folder, sentences, fingerprint, source, settings."""
     facts = marks(run_folder).get("prepare", {}).get("facts")
     if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict):
         return facts
@@ -143,12 +143,12 @@ def prepare_facts(run_folder: Path) -> dict[str, Any]:
 
 
 def finetuned(recipe: Recipe) -> Recipe:
-    """The recipe with all that follows from `pretrained` and `finetune`; others come back as they are.
+    """The recipe with the consequences of `pretrained` and `finetune`; others are returned unchanged.
 
-    noft: nothing is trained, the pretrained model is evaluated; one random expert (MAE's Table 5) is drawn by
-    train.seed. ftg: the gates by plain SGD at the recipe's gate-lr, all other optimisation flags being the
-    experts'. The data is segmented with the merges and numbered with the dictionaries of the pretrained run,
-    unless the recipe names others.
+    noft: nothing is trained, the pretrained model is evaluated; train.seed draws the random expert of MAE's
+    Table 5. ftg: the gates by plain SGD at the recipe's gate-lr; all other optimisation flags are for the
+    experts. The data is segmented with the merges and numbered with the dictionaries of the pretrained run,
+    unless the recipe gives others.
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
@@ -182,16 +182,16 @@ def finetuned(recipe: Recipe) -> Recipe:
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:
-    """Before hours are lost: the pretrained checkpoint is there, and the data has its dictionaries.
+    """Before hours are lost: check that the pretrained checkpoint exists and the data has its dictionaries.
 
-    Warns of what could not be checked.
+    Warns if something could not be checked.
 
     Args:
-        recipe: whose `pretrained` names a run folder or a checkpoint.
-        data: the binarised folder that it is fine-tuned on.
+        recipe: its `pretrained` is a run folder or a checkpoint.
+        data: the binarised folder for the fine-tuning.
 
     Raises:
-        UserError: naming the key or the file, and the remedy.
+        UserError: with the key or the file, and the remedy.
     """
     pretrained = recipe.pretrained or ""
     checkpoint = pretrained_checkpoint(pretrained)

@@ -1,4 +1,4 @@
-"""What a recipe needs when its training has ended, asked before it begins."""
+"""The recipe's requirements at the end of its training, checked before the training begins."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
 
-# Flags that name files which are read: at the first start of a training, and after its end.
+# Flags with names of files to read: at the first start of a training, and after its end.
 _FILES = {
     "train": ("finetune-from-model", "continue-once"),
     "generate": ("lm-path",),
@@ -25,12 +25,12 @@ _BEST = "--set average=null evaluates the best checkpoint"
 def unmet(
     recipe: Recipe, updates: int | None = None, per_epoch: int | None = None
 ) -> Iterator[tuple[str, str]]:
-    """Where the training would leave less than what is averaged or evaluated.
+    """Settings by which the training would leave less than the average or the evaluation needs.
 
     Args:
         recipe: of the training.
-        updates: of the whole training, where the data is known; else train.max_update counts.
-        per_epoch: updates of an epoch, where the data is known.
+        updates: of the whole training, if the data is known; otherwise train.max_update is used.
+        per_epoch: updates per epoch, if the data is known.
 
     Returns:
         (key, why) of each problem.
@@ -93,7 +93,7 @@ def unmet(
         first = max(1, number("validate-after-updates"))
 
         def written(interval: int) -> int:
-            """How many there are: fairseq writes none of an update that ends an epoch."""
+            """The number of saved checkpoints: fairseq saves none at an update that ends an epoch."""
             if per_epoch:
                 both = math.lcm(interval, per_epoch)
             else:
@@ -113,7 +113,7 @@ def unmet(
 
 
 def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
-    """Refuse a training that would end without what the recipe needs.
+    """Raise an error for a training that would end without the files that the recipe needs.
 
     Args:
         recipe: of the training.
@@ -121,7 +121,7 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         data: the binarised folder.
 
     Raises:
-        UserError: naming the key.
+        UserError: with the key.
     """
     size = None
     if recipe.kind == TRANSLATION:  # of other kinds the updates of an epoch are only estimated
@@ -139,14 +139,14 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
 
 
 def check_files(recipe: Recipe, first_start: bool) -> None:
-    """Refuse a recipe that names a file which is not there.
+    """Raise an error for a recipe with the name of a missing file.
 
     Args:
         recipe: with its flags.
-        first_start: what only the first start of a training reads is asked for, too.
+        first_start: also check files that only the first start of a training reads.
 
     Raises:
-        UserError: naming the flag and the file.
+        UserError: with the flag and the file.
     """
     for section, names in _FILES.items():
         flags: Any = getattr(getattr(recipe, section), "flags", {})

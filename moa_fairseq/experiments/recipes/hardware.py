@@ -1,6 +1,6 @@
 """The devices of a training, of one machine or of several that train together, and the numeric precision.
 
-A process here is one GPU, or one machine's CPU. Everything is said to fairseq-train by its own flags, so
+A process here is one GPU, or one machine's CPU. fairseq-train gets everything by its own flags, so
 that a printed command works without this program.
 """
 
@@ -28,8 +28,8 @@ class Device(NamedTuple):
     Args:
         capability: CUDA's, (major, minor).
         memory: in bytes.
-        peak_half, peak_single: operations a second in fp16 or bf16, and in fp32.
-        counts: how many of them --plan shows where none is asked for.
+        peak_half, peak_single: operations per second in fp16 or bf16, and in fp32.
+        counts: numbers of GPUs that --plan shows by default.
     """
 
     capability: tuple[int, int]
@@ -39,7 +39,7 @@ class Device(NamedTuple):
     counts: tuple[int, ...] = (1, 8, 32)
 
 
-# What --device-name may say. NVIDIA's data sheets of the SXM modules and white papers of the GeForce cards
+# Values of --device-name. NVIDIA's data sheets of the SXM modules and white papers of the GeForce cards
 # (with sums in fp32), without sparsity.
 DEVICES = {
     "V100": Device((7, 0), 32_000_000_000, 125e12, 15.7e12),
@@ -51,7 +51,7 @@ DEVICES = {
     "RTX5090": Device((12, 0), 32_000_000_000, 209.5e12, 104.8e12, (1,)),
 }
 
-# What torch calls them; a card that is not named here is unknown, however alike its name is.
+# torch's names; a card that is not listed is unknown, even if its name is similar.
 _NAMES = {
     **dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"),
     **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100"),
@@ -63,11 +63,11 @@ _NAMES = {
 
 
 def device_kind(name: str) -> str:
-    """The key of DEVICES that a GPU of this name is, else "unknown"."""
+    """The key of DEVICES for a GPU of this name, else "unknown"."""
     return _NAMES.get(name, "unknown")
 
 
-# From this width on a CPU with units for bfloat16 trains under autocast: 1.4 to 1.5 times as fast on a Xeon
+# From this width on, a CPU with units for bfloat16 trains under autocast: 1.4 to 1.5 times as fast on a Xeon
 # with AMX. Smaller models gain less, and their float32 is the same on CPUs without such units.
 _AMP_WIDTH = 512
 
@@ -78,10 +78,10 @@ class World:
 
     Args:
         size: processes of all machines together.
-        rank: number of this machine's first process, 0 on the machine that keeps the run folder.
-        here: how many of them this program starts.
-        init_method: where they meet, as torch.distributed wants it.
-        spawn: whether fairseq-train makes the processes here out of one.
+        rank: number of this machine's first process, 0 on the machine that owns the run folder.
+        here: number of processes that this program starts.
+        init_method: their meeting point, for torch.distributed.
+        spawn: whether fairseq-train makes several processes from one.
         device: the GPU of a process that fairseq-train does not spawn.
     """
 
@@ -108,12 +108,12 @@ class Hardware:
     """The devices of one run.
 
     Args:
-        gpus: how many of this machine's are used; 0 means CPU.
+        gpus: number of this machine's GPUs to use; 0 means CPU.
         name: of the GPU or CPU, for people.
-        capability: CUDA's (major, minor), of the least of the GPUs.
-        visible: the numbers of all GPUs that torch sees; the first `gpus` of them are used.
-        world: the other machines or processes of the same training, None when there are none.
-        bfloat16_units: whether the CPU multiplies bfloat16 in units made for it (AMX or AVX512-BF16).
+        capability: CUDA's (major, minor), of the least capable GPU.
+        visible: the numbers of all GPUs visible to torch; the first `gpus` of them are used.
+        world: the other machines or processes of the same training, or None.
+        bfloat16_units: whether the CPU has units for bfloat16 products (AMX or AVX512-BF16).
     """
 
     gpus: int = 0
@@ -125,7 +125,7 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Processes that train side by side, on all machines: one per GPU, or one on each machine's CPU."""
+        """Processes that train together on all machines: one per GPU, or one on each machine's CPU."""
         if self.world:
             return self.world.size
         return max(1, self.gpus)
@@ -137,12 +137,12 @@ class Hardware:
 
     @property
     def shared(self) -> bool:
-        """True when other programs start a part of the processes."""
+        """True if other programs start some of the processes."""
         return self.world is not None and self.world.size > self.world.here
 
     @property
     def environment(self) -> dict[str, str]:
-        """CUDA_VISIBLE_DEVICES where a run uses fewer GPUs than torch sees."""
+        """CUDA_VISIBLE_DEVICES if a run uses fewer GPUs than torch sees."""
         used = self.visible[: self.gpus]
         if 0 < len(used) < len(self.visible):
             return {"CUDA_VISIBLE_DEVICES": ",".join(used)}
@@ -182,14 +182,14 @@ def detect_hardware() -> Hardware:
 
 
 def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
-    """GPUs of a kind, for --dry-run and --plan without them.
+    """GPUs of a given type, for --dry-run and --plan without them.
 
     Args:
         device_name: a key of DEVICES.
-        gpus: how many, 1 unless given.
+        gpus: their number (default: 1).
 
     Raises:
-        UserError: for fewer than one.
+        UserError: for a number below 1.
     """
     count = 1 if gpus is None else gpus
     if count < 1:
@@ -202,12 +202,12 @@ def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hard
     """Apply --gpus N to the machine.
 
     Args:
-        present: what the machine has.
-        wanted: N; None takes all that is present, 0 the CPU.
-        dry_run: for more than there are, print the commands for that many V100s (fp16).
+        present: this machine's hardware.
+        wanted: N; None for all GPUs, 0 for the CPU.
+        dry_run: if N is larger than the number of GPUs, show the commands for that many V100s (fp16).
 
     Raises:
-        UserError: for more than there are, except in a dry run, and for a negative number.
+        UserError: for more GPUs than present, except in a dry run, and for a negative number.
     """
     if wanted is None or wanted == present.gpus:
         return present
@@ -230,10 +230,10 @@ def find_world(
     master: str | None = None,
     environment: Mapping[str, str] = os.environ,
 ) -> World | None:
-    """The world of this program, or None where it trains alone on one machine.
+    """The world of this program, or None if it trains alone on one machine.
 
-    Without nodes, node_rank and master, torchrun's environment variables count; in a job of Slurm, several
-    GPUs are a world of their own, so that fairseq leaves the job's other machines alone.
+    Without nodes, node_rank and master, torchrun's environment variables are used; in a job of Slurm, several
+    GPUs form a separate world, so that fairseq leaves the job's other machines alone.
 
     Args:
         gpus: on each machine, 0 for its CPU.
@@ -243,7 +243,7 @@ def find_world(
         environment: the variables.
 
     Raises:
-        UserError: where they contradict each other, or one is no such number or address.
+        UserError: if they contradict each other, or a number or address is invalid.
     """
     if nodes is None and node_rank is None and master is None:
         if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
@@ -255,7 +255,7 @@ def find_world(
         job = environment.get("SLURM_JOB_ID", "")
         if gpus < 2 or not job.isdigit():
             return None
-        # Left alone, fairseq would take the job's other machines and tasks, whatever they are for, for
+        # Otherwise, fairseq would take the job's other machines and tasks, whatever their purpose, for
         # processes of this training.
         return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
     if "TORCHELASTIC_RUN_ID" in environment:
@@ -283,18 +283,18 @@ def find_world(
 
 
 def precision_name(precision: str, hardware: Hardware, model: Model | None = None) -> str:
-    """The precision that a recipe's `precision` stands for: fp32, fp16, bf16 or amp.
+    """A recipe's `precision` as fp32, fp16, bf16 or amp.
 
     `auto` is bf16 from Ampere on, fp16 on Volta and Turing; on a CPU with units for bfloat16, amp for a model
-    wide enough to gain from it, but not with adaptive inputs, which fail under autocast; else fp32.
+    wide enough to gain from it, except with adaptive inputs, which fail under autocast; otherwise fp32.
 
     Args:
         precision: one of PRECISIONS of `schema`.
-        hardware: what it runs on.
-        model: the recipe's section; without it a CPU has fp32 under `auto`.
+        hardware: the run's hardware.
+        model: the recipe's section; without it `auto` means fp32 on a CPU.
 
     Raises:
-        UserError: when the precision was asked for by name and the hardware or the model does not take it.
+        UserError: if the hardware or the model does not support the precision.
     """
     capability = hardware.capability or (0, 0)
     on_cpu = precision == "auto" and not hardware.gpus
@@ -327,14 +327,14 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
 
 
 def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
-    """Refuse settings that fairseq would only refuse, or break on, once every process runs.
+    """Raise an error for settings that fairseq would reject only once every process runs.
 
     Args:
         recipe: with its flags.
-        hardware: what it runs on.
+        hardware: the run's hardware.
 
     Raises:
-        UserError: naming the flag.
+        UserError: with the flag.
     """
     asked = recipe.training_flags
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
@@ -365,7 +365,7 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _cpu(cores: str) -> Hardware:
-    """This machine's CPU. cores: what it is called before its model's name."""
+    """This machine's CPU. cores: the prefix of its name."""
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             pairs = [line.partition(":") for line in lines]

@@ -1,4 +1,4 @@
-"""What an evaluation will find too long is found before the training."""
+"""Text that is too long for the evaluation is detected before the training."""
 
 from __future__ import annotations
 
@@ -34,9 +34,9 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
         training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
 
     Raises:
-        UserError: where it would read longer blocks than the language model, where a context window leaves no
-            token to evaluate or stands beside carried chunks, and where it would stop at the sub-words that
-            it should join, or leave them as they are.
+        UserError: if it would read longer blocks than the language model, if a context window leaves no
+            token to evaluate or is combined with carried chunks, and if it would stop at the sub-words to
+            be joined, or leave them unchanged.
     """
     if evaluation.post_process not in (None, JOINED):
         raise UserError(
@@ -66,9 +66,9 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
 
 
 def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) -> None:
-    """Refuse data of which a sentence to evaluate is longer than the model reads.
+    """Raise an error if a sentence to evaluate is longer than the model's limit.
 
-    fairseq would stop at it after the training, or leave it out.
+    fairseq would stop at it after the training, or skip it.
 
     Args:
         recipe: for its kind, subsets and flags.
@@ -76,7 +76,7 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
         data: the binarised folder.
 
     Raises:
-        UserError: naming the sentence, and what can still be said when the model is trained.
+        UserError: with the sentence, and the settings that can still be changed after the training.
     """
     start = int(recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None)  # <s>
     for split, limits, remedy in _limits(recipe, training):
@@ -92,7 +92,7 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
 
 
 def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """(subset, tokens that its source and target sentences may have, how to raise that)."""
+    """(subset, limits of its source and target sentences in tokens, how to raise the limits)."""
     if recipe.generate and recipe.generate.flags.get(SKIP):
         evaluated = []
     else:

@@ -1,4 +1,4 @@
-"""A recipe file becomes a checked Recipe: YAML, `base:`, `--set key=value`; its flags are asked about."""
+"""From a recipe file to a checked Recipe: YAML, `base:`, `--set key=value`, and the parsers of its flags."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from moa_fairseq.files import shipped
 from moa_fairseq.process import flags
 
 T = TypeVar("T")
-# Besides its own errors PyYAML lets through whatever a value raises that does not fit its tag
+# In addition to its own errors PyYAML passes on any error of a value that does not fit its tag
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
 _NOT_YAML = (*_ODD, RecursionError, OverflowError)
@@ -41,19 +41,19 @@ _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", st
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
-    """Read, merge and check one recipe file; nothing else makes a Recipe of a file.
+    """Read, merge and check one recipe file, the only way from a file to a Recipe.
 
-    A null stands for a key that is not said. Where the values are those of one of the file's `rows`,
+    A null means an absent key. If the values are those of one of the file's `rows`,
     `reproduces` names that row.
 
     Args:
-        path: a YAML file; its `base:` is merged under it key by key: a path from its own folder, else the
-            name of a shipped recipe, or a list of them, a later one over an earlier one. A base may have
+        path: a YAML file; its `base:` is merged under it key by key: a path relative to its own folder, else
+            the name of a shipped recipe, or a list of them, later ones over earlier ones. A base may have
             bases.
         overrides: `section.key=value` strings, the value in YAML, applied last.
 
     Raises:
-        UserError: naming file and key.
+        UserError: with file and key.
     """
     path = Path(path)
     layers = _layers(path)
@@ -64,7 +64,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     said = _said(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, said], file)
-    # A row is met where its values change nothing but the printed number.
+    # A row matches if its values change nothing but the printed number.
     names = recipe.rows if recipe.reproduces else ()
     own = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
     for name in sorted(own, key=lambda name: len(own[name])):  # the one that says most wins
@@ -83,7 +83,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 
 
 def _said(overrides: Sequence[str]) -> dict[str, Any]:
-    """What `section.key=value` strings say, as a mapping of a recipe file."""
+    """`section.key=value` strings as a mapping of a recipe file."""
     try:
         found: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
     except _NOT_YAML as error:
@@ -92,16 +92,16 @@ def _said(overrides: Sequence[str]) -> dict[str, Any]:
 
 
 def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--row") -> list[str]:
-    """The `section.key=value` strings that make one of a recipe's `rows` of it.
+    """The `section.key=value` strings that select one of a recipe's `rows`.
 
     Args:
         recipe: of the file.
         name: of the row.
-        cell: those of `reproduces`, which tell of the printed number, too.
-        file: what the row stands in, for the error.
+        cell: also the values of `reproduces`, which identify the printed number.
+        file: the row's file, for the error.
 
     Raises:
-        UserError: for a name that the recipe does not have, and for a row that is not a mapping.
+        UserError: for an unknown row, and for a row that is not a mapping.
     """
     if name not in recipe.rows:
         fail(file, name, f"{recipe.experiment} has no such row{did_you_mean(name, recipe.rows)}.")
@@ -154,14 +154,14 @@ def shipped_recipes() -> dict[str, Path]:
 
 
 def find_recipe(path: Path, folder: Path = Path()) -> Path:
-    """The file itself where there is one, else the shipped recipe of that name.
+    """The file itself if it exists, else the shipped recipe of that name.
 
-    A shipped recipe is called NAME, NAME.yaml or configs/NAME.yaml, and the folder of its data set may be
-    said. A path within configs/, such as parts/moa_losses.yaml, is found, too.
+    A shipped recipe is called NAME, NAME.yaml or configs/NAME.yaml; the folder of its data set may be
+    included. A path within configs/, such as parts/moa_losses.yaml, also works.
 
     Args:
         path: as the user wrote it.
-        folder: from which the path goes.
+        folder: the start of a relative path.
     """
     near = folder / path
     if near.is_file() or path.suffix not in ("", ".yaml"):
@@ -178,12 +178,12 @@ def find_recipe(path: Path, folder: Path = Path()) -> Path:
 
 
 def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
-    """Make a dataclass from a mapping, by the types of its fields.
+    """Make a dataclass from a mapping, with conversion to the types of its fields.
 
     Args:
         cls: a dataclass of `schema`.
-        mapping: name of a field → value, as YAML has it.
-        file: what it was read from, for the error.
+        mapping: name of a field → value from YAML.
+        file: its file, for the error.
         prefix: the section's dotted key, for the error.
 
     Raises:
@@ -235,7 +235,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
 
 
 def _objects(kind: Any, value: Any) -> Any:
-    """The dataclasses that plain values stand for."""
+    """The dataclasses represented by plain values."""
     if typing.get_origin(kind) is Union:
         kind = typing.get_args(kind)[0]
     if value is None or not dataclasses.is_dataclass(kind):
@@ -245,14 +245,14 @@ def _objects(kind: Any, value: Any) -> Any:
 
 
 def check_flags(recipe: Recipe) -> argparse.Namespace:
-    """Ask the program of each section about its flags.
+    """Check each section's flags with the parser of its program.
 
     Returns:
-        Those of the training, as fairseq takes them.
+        The training's flags, as fairseq parses them.
 
     Raises:
-        UserError: for a flag that its program does not know by that very name, or knows as one that is
-            reserved; for a training that fairseq's parser refuses, with its complaint; for an evaluation of
+        UserError: for a flag that its program does not have under exactly that name, and for a
+            reserved flag; for flags that fairseq's parser rejects, with its complaint; for an evaluation of
             blocks that are longer than the model; and for more experts per token than there are.
     """
     refusal = "fairseq does not accept the recipe's flags"
@@ -293,7 +293,7 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
 
 
 def near_or_all(name: str, known: Collection[str]) -> str:
-    """The nearest known names as of `did_you_mean`, else the list of them."""
+    """The nearest known names by `did_you_mean`, else the list of them."""
     return did_you_mean(name, known) or f" (known: {', '.join(sorted(known))[:300]})"
 
 
@@ -302,10 +302,10 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        kind: what it is, such as "recipe", for the error.
+        kind: its content, such as "recipe", for the error.
 
     Raises:
-        UserError: for a file that is missing or damaged, or holds no mapping.
+        UserError: for a file that is missing or damaged, or is not a mapping.
     """
     try:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
@@ -327,7 +327,7 @@ def fail(file: str, key: str, problem: str) -> NoReturn:
     """Raise the UserError for one key of one file.
 
     Args:
-        file: what was read.
+        file: the file that was read.
         key: dotted.
         problem: the rest of the sentence.
 

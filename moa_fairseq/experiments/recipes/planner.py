@@ -1,8 +1,8 @@
-"""The bill before the start: what a recipe costs in parameters, MACs, updates, memory and hours.
+"""The cost of a recipe before it starts: parameters, MACs, updates, memory and hours.
 
-Hours are those of a measured speed where there is a record of this model on the card or on one of its
-generation, and else a range. Memory is what stands there before the first batch, and what a batch of
-train.max_tokens adds. Bytes of a parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
+Hours come from a measured speed, if there is a record of this model on this card or on a card of its
+generation, otherwise they are a range. Memory is that before the first batch, and that added by a batch of
+train.max_tokens. Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
 
     fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
     fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
@@ -44,12 +44,12 @@ from moa_fairseq.experiments.tables import Column, Table
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
 OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
 OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
-# Shares of the peak that trainings reached: MoA base and a dense Transformer big in
+# Measured fractions of the peak speed: MoA base and a dense Transformer big in
 # results/benchmarks/training-cuda.json, both on an H200 and bound by the host. fairseq's own log of a dense
 # Transformer big on 128 V100 (facebookresearch/fairseq#233, #361) lies between: 1.65 million target tokens a
 # second of 221 million MACs each are 13.7 %.
 UTILISATION = (0.044, 0.193)
-# What the host takes for a layer's part of a batch, at least: a dense Transformer base and MoA big, ibidem.
+# Shortest host time for a layer's part of a batch: a dense Transformer base and MoA big, ibidem.
 HOST_SECONDS = (0.0039, 0.0077)
 # Bytes that a batch in half precision holds for a token, fitted to the four peaks there: for a MAC of the
 # attention and of the feed-forward, divided by the model's width, and for a symbol of the vocabulary.
@@ -62,14 +62,14 @@ FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how man
 
 
 class Workload(NamedTuple):
-    """What does not depend on the hardware.
+    """The part of the plan that does not depend on the hardware.
 
     Args:
         model: on the meta device, without weights.
         cost: of a sentence pair of mean length.
         vocabulary: symbols of the dictionary.
         lengths: the mean length of source and target sentences, in tokens.
-        size: of the training set, None where it is unknown.
+        size: of the training set, or None if unknown.
     """
 
     model: Any
@@ -84,11 +84,11 @@ class Workload(NamedTuple):
         return self.cost.total_macs / self.lengths[1]
 
     def batch_bytes(self, precision: str, masked: bool) -> float:
-        """Roughly what a batch holds, in bytes for each of its max_tokens.
+        """Approximate memory of a batch, in bytes per token of max_tokens.
 
         Args:
-            precision: as of `precision_name`.
-            masked: of a masked language model, which has outputs of some tokens alone.
+            precision: see `precision_name`.
+            masked: for a masked language model, which has outputs for some tokens only.
         """
         parts = self.cost.macs
         macs = {
@@ -129,14 +129,14 @@ def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: P
     """The plan as plain data.
 
     Args:
-        recipe: what is to be trained.
-        data: a binarised folder, or one that is not yet.
+        recipe: the training to plan.
+        data: a folder, binarised or not yet.
         machines: the hardware to plan for.
-        results: where recorded speeds are.
+        results: the folder of recorded speeds.
 
     Returns:
-        What does not depend on the hardware, MACs among it, and "hardware": for each machine its batch,
-        updates, hours (two ends of a range, or None), and memory, batch_memory and disk in bytes.
+        The part that does not depend on the hardware, including MACs, and "hardware": for each machine its
+        batch, updates, hours (two ends of a range, or None), and memory, batch_memory and disk in bytes.
     """
     data = data if data and is_binarised(data) else None
     work = workload(recipe, data)
@@ -242,7 +242,7 @@ def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str,
 
 
 def _sizes(cost: Cost) -> dict[str, Any]:
-    """Parameters and MACs, but for the parameters of embeddings, which may be shared or not."""
+    """Parameters and MACs, without the parameters of embeddings, which may be shared or not."""
     own = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
     return {"parameters": own, "macs": cost.macs}
 
@@ -264,7 +264,7 @@ def _nearest(
 
 
 def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[str, Any]:
-    """The source of a recorded speed, and the assumptions where the run differs from that training."""
+    """The source of a recorded speed, and the assumptions if the run differs from that training."""
     tokens = row.get("batch_tokens")
     source = f"recorded in {row['file']} on {row['count']} {row['device']}"
     if tokens:
@@ -280,12 +280,12 @@ def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[str, An
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
-    """Bytes that training keeps of a parameter on each of the devices.
+    """Bytes per parameter that training keeps on each device.
 
     Args:
         flags: of fairseq-train: optimizer, sharding, memory-efficient-*.
-        precision: as of `precision_name`.
-        devices: how many train together.
+        precision: see `precision_name`.
+        devices: number of devices that train together.
     """
     half = precision in ("fp16", "bf16")
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
@@ -304,20 +304,20 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
 def disk(
     recipe: Recipe, model: nn.Module, on_gpu: bool, updates: int | None, epochs: int | None
 ) -> dict[str, int | None]:
-    """What the checkpoints and the average that a training leaves take on the disk, as fairseq writes them.
+    """Disk space of the checkpoints and the average that a training leaves, as fairseq writes them.
 
-    A checkpoint has the weights and what the optimizer remembers, in fp32 whatever the precision. A tied
-    weight stands in it once for each of its names if it comes from a GPU.
+    A checkpoint has the weights and the optimizer's state, in fp32 for any precision. A tied
+    weight is stored once per name if it comes from a GPU.
 
     Args:
         recipe: for its flags, and whether there is an average.
         model: on any device: only shapes are read.
-        on_gpu: where it is trained.
-        updates, epochs: whole ones of the training, None if that is not known.
+        on_gpu: whether it is trained on a GPU.
+        updates, epochs: complete ones of the training, None if unknown.
 
     Returns:
         "checkpoint": bytes of one file, two more of which are there while a new one is written; "files": how
-        many stay; "total": bytes of all. The last two are None where nothing limits the number.
+        many stay; "total": bytes of all. The last two are None if nothing limits the number.
     """
     flags = recipe.training_flags
     own = dict(model.named_parameters())
@@ -357,7 +357,7 @@ def disk(
 
 
 def read_speeds(results: Path) -> list[dict[str, Any]]:
-    """The recorded speeds in a results folder; what cannot be read is left out.
+    """The recorded speeds in a results folder; unreadable files are skipped.
 
     The experiment of a benchmark's row is a recipe or an architecture.
 
@@ -365,8 +365,8 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
         results: the folder, with measured/, throughput/ and benchmarks/.
 
     Returns:
-        Of each: experiment, parameters, tokens_per_second, device (as `device_kind`), count, precision and
-        file; of benchmarks batch_tokens, too.
+        Of each: experiment, parameters, tokens_per_second, device (see `device_kind`), count, precision and
+        file; for benchmarks also batch_tokens.
     """
     rows: list[dict[str, Any]] = []
     places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
@@ -405,7 +405,7 @@ def as_text(report: dict[str, Any]) -> str:
     """The plan as a table for people.
 
     Args:
-        report: as of `plan`.
+        report: see `plan`.
     """
     source, target = report["mean_lengths"]
     corpus = report["corpus"]

@@ -1,4 +1,4 @@
-"""A run's first stage: its data is made, or found again."""
+"""A run's first stage: it makes its data, or finds existing data."""
 
 from __future__ import annotations
 
@@ -17,20 +17,20 @@ from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_
 from moa_fairseq.experiments.recipes.steps import Run
 from moa_fairseq.process import Executor, to_shell
 
-# Data recipes that need no --data: `moa-fairseq corpus` makes it.
+# Data recipes that do not need --data: `moa-fairseq corpus` makes it.
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
-# What a binarised folder depends on of the recipe's data section; the rest is of no effect there.
+# The keys of the recipe's data section that affect a binarised folder; the others have no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
-# Every tenth package of so many and the last, what was left out, the sum.
+# Every tenth package and the last, skipped packages, the total.
 _SHOWN = re.compile(r"\[ *(?:\d*0/|(\d+)/\1\])|.*(?:left out|unique pairs|warning|error)", re.IGNORECASE)
 log = logging.getLogger(__name__)
 
 
 def prepare(run: Run, executor: Executor) -> Prepared:
-    """Make the data of a run, or find what was made before; keeps a mark of it in the run's folder.
+    """Make the data of a run, or find existing data; records it in the run's folder.
 
     Raises:
-        UserError: For data that is lacking or unusable.
+        UserError: For missing or unusable data.
     """
     job, corpus = _job_of(run, executor)
     require_source(job.settings, job.source)
@@ -62,7 +62,7 @@ def show_preparation(run: Run, executor: Executor) -> Prepared:
     """Show the commands of the stage and make nothing.
 
     Returns:
-        The folder where the data would be, which need not be there.
+        The folder of the data, which need not exist.
     """
     job, corpus = _job_of(run, executor, unread=True)
     if job.settings["recipe"] == "binarised" or (job.source and is_binarised(job.source)):
@@ -79,10 +79,10 @@ def show_preparation(run: Run, executor: Executor) -> Prepared:
 
 
 def recall(run: Run) -> Prepared:
-    """The data that an earlier prepare stage made.
+    """The data made by an earlier prepare stage.
 
     Raises:
-        UserError: Where there is none, or where the recipe now asks for other data.
+        UserError: If there is none, or if the recipe now requires other data.
     """
     folder = run.folder
     known = prepare_facts(folder)
@@ -104,7 +104,7 @@ def recall(run: Run) -> Prepared:
 
 
 def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Preparation, list[str]]:
-    """The preparation that a run asks for, and the command that makes its raw text, or []."""
+    """The preparation for a run, and the command that makes its raw text, or []."""
     options = run.options
     data = dataclasses.asdict(run.recipe.data)
     source = options.data
@@ -126,6 +126,6 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
 
 
 def show_of_corpus(line: str) -> None:
-    """Show a line of `moa-fairseq corpus` that tells of progress, of a gap or of the end; its log has all."""
+    """Show a line of `moa-fairseq corpus` on progress, missing packages or the end; its log has all."""
     if _SHOWN.match(line):
         log.info("  %s", line)

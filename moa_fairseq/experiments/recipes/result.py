@@ -1,7 +1,7 @@
-"""result.json: a measured number, what is needed to repeat it, and whether it stands for a row of a paper.
+"""result.json: a measured number, the facts needed to repeat it, and whether it reproduces a row of a paper.
 
-A run stands for its row of a paper with the row's settings, on the row's data: what the recipe file says, and
-what was done, are two dicts.
+A run reproduces its row of a paper with the row's settings, on the row's data. The settings in the recipe
+file and those of the finished run are two dicts.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from moa_fairseq.experiments.recipes.steps import LEFT_OUT, Run, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
 from moa_fairseq.files import atomic_write
 
-# What leaves the experiment the same.
+# Settings that do not change the experiment.
 _FREE = ("max_tokens", "headline", "seed")
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 _MAKER = ("data", "versions", "commit", "date", "command")
@@ -35,7 +35,7 @@ log = logging.getLogger(__name__)
 
 
 def settings(recipe: Recipe) -> dict[str, Any]:
-    """What a finished run of the recipe has done, whatever carried it out."""
+    """The settings that the finished run actually used."""
     section = recipe.generate or recipe.score
     count = recipe.average.count if recipe.average else 1
     if section:
@@ -50,14 +50,14 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """The same as `settings`, of the finished steps in a run folder that follow from each other.
+    """The same as `settings`, from the run folder's chain of finished steps.
 
     Args:
         folder: the run's, with state.json.
-        recipe: for its kind of evaluation, its subsets and its fine-tuning.
+        recipe: for its type of evaluation, its subsets and its fine-tuning.
 
     Returns:
-        What was done; of a damaged state.json something that no recipe has.
+        The settings; for a damaged state.json a value that no recipe has.
     """
     made = marks(folder)
     kind = "generate" if recipe.generate else "score"
@@ -114,13 +114,13 @@ def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
 def data_differences(
     recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
 ) -> dict[str, str]:
-    """How binarised data differs from a recipe's, where both are known.
+    """Differences between binarised data and a recipe's, as far as both are known.
 
     Args:
-        recipe: what it should be.
-        folder: the binarised folder; its manifest.json, or that beside it, tells of it.
-        lines: subset → how many it has.
-        claim: for a row of a paper, where what cannot be told counts as a difference.
+        recipe: the reference.
+        folder: the binarised folder, with its manifest.json in it or next to it.
+        lines: subset → number of lines.
+        claim: for a row of a paper, unknown properties count as differences.
 
     Returns:
         Dotted key → 'recipe → data'.
@@ -189,7 +189,7 @@ def data_differences(
 
 
 def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
-    """What a data section, of a recipe or in a manifest, says of text in two languages."""
+    """The properties of bilingual text in a data section, of a recipe or in a manifest."""
     facts = {key: said[key] for key in _TEXT if key in said}
     if facts:
         flags = said.get("flags") or {}
@@ -204,29 +204,29 @@ def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> list[str]:
-    """How a run differs from the row of a paper; none where it stands for the row.
+    """Differences between a run and the row of a paper; none if it reproduces the row.
 
     Args:
-        published: the recipe as its file has it.
-        done: what was done, as of `settings_made`.
-        data: as of `data_differences`.
+        published: the recipe as in its file.
+        done: the run's settings, see `settings_made`.
+        data: see `data_differences`.
 
     Returns:
-        'key: row → run' of each.
+        'key: row → run' for each difference.
     """
     return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
 
 
 def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
-    """What made a run: its training or, of a model that is only evaluated, the evaluation.
+    """The provenance of a run: of its training or, for a model that is only evaluated, of the evaluation.
 
     Args:
         folder: the run's.
-        recipe: says which.
-        checkpoints: of a training that has not ended.
+        recipe: determines which.
+        checkpoints: of an unfinished training.
 
     Returns:
-        What `provenance` said then, of all sessions together; {} where an earlier version made it.
+        The record by `provenance`, for all sessions together; {} if an earlier version made the run.
     """
     name = "train"
     if recipe.finetune == "noft" and recipe.subsets:
@@ -236,17 +236,17 @@ def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict
 
 
 def record(run: Run, started: float) -> Path | None:
-    """Write result.json where the run scores, and its speed where that is to be recorded.
+    """Write result.json if the run scores, and its speed if requested.
 
     Args:
-        run: whose steps are done.
-        started: when, as time.time() gives it.
+        run: with finished steps.
+        started: start time, as time.time().
 
     Returns:
-        result.json; None where nothing was scored.
+        result.json; None if nothing was scored.
 
     Raises:
-        UserError: for scores or a log that are damaged.
+        UserError: for damaged scores or a damaged log.
     """
     recipe = run.recipe
     folder = run.folder

@@ -1,4 +1,4 @@
-"""Carries out the stages of a recipe in its run folder."""
+"""Runs the stages of a recipe in its run folder."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from moa_fairseq.experiments.recipes.steps import Options, Run, steps
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
 
 STAGES = ("prepare", "train", "average", "generate", "score")
-# After a restart of torchrun, the program that kept the run folder before may take its time to go.
+# After a restart of torchrun, the previous owner of the run folder may need time to exit.
 HANDOVER_SECONDS = 60.0
 log = logging.getLogger(__name__)
 
@@ -44,20 +44,20 @@ def run_recipe(
     executor_class: Callable[..., Executor] = Executor,
     dry_run: bool = False,
 ) -> Path | None:
-    """Carry out the wanted stages, or show their commands.
+    """Run the requested stages, or show their commands.
 
     Args:
         recipe: The experiment.
         hardware: The devices that train it.
-        options: What the command line says beside the recipe.
-        executor_class: Makes what runs a command, from the environment of its children.
+        options: The command line's settings outside the recipe.
+        executor_class: Makes the executor of commands, from the environment of its children.
         dry_run: Show the commands and do nothing.
 
     Returns:
-        result.json when the recipe was scored.
+        result.json if the recipe was scored.
 
     Raises:
-        UserError: What was finished before stays and is not done again next time.
+        UserError: Finished steps are kept and not repeated by the next call.
     """
     folder = options.save_dir or Path("runs") / recipe.experiment
     run = Run(recipe, hardware, folder, options)
@@ -99,7 +99,7 @@ def run_recipe(
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
             make(steps(run), folder, executor=executor, wanted=wanted)
-        # which row it stands for, result.json tells
+        # result.json gives the reproduced row
         mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
         goal = (
             marks(folder).get("train", {}).get("goal", {})
@@ -110,7 +110,7 @@ def run_recipe(
 
 
 def _check_record(run: Run) -> None:
-    """Raise UserError where --record asks for a score that the run will not have."""
+    """Raise UserError if --record needs a score that the run will not have."""
     options = run.options
     scores = options.wants("score") and run.recipe.score
     if not options.record or options.stage == "train" or scores:
@@ -131,7 +131,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
-    """The run folder's lock, for the process that leads; the others write nothing but a log."""
+    """The run folder's lock, for the leading process; the others write only a log."""
     if not run.hardware.leads:
         return contextlib.nullcontext()
     if run.hardware.shared:
@@ -140,7 +140,7 @@ def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
 
 
 def _take_part(run: Run, executor: Executor, rank: int) -> None:
-    """Train beside process 0, which is another program's."""
+    """Train together with process 0, which belongs to another program."""
     command = next(step.command for step in steps(run) if step.name == "train")
     name = f"train.process{rank}"
     log.info("$ %s", to_shell(command, executor.environment))
@@ -149,7 +149,7 @@ def _take_part(run: Run, executor: Executor, rank: int) -> None:
 
 
 def _check_shared(run: Run) -> None:
-    """Several programs train together; anything else is for one of them alone. Raises UserError."""
+    """Only training is shared by several programs; one program does everything else. Raises UserError."""
     folder = run.folder
     options = run.options
     if options.stage != "train":
@@ -170,7 +170,7 @@ def _check_shared(run: Run) -> None:
 
 
 def _fitted(run: Run, prepared: Prepared) -> Run:
-    """The run on its data, on as many devices as can share an update; says what follows from the data."""
+    """The run on its data, on as many devices as can share an update; logs consequences of the data."""
     known = None
     if prepared.folder.is_dir():
         known = prepared.folder
@@ -193,7 +193,7 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
 
 
 def _say_how_it_trains(run: Run, known: Path | None) -> None:
-    """Log batch, schedule and place of a training. Raises UserError where its end leaves no checkpoint."""
+    """Log batch, schedule and folder of a training. Raises UserError if its end leaves no checkpoint."""
     recipe = run.recipe
     hardware = run.hardware
     options = run.options
@@ -217,7 +217,7 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
 
 
 def _say_what_it_stands_for(run: Run, known: Path) -> None:
-    """Log whether the run is a paper's row, or what differs."""
+    """Log whether the run reproduces a paper's row, or the differences."""
     recipe = run.recipe
     cell = recipe.reproduces
     published = run.options.published

@@ -1,4 +1,4 @@
-"""What the programs of an evaluation print: read, checked, and in one line."""
+"""The output of evaluation programs: read, checked, and in one line."""
 
 from __future__ import annotations
 
@@ -33,22 +33,22 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
     """The scores that an evaluation of the recipe's kind wrote.
 
     Args:
-        path: what `moa-fairseq score --json` or fairseq-eval-lm printed.
-        recipe: for its kind and flags.
+        path: output of `moa-fairseq score --json` or fairseq-eval-lm.
+        recipe: for its type and flags.
         data: the binarised folder.
-        subset: that was evaluated.
+        subset: the evaluated subset.
 
     Returns:
-        Metric → "score" and more; "meta": how it was evaluated, of a language model with the share of the
-        symbols that are <unk>.
+        Metric → "score" and more; "meta": settings of the evaluation, for a language model with the share of
+        <unk> among the symbols.
 
     Raises:
-        UserError: for a damaged file, or if it is of a part of the subset.
+        UserError: for a damaged file, or if it covers only a part of the subset.
     """
     if recipe.kind != CAUSAL_LM:
         return read_scores(path)
     sizes, _ = sentence_sizes(recipe, data, subset)
-    # "complete_doc" takes empty lines for the ends of documents
+    # "complete_doc" takes empty lines for document ends
     whole = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
     tokens = int(sizes[sizes > (0 if whole else 1)].sum())
     scores = read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
@@ -64,13 +64,13 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
         text: the output.
         path: its file, for the error.
         recipe: for the flags of its evaluation.
-        wanted: tokens of the data, of which none may be left out.
+        wanted: tokens of the data, all of which must be evaluated.
 
     Returns:
-        Metric → "score" (lm_bits is the loss in bits per token); "meta": how it was evaluated.
+        Metric → "score" (lm_bits is the loss in bits per token); "meta": settings of the evaluation.
 
     Raises:
-        UserError: if it holds no perplexity, or one of fewer tokens.
+        UserError: if it has no perplexity, or fewer tokens.
     """
     found = _PERPLEXITY.search(text)
     tokens = _TOKENS.search(text)
@@ -97,11 +97,11 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
 
 
 def read_scores(path: Path) -> dict[str, Any]:
-    """What `moa-fairseq score --json` printed, without what is null.
+    """The output of `moa-fairseq score --json`, without null values.
 
     Raises:
         UserError: for a damaged file.
-        FileNotFoundError: where there is none.
+        FileNotFoundError: if there is no file.
     """
     remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
     scores = read_json(path, remedy)
@@ -124,7 +124,7 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
     spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
-    # JSON knows neither infinity nor NaN, which a diverged model scores.
+    # JSON has neither infinity nor NaN, the scores of a diverged model.
     metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
     metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
     signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
@@ -136,14 +136,14 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
 def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
     """The metric of a run's result, which depends on its references.
 
-    Of running text, and without spaces between words, it is sacreBLEU, whose tokeniser is the language's. A
-    row's BLEU may be that after one compound split, which the tokeniser (`-a`) or the chain has made: the
-    same number of text with the other kind of hyphens is that of the other chain.
+    For running text, and without spaces between words, it is sacreBLEU with the language's tokeniser. A
+    row's BLEU may include one compound split, done by the tokeniser (`-a`) or the BLEU pipeline: for text
+    with the other type of hyphens, the other pipeline gives the same number.
 
     Args:
         recipe: of the run.
         published: the recipe without any --set.
-        scores: those of the recipe's first subset.
+        scores: of the recipe's first subset.
     """
     headline = (recipe.score or Score()).headline
     if recipe.data.running_text:
@@ -171,12 +171,12 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
 
 
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
-    """The scores in one line: of each subset the headline and what was asked for beside the usual chains.
+    """The scores in one line: for each subset the headline metric and additionally requested metrics.
 
     Args:
         headline: the metric.
-        scores: subset → its scores, as of `scores_in`.
-        paper: the number of the row that the run stands for.
+        scores: subset → its scores, see `scores_in`.
+        paper: the number of the reproduced row.
     """
     names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
     names.insert(0, headline)

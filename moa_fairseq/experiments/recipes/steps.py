@@ -1,4 +1,4 @@
-"""The steps of a run after its data is there: train, average, and evaluate as its kind of model is."""
+"""The steps of a run after its data: train, average, and evaluate by the type of model."""
 
 from __future__ import annotations
 
@@ -55,20 +55,20 @@ log = logging.getLogger(__name__)
 
 @dataclasses.dataclass(frozen=True)
 class Options:
-    """What the command line says beside the recipe.
+    """The command line's settings outside the recipe.
 
     Args:
-        stage: the one to carry out, or "all".
-        data: the folder that the user brings, raw text or binarised.
-        save_dir: the run folder, where it is not runs/<experiment>.
+        stage: the requested stage, or "all".
+        data: the user's folder of raw or binarised text.
+        save_dir: the run folder, if it is not runs/<experiment>.
         restart: whether the run folder is moved aside first.
         record: a further file for the result, or for the speed of a training.
         command_line: for result.json.
-        preparation: the line that makes the data alone.
-        user_dir: a plugin of the user's own, which imports this one.
-        data_root: where data sets are kept.
-        published: the recipe without any --set, which may stand for a row of a paper.
-        training: what fairseq makes of the training's flags, for a look at its schedule.
+        preparation: the command line that makes only the data.
+        user_dir: the user's own plugin, which imports this package.
+        data_root: the folder of data sets.
+        published: the recipe without any --set, which may reproduce a row of a paper.
+        training: fairseq's parsed flags of the training, for a look at its schedule.
     """
 
     stage: str = "all"
@@ -84,7 +84,7 @@ class Options:
     training: Any = None
 
     def wants(self, stage: str) -> bool:
-        """True when --stage asks for this stage."""
+        """True if --stage includes this stage."""
         return self.stage in (stage, "all")
 
 
@@ -93,10 +93,10 @@ class Run:
     """One recipe in one run folder.
 
     Args:
-        recipe: what is done.
+        recipe: the experiment.
         hardware: devices that can share its updates.
-        folder: the run's.
-        options: what else the command line says.
+        folder: the run folder.
+        options: the command line's other settings.
         prepared: its binarised data.
     """
 
@@ -113,7 +113,7 @@ class Run:
 
     @property
     def model(self) -> Path:
-        """The checkpoint that is evaluated."""
+        """The checkpoint to evaluate."""
         if self.recipe.pretrained and self.recipe.finetune == "noft":
             return pretrained_checkpoint(self.recipe.pretrained)
         if self.recipe.average:
@@ -122,18 +122,18 @@ class Run:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """What the provenance of every step says beside commit and versions."""
+        """Provenance of every step in addition to commit and versions."""
         return {"hardware": self.hardware.describe(), "command": self.options.command_line}
 
     def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
-        """A fairseq program on the data, with the plugin, the task, its languages, these flags.
+        """A fairseq program on the data, with the plugin, the task, its languages and the given flags.
 
         Args:
             program: its name, such as "fairseq-train".
             values: flag → value: None and False leave a flag out, True gives it without a value.
 
         Raises:
-            UserError: for a value that would be taken for a flag.
+            UserError: for a value that looks like a flag.
         """
         plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
         line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
@@ -141,7 +141,7 @@ class Run:
 
 
 def steps(run: Run) -> list[Step]:
-    """All steps of a run, in order: what --dry-run shows and what a run makes."""
+    """All steps of a run, in order, for --dry-run and for a run."""
     recipe = run.recipe
     if recipe.finetune == "noft":
         made = []
@@ -161,7 +161,7 @@ def steps(run: Run) -> list[Step]:
 
 
 def _text(run: Run) -> Step:
-    """The run's own copy of its dictionaries, merges and rules; in place, so that others are refused."""
+    """The run's own copy of its dictionaries, merges and rules, in place: other files are errors."""
     data = run.prepared.folder
 
     def inputs() -> dict[str, Any]:
@@ -181,8 +181,8 @@ def _train(run: Run) -> Step:
     batch = plan_batch(recipe.train, hardware.devices)
     precision = precision_name(train.precision, hardware, recipe.model)
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
-    # expert that no token chose has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
-    # where the training's memory is large, every page that the training writes to is then copied.
+    # unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
+    # with the training's large memory, every page that the training writes to is then copied.
     on_cpus: dict[str, Any] = {"num-workers": 0}
     if world:
         on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
@@ -289,7 +289,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
 
 
 def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callable[[], Mapping[str, Any]]:
-    """The inputs of a step that evaluates the checkpoint by a section of the recipe."""
+    """The inputs of a step that evaluates the checkpoint with a section of the recipe."""
 
     def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
@@ -317,7 +317,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
         "lenpen": section.lenpen,
         "max-tokens": section.max_tokens,
         "remove-bpe": SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe,
-        # which the task limits, too
+        # which is also a limit of the task
         **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
         **section.flags,
     }
@@ -356,7 +356,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
-    """The scoring of the translations, by the headline's chain, too."""
+    """The scoring of the translations, also by the headline's BLEU pipeline."""
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
     values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
@@ -374,14 +374,14 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
 
 
 def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
-    """A language model's perplexity or a classifier's accuracy, in fp32 as translations are."""
+    """A language model's perplexity or a classifier's accuracy, in fp32 like translations."""
     kind = run.recipe.kind
     name = f"score-{subset}"
     model = str(run.model)
     inputs = _evaluated(run, section, subset, made)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
-        # Its log goes where whoever configured logging first wants it.
+        # The first configuration of logging determines the place of its log.
         return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
     data = str(run.prepared.folder)
     user_dir = run.options.user_dir
@@ -396,7 +396,7 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
 
 
 def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str) -> Step:
-    """A step whose output must hold scores."""
+    """A step whose output must have scores."""
 
     def finish(made: Path) -> None:
         scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))

@@ -1,7 +1,7 @@
-"""fairseq's JSON log lines: collected into train.jsonl, shown as progress, summed up for result.json.
+"""fairseq's JSON log lines: collected in train.jsonl, shown as progress, summarised for result.json.
 
-fairseq's own --log-file opens the file once more in every epoch, so that epoch N's lines stand in
-it N times; the records are therefore taken from the standard output of `--log-format json`.
+fairseq's own --log-file opens the file once more in every epoch, so that it has epoch N's lines
+N times; the records are therefore taken from the standard output of `--log-format json`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors
 
-# Numbers have a longest form: a line of digits without end is looked through once.
+# Numbers have a largest length: an endless line of digits is searched only once.
 _COUNT = r"[0-9][0-9,]{0,30}"
 _PARAMETERS = re.compile(rf"num\. (?:shared|expert) model params: ({_COUNT})")
 _UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are updated")
@@ -33,7 +33,7 @@ _CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that says
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
-    """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are among them."""
+    """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are accepted."""
     start = line.find("| {")
     text = line[start + 2 :] if start >= 0 else line
     if not text.startswith("{"):
@@ -48,12 +48,12 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 
 def wrong_number(record: dict[str, Any]) -> str | None:
-    """The key of an epoch or of a number of updates that is not a number, or None where all is well."""
+    """The key of an epoch or a number of updates that is not a number; None if all is well."""
     return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
 
 
 def finite(value: Any) -> float | None:
-    """A number that fairseq wrote, as a number or as text; None for anything else, infinity and NaN too."""
+    """A number in fairseq's log, as a number or as text; None for anything else, also infinity and NaN."""
     try:
         if isinstance(value, (int, float, str)):
             number = float(value)
@@ -65,10 +65,10 @@ def finite(value: Any) -> float | None:
 
 
 def read_records(path: Path) -> Iterator[dict[str, Any]]:
-    """The records of a train.jsonl; a last line that was cut off by a crash is passed over.
+    """The records of a train.jsonl; a last line that was cut off by a crash is skipped.
 
     Raises:
-        UserError: naming the line, for a record without a sensible epoch or number of updates.
+        UserError: with the line, for a record without a sensible epoch or number of updates.
     """
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as lines:
@@ -89,11 +89,11 @@ def updates_of(record: dict[str, Any]) -> int:
 
 
 def prune(path: Path, updates: int) -> None:
-    """Take away the records after some update: training goes on from there and will write them again.
+    """Remove the records after some update: training resumes there and writes them again.
 
     Args:
         path: a train.jsonl.
-        updates: the last one that stays.
+        updates: number of updates of the last record to keep.
     """
     records = list(read_records(path))
     kept = [record for record in records if updates_of(record) <= updates]
@@ -103,7 +103,7 @@ def prune(path: Path, updates: int) -> None:
 
 
 def summarise(path: Path) -> dict[str, Any]:
-    """A training in a few numbers.
+    """A summary of a training in a few numbers.
 
     Args:
         path: its train.jsonl.
@@ -112,10 +112,10 @@ def summarise(path: Path) -> dict[str, Any]:
         updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any.
 
     Raises:
-        UserError: as `read_records`.
+        UserError: see `read_records`.
     """
     records = list(read_records(path))
-    # An epoch that was interrupted ends twice; its last record counts the whole of it.
+    # An interrupted epoch ends twice; its last record covers all of it.
     epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
     tokens = seconds = before = 0.0
     for record in epochs.values():  # by speed and batch size: fairseq's times are whole seconds
@@ -141,16 +141,16 @@ def summarise(path: Path) -> dict[str, Any]:
 
 @dataclasses.dataclass
 class TrainLog:
-    """Receives the lines of a running fairseq-train: keeps the records and shows where it is.
+    """Receives the lines of a running fairseq-train, saves the records and shows the progress.
 
     Args:
-        path: the train.jsonl that records are added to.
-        max_epoch, max_update: where the training ends, for the time that is left.
-        parameters: numbers of parameters that fairseq tells, shared and of experts.
-        updated: how many of them are trained, where the task says it.
-        started: of this session: seconds of a clock, and which part of the training was done then.
-        goes_on: whether this session goes on from a checkpoint; which part was done the first record tells.
-        skipped: what was said about left-out sentences, which fairseq says again in every epoch.
+        path: the train.jsonl to which records are added.
+        max_epoch, max_update: the end of the training, for the remaining time.
+        parameters: numbers of parameters in fairseq's log, shared and of experts.
+        updated: number of trained parameters, if the task logs it.
+        started: of this session: seconds of a clock, and the fraction of the training done at that time.
+        goes_on: whether this session resumes from a checkpoint; the first record gives the fraction done.
+        skipped: messages about skipped sentences, which fairseq repeats in every epoch.
     """
 
     path: Path
@@ -160,7 +160,7 @@ class TrainLog:
     updated: int | None = None  # of them, where the task says it
     started: tuple[float, float] | None = None  # when, and which part of the training was done
     goes_on: bool = False
-    # What was said about left-out sentences: fairseq says it again in every epoch.
+    # Messages about skipped sentences: fairseq repeats them in every epoch.
     skipped: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, line: str) -> None:
@@ -215,7 +215,7 @@ class TrainLog:
             self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)
 
     def _time_left(self, epochs: float, updates: int) -> str:
-        """The time that is left at the pace of this session, once there is one."""
+        """The remaining time at the speed of this session, as soon as it is known."""
         now = time.monotonic()
         goals = ((epochs, self.max_epoch), (updates, self.max_update))
         done = max((number / goal for number, goal in goals if goal), default=0.0)

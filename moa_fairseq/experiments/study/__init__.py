@@ -1,1 +1,1 @@
-"""Studies: the same training for several systems and seeds, and what their differences allow to say."""
+"""Studies: the same training for several systems and seeds, and significance tests of their differences."""

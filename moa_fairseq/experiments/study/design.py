@@ -76,16 +76,16 @@ class Contrast:
 
 @dataclasses.dataclass(frozen=True)
 class Tuning:
-    """The runs that choose values for each system: those of the lowest mean loss, of all points of a grid.
+    """The runs that choose values for each system: the point of a grid with the lowest mean loss.
 
-    They have seeds of their own, which are then not counted, and their records lie in a folder NAME_tuning.
-    A point with fewer runs that diverged is better, whatever its loss is.
+    They have separate seeds, which do not count later, and their records are in a folder NAME_tuning.
+    A point with fewer diverged runs is better, whatever its loss is.
 
     Args:
-        grid: `section.key` → the values that are tried.
-        seeds: how many for each point.
+        grid: `section.key` → the values to try.
+        seeds: number per point.
         first_seed: the others follow it.
-        set: over what the systems have, such as a smaller budget.
+        set: overrides of the systems' values, such as a smaller budget.
     """
 
     grid: dict[str, list[Any]]
@@ -96,22 +96,22 @@ class Tuning:
 
 @dataclasses.dataclass(frozen=True)
 class Study:
-    """What a study file says, over its `base:` if it names one. The first system is the baseline.
+    """A study file, merged over its `base:`, if any. The first system is the baseline.
 
     Args:
         study: its name, which is the file's.
-        question: what it decides, one sentence.
-        seeds: how many for each system.
+        question: the question to decide, one sentence.
+        seeds: number per system.
         systems: name → a `System`.
         contrasts: name → a `Contrast`.
-        set: for every system, under its own.
+        set: for every system, overridden by its own.
         tuning: a `Tuning`, or None.
         first_seed: the others follow it.
-        stage: "train", or "all" to score, too.
-        threads: of each run on a CPU.
+        stage: "train", or "all" to score as well.
+        threads: per run on a CPU.
         last: the loss is the mean of so many last validations, in bits.
         margin: differences within ± this are called equivalent, in bits.
-        levels: the losses are compared at so many equal training losses, too; 0: not.
+        levels: number of equal training losses at which the losses are also compared; 0: none.
     """
 
     study: str
@@ -148,12 +148,12 @@ class Run(NamedTuple):
 
     @property
     def name(self) -> str:
-        """That of the run folder, and of its translations."""
+        """The name of the run folder, and of its translations."""
         return f"{self.system.replace(' ', '-')}-seed{self.seed}"
 
     @property
     def block(self) -> tuple[int, str]:
-        """Runs of one block are compared with each other: those of a seed, in tuning of a system alone."""
+        """The block of runs to compare with each other: all of one seed, in tuning only of one system."""
         system, is_trial, _ = self.system.partition(" ")
         return self.seed, system if is_trial else ""
 
@@ -169,11 +169,11 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     Args:
         path: the file.
         records: the folder of all studies' records.
-        tune: its tuning runs, a system for each point of the grid; else the systems have the values that the
-            tuning chose.
+        tune: its tuning runs, a system for each point of the grid; otherwise the systems have the values
+            selected by the tuning.
 
     Raises:
-        UserError: names file and key; also where the tuning is not complete, or every run of a system in it
+        UserError: with file and key; also if the tuning is not complete, or every run of a system in it
             diverged.
     """
     file = str(path)
@@ -232,8 +232,8 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
 def _with_base(path: Path) -> dict[str, Any]:
     """The mapping of a study file over that of its `base:`, a study file whose path begins in its folder.
 
-    A key that both give a mapping (set, systems, contrasts, tuning) has the entries of both; else the file's
-    own value counts. So a system or a contrast that both name is the file's.
+    If both have a mapping for a key (set, systems, contrasts, tuning), it has the entries of both; otherwise
+    the file's own value counts. So a system or a contrast in both files is the file's.
     """
     mapping = read_mapping(path, "study")
     name = mapping.pop("base", None)
@@ -254,9 +254,9 @@ def _with_base(path: Path) -> dict[str, Any]:
 
 
 def _check(study: Study, tuning: Tuning | None, file: str) -> None:
-    """Raise UserError for a name, number or stage that a study cannot have.
+    """Raise UserError for an invalid name, number or stage.
 
-    Also for too many runs, and for seeds that would choose a point of the grid and then count, too.
+    Also for too many runs, and for seeds of the tuning that are also seeds of the study.
     """
     for key, values in {"": study, **({"tuning.": tuning} if tuning else {})}.items():
         for name, (low, high) in _LIMITS.items():
@@ -304,7 +304,7 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> dict[str, tuple[S
 
 
 def _file_name(text: str) -> str:
-    """The text where it can stand in a file's name, else its letters and digits with a hash of the whole."""
+    """The text if it can be part of a file's name, else its letters and digits with a hash of the whole."""
     if re.fullmatch(r"[\w.+-]{1,40}", text):
         return text
     return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]
@@ -326,7 +326,7 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
 
 
 def settings_of(run: Run, stage: str) -> dict[str, Any]:
-    """What a result follows from beside the seed: the stage, and what the recipe says that is no default."""
+    """The settings of a result except the seed: the stage, and the recipe's values that are not defaults."""
 
     def said(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(section):
@@ -349,11 +349,11 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
 
 
 def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[str, dict[str, Any]]:
-    """Name → record, of the runs that have a record that fits them.
+    """Name → record, of the runs whose record fits them.
 
-    A record fits that is of the study, system and seed, and whose settings are those that the study and its
-    recipes say now; those without settings have a command with the study's part of them. The others are named
-    in a warning.
+    A record fits if it is of the study, system and seed, and its settings are those of the study and its
+    recipes now; a record without settings needs a command with the study's part of them. A warning lists the
+    others.
 
     Args:
         study: of which records.
@@ -361,7 +361,7 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
         strict: the others are an error.
 
     Raises:
-        UserError: for a damaged record, and for one that does not fit, with `strict`.
+        UserError: for a damaged record, and with `strict` for a record that does not fit.
     """
     found: dict[str, dict[str, Any]] = {}
     others: dict[str, tuple[str, str]] = {}
@@ -375,7 +375,7 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
         where, record = records[run.system, run.seed]
         now = {"study": study.study}
         made = {"study": record["study"]}
-        # that of another study was copied here
+        # the record of another study was copied here
         if made == now:
             remedy = _ANEW
         else:
@@ -404,7 +404,7 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
 
 
 def _settings_in(command: str) -> dict[str, Any]:
-    """Recipe, stage and values that the command of a run names."""
+    """Recipe, stage and values in the command of a run."""
     found: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # a command that was edited
         words = shlex.split(command)
@@ -426,10 +426,10 @@ def losses_of(
     """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
 
     Args:
-        study: says how many validations count.
-        runs: those that are looked at.
+        study: gives the number of validations to average.
+        runs: the runs to read.
         records: name of a run → its record.
-        levels: training losses, in bits, at which the validation loss is read, in place of the last
+        levels: training losses, in bits, at which the validation loss is read, instead of the last
             validations.
     """
     found: dict[str, dict[int, float]] = {key: {} for key in study.systems}

@@ -1,4 +1,4 @@
-"""The pictures of a study's report, drawn from the report's data and made to be read on a phone, too."""
+"""The pictures of a study's report, drawn from the report's data and readable on a phone."""
 
 from __future__ import annotations
 

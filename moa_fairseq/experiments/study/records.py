@@ -1,7 +1,7 @@
-"""What the runs of a study leave in its folder: records.jsonl, and outputs.tar.xz with outputs.sha256.
+"""The records in a study's folder: records.jsonl, and outputs.tar.xz with outputs.sha256.
 
-A record may also be a file of its own, SYSTEM-seedN.json, and a translation one in outputs/. Such a file
-counts in place of a packed one of the same name. `pack` takes them into the others.
+A record may also be a separate file, SYSTEM-seedN.json, and a translation one in outputs/. Such a file
+replaces a packed one of the same name. `pack` moves them into the others.
 """
 
 from __future__ import annotations
@@ -46,8 +46,8 @@ class Record(NamedTuple):
     """One run's record.
 
     Args:
-        where: its file, and line, as messages name it.
-        content: what it holds.
+        where: its file, and line, for messages.
+        content: its content.
     """
 
     where: str
@@ -122,7 +122,7 @@ def outputs_of(folder: Path) -> dict[str, bytes]:
 
 
 def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
-    """Write a run's translation of a test set, as a file of its own.
+    """Write a run's translation of a test set as a separate file.
 
     Args:
         folder: Of the study.
@@ -138,15 +138,15 @@ def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
 
 
 def pack_study(folder: Path) -> tuple[int, int]:
-    """Take records and translations that are files of their own into records.jsonl and outputs.tar.xz.
+    """Move records and translations from separate files into records.jsonl and outputs.tar.xz.
 
-    A file is removed when what it holds is on the disk elsewhere, so a kill loses nothing: pack again.
+    A file is removed when its content is on the disk elsewhere, so a kill loses nothing: pack again.
 
     Args:
         folder: Of the study.
 
     Returns:
-        How many records and translations were taken.
+        Numbers of packed records and translations.
 
     Raises:
         UserError: A record is damaged, or something cannot be written.
@@ -180,9 +180,9 @@ def _single_records(folder: Path) -> list[Record]:
 
 
 def _checked(content: Any, where: str) -> Record:
-    """The record that a line or file holds; raises UserError that names it and the key."""
+    """The record in a line or file; raises UserError with the line or file and the key."""
     check_kinds(content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve"))
-    # null where the training ended too early to say them
+    # null if the training ended too early for them
     if missing := [key for key in ("parameters", "tokens_per_second") if key not in content]:
         raise UserError(f"{where} lacks {', '.join(missing)}. {REMEDY}")
     if content["end"] not in (FINISHED, DIVERGED):

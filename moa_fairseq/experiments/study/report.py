@@ -110,7 +110,7 @@ HEADINGS = {
 
 
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
-    """The tables as data: systems, contrasts, and how the records were made, of the complete seeds.
+    """The tables as data: systems, contrasts, and provenance of the records, for the complete seeds.
 
     Args:
         study: its systems and contrasts.
@@ -118,7 +118,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         references: the test set's target side in words, to score the recorded translations with.
 
     Raises:
-        UserError: where no seed is complete.
+        UserError: if no seed is complete.
     """
     records = fitting_records(study, runs)
     planned = runs
@@ -182,7 +182,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
 
 
 def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
-    """Say where runs that are compared differ in more than the system."""
+    """Warn if compared runs differ in more than the system."""
     found: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in runs:
         seed, system = run.block
@@ -198,9 +198,9 @@ def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -
 
 
 def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
-    """Tokens a second ÷ those of the first system with the same seed, and so machine: median of the seeds.
+    """Tokens per second ÷ those of the first system with the same seed, and so machine: median of the seeds.
 
-    The median, because some runs go beside other work.
+    The median, because some runs share the machine with other work.
     """
     base = {row["seed"]: row["tokens_per_second"] for row in found if row["system"] == first}
     pairs = [(row["tokens_per_second"], base.get(row["seed"])) for row in rows]

@@ -1,4 +1,4 @@
-"""The runs of a study: each one a run of its recipe, with a record of how it went."""
+"""The runs of a study: each is a run of its recipe, with a record of its result."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ log = logging.getLogger(__name__)
 
 
 class Place(NamedTuple):
-    """Where a study runs.
+    """The folders, data and devices of a study.
 
     Args:
-        study: what runs.
+        study: the study.
         folders: the folder of its run folders.
         data: --data of its recipes.
         gpus: of each run; 0 for the CPU.
@@ -58,7 +58,7 @@ class Place(NamedTuple):
     gpus: int
 
     def conditions(self, run: Run) -> dict[str, str]:
-        """What must not differ between the runs of one block: devices with threads, and the precision."""
+        """Properties that all runs of one block share: devices with threads, and the precision."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
         if devices.gpus > 1:  # as many as can share its updates
@@ -67,7 +67,7 @@ class Place(NamedTuple):
         return {"hardware": f"{devices.describe()}, {self.study.threads} threads", "precision": precision}
 
     def trained(self, run: Run) -> dict[str, Any] | None:
-        """What made the training in the folder of a run, as its record says it; None where nothing is yet."""
+        """Provenance of the training in a run's folder, from its record; None if there is nothing yet."""
         checkpoints = self.folders / run.name / "checkpoints"
         if not any(checkpoints.glob("*.pt")):
             return None
@@ -77,10 +77,10 @@ class Place(NamedTuple):
 def open_runs(runs: list[Run], place: Place) -> list[Run]:
     """The runs that have no record yet and can be made here.
 
-    What is compared differs in one thing: runs of a block that was begun on another kind of machine, or in
-    another precision, are left out, with a warning. Raises UserError where another commit made the records,
-    where they are of data with another content, where --data was prepared otherwise than a recipe says, and
-    where a system that is left has an unknown flag, or flags that make no model: a mistake in a later one is
+    Compared runs differ in one thing only: runs of a block that was started on another kind of machine, or in
+    another precision, are left out, with a warning. Raises UserError if another commit made the records,
+    if they are of data with another content, if --data was prepared with other values than a recipe's, and
+    if a remaining system has an unknown flag, or flags that make no model: a mistake in a later system is
     found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
@@ -126,7 +126,7 @@ def _made_by(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None) -> None:
-    """Raise UserError where a run's training is of another commit, as its record or folder says."""
+    """Raise UserError if a run's training is of another commit, by its record or folder."""
     there = made.get("commit")
     if there == now:
         return
@@ -146,13 +146,13 @@ def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None)
 
 
 def work(runs: list[Run], place: Place) -> None:
-    """Carry out every run that has no record and that no other worker, here or elsewhere, is at.
+    """Run every run that has no record and no other worker, here or elsewhere.
 
-    One whose block has a record that was made on another kind of machine in the meantime is left out.
+    Runs whose block got a record from another kind of machine in the meantime are left out.
 
     Args:
-        runs: that had no record when the work began.
-        place: where they run.
+        runs: without a record when the work began.
+        place: folders, data and devices.
 
     Raises:
         UserError: a training failed, and did not diverge; or the source tree has another commit than that of
@@ -187,7 +187,7 @@ def work(runs: list[Run], place: Place) -> None:
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[bool]:
-    """Hold a file's lock; gives False where another worker has it. Raises UserError where none has locks."""
+    """Hold a file's lock; yields False if another worker has it. Raises UserError if locks do not work."""
     with contextlib.ExitStack() as held:
         try:
             with disk_errors(file):
@@ -200,9 +200,9 @@ def _alone(file: Path) -> Iterator[bool]:
 
 
 def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set[tuple[int, str]]:
-    """The blocks of these runs and what made them that cannot be gone on with here; a warning names each.
+    """The blocks of these runs with records that cannot be continued here; a warning lists each.
 
-    What is compared differs in one thing, so a block has one kind of machine and one precision.
+    Compared runs differ in one thing only, so a block has one kind of machine and one precision.
     """
     elsewhere: set[tuple[int, str]] = set()
     conditions: dict[str, dict[str, str]] = {}
@@ -221,7 +221,7 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
 
 
 def _carry_out(run: Run, place: Place) -> None:
-    """Train, and write the record. Raises UserError where training fails, unless it diverged."""
+    """Train, and write the record. Raises UserError if training fails, unless it diverged."""
     folder = place.folders / run.name
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
@@ -268,7 +268,7 @@ def _carry_out(run: Run, place: Place) -> None:
 
 
 def _unknown(run: Run, data: Path) -> float:
-    """The share of <unk> in the validation text that losses are of."""
+    """The share of <unk> in the validation text of the losses."""
     section = run.load().data
     languages = tuple(language for language in (section.source, section.target) if language)
     *_, target = count_symbols(data, languages, ["valid"]).values()
