@@ -80,7 +80,9 @@ class FamilySettings:
         if not isinstance(settings, cls):
             raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
         if own:
-            raise TypeError(f"{', '.join(own)} would not be read beside the settings that are given")
+            raise TypeError(
+                f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
+            )
         return settings
 
     def check(self, attentions: Sequence["Attention"]) -> None:
@@ -156,7 +158,7 @@ class Attention(nn.Module, abc.ABC):
         super().__init__()
         check_choice("--head-gate", head_gate, HEAD_GATES)
         if not 0 < output_scale < math.inf:
-            raise UserError(f"--attention-output-scale {output_scale} must be a positive number.")
+            raise UserError(f"--attention-output-scale is {output_scale}: give a positive number.")
         self.output_scale = output_scale
         self._path: str | None = None
         self._instance = next(_instances)
@@ -514,11 +516,15 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
         is_self = memory is None and not (cache is not None and cache.holds_memory)
         if memory is not None and self.self_attention:
-            raise ValueError("this attention was built with self_attention=True, which reads no memory")
+            raise ValueError(
+                "this attention was built with self_attention=True and takes no memory: leave memory out"
+            )
         self._check_inputs(x, memory, is_self)
         batch, tgt_len, _ = x.shape
         if query_padding is not None and is_self:
-            raise ValueError("query_padding is for cross-attention: give padding, which is that of x here")
+            raise ValueError(
+                "query_padding is for cross-attention; here padding is the padding of x: give padding"
+            )
         if cache is not None:
             self._check_cache(cache, x, memory, mask, causal)
             if memory is not None and cache.length:
@@ -543,7 +549,7 @@ class Attention(nn.Module, abc.ABC):
         if mask is not None:
             _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
         if causal and self.is_non_causal:
-            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
+            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         is_causal = causal and mask is None and is_self and not held
         if causal and not (is_self and tgt_len == 1):
             first = held if is_self else 0
@@ -586,8 +592,8 @@ class Attention(nn.Module, abc.ABC):
         vdim = getattr(v_proj, "in_features", getattr(v_proj, "d_in", default))
         if kdim != vdim and (is_self or memory is not None):
             raise ValueError(
-                f"keys of width {kdim} and values of width {vdim} are two inputs, and this call reads one "
-                "memory: build it with equal kdim and vdim"
+                f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
+                "memory: build the layer with equal kdim and vdim"
             )
         weight = getattr(k_proj, "weight", None)
         # a quantised layer's weight is a method
@@ -611,40 +617,43 @@ class Attention(nn.Module, abc.ABC):
             follows = expected is None or autocast_dtype(given.device.type) is not None
             if not (given.is_floating_point() and follows):
                 raise ValueError(
-                    f"{name} is {given.dtype}, but the attention {expected or 'floating point'}: convert one "
-                    "of them"
+                    f"{name} is {given.dtype}, but the attention is {expected or 'floating point'}: convert "
+                    "one of the two"
                 )
         if memory is not None and memory.size(0) != x.size(0):
             raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
         if is_self and kdim != self.embed_dim:
-            raise ValueError("this attention was built with a kdim or vdim of a memory: give memory, too")
+            raise ValueError("this attention was built with kdim or vdim for a memory: give memory as well")
 
     def _check_cache(
         self, cache: KVCache, x: Tensor, memory: Tensor | None, mask: Tensor | None, causal: bool
     ) -> None:
         if cache.owner != self._instance:
-            raise ValueError("cache was not made by this attention: each layer has its own (new_cache())")
+            raise ValueError(
+                "cache was made by another attention: give each layer its own cache (new_cache())"
+            )
         if self.is_non_causal:
-            raise ValueError("this attention decides by the whole sequence: build it with causal=True")
+            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         if cache.keys is None:
             rows = None
         else:
             rows = cache.keys.size(0) * cache.beam_size
         if rows not in (None, x.size(0)):
             raise ValueError(
-                f"cache holds {rows} sequences, x is {list(x.shape)}: reorder it, or make a new one"
+                f"cache holds {rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a new "
+                "one"
             )
         if memory is None:
             if not (causal or cache.holds_memory or mask is not None or x.size(1) < 2):
                 raise ValueError(
-                    "earlier positions do not see later ones in a generation: several positions at once need "
-                    "causal=True, or a mask"
+                    "x has several positions, and during generation earlier positions must not see later "
+                    "ones: give causal=True or a mask"
                 )
         elif not cache.length:
             cache.of_memory(memory)
         elif not cache.is_of(memory):
             raise ValueError(
-                "the cache holds keys of another memory, or of x: make a new one for this memory"
+                "the cache holds keys of x or of another memory: make a new cache for this memory"
             )
 
     def _unread(self, name: str) -> str:

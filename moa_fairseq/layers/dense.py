@@ -17,18 +17,18 @@ class DenseSettings(FamilySettings):
 
     attention_head_dim: Optional[int] = flag(  # noqa: UP045
         None,
-        "width of a head (default: the model's width over its heads): a dense model with the "
-        "multiply-accumulates, or the parameters, of a mixture",
+        "head dimension (default: model width / heads); with it a dense model can have the "
+        "multiply-accumulates or the parameters of a mixture",
     )
     key_heads: Optional[int] = flag(  # noqa: UP045
         None,
-        "heads of keys and values that the query heads share (default: each has its own): 1 is multi-query "
-        "attention (arXiv 1911.02150), fewer than the query heads grouped-query attention (arXiv 2305.13245)",
+        "number of key/value heads (num_kv_heads; default: one per query head); 1: multi-query attention "
+        "(arXiv 1911.02150), fewer than the query heads: grouped-query attention (arXiv 2305.13245)",
     )
     dropped_heads: int = flag(
         0,
-        "DropHead: in training each sequence does without N random heads in every attention, and the others "
-        "are multiplied by h/(h - N); all heads work in evaluation",
+        "number N of the h heads that training zeroes at random per sequence and attention (DropHead); the "
+        "others are multiplied by h/(h - N); evaluation uses all heads",
     )
 
 
@@ -65,15 +65,17 @@ class DenseHeadsAttention(Attention):
     ):
         if not self.shares_keys and options.get("key_heads") not in (None, num_heads):
             raise UserError(
-                f"key_heads={options['key_heads']}: here each of the {num_heads} heads has keys of its own."
+                f"key_heads={options['key_heads']}: each of the {num_heads} heads has its own keys here. "
+                "Leave it out."
             )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
             raise UserError(
-                f"{num_heads} attention heads cannot share a width of {embed_dim}: the width must be a "
-                "multiple of the heads. (--attention-head-dim says how wide a head of dense attention is.)"
+                f"The model width {embed_dim} is not a multiple of the {num_heads} attention heads: change "
+                "one of the two. For dense attention you can instead set the head dimension "
+                "(--attention-head-dim)."
             )
         if head_dim is not None and head_dim < 1:
-            raise UserError(f"--attention-head-dim must be a positive number, not {head_dim}.")
+            raise UserError(f"--attention-head-dim is {head_dim}: give a positive number.")
         super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **options)
         width = num_heads * self.head_dim
         key_width = self.key_heads * self.head_dim
@@ -145,13 +147,13 @@ class DenseAttention(DenseHeadsAttention):
         key_heads = settings.key_heads
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
             raise UserError(
-                f"--key-heads {key_heads} must divide the {num_heads} attention heads, which share them "
-                "evenly."
+                f"--key-heads {key_heads} does not divide the {num_heads} attention heads: give a divisor of "
+                f"{num_heads}."
             )
         if not 0 <= settings.dropped_heads < num_heads:
             raise UserError(
-                f"--dropped-heads {settings.dropped_heads} must lie between 0 and {num_heads - 1}: "
-                f"one of the {num_heads} attention heads must be left."
+                f"--dropped-heads {settings.dropped_heads} must be between 0 and {num_heads - 1}: "
+                f"at least one of the {num_heads} attention heads must remain."
             )
         super().__init__(
             embed_dim, num_heads, head_dim=settings.attention_head_dim, key_heads=key_heads, **options

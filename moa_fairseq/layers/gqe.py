@@ -22,31 +22,31 @@ OUTPUTS = ("paper", "hard", "weighted", "experts")
 class GQESettings(FamilySettings, RouterSettings):
     """The flags of `GroupedQueryExperts`."""
 
-    gqe_groups: int = flag(4, "heads of keys and values (G); each belongs to one group of query heads")
-    num_experts: int = flag(4, "query heads of each group (M)")
-    experts_per_token: int = flag(2, "query heads that each token chooses in each group (k)")
+    gqe_groups: int = flag(4, "number of key/value heads (G), one per group of query heads")
+    num_experts: int = flag(4, "query heads per group (M)")
+    experts_per_token: int = flag(2, "query heads selected per token and group (k)")
     expert_dim: int = flag(64, "head dimension (D)")
     gqe_shared_heads: int = flag(
         1,
-        "query heads that work for every token (0 or 1); such a head reads the mean of all keys and values",
+        "always-active query heads (0 or 1); such a head reads the mean of all keys and values",
     )
     gqe_output: str = flag(
         "paper",
-        "what the output is made of. paper: the chosen heads, their sum weighted by the gates, and the "
-        "shared head, side by side, times one matrix; hard: the same without the weighted sum; weighted: "
-        "each chosen head times its gate, without the sum; experts: the sum of the chosen heads, each with "
-        "an output matrix of its own, weighted by the gates (MoA)",
+        "form of the output. paper: one matrix times the concatenation of the selected heads, their "
+        "gate-weighted sum and the shared head; hard: the same without the weighted sum; weighted: "
+        "each selected head times its gate, without the sum; experts: the gate-weighted sum of the selected "
+        "heads, each with its own output matrix (MoA)",
         OUTPUTS,
     )
     expert_bias: bool = flag(False, "biases in keys, values, queries and outputs")
     router_renormalize: str = flag(
         "full",
-        "divide the gates of all heads that a token chose by their sum: with a gradient through it (full), "
-        "without one (detached), or not at all (none)",
+        "division of a token's gates by their sum: with a gradient through the sum (full), without "
+        "(detached), or no division (none)",
         RENORMALIZATIONS,
     )
     expert_backend: str = flag(
-        "auto", "what computes the query projections; auto picks by device and dtype", BACKENDS
+        "auto", "backend of the query projections; auto: selected by device and dtype", BACKENDS
     )
 
 
@@ -80,7 +80,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         check_choice("--gqe-output", settings.gqe_output, OUTPUTS)
         if groups < 1 or shared_heads not in (0, 1):
             raise UserError(
-                f"--gqe-groups {groups} must be positive, --gqe-shared-heads {shared_heads} 0 or 1."
+                f"--gqe-groups is {groups} and --gqe-shared-heads {shared_heads}: give a positive number of "
+                "groups, and 0 or 1 shared heads."
             )
         router = TopKRouter(embed_dim, settings, groups)
         router.is_constant &= settings.gqe_output != "hard"  # which has no gates
@@ -94,8 +95,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         super().__init__(embed_dim, every, groups=groups, router=router, **options)
         if shared_heads and groups > 1 and isinstance(self.positions, RelativePositions):
             raise UserError(
-                "--positions xl gives each head of keys positions of its own, but the shared head attends to "
-                "their mean: choose --positions rope, --gqe-shared-heads 0 or --gqe-groups 1."
+                "--positions xl gives each key head its own positions, but the shared head attends to the "
+                "mean of the keys: choose --positions rope, --gqe-shared-heads 0 or --gqe-groups 1."
             )
         self.groups = groups
         self.shared_heads = shared_heads

@@ -123,7 +123,7 @@ class KVCache:
             )
         if not 0 <= length <= self.length:
             raise ValueError(
-                f"length {length} must lie between 0 and the {self.length} positions that are held"
+                f"length {length} must be between 0 and the {self.length} positions in the cache"
             )
         self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, length))
 

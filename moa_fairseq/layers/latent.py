@@ -21,20 +21,20 @@ class LatentSettings(FamilySettings):
     """The flags of `LatentAttention`."""
 
     attention_head_dim: Optional[int] = flag(  # noqa: UP045
-        None, "width of a head (d_h; default: the model's width over its heads)"
+        None, "head dimension (d_h; default: model width / heads)"
     )
     latent_dim: Optional[int] = flag(  # noqa: UP045
         None,
-        "width of the latent that keys and values are made of (d_c; default: four heads, as in DeepSeek-V2)",
+        "width of the key/value latent (kv_lora_rank, d_c; default: four head dimensions, as in DeepSeek-V2)",
     )
     rotary_key_dim: Optional[int] = flag(  # noqa: UP045
         None,
-        "width of the rotary key that all heads share, and of each head's rotary query (d_h^R; default: half "
-        "a head, as in DeepSeek-V2); for --positions rope",
+        "width of the shared rotary key and of each head's rotary query (qk_rope_head_dim, d_h^R; default: "
+        "half the head dimension, as in DeepSeek-V2); for --positions rope",
     )
     latent_norm: bool = flag(
         False,
-        "RMSNorm of the latent: DeepSeek-V2's section 3.1.2 and code have it, its equations do not",
+        "RMSNorm of the latent, as in DeepSeek-V2's section 3.1.2 and code, but not its equations",
     )
 
 
@@ -85,20 +85,20 @@ class LatentAttention(DenseHeadsAttention):
         positions = options.get("positions")
         if positions in POSITIONS_IN_ATTENTION and positions != "rope":
             raise UserError(
-                f"--positions {positions} needs keys of single heads, but latent attention has only the "
-                "latent and one rotary key to place: choose --positions rope, learned or sinusoidal."
+                f"--positions {positions} needs per-head keys, but latent attention applies positions only "
+                "to the latent and one rotary key: choose --positions rope, learned or sinusoidal."
             )
         if latent_dim is not None and latent_dim < 1:
-            raise UserError(f"--latent-dim must be a positive number, not {latent_dim}.")
+            raise UserError(f"--latent-dim is {latent_dim}: give a positive number.")
         if rotary_dim is not None and rotary_dim < 2:
             raise UserError(
-                f"--rotary-key-dim {rotary_dim} holds no pair of numbers to rotate: give 2 or more, or "
-                "leave it out and choose --positions sinusoidal, which has no rotary key."
+                f"--rotary-key-dim {rotary_dim} is too small, because rotary positions rotate pairs of "
+                "values: give 2 or more. For no rotary key, leave it out and choose --positions sinusoidal."
             )
         if (kdim or embed_dim) != (vdim or embed_dim):
             raise UserError(
-                f"Keys and values are made of one latent, but keys of width {kdim or embed_dim} and values "
-                f"of width {vdim or embed_dim} are two inputs: give equal kdim and vdim."
+                f"Latent attention computes keys and values from one input, but kdim is {kdim or embed_dim} "
+                f"and vdim is {vdim or embed_dim}: give equal kdim and vdim."
             )
         super().__init__(embed_dim, num_heads, head_dim=settings.attention_head_dim, bias=False, **options)
         self.latent_dim = latent_dim or 4 * self.head_dim
@@ -108,7 +108,7 @@ class LatentAttention(DenseHeadsAttention):
             self.positions = RotaryPositions(self.rotary_dim)
         elif rotary_dim is not None and self.self_attention:
             raise UserError(
-                f"--rotary-key-dim {rotary_dim} is for --positions rope: without it there is no rotary key."
+                f"--rotary-key-dim {rotary_dim} needs --positions rope: add that flag, or leave this one out."
             )
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, width + num_heads * self.rotary_dim, bias=False)
@@ -126,8 +126,8 @@ class LatentAttention(DenseHeadsAttention):
     def compute(self, call: Call) -> Computed:
         if call.values is not call.memory:
             raise ValueError(
-                "keys and values are made of one latent, and this call has two inputs for them: build the "
-                "attention with self_attention=True or encoder_decoder_attention=True"
+                "latent attention computes keys and values from one input, but this call has two: build the "
+                "layer with self_attention=True or encoder_decoder_attention=True"
             )
         # [B, T, H·(R + D)] → [B, H, T, R + D]: in a head first the R numbers that are rotated
         q = self.q_proj(call.x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)

@@ -26,29 +26,29 @@ MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "ra
 class MAESettings(FamilySettings):
     """The flags of `MixtureOfAttentiveExperts`."""
 
-    mae_dropped_heads: int = flag(
-        1, "heads that each expert leaves out (of 8 heads, 1 makes MAE-7 and 2 makes MAE-6)"
-    )
+    mae_dropped_heads: int = flag(1, "heads that each expert leaves out (of 8 heads, 1: MAE-7, 2: MAE-6)")
     mae_gate: str = flag(
-        "learned", "how experts are weighted: by a gate that sees the input, or all equally (UNI-MAE)", GATES
+        "learned",
+        "expert weights: from a gate that sees the input (learned), or all equal (uniform: UNI-MAE)",
+        GATES,
     )
     gate_hidden_dim: int = flag(256, "hidden size of the gate's MLP")
     gate_dropout: float = flag(0.1, "dropout after the first layer of the gate's MLP")
     gate_window: Optional[int] = flag(  # noqa: UP045
-        None, "how many of the latest inputs a decoder's gate averages (translation: all so far)"
+        None, "number of latest inputs that a decoder's gate averages (translation: all so far)"
     )
     gate_norm: str = flag(
         "earlier",
-        "which statistics normalise a gate's input while the gate is updated. earlier: those of earlier "
-        "updates, which is not what the paper does. batch: those of the batch, as in the paper. Gates of "
-        "decoders always use earlier, because a batch's statistics would tell them about later tokens. In F "
-        "steps and in evaluation all gates use earlier",
+        "statistics that normalise a gate's input while the gate is updated. earlier: from earlier "
+        "updates, unlike the paper; batch: from the batch, as in the paper. Decoder gates always use "
+        "earlier, because batch statistics would reveal later tokens. F steps and evaluation always use "
+        "earlier",
         NORMS,
     )
     mae_evaluate_with: str = flag(
         MIXTURE,
-        "in evaluation (never in training): mix the experts, use only each gate's favourite, or use one "
-        "random expert in each module; give it to trained models by --model-overrides",
+        "experts in evaluation (not in training): all, weighted by the gate; each gate's most probable "
+        "one; or one random expert per module. Set it for trained models by --model-overrides",
         EVALUATIONS,
     )
     mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
@@ -58,9 +58,9 @@ class MAESettings(FamilySettings):
         gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
         if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
             raise UserError(
-                "--gate-norm batch has no meaning for this model: all of its gates are causal, and a "
-                "batch's own statistics would tell them about later tokens. Leave it out (--gate-norm "
-                "earlier); it is for models with an encoder, whose gates see whole sentences."
+                "--gate-norm batch is for models with an encoder, whose gates see whole sentences. All gates "
+                "of this model are causal, and batch statistics would reveal later tokens to them. Leave the "
+                "flag out (--gate-norm earlier)."
             )
 
 
@@ -111,7 +111,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         dropped_heads = settings.mae_dropped_heads
         if not 1 <= dropped_heads < num_heads:
             raise UserError(
-                f"--mae-dropped-heads {dropped_heads} must lie between 1 and {num_heads - 1}: "
+                f"--mae-dropped-heads {dropped_heads} must be between 1 and {num_heads - 1}: "
                 f"an expert leaves out some of the {num_heads} attention heads, but not all."
             )
         if settings.gate_window is not None and settings.gate_window < 1:
@@ -123,8 +123,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         check_choice("--mae-evaluate-with", settings.mae_evaluate_with, EVALUATIONS)
         if settings.mae_evaluate_with == TOP_EXPERT and settings.mae_gate == "uniform":
             raise UserError(
-                f"--mae-evaluate-with {TOP_EXPERT} needs a gate that prefers experts, but a uniform one "
-                "weights all equally: choose random-expert."
+                f"--mae-evaluate-with {TOP_EXPERT} needs a learned gate, but a uniform gate weights all "
+                "experts equally: choose random-expert."
             )
         super().__init__(embed_dim, num_heads, **options)
         self.causal = causal

@@ -33,17 +33,17 @@ class MoASettings(FamilySettings, RouterSettings):
     """The flags of `MixtureOfAttention`."""
 
     num_experts: int = flag(8, "attention experts per module (E)")
-    experts_per_token: int = flag(8, "experts each token chooses (K)")
+    experts_per_token: int = flag(8, "experts selected per token (K)")
     expert_dim: int = flag(128, "head dimension of an expert (D)")
     heads_per_expert: int = flag(
         1,
-        "attention heads inside an expert; all experts share as many heads of keys and values (1: MoA; more: "
+        "attention heads per expert, and number of key/value heads that all experts share (1: MoA; more: "
         "the mixture of multi-head attention of SUT and JetMoE)",
     )
     expert_keys_values: str = flag(
         "shared",
-        "shared: all experts share keys and values (MoA Eq. 12); own: each expert has a head of its own, "
-        "which with K = E is dense multi-head attention with gates, the control for what routing adds",
+        "shared: all experts share keys and values (MoA Eq. 12); own: per-expert keys and values; with "
+        "K = E this is dense multi-head attention with gates, the ablation without routing",
         KEYS_VALUES,
     )
     expert_bias: bool = flag(
@@ -52,35 +52,35 @@ class MoASettings(FamilySettings, RouterSettings):
     routing_noise: bool = flag(False, "learned Gaussian noise on the router's logits in training (MoA Eq. 3)")
     router_activation: str = flag(
         "softmax",
-        "what turns the router's logits into gates: softmax (MoA Eq. 7), or a sigmoid of each",
+        "activation that turns router logits into gates: softmax (MoA Eq. 7), or a sigmoid per expert",
         ACTIVATIONS,
     )
     router_renormalize: str = flag(
         "detached",
-        "divide the chosen gates by their sum: without a gradient through it (detached: MoA Eq. 9), with one "
-        "(full), or not at all (none: MoA's released code)",
+        "division of the selected gates by their sum: without a gradient through the sum (detached: MoA "
+        "Eq. 9), with a gradient (full), or no division (none: MoA's released code)",
         RENORMALIZATIONS,
     )
     router_choice: str = flag(
         "learned",
-        "what chooses experts: the learned router; frozen: a router that stays random; hash: a hash of the "
-        "token's id, with learned gates",
+        "expert selection. learned: by the learned router; frozen: by a router that stays random; hash: by "
+        "a hash of the token id, with learned gates",
         CHOICES,
     )
     router_gates: str = flag(
         "learned",
-        "the weights of the chosen experts: learned; uniform: those of equal logits (1/K where they are "
+        "weights of the selected experts. learned: by the router; uniform: as for equal logits (1/K if "
         "renormalised), so that only auxiliary losses train the router; straight-through: uniform, with the "
-        "learned gates' gradient to train the choice",
+        "gradient of the learned gates to train the router",
         GATES,
     )
     routing_bias_rate: float = flag(
         0.0,
-        "balance loads without a gradient: after each update an expert's selection bias moves by this much "
-        "towards an even load (arXiv 2408.15664: 0.001; 0: off)",
+        "step of each expert's selection bias per update, towards an even load (loss-free balancing, arXiv "
+        "2408.15664: 0.001; 0: off)",
     )
     expert_backend: str = flag(
-        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
+        "auto", "backend of the expert projections; auto: selected by device and dtype", BACKENDS
     )
 
 
@@ -124,13 +124,13 @@ class MixtureOfAttention(Attention):
         for name in ("expert_dim", "heads_per_expert"):
             size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+                raise UserError(f"--{name.replace('_', '-')} is {size}: give a positive number.")
         check_choice("--expert-keys-values", settings.expert_keys_values, KEYS_VALUES)
         has_own = settings.expert_keys_values == "own"
         if has_own and per_token != num_experts:
             raise UserError(
-                "--expert-keys-values own needs every expert for every token, but --experts-per-token "
-                f"{per_token} chooses among --num-experts {num_experts}: give both the same number."
+                "--expert-keys-values own needs every expert for every token, but --experts-per-token is "
+                f"{per_token} and --num-experts is {num_experts}: give both the same number."
             )
         heads = settings.heads_per_expert
         super().__init__(

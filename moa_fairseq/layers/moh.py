@@ -32,42 +32,42 @@ SKIPPING = ("auto", "always", "never")
 class MoHSettings(FamilySettings):
     """The flags of `MixtureOfHeads`."""
 
-    moh_shared_heads: int = flag(2, "heads that work for every token (h_s)")
-    experts_per_token: int = flag(4, "how many of the other heads each token chooses (K)")
+    moh_shared_heads: int = flag(2, "always-active (shared) heads (h_s)")
+    experts_per_token: int = flag(4, "routed heads selected per token (K)")
     moh_scaling: str = flag(
         "paper",
-        "paper: gates as in MoH Eq. 5-6, which add up to at most 1; released: as in the authors' code, where "
-        "even gates are 1 each (use it with --balance-loss moh-released and --aux-loss-reduce mean)",
+        "paper: gates as in MoH Eq. 5-6, which sum to at most 1; released: as in the authors' code, so that "
+        "equal gates are 1 each (use it with --balance-loss moh-released and --aux-loss-reduce mean)",
         SCALINGS,
     )
     moh_router: str = flag(
         "learned",
-        "what chooses heads: learned maps of the input (Eq. 5-6), or the norms of the heads' queries, "
-        "without parameters and with gates of 1, to continue trained models (MoH 4.4)",
+        "head selection. learned: by learned maps of the input (Eq. 5-6); query-norm: by the norms of the "
+        "heads' queries, without parameters and with gates of 1, to continue trained models (MoH 4.4)",
         ROUTERS,
     )
     moh_straight_through: str = flag(
         STRAIGHT_THROUGH[0],
-        "which gates of --moh-router query-norm, 1 or 0, have the gradient of the probability (MoH Eq. 10): "
-        "those of all routed heads, which a training then computes whatever --moh-skip says, or of the "
-        "chosen ones alone",
+        "gates of --moh-router query-norm (1 or 0) that get the probability's gradient (MoH Eq. 10). routed: "
+        "every routed head, which training then computes whatever --moh-skip is; chosen: only the "
+        "selected heads",
         STRAIGHT_THROUGH,
     )
     router_choice: str = flag(
         "learned",
-        "what --moh-router learned chooses routed heads by: its learned weights; frozen: weights that stay "
-        "random; hash: a hash of the token's id, with learned gates",
+        "head selection of --moh-router learned. learned: by learned weights; frozen: by weights that stay "
+        "random; hash: by a hash of the token id, with learned gates",
         CHOICES,
     )
     moh_skip: str = flag(
         "auto",
-        "leave heads that a token did not choose out of all computation (always), compute them and weight "
-        "them by zero (never), or whichever is faster at the batch's size (auto)",
+        "treatment of inactive heads. always: skip their computation; never: compute them and weight "
+        "them by zero; auto: the faster of the two for the batch size",
         SKIPPING,
     )
     expert_backend: str = flag(
         "auto",
-        "what computes the projections where heads are left out; auto picks by device and dtype",
+        "backend of the projections if inactive heads are skipped; auto: selected by device and dtype",
         BACKENDS,
     )
 
@@ -114,12 +114,12 @@ class MixtureOfHeads(DenseHeadsAttention):
         per_token = settings.experts_per_token
         if settings.moh_router == "query-norm" and settings.router_choice != "learned":
             raise UserError(
-                f"--router-choice {settings.router_choice} is for routers with weights, which --moh-router "
-                "query-norm lacks: leave one of the two out."
+                f"--router-choice {settings.router_choice} needs a router with weights, but --moh-router "
+                "query-norm has none: leave one of the two out."
             )
         if settings.moh_router == "learned" and settings.moh_straight_through != STRAIGHT_THROUGH[0]:
             raise UserError(
-                f"--moh-straight-through {settings.moh_straight_through} is for gates of 1 or 0, which "
+                f"--moh-straight-through {settings.moh_straight_through} needs gates of 1 or 0, which "
                 "--moh-router learned does not have: leave it out, or choose --moh-router query-norm."
             )
         super().__init__(embed_dim, num_heads, **options)

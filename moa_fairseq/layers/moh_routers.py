@@ -31,15 +31,15 @@ class _Router(nn.Module):
         super().__init__()
         if not 0 <= shared_heads <= num_heads:
             raise UserError(
-                f"--moh-shared-heads {shared_heads} must lie between 0 and the number of attention heads, "
+                f"--moh-shared-heads {shared_heads} must be between 0 and the number of attention heads, "
                 f"{num_heads}."
             )
         routed = num_heads - shared_heads
         if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
             raise UserError(
-                f"--experts-per-token {routed_per_token} must lie between {min(1, routed)} and {routed}: of "
-                f"{num_heads} attention heads --moh-shared-heads {shared_heads} always work, and a token "
-                f"chooses among the other {routed}."
+                f"--experts-per-token {routed_per_token} must be between {min(1, routed)} and {routed}: of "
+                f"{num_heads} attention heads --moh-shared-heads {shared_heads} are always active, and the "
+                f"router selects among the other {routed}."
             )
         self.token_hash: TokenHash | None = None  # chooses in place of the probabilities
         self.num_heads = num_heads

@@ -23,26 +23,30 @@ CHOICES = ("learned", "frozen")
 class NAMOHSettings(FamilySettings, RouterSettings):
     """The flags of `NativeMixtureOfHeads`."""
 
-    num_experts: int = flag(16, "heads (E), each with queries, keys, values and an output of its own")
-    experts_per_token: int = flag(8, "heads each token chooses (K), as a query and as a key")
+    num_experts: int = flag(
+        16, "number of heads (E), each with its own query, key, value and output projections"
+    )
+    experts_per_token: int = flag(8, "heads selected per token (K), for its query and for its key")
     expert_dim: int = flag(64, "head dimension (D)")
     expert_bias: bool = flag(False, "biases in queries, keys, values and outputs")
     router_renormalize: str = flag(
         "detached",
-        "divide the chosen gates by their sum: without a gradient through it (detached), with one (full), or "
-        "not at all (none)",
+        "division of the selected gates by their sum: without a gradient through the sum (detached), with "
+        "a gradient (full), or no division (none)",
         RENORMALIZATIONS,
     )
     router_choice: str = flag(
-        "learned", "what chooses heads: the learned router; frozen: a router that stays random", CHOICES
+        "learned",
+        "head selection. learned: by the learned router; frozen: by a router that stays random",
+        CHOICES,
     )
     routing_bias_rate: float = flag(
         0.0,
-        "balance loads without a gradient: after each update a head's selection bias moves by this much "
-        "towards an even load (arXiv 2408.15664: 0.001; 0: off)",
+        "step of each head's selection bias per update, towards an even load (loss-free balancing, arXiv "
+        "2408.15664: 0.001; 0: off)",
     )
     expert_backend: str = flag(
-        "auto", "what computes the projections; auto picks by device and dtype", BACKENDS
+        "auto", "backend of the projections; auto: selected by device and dtype", BACKENDS
     )
 
 
@@ -83,8 +87,8 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         check_choice("--router-choice", settings.router_choice, CHOICES)
         if options.get("positions") == "xl":
             raise UserError(
-                "--positions xl needs every key in every head, and NAMOH's heads see only the tokens that "
-                "chose them: choose --positions rope or sinusoidal."
+                "--positions xl needs every key in every head, but a NAMOH head sees only the tokens that "
+                "selected it: choose --positions rope or sinusoidal."
             )
         num_experts = settings.num_experts
         dim = settings.expert_dim

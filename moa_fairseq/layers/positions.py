@@ -90,8 +90,8 @@ class RotaryPositions(Positions):
         self.rotary_dim = head_dim - head_dim % 2
         if not self.rotary_dim:
             raise UserError(
-                f"--positions rope rotates pairs of numbers, but a head of width {head_dim} holds no pair: "
-                "choose a head dimension of 2 or more."
+                f"--positions rope rotates pairs of values, but the head dimension is {head_dim}: "
+                "choose 2 or more."
             )
         self.base = base
 
@@ -133,9 +133,8 @@ class HalfRotaryPositions(RotaryPositions):
         rotary_dim = 2 * (head_dim // 4)
         if not rotary_dim:
             raise UserError(
-                "--positions rope-half rotates pairs of numbers in half of a head, but half of the head "
-                f"dimension {head_dim} holds no pair: choose a head dimension of 4 or more, or --positions "
-                "rope."
+                "--positions rope-half rotates pairs of values in half of a head, but the head dimension is "
+                f"{head_dim}: choose a head dimension of 4 or more, or --positions rope."
             )
         super().__init__(rotary_dim, base)
 

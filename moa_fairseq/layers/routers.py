@@ -121,8 +121,8 @@ class TopKRouter(RunningStatistics):
         bias_rate = settings.routing_bias_rate
         if not 1 <= experts_per_token <= num_experts:
             raise UserError(
-                f"--experts-per-token {experts_per_token} must lie between 1 and --num-experts "
-                f"{num_experts}: a token cannot choose more experts than there are."
+                f"--experts-per-token {experts_per_token} must be between 1 and --num-experts "
+                f"{num_experts}: give at most the number of experts."
             )
         for flag, known in (
             ("renormalize", RENORMALIZATIONS),
@@ -133,19 +133,22 @@ class TopKRouter(RunningStatistics):
             check_choice(f"--router-{flag}", getattr(settings, f"router_{flag}"), known)
         if choice == "frozen" and settings.routing_noise:
             raise UserError(
-                "--routing-noise is learned, and --router-choice frozen learns nothing: leave one out."
+                "--routing-noise is learned, but --router-choice frozen trains no router: leave one of the "
+                "two out."
             )
         if choice in OTHER_CHOICES and bias_rate:
             raise UserError(
-                f"--routing-bias-rate {bias_rate} moves the choice of experts, which --router-choice "
-                f"{choice} fixes: leave one of the two out."
+                f"--routing-bias-rate {bias_rate} changes which experts are selected, but --router-choice "
+                f"{choice} fixes the selection: leave one of the two out."
             )
         if choice in OTHER_CHOICES and groups > 1:
-            raise ValueError(f"router_choice {choice!r} is made among all experts at once: groups must be 1")
+            raise ValueError(
+                f"router_choice {choice!r} selects among all experts at once: give groups=1, not {groups}"
+            )
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
-                f"--routing-bias-rate {bias_rate} must be positive, and balances which experts are chosen: "
-                f"there is nothing to choose when --experts-per-token is --num-experts ({num_experts})."
+                f"--routing-bias-rate {bias_rate} must be 0 or positive, and needs --experts-per-token below "
+                f"--num-experts ({num_experts}), because it changes which experts are selected."
             )
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
@@ -203,9 +206,9 @@ class TopKRouter(RunningStatistics):
         """
         if self.training and self.is_constant:
             raise UserError(
-                "--router-renormalize full and one expert for each token: the gate is p/p = 1, and the task "
-                "would not train the router. Choose --router-renormalize detached, which has the same "
-                "values and a gradient, or none; or raise --experts-per-token."
+                "With --router-renormalize full and one expert per token, every gate is p/p = 1, so the task "
+                "would not train the router. Choose --router-renormalize detached (the same values, with a "
+                "gradient) or none, or raise --experts-per-token."
             )
         x = x.reshape(-1, x.size(-1))
         if padding is not None:

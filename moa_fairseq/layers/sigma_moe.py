@@ -18,12 +18,12 @@ class SigmaMoESettings:
     """The flags of `SigmaMoE`."""
 
     sigma_moe_num_experts: int = flag(
-        0, "experts of every feed-forward (sigma-MoE); 0: an ordinary feed-forward"
+        0, "experts per feed-forward block (sigma-MoE); 0: an ordinary feed-forward block"
     )
-    sigma_moe_experts_per_token: int = flag(4, "feed-forward experts that a token chooses")
-    sigma_moe_expert_dim: int = flag(128, "inner units of a feed-forward expert")
+    sigma_moe_experts_per_token: int = flag(4, "feed-forward experts selected per token")
+    sigma_moe_expert_dim: int = flag(128, "inner units per feed-forward expert")
     sigma_moe_expert_dropout: float = flag(
-        0.0, "probability with which each feed-forward expert is unavailable to a token in training"
+        0.0, "probability that a feed-forward expert is unavailable to a token in training (expert dropout)"
     )
 
 
@@ -55,11 +55,11 @@ class SigmaMoE(nn.Module):
         expert_dim = settings.sigma_moe_expert_dim
         if num_experts < 1:
             raise UserError(
-                f"--sigma-moe-num-experts {num_experts} must be a positive number, or 0 for an ordinary "
-                "feed-forward."
+                f"--sigma-moe-num-experts is {num_experts}: give a positive number, or 0 for an ordinary "
+                "feed-forward block."
             )
         if expert_dim < 1:
-            raise UserError(f"--sigma-moe-expert-dim must be a positive number, not {expert_dim}.")
+            raise UserError(f"--sigma-moe-expert-dim is {expert_dim}: give a positive number.")
         self.name = type(self).__name__  # the path in a model, where that gives one
         self.embed_dim = embed_dim
         self.activation = activation

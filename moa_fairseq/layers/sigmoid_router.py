@@ -56,8 +56,8 @@ class SigmoidTopKRouter(nn.Module):
         prefix = f"--{flags}"
         if not 1 <= experts_per_token <= num_experts:
             raise UserError(
-                f"{prefix}experts-per-token {experts_per_token} must lie between 1 and {prefix}num-experts "
-                f"{num_experts}: a token cannot choose more experts than there are."
+                f"{prefix}experts-per-token {experts_per_token} must be between 1 and {prefix}num-experts "
+                f"{num_experts}: give at most the number of experts."
             )
         if not 0 <= expert_dropout < 1:
             raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")

@@ -22,28 +22,31 @@ Projection = ExpertLinear | nn.Linear
 class SwitchHeadSettings(FamilySettings):
     """The flags of `SwitchHeadAttention`."""
 
-    switchhead_heads: int = flag(2, "attention maps per layer (n_heads); fairseq's attention-heads is unused")
+    switchhead_heads: int = flag(
+        2, "attention heads per layer (n_heads); fairseq's attention-heads flags are ignored"
+    )
     switchhead_experts: str = flag(
         "vo",
-        "which projections are mixtures of experts: letters of v, k, q, o (Table 6; vo is the paper's), or "
-        "none: dense attention with --switchhead-heads heads of --expert-dim",
+        "projections that are mixtures of experts: letters of v, k, q, o (Table 6; the paper uses vo), or "
+        "none: dense attention with --switchhead-heads heads of dimension --expert-dim",
     )
-    num_experts: int = flag(5, "experts of each projection and head (E)")
-    experts_per_token: int = flag(2, "experts that a token chooses for each projection and head (k)")
+    num_experts: int = flag(5, "experts per projection and head (E)")
+    experts_per_token: int = flag(2, "experts selected per token, projection and head (k)")
     expert_dim: int = flag(76, "head dimension (d_head)")
     expert_dropout: float = flag(
-        0.0, "probability with which each expert of a projection is unavailable to a token in training"
+        0.0,
+        "probability that an expert of a projection is unavailable to a token in training (expert dropout)",
     )
     router_choice: str = flag(
         "learned",
-        "what chooses experts: the learned routers; frozen: routers that stay random",
+        "expert selection. learned: by the learned routers; frozen: by routers that stay random",
         CHOICES,
     )
     switchhead_shared_selection: bool = flag(
-        False, "self-attention chooses the same experts as query and as key (section 3.6)"
+        False, "the same expert selection for queries and for keys in self-attention (section 3.6)"
     )
     expert_backend: str = flag(
-        "auto", "what computes the expert projections; auto picks by device and dtype", BACKENDS
+        "auto", "backend of the expert projections; auto: selected by device and dtype", BACKENDS
     )
 
 
@@ -84,13 +87,13 @@ class SwitchHeadAttention(Attention):
         for name in ("switchhead_heads", "expert_dim"):
             size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name.replace('_', '-')} must be a positive number, not {size}.")
+                raise UserError(f"--{name.replace('_', '-')} is {size}: give a positive number.")
         check_choice("--router-choice", settings.router_choice, CHOICES)
         experts = settings.switchhead_experts
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(
-                f"--switchhead-experts {experts!r} must be some of the letters v, k, q, o (values, keys, "
+                f"--switchhead-experts is {experts!r}: give some of the letters v, k, q, o (values, keys, "
                 "queries, output), each at most once, or none."
             )
         super().__init__(embed_dim, settings.switchhead_heads, settings.expert_dim, **options)
@@ -103,8 +106,8 @@ class SwitchHeadAttention(Attention):
         vdim = vdim or embed_dim
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
-                f"SwitchHead's source side decides about keys and values together, and keys of width {kdim} "
-                f"with values of width {vdim} are two inputs: choose --switchhead-experts without v and k."
+                f"SwitchHead selects the experts of keys and values from one input, but kdim is {kdim} and "
+                f"vdim is {vdim}: choose --switchhead-experts without v and k."
             )
         self.q_proj = self._projection("q", embed_dim)
         self.k_proj = self._projection("k", kdim)
@@ -115,9 +118,9 @@ class SwitchHeadAttention(Attention):
         shares = settings.switchhead_shared_selection
         if shares and not (routes_keys and routes_queries):
             raise UserError(
-                f"--switchhead-shared-selection shares one choice of experts between keys and values (v, k) "
-                f"and queries and outputs (q, o), but --switchhead-experts {experts} has experts on one side "
-                f"at most: leave the flag out, or name experts of both sides, such as vo."
+                f"--switchhead-shared-selection shares one selection of experts between keys and values (v, "
+                f"k) and queries and outputs (q, o), but --switchhead-experts {experts} has at most one of "
+                f"the two pairs: leave the flag out, or name experts of both pairs, such as vo."
             )
         self.shares_selection = shares and self.self_attention
         self.router = self._router(embed_dim, "queries") if routes_queries else None

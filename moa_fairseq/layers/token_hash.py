@@ -27,8 +27,8 @@ class TokenHash(nn.Module):
         super().__init__()
         if experts_per_token == num_experts:
             raise UserError(
-                f"--router-choice hash chooses --experts-per-token {experts_per_token} of {num_experts}: "
-                "there is nothing to choose. Give fewer, or leave the flag out."
+                f"--router-choice hash needs --experts-per-token below the {num_experts} experts, not "
+                f"{experts_per_token}: give fewer, or leave the flag out."
             )
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
@@ -52,7 +52,7 @@ class TokenHash(nn.Module):
         """
         if token_ids is None:
             raise UserError(
-                "--router-choice hash needs the ids of the tokens: call the attention with token_ids=ids "
+                "--router-choice hash needs token ids: call the attention with token_ids=ids "
                 "[B, T], or choose another --router-choice."
             )
         every = every_index(self.num_experts, device=token_ids.device)

@@ -214,7 +214,7 @@ def test_the_short_user_dir_works_from_the_folder_above_it(fairseq, toy_data, tm
 def test_user_errors_of_fairseq_train_are_one_paragraph(fairseq, toy_data, tmp_path):
     done = fairseq.train(toy_data, tmp_path, "--experts-per-token", 9, check=False)
     assert done.returncode != 0
-    assert "--experts-per-token 9 must lie between 1 and --num-experts 8" in done.stderr
+    assert "--experts-per-token 9 must be between 1 and --num-experts 8" in done.stderr
     assert "Traceback" not in done.stderr
 
 

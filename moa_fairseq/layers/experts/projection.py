@@ -43,7 +43,7 @@ def resolve_backend(name: str) -> str:
     if name == "triton" and triton.why_not():
         raise UserError(
             f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
-            """a checkpoint that was trained with it: --model-overrides "{'expert_backend': 'auto'}"."""
+            """a checkpoint trained with triton: --model-overrides "{'expert_backend': 'auto'}"."""
         )
     if name == "auto":
         chosen, reason = _automatic()
