@@ -203,7 +203,7 @@ def flags() -> str:
     ]
     head = ["Flag", "Default", "Meaning"]
     tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
-    positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; how tokens know where they stand"]
+    positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; position encoding"]
     start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
     scale = ["`--attention-output-scale`", "–", OUTPUT_SCALE]

@@ -114,7 +114,8 @@ class DiT(nn.Module):
         by_depth = [sizes for times, sizes in layers or [(depth, ())] for _ in range(times)]
         if len(by_depth) != depth or image_size % PATCH:
             raise UserError(
-                f"DiT-{size} has {depth} layers, not {len(by_depth)}, and patches of {PATCH} a side."
+                f"layers has {len(by_depth)} entries and image_size is {image_size}: DiT-{size} needs "
+                f"{depth} layers and a multiple of its patch size, {PATCH}."
             )
         self.side = image_size // PATCH
         self.classes = classes

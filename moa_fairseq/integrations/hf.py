@@ -43,18 +43,18 @@ def to_mixture_of_heads(
     base: Any = type(model)
     kind = base.__name__
     if isinstance(getattr(model, "config", None), _MixtureConfig):
-        raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert that.")
+        raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert it.")
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{kind} is no model of transformers: give that, before a wrapper has it.")
+        raise UserError(f"{kind} is not a transformers model: convert the model before you wrap it.")
     if not _is_causal_lm(base):
         alone = type(model.config) in CAUSAL and not model.config.is_encoder_decoder
         if alone:
             remedy = "load it with AutoModelForCausalLM"
         else:
             remedy = "leave it dense"
-        raise UserError(f"{kind} is no causal language model, which alone can be a mixture: {remedy}.")
+        raise UserError(f"{kind} is not a causal language model, and only those can be converted: {remedy}.")
     if (getattr(model, "tp_size", None) or 1) > 1:
-        raise UserError(f"{kind} is spread by tensor parallelism: load it on one device.")
+        raise UserError(f"{kind} is split by tensor parallelism: load it on one device.")
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     mixture = mixture_class(base)
     config = copy.deepcopy(model.config)  # other models may share the old one
@@ -73,12 +73,14 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     """Give each attention its mixture; raises UserError before it changes anything."""
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
-        raise UserError(f"{type(model).__name__} is no decoder of text alone: only those can be mixtures.")
+        raise UserError(
+            f"{type(model).__name__} is not a text-only decoder, and only those can be converted."
+        )
     kind = type(model).__name__
     heads = getattr(config, "num_attention_heads", None)
     attentions = {path: m for path, m in model.named_modules() if "Attention" in type(m).__name__}
     if not attentions or heads is None:
-        raise UserError(f"{kind} has no attention with heads, which a mixture is made of: leave it dense.")
+        raise UserError(f"{kind} has no attention heads to route, so it cannot be converted.")
     names = (settings.output,) if settings.output else OUTPUTS
     found = []
     for module in attentions.values():
@@ -88,13 +90,13 @@ def _install(model: PreTrainedModel, config: Any) -> None:
         parts = {name for m in attentions.values() for name, _ in m.named_children()}
         raise UserError(
             f"{kind} has no {' or '.join(names)} in its attentions, but {', '.join(sorted(parts))}: give the "
-            "output projection's name as output, or leave the model dense if it is none of these."
+            "output projection's name as output. If none of these is it, the model cannot be converted."
         )
     depth = config.num_hidden_layers
     count = len(found)
     if count != depth and settings.layers is None:
         raise UserError(
-            f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): in place "
+            f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): instead "
             f"of shared_heads and active give layers, {count} entries of (shared heads, active) or None."
         )
     install(found, settings, model.dtype)
@@ -139,8 +141,8 @@ def _mixture_class(base: Any) -> Any:
         def __init__(self, config: Any, *args: Any, **kwargs: Any):
             if not getattr(config, "moh", None):
                 raise UserError(
-                    f"The config of a {type(self).__name__} needs `moh`, its mixtures' settings: "
-                    "to_mixture_of_heads makes a mixture of a dense model."
+                    f"The config of a {type(self).__name__} needs `moh`, the settings of its mixtures: "
+                    "convert a dense model with to_mixture_of_heads."
                 )
             super().__init__(config, *args, **kwargs)
             _install(self, config)
@@ -154,7 +156,10 @@ def _mixture_class(base: Any) -> Any:
             labels = given.get("labels")
             if labels is None:
                 if not torch.compiler.is_dynamo_compiling():
-                    warnings.warn("no labels were given, so that no loss has a balance term", stacklevel=2)
+                    warnings.warn(
+                        "no labels were given, so there is no loss, and no balance term is added",
+                        stacklevel=2,
+                    )
                 return super().forward(*args, **kwargs)
             with collect_routings(self) as routings:
                 out = super().forward(*args, **kwargs)

@@ -41,20 +41,21 @@ def to_mixture_of_heads(
     modules = [*model.modules()]
     for name in sorted(settings.keys() & {"balance", "output", "queries"}):
         raise UserError(
-            f"{name}={settings[name]!r}: timm's models have no loss, and one table of names. Leave it out, "
-            "and add 0.01 * heads.balance_loss(routings) to the loss; heads.collect_routings finds them."
+            f"{name}={settings[name]!r}: timm's models compute no loss and use fixed module names. Leave it "
+            "out. For a balance term add 0.01 * heads.balance_loss(routings), with routings from "
+            "heads.collect_routings, to your loss."
         )
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     if HeadMixture in map(type, modules):
-        raise UserError(f"{kind} is a mixture of heads already: make the dense model, and convert that.")
+        raise UserError(f"{kind} is a mixture of heads already: create the dense model, and convert it.")
     kinds = {type(module) for module in modules if "Att" in type(module).__name__}
     unknown = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
     if Attention not in kinds or unknown:
         names = [f"{each.__module__.rpartition('.')[2]}.{each.__name__}" for each in unknown]
         raise UserError(
-            f"{kind} has {', '.join(sorted(names)) or 'no attention of its own'}. A mixture of heads can be "
-            "made of timm's plain Attention alone, in vit_*, deit* and others; not of Swin, MaxViT, EVA, or "
-            "of parallel blocks, which have no module for it."
+            f"{kind} has {', '.join(sorted(names)) or 'no attention of its own'}. Only timm's plain "
+            "Attention can be converted (vit_*, deit* and others); not Swin, MaxViT, EVA, or "
+            "parallel blocks, which have no attention module."
         )
     found: Any = [module for module in modules if type(module) is Attention]
     sizes = [(each, "proj", each.qkv.in_features, each.num_heads) for each in found]

@@ -29,7 +29,7 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
             "--output-dropout",
             type=float,
             default=argparse.SUPPRESS,
-            help="dropout of the last layer's output; default: the architecture's, or 0",
+            help="dropout probability of the last layer's output; default: the architecture's, or 0",
         )
         for flag, text in SWITCHES.items():
             parser.add_argument(flag, action="store_true", default=argparse.SUPPRESS, help=text)

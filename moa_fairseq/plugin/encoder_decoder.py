@@ -137,7 +137,8 @@ class MixtureFeedForward(Extended):
             return super().build_fc1(input_dim, output_dim, *quant_noise)
         if getattr(self, "ffn_layernorm", None) is not None:
             raise UserError(
-                "--scale-fc normalises the inside of a feed-forward that --sigma-moe-num-experts replaces."
+                "--scale-fc normalises the feed-forward block that --sigma-moe-num-experts replaces: leave "
+                "one of the two out."
             )
         self.activation_fn = nn.Identity()
         self.activation_dropout_module = nn.Identity()
@@ -347,8 +348,8 @@ class MixtureDecoder(TransformerDecoderBase):
         if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
             self.embed_scale = math.sqrt(self.embed_dim)
             logger.warning(
-                "These weights are of a model whose embeddings enter the first layer %.1f times larger than "
-                "this architecture's do now: they are scaled as they were.",
+                "The model of these weights scaled its embeddings %.1f times more than this architecture "
+                "does now: the old scale is kept.",
                 self.embed_scale,
             )
         return super().upgrade_state_dict_named(state_dict, name)
@@ -367,12 +368,11 @@ class MixtureDecoder(TransformerDecoderBase):
         """
         if chunks and self.embed_positions is not None:
             raise UserError(
-                "A context that is carried from chunk to chunk needs relative positions: give "
-                "--positions xl or --positions rope."
+                "--carried-chunks needs relative positions: give --positions xl or --positions rope."
             )
         if chunks and isinstance(self.layers, LayerDropModuleList):
             raise UserError(
-                "--carried-chunks keeps a context for each layer, and --decoder-layerdrop leaves layers out "
+                "--carried-chunks keeps a context for each layer, but --decoder-layerdrop skips layers "
                 "at random: leave one of the two flags out."
             )
         if chunks:

@@ -22,26 +22,27 @@ from moa_fairseq.plugin.families import add_family_args, settings_of
 INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
 INITIALIZATION = (
-    "how the matrices of the layers start: as each module's paper or fairseq has it (own), or all normal "
-    "with deviation √(2/n)/√fan-in for n layers, with biases of zero (depth-scaled: SwitchHead's pre-norm "
-    "models), or as own, with shortcuts x·ω in post-norm layers that a pass over the first batch sets "
-    "(admin: dense translation models, arXiv 2004.08249)"
+    "initialisation of the layers' matrices. own: per module, as in its paper or in fairseq; "
+    "depth-scaled: normal with deviation √(2/n)/√fan-in for n layers, biases zero (SwitchHead's pre-norm "
+    "models); admin: as own, plus factors ω of the shortcuts of post-norm layers, set by a pass over the "
+    "first batch (dense translation models, arXiv 2004.08249)"
 )
 BRANCH = (
-    "factor of every attention's output projection at initialisation (1): 1/K gives dense attention the "
-    "small residual branch with which K gates that add up to 1 start; K takes it from a mixture"
+    "initial scale of the attention output: factor of every output projection at initialisation "
+    "(default: 1). 1/K gives dense attention the small initial output of K gates that sum to 1; K undoes it "
+    "in a mixture"
 )
 OUTPUT_SCALE = (
-    "constant factor of every attention's output, in training and afterwards (1): K gives a mixture whose "
-    "gates sum to 1 the gates × K, and 1/K gives dense attention what even gates are"
+    "constant scale of the attention output, in training and afterwards (default: 1). K multiplies by K "
+    "the gates of a mixture whose gates sum to 1; 1/K scales dense attention like K equal gates"
 )
 HEAD_GATE = (
-    "multiply the output of every attention head by a sigmoid gate of the query's input (arXiv 2505.06708): "
-    "one gate a head, or one an element of it"
+    "sigmoid gates of the query's input that multiply each attention head's output (gated attention, "
+    "arXiv 2505.06708): one gate per head (head) or per element (element)"
 )
 KERNEL_CHECK = (
-    "do not check the Triton kernels before the first training on a new kind of GPU; where they were not "
-    "checked they stay off"
+    "no check of the Triton kernels before the first training on a new kind of GPU; kernels that were "
+    "not checked stay off"
 )
 _HINTS = {"offload_activations": " (--checkpoint-activations works)"}
 
@@ -95,9 +96,9 @@ class MixtureModel(Extended):
             "--positions",
             choices=POSITIONS,
             default=argparse.SUPPRESS,
-            help="how positions are encoded: learned or sinusoidal embeddings, rotated queries and keys in "
-            "every self-attention (rope; rope-half rotates half of their numbers), or Transformer-XL's "
-            "learned function of the distance in every self-attention (xl); default: the architecture's",
+            help="position encoding: learned or sinusoidal embeddings, rotary queries and keys in every "
+            "self-attention (rope; rope-half rotates half of each head), or Transformer-XL's relative "
+            "positions in every self-attention (xl); default: the architecture's",
         )
         parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
         scales = {"--attention-branch-scale": BRANCH, "--attention-output-scale": OUTPUT_SCALE}
@@ -131,13 +132,13 @@ class MixtureModel(Extended):
                 if not fits:  # an architecture may set such a flag itself
                     found = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
                 raise UserError(
-                    "--initialization admin is for dense translation models (dense_transformer_base) whose "
-                    f"norms follow their layers, all of which work; it does not fit {found}."
+                    f"--initialization admin does not fit {found}: it is for post-norm dense translation "
+                    "models (dense_transformer_base) without layer dropout. Choose another --initialization."
                 )
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
                 flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
-                raise UserError(f"{flag} has no meaning for mixtures of attention heads: leave it out.")
+                raise UserError(f"{flag} is not supported by mixtures of attention heads: leave it out.")
         return args
 
     @classmethod
@@ -164,7 +165,7 @@ class MixtureModel(Extended):
         scale = getattr(args, "attention_branch_scale", None)
         if scale is not None:
             if not 0 < scale < math.inf:
-                raise UserError(f"--attention-branch-scale {scale} must be a positive number.")
+                raise UserError(f"--attention-branch-scale is {scale}: give a positive number.")
             for attention in attentions:
                 attention.scale_branch(scale)
         return model
@@ -202,8 +203,8 @@ def _set_positions(args: argparse.Namespace) -> None:
     if args.positions in POSITIONS_IN_ATTENTION:
         if getattr(args, "cross_self_attention", False):
             raise UserError(
-                f"--positions {args.positions} is for self-attention, and with --cross-self-attention the "
-                "decoder has none, so it would know nothing of the order of its tokens: choose another "
+                f"--positions {args.positions} is for self-attention, but with --cross-self-attention the "
+                "decoder has none and would see no token order: choose another "
                 "--positions, or leave --cross-self-attention out."
             )
         args.no_token_positional_embeddings = True

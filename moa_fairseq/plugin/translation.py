@@ -34,8 +34,8 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
         args = cls.fill_defaults(args)
         if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:
             raise UserError(
-                "--share-all-embeddings needs one dictionary for both languages, and this data folder has "
-                "two different ones: preprocess with --joined-dictionary, or leave the flag out."
+                "--share-all-embeddings needs one dictionary for both languages, but this data folder has "
+                "two different dictionaries: preprocess with --joined-dictionary, or leave the flag out."
             )
         return cls.post_build(super().build_model(args, task), args)
 

@@ -296,8 +296,8 @@ BY_LAYER = {"shared_heads": None, "active": None}
 # the models and the settings, and what the sentence has to name
 REFUSED = {
     "already": (twice, {}, "already"),
-    "no causal language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
-    "another module": (lambda: torch.nn.Linear(2, 2), {}, "no model of transformers"),
+    "without a language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
+    "another module": (lambda: torch.nn.Linear(2, 2), {}, "Linear"),
     "Mamba": (lambda: tiny("Mamba", hidden_size=8, state_size=2), {}, "MambaForCausalLM has no attention"),
     "RWKV": (lambda: tiny("Rwkv", hidden_size=8), {}, "RwkvForCausalLM has no attention"),
     "fused queries": (neox, {"router": "query-norm"}, "queries='q_proj'"),

@@ -100,7 +100,7 @@ def test_costs():
     assert build().macs(7) == {"router": 7 * C * E, "projections": 7 * 2 * K * D * C}
     with pytest.raises(UserError, match="--sigma-moe-experts-per-token 7"):
         build(experts_per_token=7)
-    with pytest.raises(UserError, match="--sigma-moe-num-experts .*-1"):
+    with pytest.raises(UserError, match=r"--sigma-moe-num-experts .*-1"):
         build(num_experts=-1)
     with pytest.raises(UserError, match="--sigma-moe-expert-dim"):
         build(expert_dim=0)

@@ -40,7 +40,7 @@ def freeze_rest(model: nn.Module, method: str) -> None:
         return
     if not gates_of(model):
         raise UserError(
-            f"--finetune {method} updates gates, and this model has none (--mae-gate uniform): use "
+            f"--finetune {method} updates gates, but this model has none (--mae-gate uniform): use "
             "--finetune ftall, or fine-tune a model with learned gates."
         )
     moving = {id(parameter) for parameter in updated_by(model, method)}

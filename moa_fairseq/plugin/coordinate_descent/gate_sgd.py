@@ -114,10 +114,10 @@ class GateSGD:
         if not may_go_on or not all_finite(gradients.parameters):
             raise UserError(
                 "The gates have diverged: their gradients or weights are NaN or infinite. The checkpoints of "
-                "this training hold the gates from before: go on from one of them into another --save-dir "
+                "this training hold earlier gates. Continue from one of them in another --save-dir "
                 "(--finetune-from-model FILE; in a recipe train.flags.finetune-from-model), with a lower "
                 f"--gate-lr (now {self.lr:g}) or with --gate-clip-norm (now {self.clip_norm:g}; 0: no "
-                "clipping). If that ends so, too, take an older one."
+                "clipping). If the gates diverge again, use an older checkpoint."
             )
         if not finite:
             logger.warning("the gradients of the gates overflowed: their step is skipped")

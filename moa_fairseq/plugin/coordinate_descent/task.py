@@ -55,26 +55,26 @@ class BlockCoordinateDescentConfig:
 
     bcd: Steps = flag(
         "alternate",
-        "alternate: update gates and experts in turn, with drawn experts (MAE Algorithm 3); none: update all "
-        "together, with mixed experts (the paper's NOBCD)",
+        "block coordinate descent. alternate: updates of gates and experts in turn, with one sampled expert "
+        "(MAE Algorithm 3); none: joint updates, with mixed experts (the paper's NOBCD)",
     )
-    bcd_g_every: int = flag(5, "take G steps in every Nth epoch; F steps are always taken")
+    bcd_g_every: int = flag(5, "interval of G steps, in epochs; F steps are taken in every epoch")
     gate_optimizer: GateOptimizer = flag(
         "sgd",
-        "what updates the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, without "
-        "momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, with the rest of "
-        "the model. G steps are always plain SGD",
+        "optimizer of the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, without "
+        "momentum, weight decay or schedule, as in the paper's NOBCD; fairseq: --optimizer, like the rest of "
+        "the model. G steps always use plain SGD",
     )
     gate_lr: float = flag(1.0, "fixed learning rate of the gates' SGD")
     gate_clip_norm: float = flag(
         0.0,
-        "clip the gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for the parameters "
+        "maximum gradient norm of all gates in their SGD; 0: no clipping (--clip-norm is for the parameters "
         "of --optimizer)",
     )
     finetune: Method = flag(
         "all",
-        "what is updated: all or ftall: everything; ftg_plus: gates and output projections; ftg: gates only, "
-        "in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). All other parameters keep "
+        "trained parameters. all, ftall: all; ftg_plus: gates and output projections; ftg: gates only, "
+        "in ordinary updates (use --optimizer sgd --lr 1 --lr-scheduler fixed). Other parameters keep "
         "their values from --finetune-from-model",
     )
 
@@ -130,11 +130,11 @@ class BlockCoordinateDescent(Extended):
         own = self.cfg_of_bcd
         if own.bcd_g_every < 1:
             raise UserError(
-                f"--bcd-g-every {own.bcd_g_every} must be at least 1: G steps are taken in every Nth epoch."
+                f"--bcd-g-every {own.bcd_g_every} must be at least 1: it is an interval in epochs."
             )
         for flag_name, value in (("--gate-lr", own.gate_lr), ("--gate-clip-norm", own.gate_clip_norm)):
             if not 0 <= value < math.inf:
-                raise UserError(f"{flag_name} {value} must be a finite number, 0 or more.")
+                raise UserError(f"{flag_name} is {value}: give a finite number, 0 or more.")
         model = super().build_model(cfg, from_checkpoint)
         if not any(isinstance(module, MixtureOfAttentiveExperts) for module in model.modules()):
             raise UserError(

@@ -41,23 +41,23 @@ class RoutingLossConfig:
 
     balance_loss: BalanceLoss = flag(
         "moa",
-        "the loss that balances the experts' loads. moa: L_a of MoA's Eq. 13. moh: L_b of MoH's Eq. 7-8. "
-        "moh-released: E times L_b, as in MoH's code. mutual-information: that of tokens and experts (SUT, "
-        "arXiv 2310.07096). entropy: that of the mean softmax (sigma-MoE, arXiv 2310.10837). SwitchHead's "
+        "load-balancing loss. moa: L_a of MoA's Eq. 13. moh: L_b of MoH's Eq. 7-8. "
+        "moh-released: E times L_b, as in MoH's code. mutual-information: of tokens and experts (SUT, "
+        "arXiv 2310.07096). entropy: of the mean softmax (sigma-MoE, arXiv 2310.10837). SwitchHead's "
         "attention has no balance loss. Loads are logged with every choice",
     )
     load_balance_coef: float = flag(0.01, "coefficient α of the balance loss (MoA Eq. 13, 17)")
     z_loss_coef: float = flag(0.001, "coefficient β of the router z-loss (MoA Eq. 16, 17)")
     aux_loss_reduce: Reduction = flag(
-        "sum", "add up the auxiliary losses of all modules (MoA Eq. 17), or take their mean"
+        "sum", "reduction of the auxiliary losses over modules: sum (MoA Eq. 17) or mean"
     )
     aux_loss_scale: Scale = flag(
         "sample-size",
-        "the model's loss is a sum over sample_size tokens: 'sample-size' multiplies the auxiliary term by "
-        "it (Eq. 17); 'none' adds it as it is, as MoA's released code does",
+        "scale of the auxiliary term. The model's loss is a sum over sample_size tokens. sample-size: times "
+        "sample_size (Eq. 17); none: unscaled, as in MoA's released code",
     )
     router_log: Detail = flag(
-        "summary", "log router statistics averaged over all modules, or of each module as well"
+        "summary", "logged router statistics: averages over all modules (summary), or per module as well"
     )
 
 
@@ -81,7 +81,7 @@ class RoutingLossMixin(Extended):
         for name in ("load_balance_coef", "z_loss_coef"):
             if not 0 <= getattr(cfg, name) < math.inf:
                 flag = "--" + name.replace("_", "-")
-                raise UserError(f"{flag} {getattr(cfg, name)} must be 0 or a positive number.")
+                raise UserError(f"{flag} is {getattr(cfg, name)}: give 0 or a positive number.")
         criterion = super().build_criterion(cfg, task)
         names = RoutingLossConfig.__dataclass_fields__
         criterion.routing = RoutingLossConfig(**{name: getattr(cfg, name) for name in names})

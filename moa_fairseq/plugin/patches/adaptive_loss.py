@@ -20,7 +20,7 @@ class WholeAdaptiveLossConfig(AdaptiveLossConfig):
 
     fairseq_adaptive_loss: bool = flag(
         False,
-        "with an adaptive softmax: fairseq's own loss, for a comparison with its numbers. It leaves out the "
+        "fairseq's own loss for an adaptive softmax, for comparison with its results. It ignores the "
         "second word of each cluster, which the model then never learns to predict",
     )
 
@@ -54,8 +54,8 @@ class WholeAdaptiveLoss(AdaptiveLoss):
             return super().forward(model, sample, reduce)
         if softmax.cutoff[0] <= self.padding_idx:
             raise UserError(
-                f"--adaptive-softmax-cutoff {softmax.cutoff[0]},…: the first cluster must hold the special "
-                f"symbols: let it begin with {self.padding_idx + 1} or more."
+                f"--adaptive-softmax-cutoff {softmax.cutoff[0]},…: the first cluster must contain the "
+                f"special symbols: give {self.padding_idx + 1} or more as the first number."
             )
         results: list[Any] = []
         thread = threading.get_ident()  # others may compute a loss of their own

@@ -118,10 +118,10 @@ def restore_the_place_of_all_processes(
         now = converted_place(place, shards, state["batches_in_epoch"], iterator.num_shards, batches)
         if now * iterator.num_shards != place * shards:
             logger.warning(
-                f"going on in the middle of epoch {state['epoch']} with other processes or batches: "
-                f"{place * shards:,} of {state['batches_in_epoch']:,} batches were seen, training goes "
-                f"on behind {now * iterator.num_shards:,} of {batches:,}; some sentences of this one "
-                "epoch are seen twice, or not at all where the batches were cut anew"
+                f"resuming in the middle of epoch {state['epoch']} with other processes or batches: "
+                f"{place * shards:,} of {state['batches_in_epoch']:,} batches were seen, training "
+                f"resumes after {now * iterator.num_shards:,} of {batches:,}; in this epoch some sentences "
+                "are seen twice, or not at all if the batches were rebuilt"
             )
         state = {**state, "iterations_in_epoch": now}
     load_state_dict(iterator, state)

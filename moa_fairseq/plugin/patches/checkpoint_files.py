@@ -75,10 +75,9 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
     except pickle.UnpicklingError as error:
         if "GLOBAL" in str(error):
             raise UserError(
-                f"Checkpoint {name} was refused: it holds {_offender(error)}, and a fairseq checkpoint needs "
-                "only tensors, plain containers and argparse.Namespace. Loading it could run the code of "
-                "whoever wrote it; nothing was run. Use a checkpoint from a source that you trust and that "
-                "was saved by fairseq."
+                f"Checkpoint {name} was refused: it holds {_offender(error)}, but a fairseq checkpoint needs "
+                "only tensors, plain containers and argparse.Namespace. Loading it could run its author's "
+                "code; nothing was run. Use a checkpoint saved by fairseq, from a source that you trust."
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
     except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
@@ -117,7 +116,9 @@ def check_sums(stream: IO[bytes]) -> None:
             parts = archive.infolist()
             packed = any(part.compress_type != zipfile.ZIP_STORED for part in parts)
             if packed or sum(part.file_size for part in parts) > stream.seek(0, os.SEEK_END):
-                raise zipfile.BadZipFile("its parts are compressed or overlap, which torch.save never does")
+                raise zipfile.BadZipFile(
+                    "its members are compressed or overlap, which torch.save never writes"
+                )
             for part in parts:
                 if part.CRC == 0:  # torch.serialization.set_crc32_options(False): none was written
                     continue
@@ -215,10 +216,9 @@ def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = No
         _write_checked(filename, lambda stream: torch.save(state, stream), temporary, read)
     except pickle.UnpicklingError as error:
         raise UserError(
-            f"{filename} was not written: the state of this training holds {_offender(error)}, and nothing "
-            "could load it again, because a checkpoint is read only if it has tensors, plain containers and "
-            "argparse.Namespace. What a task, a criterion or an optimizer adds to a checkpoint must be of "
-            "these."
+            f"{filename} was not written: the state of this training holds {_offender(error)}, which could "
+            "not be loaded again: a checkpoint may contain only tensors, plain containers and "
+            "argparse.Namespace. Let the task, criterion or optimizer save only these."
         ) from error
 
 
@@ -300,7 +300,7 @@ def _write_checked(
             if attempt == ATTEMPTS:
                 raise UserError(
                     f"{filename} could not be written ({reason.rstrip('.')}): is the disk full? Earlier "
-                    f"checkpoints are whole; free some space and start the same training again."
+                    f"checkpoints are intact: free some space and start the same training again."
                 ) from error
             logger.warning(f"{filename} could not be written ({reason}); trying again")
             time.sleep(SECONDS_BETWEEN)
@@ -311,8 +311,8 @@ def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
     """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""
     if getattr(cfg, "write_checkpoints_asynchronously", False):  # a caller may have fewer settings
         logger.warning(
-            "--write-checkpoints-asynchronously is ignored: it writes under the final name, where an "
-            "interrupted training would leave half a checkpoint, and it leaves checkpoint_last.pt out"
+            "--write-checkpoints-asynchronously is ignored: it writes directly to the final name, so that "
+            "an interrupted training leaves half a checkpoint, and it never writes checkpoint_last.pt"
         )
         cfg.write_checkpoints_asynchronously = False
     return save(cfg, *args, **options)

@@ -83,7 +83,7 @@ class TimedDist(Proxy):
                 flag = "MASTER_PORT"
             raise UserError(
                 f"{place}: its port is taken by another program, perhaps another training on this machine. "
-                f"Give every process of this one another port ({flag})."
+                f"Give every process of this training another port ({flag})."
             ) from error
 
     def new_group(self, *args: Any, **options: Any) -> Any:
@@ -121,15 +121,15 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
             raise UserError(
                 f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {who}, which failed or was "
                 f"killed: look at its log, and at the memory of its machine. Start the same training again; "
-                f"it goes on from the last checkpoint."
+                f"it resumes from the last checkpoint."
             ) from error
         if not any(sign in text for sign in ("timed out", "timeout")):
             raise
         raise UserError(
             f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {who}, "
-            f"which did not answer: it hangs, was stopped, or its machine is gone. Look at its log, end what "
-            f"is left of it, and start the same training again; it goes on from the last checkpoint. If it "
-            f"was only slow, allow more with --heartbeat-timeout SECONDS."
+            f"which did not answer: it hangs, was stopped, or its machine is down. Look at its log, end its "
+            f"remaining processes, and start the same training again; it resumes from the last checkpoint. "
+            f"If the rank was only slow, raise --heartbeat-timeout SECONDS."
         ) from error
 
 
@@ -189,8 +189,8 @@ def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distr
     if cfg.distributed_world_size == 1:
         raise UserError(
             f"torchrun started {size} processes, but fairseq would train {size} independent models that "
-            f"overwrite each other's checkpoints: it takes the number of processes from the GPUs it sees "
-            f"({torch.cuda.device_count()}). Add --distributed-world-size {size}"
+            f"overwrite each other's checkpoints: fairseq takes the number of processes from the visible "
+            f"GPUs ({torch.cuda.device_count()}). Add --distributed-world-size {size}"
             + (" --distributed-backend gloo --ddp-backend legacy_ddp." if on_cpu else ".")
         )
     if not on_cpu:

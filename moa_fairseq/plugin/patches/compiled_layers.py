@@ -30,8 +30,8 @@ logger = logging.getLogger(__name__)
 FLAG = "--compile-layers"
 CACHE = "TORCHINDUCTOR_CACHE_DIR"  # of compiled code, which torch runs when it finds it there
 HELP = (
-    "compile the layers of a Transformer with torch.compile for training: the first updates take minutes "
-    "longer, and all others less of the host's time; dropout draws other numbers"
+    "torch.compile for a Transformer's layers in training: the first updates take minutes longer, all "
+    "others need less CPU time; dropout masks differ"
 )
 LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
 _TEST = "plugin/patches/test_compiled_layers.py::"
@@ -128,7 +128,7 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
         )
     if reasons:
         flag, reason = next(iter(reasons.items()))
-        raise UserError(f"{FLAG} does not go with {flag}: {reason}. Leave one of the two out.")
+        raise UserError(f"{FLAG} cannot be combined with {flag}: {reason}. Leave one of the two out.")
 
 
 def can_compile(device: torch.device) -> bool:
@@ -192,8 +192,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
             kinds.add(type(layer).__name__)
     names = " and ".join(sorted(kinds))
     logger.info(
-        f"{FLAG}: {names} are compiled when they first run, and for new kinds of batches: minutes in which "
-        "nothing else is logged"
+        f"{FLAG}: {names} are compiled when they first run, and again for new kinds of batches: this takes "
+        "minutes, in which nothing else is logged"
     )
 
 

@@ -53,9 +53,9 @@ class LocalFiles(Proxy):
         address = urlparse(str(name))
         if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
             raise UserError(
-                f"A tokenizer's file would be downloaded from {name}. The address may come from a checkpoint "
-                "that somebody else made, so nothing was fetched. Download the file yourself if you trust "
-                "it, and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
+                f"The tokenizer needs a download from {name}. The address may come from somebody else's "
+                "checkpoint, so nothing was downloaded. If you trust it, download the file yourself, "
+                "and name your copy (--bpe-codes FILE, --gpt2-encoder-json FILE and so on)."
             )
         refuse_irregular(str(name), "A tokenizer's file")
         return self._original.cached_path(name, cache_dir)

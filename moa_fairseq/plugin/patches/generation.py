@@ -76,21 +76,24 @@ def check_flags_of_search(
 
     chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
     if len(chosen) > 1:
-        raise ManySearches(f"{' and '.join(chosen)} are different searches: give one of them.")
+        raise ManySearches(f"{' and '.join(chosen)} are different searches: give only one.")
     beam = said("beam") or 5
     groups = said("diverse_beam_groups") or -1
     nbest = said("nbest") or 1
     if groups > 0 and beam % groups:
         raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")
     if nbest > beam and not said("score_reference"):
-        raise UserError(f"--nbest {nbest}: a beam of {beam} finds no more than {beam}: raise --beam.")
+        raise UserError(f"--nbest {nbest} is larger than --beam {beam}: lower --nbest or raise --beam.")
     for name in ("print_step", "retain_iter_history"):
         if said(name):
             flag = f"--{name.replace('_', '-')}"
-            raise UserError(f"{flag} is for models that refine whole sentences in steps: leave it out.")
+            raise UserError(f"{flag} is for models with iterative refinement: leave it out.")
     lm = (options.get("extra_gen_cls_kwargs") or {}).get("lm_model")
     if lm is not None and not isinstance(lm, FairseqLanguageModel):
-        raise UserError(f"--lm-path {said('lm_path')}: a {type(lm).__name__} is no language model.")
+        raise UserError(
+            f"--lm-path {said('lm_path')} holds a {type(lm).__name__}, not a language model: give a language "
+            "model."
+        )
     return build(task, models, args, *further, **options)
 
 
@@ -125,5 +128,5 @@ def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, bea
     """
     if batch_constraints is None:
         remedy = "use fairseq-interactive, which reads them behind each sentence, after a tab"
-        raise UserError(f"--constraints: there are none in binarised data; {remedy}.")
+        raise UserError(f"--constraints: binarised data has no constraints; {remedy}.")
     init(search, batch_constraints, beam_size)

@@ -80,7 +80,7 @@ def _check(dtype: str) -> None:
         log = validation.path().with_suffix(".log")
         logger.info(
             f"checking the Triton kernels in {dtype} on {gpu}: once for this kind of GPU, about two minutes "
-            f"with 16 cores, longer with fewer (--no-kernel-check: train without them; log: {log})"
+            f"with 16 cores, longer with fewer (--no-kernel-check: train without the kernels; log: {log})"
         )
         status = _run(dtype, log)
         if status < 0 and -status not in _STOPPED:

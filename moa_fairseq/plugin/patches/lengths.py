@@ -26,8 +26,8 @@ def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options
     """
     if task.args.tokens_per_sample < 1:
         raise UserError(
-            f"--tokens-per-sample less --context-window is {task.args.tokens_per_sample}, and no token is "
-            "left to evaluate: give a smaller --context-window."
+            f"--tokens-per-sample minus --context-window is {task.args.tokens_per_sample}, so there is no "
+            "token to evaluate: give a smaller --context-window."
         )
     return load_dataset(task, *args, **options)
 
@@ -68,8 +68,8 @@ def evaluate_every_token(
             else:
                 remedy = "--sample-break-mode none, which cuts lines to fit, and "
             raise UserError(
-                f"--gen-subset {subset}: a block has {longest():,} tokens, and the model reads "
-                f"{max_positions:,}; fairseq would leave such blocks out. Give {remedy}"
+                f"--gen-subset {subset}: a block has {longest():,} tokens, but the model accepts "
+                f"{max_positions:,}, and fairseq would skip such blocks. Give {remedy}"
                 f"--tokens-per-sample {max_positions} or less."
             )
     places = {"max_positions": max_positions, "context_window": context_window}
@@ -98,11 +98,11 @@ def name_the_sentence_that_is_too_long(
         if len(left_out):
             first = min(left_out)
             raise UserError(
-                f"Sentence {first + 1} has {dataset.num_tokens(first):,} tokens, and the model or "
-                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. Take "
-                "them out of the data, or train with a larger --max-source-positions and "
-                "--max-target-positions (of a language model --tokens-per-sample). With "
-                "--skip-invalid-size-inputs-valid-test the result is one of fewer sentences."
+                f"Sentence {first + 1} has {dataset.num_tokens(first):,} tokens, but the model or "
+                f"--max-tokens allows {max_positions}; {len(left_out)} of {len(indices)} are too long. "
+                "Remove them from the data, or train with larger --max-source-positions and "
+                "--max-target-positions (for a language model --tokens-per-sample). With "
+                "--skip-invalid-size-inputs-valid-test the result covers fewer sentences."
             )
         return kept
     return filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs)

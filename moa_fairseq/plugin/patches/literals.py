@@ -53,8 +53,8 @@ def literal(text: Any, *_: Any) -> Any:
             shown = f"{text[:77]}..."
         raise UserError(
             f"The setting {_setting_name(text)} is refused: {shown!r} is not a plain value. "
-            "fairseq would run it as Python code, and it may come from a checkpoint that somebody else "
-            "made, so nothing was run. Allowed are numbers, texts, lists, tuples, dictionaries, and sums "
+            "fairseq would run it as Python code, and it may come from somebody else's checkpoint, "
+            "so nothing was run. Give numbers, strings, lists, tuples, dictionaries, or sums "
             "and repetitions such as [(512, 3)] * 20."
         ) from error
 

@@ -53,10 +53,10 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     """
 
     def refuse(reason: str) -> NoReturn:
-        raise UserError(f"Checkpoint {name} is not one that fairseq can have saved: {reason}. {_REMEDY}")
+        raise UserError(f"Checkpoint {name} cannot have been saved by fairseq: {reason}. {_REMEDY}")
 
     if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or not state["model"]:
-        raise UserError(f"{name} is not a fairseq checkpoint: it holds no model. {_REMEDY}")
+        raise UserError(f"{name} is not a fairseq checkpoint: it contains no model. {_REMEDY}")
     _check_tensors(state, size, refuse)
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
@@ -197,8 +197,8 @@ class Allowance(TorchDispatchMode):
             needed = max((math.prod(shape) for shape in shapes), default=0)
         if needed > self.numbers or self.numbers < 0 or self.tensors < 0:
             raise ValueError(
-                f"{func} would make the model that the settings describe far larger than the weights in the "
-                "file, so it is not built"
+                f"{func} would make the model of these settings far larger than the weights in the "
+                "file, so the model was not built"
             )
         return func(*args, **(kwargs or {}))
 

@@ -63,8 +63,8 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
     flattens = half == "bf16" or not getattr(args, "fp16_no_flatten_grads", False)
     if half and flattens and hasattr(args, "lr_scheduler") and not on_gpu and not on_tpu:
         raise UserError(
-            f"--{half} needs a GPU, and this training is on the CPU: leave it out, or give --amp, which is "
-            "bfloat16 there."
+            f"--{half} needs a GPU, but this training is on the CPU: leave it out, or give --amp, which uses "
+            "bfloat16 on a CPU."
         )
     return override_module_args(args)
 
@@ -169,7 +169,7 @@ def nan_is_no_best(
     """
     if val_loss is not None and not _can_be_best(val_loss, cfg):
         logger.warning(
-            f"the validation's {cfg.best_checkpoint_metric} is {val_loss}: it does not count as a best one"
+            f"the validation's {cfg.best_checkpoint_metric} is {val_loss}: this checkpoint is never the best"
         )
         val_loss = None
     return save(cfg, trainer, epoch_itr, val_loss, *args, **options)
@@ -246,9 +246,9 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
         if trainer.cfg.checkpoint.finetune_from_model == filename:
             other = "leave --finetune-from-model out"
         raise UserError(
-            f"{filename} holds another model than that of this command, and cannot be loaded: "
-            f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags that the checkpoint "
-            f"was made with; or, to train another model, {other}."
+            f"{filename} holds a different model from this command's, and cannot be loaded: "
+            f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags of the training that "
+            f"saved it; or, to train another model, {other}."
         ) from error
 
 
@@ -341,9 +341,9 @@ def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: An
     if fits:
         return result
     raise UserError(
-        f"{filename} holds an optimizer for other parameters than those that this run updates: go on "
-        f"with the flags of its first run{getattr(trainer.task, 'optimizer_remedy', '')}, or keep the "
-        "model alone with --reset-optimizer --reset-lr-scheduler."
+        f"{filename} holds an optimizer for other parameters than this run updates: resume "
+        f"with the flags of its first run{getattr(trainer.task, 'optimizer_remedy', '')}, or keep only the "
+        "model with --reset-optimizer --reset-lr-scheduler."
     )
 
 

@@ -22,8 +22,8 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
 
     carried_chunks: int = flag(
         1,
-        "how many earlier chunks of --tokens-per-sample tokens self-attention also sees (Transformer-XL; 0: "
-        "none, but chunks are still read in order)",
+        "number of earlier chunks of --tokens-per-sample tokens that self-attention also sees "
+        "(Transformer-XL's memory segments; 0: none, but chunks are still read in order)",
     )
     seed: int = II("common.seed")
     update_freq: list[int] = II("optimization.update_freq")  # noqa: RUF009 (as fairseq writes it)
@@ -105,7 +105,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
             UserError: for a negative number of chunks, and a --sample-break-mode that breaks anywhere.
         """
         if args.carried_chunks < 0:
-            raise UserError(f"--carried-chunks {args.carried_chunks} must not be negative.")
+            raise UserError(f"--carried-chunks is {args.carried_chunks}: give 0 or a positive number.")
         if args.sample_break_mode not in (None, "none"):
             raise UserError(
                 f"--sample-break-mode {args.sample_break_mode}: consecutive chunks are cut from one text, so "
@@ -123,8 +123,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
         carry = getattr(getattr(model, "decoder", None), "carry_context", None)
         if carry is None:
             raise UserError(
-                "--task language_modeling_truncated_bptt carries a context into the attention, which this "
-                "model does not take: choose an --arch of moa_fairseq (a dense one is "
+                "--task language_modeling_truncated_bptt carries context between chunks, which this "
+                "model does not support: choose an --arch of moa_fairseq (a dense one is "
                 "transformer_xl_lm_47m), or --task language_modeling."
             )
         carry(self.args.carried_chunks)
@@ -217,7 +217,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         """
         if context_window > 0:
             raise UserError(
-                "--context-window and a carried context are two ways to look back: leave --context-window "
+                "--context-window does not combine with a carried context: leave --context-window "
                 "out, or slide a window over the text with --task language_modeling."
             )
         return super().eval_lm_dataloader(*args, **kwargs)
@@ -246,7 +246,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         per_shard = min((limit for limit in limits if limit is not None), default=1)
         if per_shard < 1:
             raise UserError(
-                f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}."
+                f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}: raise it."
             )
         if dataset is self.datasets.get(self.args.train_subset):
             steps = self._micro_batches()
@@ -258,7 +258,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         if ordered.rows < parts:
             raise UserError(
                 f"{len(dataset)} chunks of --tokens-per-sample {length} are too few for {num_shards} "
-                f"processes with --update-freq {steps}."
+                f"processes with --update-freq {steps}: lower --tokens-per-sample or --update-freq."
             )
         return iterators.EpochBatchIterator(
             dataset=ordered,
@@ -279,6 +279,6 @@ class TruncatedBPTTTask(LanguageModelingTask):
         if len(numbers) > 1:
             raise UserError(
                 f"--update-freq {','.join(map(str, self.args.update_freq))}: the micro-batches of an update "
-                "read different texts, so give one number."
+                "read different parts of the text, so give one number."
             )
         return int(numbers.pop())

@@ -50,17 +50,17 @@ DENSE = "dense_transformer_tiny"
 @pytest.mark.parametrize(
     "arch, flags, message",
     [
-        (ARCH, ("--quant-noise-pq", 0.1), "--quant-noise-pq has no meaning"),
+        (ARCH, ("--quant-noise-pq", 0.1), "--quant-noise-pq"),
         (ARCH, ("--offload-activations",), "--checkpoint-activations works"),
         (ARCH, ("--cross-self-attention", "--positions", "rope"), "--positions rope is for self-attention"),
-        ("moa_roberta_tiny", ("--mha-heads-to-keep", 2), "--mha-heads-to-keep has no meaning"),
+        ("moa_roberta_tiny", ("--mha-heads-to-keep", 2), "--mha-heads-to-keep"),
         ("mae_transformer_tiny", ("--mae-dropped-heads", 9), "--mae-dropped-heads 9"),
-        (DENSE, ("--dropped-heads", 4), "--dropped-heads 4 must lie between 0 and 3"),
-        (DENSE, ("--attention-head-dim", 0), "--attention-head-dim must be a positive number"),
-        (DENSE, ("--encoder-attention-heads", 3), "--attention-head-dim says how wide"),
+        (DENSE, ("--dropped-heads", 4), "--dropped-heads 4 .* 0 and 3"),
+        (DENSE, ("--attention-head-dim", 0), "--attention-head-dim .*0"),
+        (DENSE, ("--encoder-attention-heads", 3), "3 attention heads.*--attention-head-dim"),
         ("switchall_lm_tiny", ("--gated-feed-forward",), "--gated-feed-forward and --sigma-moe-num-experts"),
-        (DENSE, ("--attention-branch-scale", 0), "--attention-branch-scale 0"),
-        (DENSE, ("--attention-output-scale", "inf"), "--attention-output-scale inf"),
+        (DENSE, ("--attention-branch-scale", 0), "--attention-branch-scale .*0"),
+        (DENSE, ("--attention-output-scale", "inf"), "--attention-output-scale .*inf"),
     ],
 )
 def test_impossible_flags_are_refused_by_name(arch, flags, message):

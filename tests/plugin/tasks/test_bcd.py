@@ -446,8 +446,8 @@ def test_an_overflow_lowers_the_scale_of_that_g_step_only(build_trainer, monkeyp
     "flags, options, message",
     [
         (("--bcd-g-every", 0), {}, "--bcd-g-every 0"),
-        (("--gate-clip-norm", -0.5), {}, "--gate-clip-norm -0.5"),
-        (("--gate-lr", "nan"), {}, "--gate-lr nan"),
+        (("--gate-clip-norm", -0.5), {}, "--gate-clip-norm .*-0.5"),
+        (("--gate-lr", "nan"), {}, "--gate-lr .*nan"),
         ((), {"arch": "moa_transformer_tiny"}, "whose name begins with mae_"),
     ],
 )
