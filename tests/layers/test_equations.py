@@ -3,6 +3,8 @@
 import functools
 import itertools
 import math
+import re
+from pathlib import Path
 
 import equations
 import pytest
@@ -258,3 +260,9 @@ def test_output_and_every_gradient(family, backend, case):
     exact_out, exact_grads = exact(family, case)
     torch.testing.assert_close(out, exact_out)
     torch.testing.assert_close(grads, exact_grads)
+
+
+def test_the_readme_counts_no_more_cases_than_there_are():
+    text = (Path(__file__).resolve().parents[2] / "README.md").read_text(encoding="utf-8")
+    (count,) = re.findall(r"more than \[([\d,]+) tests\]\(tests/layers/test_equations.py\)", text)
+    assert len(PAIRS) * len(CASES) > int(count.replace(",", ""))
