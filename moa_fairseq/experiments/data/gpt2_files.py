@@ -14,7 +14,7 @@ from moa_fairseq.experiments.data.archives import extract
 from moa_fairseq.experiments.data.binarised import DICTIONARY
 from moa_fairseq.experiments.data.catalogue import public_files
 from moa_fairseq.experiments.data.download import Unavailable, obtain
-from moa_fairseq.experiments.data.parallel_text import read_lines
+from moa_fairseq.experiments.data.parallel_text import no_text, read_lines
 from moa_fairseq.experiments.text.workers import chunks, ordered_map
 from moa_fairseq.files import atomic_write, user_cache
 
@@ -141,6 +141,9 @@ def encode_texts(
     Returns:
         For each split its file (the name), lines, filled (non-empty lines), words (separated by white space,
         without ends of lines), subwords, and unk and hyphen, the numbers of words `<unk>` and `@-@`.
+
+    Raises:
+        UserError: for a split without text.
     """
     work = functools.partial(_encode, encoder=str(files.encoder), vocab=str(files.vocab))
     facts = {}
@@ -154,6 +157,8 @@ def encode_texts(
             for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
                 stream.writelines(line + "\n" for line in encoded)
                 counts.update(counted)
+        if not counts["words"]:
+            raise no_text([text])
         facts[split] = {"file": text.name, **counts}
     return facts
 

@@ -13,7 +13,7 @@ from tqdm import tqdm
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
-from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, refuse_symbols
+from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
 from moa_fairseq.experiments.json_files import saved_json, write_json
 from moa_fairseq.experiments.text.workers import chunks
@@ -56,7 +56,7 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
     facts = {}
     for split, pieces in texts.items():
         found = _Longest()
-        facts[split] = {**_write(folder / split, lines(pieces, found)), "longest": found.bytes}
+        facts[split] = {**_write(folder / split, lines(pieces, found), pieces), "longest": found.bytes}
     return facts
 
 
@@ -88,7 +88,7 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
     with open(piece.path, "rb") as stream:
         return {
-            split: {"lines": _write(folder / split, lines(stream, size))["lines"], "bytes": size}
+            split: {"lines": _write(folder / split, lines(stream, size), [piece])["lines"], "bytes": size}
             for split, size in sizes.items()
         }
 
@@ -116,7 +116,7 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
         batches = (found.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
         # By number, so that a letter without a piece becomes <unk> instead of a separate word.
         tokens = (token for batch in batches for ids in batch for token in found.id_to_piece(ids))
-        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)))
+        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)), pieces)
         facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
 
@@ -228,7 +228,7 @@ class _Longest:
             yield line
 
 
-def _write(path: Path, lines: Iterable[str]) -> dict[str, int]:
+def _write(path: Path, lines: Iterable[str], pieces: Iterable[Piece]) -> dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
     with atomic_write(path) as stream:  # which also creates the folder
         for line in lines:
@@ -236,5 +236,5 @@ def _write(path: Path, lines: Iterable[str]) -> dict[str, int]:
             facts["lines"] += 1
             facts["tokens"] += len(line.split())
     if not facts["tokens"]:
-        raise UserError(f"The split {path.name} has no text. Give text for it.")
+        raise no_text([piece.path for piece in pieces])
     return facts

@@ -213,6 +213,15 @@ def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = 
         )
 
 
+def no_text(paths: Iterable[Path]) -> UserError:
+    """What to raise for a split whose files have no word."""
+    files = " and ".join(map(str, paths))
+    return UserError(
+        f"{files}: no line has text. Write the text of the split there; lines that are taken out of train "
+        "will do for valid and test."
+    )
+
+
 class Piece(NamedTuple):
     """One text file and how to read its lines.
 
@@ -270,7 +279,7 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
             bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
         if not count:
-            raise UserError(f"{one.path} and {other.path} have no line of text. Give files with text.")
+            raise no_text([one.path, other.path])
 
 
 def is_raw(lines: Iterable[str]) -> bool:

@@ -26,6 +26,7 @@ from moa_fairseq.experiments.data.parallel_text import (
     BAD,
     BAD_LINES,
     PiecePair,
+    no_text,
     read_lines,
     read_pairs,
     refuse_symbols,
@@ -177,6 +178,9 @@ def _write_split(
         raise UserError(f"{files}: of {read:,} pairs of lines, too many are not text ({stories}). {remedy}")
     if not counts[split.name]["lines"]:
         raise UserError(f"{files}: none of the {read:,} pairs has text on both sides. Check both files.")
+    for piece, language in zip(split.files[0], languages):
+        if not counts[split.name][f"tokens_{language}"]:
+            raise no_text([piece.path])
     for name, count in counts.items():
         tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
         reasons = dropped.items() if name == split.name else ()

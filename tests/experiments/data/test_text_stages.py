@@ -16,10 +16,11 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data import text_stages
+from moa_fairseq.experiments.data import pieces, text_stages
 from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.experiments.data.encodings import encoding_remedy
-from moa_fairseq.experiments.data.monolingual import write_bytes, write_lines
+from moa_fairseq.experiments.data.gpt2_files import encode_texts
+from moa_fairseq.experiments.data.monolingual import write_bytes, write_lines, write_pieces
 from moa_fairseq.experiments.data.parallel_text import BAD, Piece, read_lines, read_pairs
 from moa_fairseq.experiments.data.text_stages import (
     Split,
@@ -197,7 +198,7 @@ def test_pairs(write):
     [
         ("a\nb\nc\n", "a\n", r"x\.en has 3 lines and \S+ has 1\b"),
         ("a\n", "a\nb\nc\n", r"x\.de has 3 lines and \S+ has 1\b"),
-        ("", "", r"x\.en and \S+x\.de "),
+        ("", "", r"x\.en and \S+x\.de: no line"),
     ],
 )
 def test_what_is_not_parallel(write, source, target, words):
@@ -244,6 +245,13 @@ def test_what_is_no_text_is_refused(run, name, source, target, words):
         run(source, target, name)
 
 
+def test_a_side_without_text_is_named(write, tmp_path):
+    """Only training pairs are cleaned."""
+    split = Split("valid", [write("a\nb\n", "\n \n", "valid")], Treatment())
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / "valid.de"))):
+        write_splits([split], ("en", "de"), tmp_path / "out", 1)
+
+
 @pytest.mark.parametrize("word", ["<pad>", "</s>", "<s>", "<unk>"])
 @pytest.mark.parametrize("name", ["train", "test"])
 def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, word):
@@ -261,6 +269,28 @@ def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, w
     assert word not in made(text, steps=((), (("tokenize", {"lang": "de"}),))).split()  # the other remedy
     assert made(f"x\ny{word} z\nx\n") == f"x\ny{word} z\nx\n"  # in a longer word
     assert made(text, own=False) == text
+
+
+@pytest.mark.parametrize("kind", ["lines", "pieces", "gpt2"])
+@pytest.mark.parametrize("text", ["", "\n \n\n"], ids=["empty", "blank"])
+def test_a_split_of_a_language_model_without_text_is_named(tmp_path, toy_gpt2, kind, text):
+    files = {split: tmp_path / f"{split}.txt" for split in ("train", "valid")}
+    texts = {split: [Piece(path)] for split, path in files.items()}
+    files["train"].write_text(GOOD)
+    files["valid"].write_text(text)
+    pieces.learn(GOOD.splitlines(), files["train"], 24, tmp_path / pieces.MODEL, **pieces.LANGUAGE_MODEL)
+
+    def write():
+        if kind == "lines":
+            return write_lines(texts, tmp_path / "out")
+        if kind == "pieces":
+            return write_pieces(texts, tmp_path / pieces.MODEL, tmp_path / "out", 1)
+        return encode_texts(files, tmp_path / "out", toy_gpt2)
+
+    with pytest.raises(UserError, match=re.escape(str(files["valid"]))):
+        write()
+    files["valid"].write_text("line 7\n")  # the remedy
+    assert write()["valid"]["lines"] == 1
 
 
 def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
