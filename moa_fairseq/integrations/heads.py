@@ -224,10 +224,11 @@ class HeadMixture(nn.Module):
         """Choose the heads of a call by x, [..., C] or the queries [..., h·D]."""
         routing = self.router(x)
         call.gates = routing.gates_by_expert
-        compiles = torch.compiler.is_dynamo_compiling()
-        if compiles or torch._C._current_graph_task_id() < 0:  # else a checkpoint computes it again
-            lost = self.training and not torch.is_grad_enabled()
-            for collector in _COLLECTORS.around():
+        lost = self.training and not torch.is_grad_enabled()
+        backward = _backward()
+        for collector in _COLLECTORS.around():
+            # a checkpoint computes again what a block around the backward pass has already
+            if backward is None or collector.backward in (None, backward):
                 collector.add((self, routing, lost))
 
 
@@ -261,8 +262,16 @@ _COLLECTORS = Collectors("mixtures of heads")
 _adding = threading.Lock()
 
 
+def _backward() -> int | None:
+    """The backward pass that this thread is in: -1 for none, None where torch.compile cannot ask."""
+    if torch.compiler.is_dynamo_compiling():
+        return None
+    return torch._C._current_graph_task_id()
+
+
 class _Routings:  # a list would be a guard of torch.compile, which would compile anew for each length
     def __init__(self) -> None:
+        self.backward = _backward()
         self.last: Any = ((), ())  # (mixture, routing, whether its gradient is lost), and those before it
 
     def add(self, found: Any) -> None:
@@ -278,19 +287,21 @@ class _Routings:  # a list would be a guard of torch.compile, which would compil
 def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
     """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
 
-    What a checkpoint computes again is not in it. Blocks may be nested: each collects all. The passes are
-    those of the block's thread and asyncio task, and of threads in a copy of its context (`Collectors`).
-    Those that run at the same time are mixed.
+    What a checkpoint computes again is not in it, but in the blocks that are opened again with it. Blocks may
+    be nested: each collects all. The passes are those of the block's thread and asyncio task, and of threads
+    in a copy of its context (`Collectors`). Those that run at the same time are mixed.
 
     Args:
         model: with mixtures; those in which every head is shared choose nothing, and add nothing.
 
     Raises:
-        UserError: where checkpoints with use_reentrant=True would lose the gradient of a balance loss.
+        UserError: where a balance loss would have no gradient, because a pass in training mode had none, by
+            a checkpoint with use_reentrant=True or torch.no_grad, but the block was opened with gradients.
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: list[Routing] = []
     collector = _Routings()
+    differentiates = torch.is_grad_enabled()
     lost = False
     try:
         with _COLLECTORS.block(collector):
@@ -301,13 +312,15 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
             mixture, routing, without_gradient = found
             if mixture in mixtures:
                 routings.insert(0, routing)
-                lost = lost or without_gradient
+                lost = lost or (without_gradient and differentiates)
             found, before = before
     if lost:
         raise UserError(
-            "Checkpointing with use_reentrant=True would lose the balance loss's gradient: give "
+            "A pass in training mode ran without gradients inside a block of collect_routings, whose balance "
+            "loss would have none. If a checkpoint with use_reentrant=True ran it, give "
             'gradient_checkpointing_kwargs={"use_reentrant": False}, to timm (1.0.31) no '
-            "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0)."
+            "TIMM_REENTRANT_CKPT, or leave the loss out (balance=0). If it was inside torch.no_grad, open "
+            "the block inside that, or call model.eval() before the pass."
         )
 
 

@@ -150,12 +150,12 @@ def _mixture_class(base: Any) -> Any:
         @functools.wraps(base.forward)  # Trainer and generate read the signature
         def forward(self, *args: Any, **kwargs: Any) -> Any:
             beta = self.config.moh["balance"]
-            if not (beta and self.training and torch.is_grad_enabled()):
+            if not (beta and self.training):
                 return super().forward(*args, **kwargs)
             given = {**dict(zip(names, args)), **kwargs}
             labels = given.get("labels")
             if labels is None:
-                if not torch.compiler.is_dynamo_compiling():
+                if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
                     warnings.warn(
                         "no labels were given, so there is no loss, and no balance term is added",
                         stacklevel=2,

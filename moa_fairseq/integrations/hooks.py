@@ -5,11 +5,15 @@ quantisation. Those on the projections read the queries, and weight the heads. W
 to the next is its thread's: nothing of it lies on a module, which several threads may call.
 """
 
+import sys
 import threading
+from collections.abc import Iterator
+from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_dynamo_compiling
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.threads import PerThread
@@ -22,12 +26,14 @@ class Call:
         attention: with a mixture.
         x: its input.
         outer: the call inside which this one is made, in the same thread.
+        frame: Python's, by its id; None in a graph of torch.compile, which has none.
     """
 
-    def __init__(self, attention: Any, x: Any, outer: "Call | None"):
+    def __init__(self, attention: Any, x: Any, outer: "Call | None", frame: int | None):
         self.attention = attention
         self.input = x
         self.outer = outer
+        self.frame = frame
         self.output = getattr(attention, attention.mixture.output)
         self.gates: Tensor | None = None  # [N, h]
         self.weighted = False
@@ -41,6 +47,32 @@ class _Calls:
 _ID = "mixture of heads"
 _THREAD = PerThread(_Calls)
 _attaching = threading.Lock()
+
+
+def _frames_of(attention: Any) -> Iterator[int]:
+    """The calls of an attention that the caller is in, the innermost first: each frame's id."""
+    frame: FrameType | None = sys._getframe()
+    while frame is not None:
+        if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is attention:
+            yield id(frame)
+        frame = frame.f_back
+
+
+def _innermost_call(entered: int | None = None) -> Call | None:
+    """The innermost call that this thread is in. A KeyboardInterrupt ends a call without `_leave`.
+
+    Args:
+        entered: the frame of the call that begins, which another one may have had before it.
+    """
+    calls = _THREAD.value
+    call: Call | None = calls.innermost
+    if not is_dynamo_compiling():
+        while call is not None and call.frame is not None:
+            if call.frame != entered and call.frame in _frames_of(call.attention):
+                break
+            call = call.outer
+        calls.innermost = call
+    return call
 
 
 def attach(attention: Any) -> None:
@@ -92,24 +124,35 @@ def _enter(attention: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Non
             f"Name it as a leaf: create_feature_extractor(…, tracer_kwargs={{'leaf_modules': [{kind}]}})."
         )
     _follow(attention)
-    calls = _THREAD.value
-    calls.innermost = call = Call(attention, x, calls.innermost)
+    frame = None if is_dynamo_compiling() else next(_frames_of(attention), None)
+    _THREAD.value.innermost = call = Call(attention, x, _innermost_call(frame), frame)
     if not mixture.router.reads_queries:
         mixture.route(call, x)
 
 
 def _read_queries(projection: nn.Module, args: tuple[Any, ...], queries: Tensor) -> None:
-    call = _THREAD.value.innermost
+    call = _innermost_call()
     if call is not None:
         mixture = call.attention.mixture
         if projection is getattr(call.attention, mixture.queries):
+            if call.gates is not None:
+                raise _called_again(call)
             mixture.route(call, queries[..., : mixture.width])
+
+
+def _called_again(call: Call) -> UserError:
+    name = f"{type(call.attention).__name__}.{call.attention.mixture.queries}"
+    return UserError(
+        f"{name} is called more than once in a call of its attention, and which queries choose the heads is "
+        "not known: in a hook of your own call its method forward, which runs no hooks; or convert the dense "
+        'model anew with router="learned".'
+    )
 
 
 def _weight_heads(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
     """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
     heads, *rest = args
-    call = _THREAD.value.innermost
+    call = _innermost_call()
     if call is None or call.output is not projection:
         raise UserError(
             f"The output projection of a mixture of heads (a {type(projection).__name__}) is called, but its "
@@ -141,13 +184,16 @@ def _weight_heads(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
 
 def _leave(attention: Any, args: tuple[Any, ...], output: Any) -> None:
     """End the call, also where it fails: then there is no output."""
-    calls = _THREAD.value
-    call = calls.innermost
+    call = _innermost_call()
     if call is None or call.attention is not attention:
         return  # it failed before it began
-    calls.innermost = call.outer
-    if output is not None and not call.weighted:
+    _THREAD.value.innermost = call.outer
+    if output is None:
+        return
+    if not call.weighted:
         raise UserError(
             f"{type(attention).__name__} passed over its {attention.mixture.output}, so that its heads were "
             "not weighted: switch off the fused kernels or the patch that replaces the call."
         )
+    if call.gates is not None:
+        raise _called_again(call)

@@ -22,9 +22,23 @@ class PerThread(threading.local):
         self.value = make()
 
 
+class _Block:
+    """A block, with its collector while it is open.
+
+    A closed one stays in copies of its context, and in the context that opened it if another one closed it.
+    """
+
+    def __init__(self, collector: Any):
+        self.collector = collector
+
+
 class _Blocks:
     def __init__(self) -> None:
-        self.collectors: tuple[Any, ...] = ()
+        self.opened: tuple[_Block, ...] = ()
+
+
+def _open(blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
+    return tuple([each for each in blocks if each.collector is not None])
 
 
 class Collectors:
@@ -33,22 +47,24 @@ class Collectors:
     A block is that of its asyncio task, or of its thread where there are no tasks. A thread that runs in a
     copy of the block's context, as asyncio.to_thread's does, is in it, too. A graph of torch.compile, which
     can read no context, takes the blocks that its thread has opened. (`is_compiling` is no answer here: it is
-    also true while another thread compiles or exports.)
+    also true while another thread compiles or exports.) A block ends wherever it is closed.
 
     Args:
         name: of the context variable.
     """
 
     def __init__(self, name: str):
-        self._of_task: ContextVar[tuple[Any, ...]] = ContextVar(name, default=())
+        self._of_task: ContextVar[tuple[_Block, ...]] = ContextVar(name, default=())
         self._of_thread = PerThread(_Blocks)
 
     def around(self) -> tuple[Any, ...]:
         """The collectors of the blocks around the caller, the outermost first."""
         if is_dynamo_compiling():
-            collectors: tuple[Any, ...] = self._of_thread.value.collectors
-            return collectors
-        return self._of_task.get()
+            blocks = self._of_thread.value.opened
+        else:
+            blocks = self._of_task.get()
+        collectors = [each.collector for each in blocks]
+        return tuple([each for each in collectors if each is not None])
 
     @contextlib.contextmanager
     def block(self, collector: Any) -> Iterator[None]:
@@ -57,18 +73,17 @@ class Collectors:
         Args:
             collector: any object.
         """
-        thread = self._of_thread.value
+        block = _Block(collector)
         compiles = is_dynamo_compiling()
-        thread.collectors += (collector,)
+        thread = self._of_thread.value
+        thread.opened = (*_open(thread.opened), block)
         if not compiles:
-            self._of_task.set((*self._of_task.get(), collector))
+            self._of_task.set((*_open(self._of_task.get()), block))
         try:
             yield
-        finally:  # other blocks may have begun or ended since
-            thread.collectors = _without(thread.collectors, collector)
+        finally:  # other blocks may have begun or ended since, and the thread and the task be others
+            block.collector = None
+            thread = self._of_thread.value
+            thread.opened = _open(thread.opened)
             if not compiles:
-                self._of_task.set(_without(self._of_task.get(), collector))
-
-
-def _without(collectors: tuple[Any, ...], collector: Any) -> tuple[Any, ...]:
-    return tuple([each for each in collectors if each is not collector])
+                self._of_task.set(_open(self._of_task.get()))

@@ -16,7 +16,7 @@ from integrations.tiny_models import dense, mixture, tokens
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations import hf
-from moa_fairseq.integrations.heads import balance_loss, collect_routings
+from moa_fairseq.integrations.heads import _COLLECTORS, balance_loss, collect_routings
 
 THREADS = 8
 INPUTS = [tokens(2, 9 + number, seed=number) for number in range(THREADS)]
@@ -132,9 +132,42 @@ def test_a_block_has_the_passes_of_its_own_task(elsewhere):
     asyncio.run(together())
 
 
+def test_a_block_ends_wherever_it_is_closed():
+    """In another thread or task, and for a task that began inside it and goes on."""
+    model = mixture()
+    block = collect_routings(model)
+    routings = block.__enter__()
+    logits(model, 1)
+    closing = threading.Thread(target=block.__exit__, args=(None, None, None))
+    closing.start()
+    closing.join()
+    logits(model, 2)
+    assert len(routings) == 2 and not _COLLECTORS.around()
+
+    async def tasks():
+        block, ended = collect_routings(model), asyncio.Event()
+
+        async def go_on():
+            await ended.wait()
+            logits(model, 3)
+            return _COLLECTORS.around()
+
+        routings = block.__enter__()
+        inside = asyncio.create_task(go_on())
+
+        async def end():
+            block.__exit__(None, None, None)
+
+        await asyncio.create_task(end())
+        ended.set()
+        return routings, await inside, _COLLECTORS.around()
+
+    assert asyncio.run(tasks()) == ([], (), ())
+
+
 @routers
 def test_a_failed_pass_leaves_nothing(router):
-    model, fails, inputs = mixture(router=router), threading.local(), []
+    model, fails = mixture(router=router), threading.local()
 
     def fail(*call):
         if getattr(fails, "now", False):
@@ -142,9 +175,11 @@ def test_a_failed_pass_leaves_nothing(router):
 
     attention = model.model.layers[1].self_attn
     attention.k_proj.register_forward_hook(fail)
-    attention.register_forward_pre_hook(
-        lambda module, args, kwargs: inputs.append(weakref.ref(kwargs["hidden_states"])), with_kwargs=True
-    )
+
+    def remember(module, args, kwargs):
+        fails.input = weakref.ref(kwargs["hidden_states"])
+
+    attention.register_forward_pre_hook(remember, with_kwargs=True)
     turns = itertools.count()
 
     def run(number):
@@ -153,11 +188,70 @@ def test_a_failed_pass_leaves_nothing(router):
             with pytest.raises(ValueError, match="planted"):
                 logits(model, number)
             fails.now = False
+            gc.collect()
+            assert fails.input() is None
         return logits(model, number)
 
     assert_same_in_threads(run)
-    gc.collect()
-    assert inputs and not [each for each in inputs if each() is not None]
+
+
+@routers
+@pytest.mark.parametrize("nested", (False, True))
+def test_an_interrupted_pass_leaves_nothing(router, nested):
+    """torch calls no hook after a KeyboardInterrupt, which may end a pass inside a pass."""
+    model, interrupts = mixture(router=router), [False]
+    wanted, heads = logits(model, 0), torch.ones(2, 9, 32, dtype=torch.float64)
+    attention = model.model.layers[1].self_attn
+
+    def interrupt(*call):
+        if interrupts[0]:
+            interrupts[0] = False
+            raise KeyboardInterrupt
+
+    def pass_inside(*call):
+        handle.remove()
+        interrupts[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, 3)
+
+    attention.v_proj.register_forward_hook(interrupt)
+    if nested:
+        handle = attention.k_proj.register_forward_hook(pass_inside)
+        torch.testing.assert_close(logits(model, 0), wanted, rtol=0, atol=0)
+    else:
+        interrupts[0] = True
+        with pytest.raises(KeyboardInterrupt):
+            logits(model, 0)
+    for _ in range(2):
+        with collect_routings(model) as routings:
+            attention.q_proj(heads)
+            with pytest.raises(UserError, match="attention is not"):
+                attention.o_proj(heads)
+        assert not routings
+        torch.testing.assert_close(logits(model, 0), wanted, rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("projection", ("q_proj", "k_proj", "o_proj"))
+def test_a_hook_that_calls_the_queries_again_changes_no_heads(projection):
+    model, hidden = mixture(), torch.randn(2, 9, 32, dtype=torch.float64)
+    attention, going = model.model.layers[0].self_attn, []
+    wanted = logits(model, 0)
+
+    def call_again(*call):
+        if not going:
+            going.append(1)
+            attention.q_proj(hidden)
+
+    handle = getattr(attention, projection).register_forward_hook(call_again)
+    with pytest.raises(UserError, match=r"LlamaAttention\.q_proj"):
+        logits(model, 0)
+    handle.remove()
+
+    def call_forward(*call):
+        attention.q_proj.forward(hidden)
+
+    getattr(attention, projection).register_forward_hook(call_forward)
+    torch.testing.assert_close(logits(model, 0), wanted, rtol=0, atol=0)  # the remedy
 
 
 def test_a_pass_inside_a_pass():
@@ -194,11 +288,13 @@ def test_replicas_of_data_parallel_train_as_the_model(router):
     def loss_of(module, number):
         return module(INPUTS[number], labels=INPUTS[number]).loss
 
-    sum(loss_of(model, number) for number in range(THREADS)).backward()
+    alone = [loss_of(model, number) for number in range(THREADS)]
+    sum(alone).backward()
     wanted = [weight.grad.clone() for weight in model.parameters()]
     model.zero_grad()
     with ThreadPoolExecutor(THREADS) as pool:
         losses = list(pool.map(loss_of, replicas(model, THREADS), range(THREADS)))
+    torch.testing.assert_close(losses, alone, rtol=0, atol=1e-12)
     sum(losses).backward()
     torch.testing.assert_close([weight.grad for weight in model.parameters()], wanted, rtol=0, atol=1e-12)
     outputs = [module(INPUTS[0]).logits for module in (model.eval(), replicas(model, 1)[0])]

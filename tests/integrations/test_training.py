@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from integrations.tiny_models import HEADS, dense, mixture, mixtures_of, tokens
+from torch.utils.checkpoint import checkpoint
 from transformers import Trainer, TrainingArguments
 
 from moa_fairseq.errors import UserError
@@ -180,6 +181,69 @@ def test_checkpointing_is_exact_or_refused(router):
         model(**batch)
     model.config.moh["balance"] = 0
     model(**batch).loss.backward()
+
+
+def loss_in_a_block(model, batch, scale):
+    """A loss of one's own."""
+    with collect_routings(model) as routings:
+        out = model.model(batch["input_ids"], batch["attention_mask"])[0]
+    return (scale * out).square().mean() + balance_loss(routings, batch["attention_mask"])
+
+
+@routers
+@pytest.mark.parametrize("around", ("loss", "model", "block"))
+@pytest.mark.parametrize("layers", (False, True))
+@pytest.mark.parametrize("reentrant", (False, True))
+def test_a_checkpoint_around_the_loss_is_exact(router, around, layers, reentrant):
+    """Its first pass has no gradients if it is reentrant, and its second pass is inside the backward pass."""
+    model, batch = mixture(router=router, balance=5.0).train(), padded()
+    scale = torch.ones((), dtype=torch.float64, requires_grad=True)
+
+    def run(scale):
+        if around == "block":
+            return loss_in_a_block(model, batch, scale)
+        return scale * model(**batch).loss
+
+    def run_model(embedded):
+        given = {**batch, "input_ids": None, "inputs_embeds": embedded}
+        return model(**given, return_dict=False)[0]
+
+    wanted = run(scale)
+    wanted.backward()
+    expected = gradients(model)
+    model.zero_grad()
+    if layers:
+        model.gradient_checkpointing_enable({"use_reentrant": False})
+    if around == "model":
+        embedded = model.get_input_embeddings()(batch["input_ids"])
+        loss = checkpoint(run_model, embedded, use_reentrant=reentrant)
+    else:
+        loss = checkpoint(run, scale, use_reentrant=reentrant)
+    with torch.no_grad(), collect_routings(model) as again:
+        loss.backward()
+    torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-12)
+    assert_same(gradients(model), expected)
+    assert not again
+
+
+def test_a_pass_without_gradients_has_the_balance():
+    model, batch = mixture(balance=5.0).train(), padded()
+    wanted = model(**batch).loss
+    with torch.no_grad(), collect_routings(model) as routings:
+        loss = model(**batch).loss
+    assert loss == wanted and len(routings) == 2
+
+
+def test_a_pass_without_gradients_is_told_from_a_checkpoint():
+    model, ids = mixture(balance=0).train(), tokens()
+    with pytest.raises(UserError, match="no_grad"), collect_routings(model), torch.no_grad():
+        model(ids)
+    with torch.no_grad(), collect_routings(model) as routings:  # a remedy, and another
+        model(ids)
+    model.eval()
+    with collect_routings(model) as others, torch.no_grad():
+        model(ids)
+    assert len(routings) == len(others) == 2
 
 
 @routers
