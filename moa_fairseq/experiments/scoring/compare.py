@@ -488,8 +488,8 @@ def _evidence(runs: list[dict]) -> str:
                 said.append(f"{key.replace('_', ' ')} {value}")
         alike[tuple(said)].append(run)
     lines = []
-    for facts, group in alike.items():
-        said = list(facts)
+    for shared, group in alike.items():
+        said = list(shared)
         seeds = [run.get("seed") for run in group]
         names = []
         for run, seed in zip(group, seeds):
