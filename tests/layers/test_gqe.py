@@ -160,7 +160,7 @@ def test_its_cost():
 @pytest.mark.parametrize(
     "settings, flag",
     [
-        ({"gqe_groups": 0}, "--gqe-groups 0"),
+        ({"gqe_groups": 0}, "--gqe-groups is 0"),
         ({"gqe_shared_heads": 2}, "--gqe-shared-heads 2"),
         ({"experts_per_token": 5}, "--experts-per-token 5"),
         ({"expert_dim": 0}, "--expert-dim"),

@@ -85,5 +85,5 @@ def test_an_adapter_is_called_in_generation_too(name):
 
 def test_keys_and_values_are_of_one_input():
     module, x = LatentAttention(C, H), torch.randn(4, 2, C)
-    with pytest.raises(ValueError, match="one latent"):
+    with pytest.raises(ValueError, match="self_attention=True"):
         module(x, x, x + 1)

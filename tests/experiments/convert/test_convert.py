@@ -271,7 +271,7 @@ def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, conve
     [
         (("--to", "moh", "--mae-dropped-heads", 1), "--mae-dropped-heads is not a flag of --to moh"),
         (("--to", "dense"), "is of that family already"),
-        (("--to", "moh", "--experts-per-token", 3), "--experts-per-token 3 .* 1 and 2"),
+        (("--to", "moh", "--experts-per-token", 3), "between 1 and 2"),
         (("--to", "moh", "--data", "/nowhere"), "--data /nowhere is not a folder"),
     ],
 )

@@ -442,7 +442,7 @@ def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
         (place / "state.json").write_text(json.dumps(state))
     words = ["translate", str(copy.run), str(copy.text), "--cpu"]
     assert main(words) == 2
-    remedy = re.search(r"--data (\S+),", capsys.readouterr().err).group(1)
+    remedy = re.search(r"--data (\S+)\.\n", capsys.readouterr().err).group(1)
     assert main([*words, "--data", remedy]) == 0
     said = capsys.readouterr()
     assert "WARNING" in said.err and "bpe/codes" in said.err and "WARNING" not in said.out

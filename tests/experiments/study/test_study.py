@@ -837,7 +837,7 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
     assert fitting() == every - {"B-seed2"}
     assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
     assert "records.jsonl, line 5 (study: another → toy)" in (said := capsys.readouterr().err)
-    assert "Delete it" in said
+    assert "git checkout" in said
     (records / "records.jsonl").write_text(before)
     # as records were: what the study added stands in the command
     changed(records, "B-seed2", settings=None)

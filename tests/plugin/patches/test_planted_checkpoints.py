@@ -300,7 +300,7 @@ def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_pat
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(scheme):
     files = LocalFiles(SimpleNamespace(__name__="file_utils", cached_path=lambda name, cache_dir=None: name))
-    with pytest.raises(UserError, match=f"downloaded from {scheme}://elsewhere"):
+    with pytest.raises(UserError, match=f"{scheme}://elsewhere"):
         files.cached_path(f"{scheme}://elsewhere/bpe/encoder.json")
     own = f"https://{FAIRSEQ_HOST}/fairseq/gpt2_bpe/encoder.json"
     assert files.cached_path(own) == own
