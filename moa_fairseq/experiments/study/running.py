@@ -262,9 +262,19 @@ def _carry_out(run: Run, place: Place) -> None:
         **summarise(folder / "train.jsonl"),
         **made_by,
         **({"unknown": _unknown(run, data)} if data else {}),
-        "command": to_shell(command, environment),
+        "command": to_shell([_without_machine(word) for word in command], environment),
     }
     append_record(run.records, record)
+
+
+def _without_machine(word: str) -> str:
+    """A word of a command; of a folder outside the working one the name, for no other machine has it."""
+    path = Path(word)
+    if not path.is_absolute():
+        return word
+    if path.is_relative_to(Path.cwd()):
+        return str(path.relative_to(Path.cwd()))
+    return path.name
 
 
 def _unknown(run: Run, data: Path) -> float:

@@ -167,6 +167,15 @@ def report_of(study, **changes):
     return json.loads((records / "report.json").read_text())
 
 
+def test_a_record_names_no_folder_of_its_machine(study, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    status, records = study("--runs", str(elsewhere))
+    command = record_of(records, "B-seed2")["command"]
+    assert status == 0 and (elsewhere / "toy" / "B-seed2").is_dir()
+    assert "--save-dir B-seed2 " in command and "recipe configs/" in command
+    assert str(elsewhere) not in command and str(Path.cwd()) not in command
+
+
 def test_systems_of_a_seed_run_back_to_back(study, capsys):
     status, records = study()
     assert status == 0
