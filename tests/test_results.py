@@ -123,9 +123,7 @@ def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
 
 def test_a_studys_commands_are_not_of_one_machine():
     files = [*(RESULTS / "studies").rglob("*.json*")]
-    found = [
-        file.name for file in files if re.search(r"[ '=]/(?!tmp/)\w+/", file.read_text(encoding="utf-8"))
-    ]
+    found = [file.name for file in files if re.search(r"[ '=]/\w+/", file.read_text(encoding="utf-8"))]
     assert files and not found
 
 
