@@ -1,4 +1,4 @@
-"""What of the package holds something between two calls, by its syntax. docs/state.md has a line for each.
+"""What of the package holds something between two calls, by its syntax. state.yaml has a line for each.
 
 python tests/state.py   prints it
 """

@@ -1,4 +1,4 @@
-"""docs/defaults.md names every option of the libraries that shapes text, and those that the code sets."""
+"""docs/defaults.md and harmless_options.yaml name every option of the libraries, and what the code sets."""
 
 import ast
 import dataclasses
@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import sentencepiece
+import yaml
 from fairseq import options
 from fairseq.dataclass.configs import CommonConfig, DatasetConfig, EvalLMConfig
 from fairseq.tasks.language_modeling import LanguageModelingConfig
@@ -27,6 +28,7 @@ from moa_fairseq.experiments.scoring import against, chains
 from moa_fairseq.experiments.text import tokenizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "defaults.md"
+HARMLESS = Path(__file__).with_name("harmless_options.yaml")
 SET = "Set"
 # Names of SentencePiece's trainer for fields of its file, and what only says where text comes from and goes.
 FIELDS = {"normalization_rule_name": "name"}
@@ -35,13 +37,15 @@ PLACES = {"sentence_iterator", "model_writer", "minloglevel"}
 
 def table():
     """Library → option → what we do."""
-    found = {}
+    actions = {}
+    for row in yaml.safe_load(HARMLESS.read_text("utf-8")):
+        actions.setdefault(row["library"], {}).update(dict.fromkeys(row["options"], row["action"]))
     for line in PAGE.read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 4 and cells[0] not in ("Library", "---"):
             for name in re.findall(r"`([^`]+)`", cells[1]):
-                found.setdefault(cells[0], {})[name] = cells[3]
-    return found
+                actions.setdefault(cells[0], {})[name] = cells[3]
+    return actions
 
 
 def parameters(*functions):

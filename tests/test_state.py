@@ -1,23 +1,20 @@
-"""docs/state.md names everything that the package holds between two calls."""
+"""state.yaml names everything that the package holds between two calls."""
 
-import re
+from pathlib import Path
 
 import pytest
-from state import PACKAGE, state
+import yaml
+from state import state
 
-PAGE = PACKAGE.parent / "docs" / "state.md"
+LIST = Path(__file__).with_name("state.yaml")
 
 
 def documented():
-    """The names of the page's table, as `state` writes them: FILE:NAME."""
+    """The listed names, as `state` writes them: FILE:NAME."""
     names = set()
-    for row in PAGE.read_text(encoding="utf-8").splitlines():
-        if not row.startswith("| "):
-            continue
-        for part in row.split(" | ")[-1].rstrip(" |").split("; "):
-            file, *listed = re.findall(r"`([^`]+)`", part) or [""]
-            if file.endswith(".py"):
-                names |= {f"{file}:{name}" for name in listed}
+    for entry in yaml.safe_load(LIST.read_text(encoding="utf-8")):
+        for file, listed in entry["where"].items():
+            names |= {f"{file}:{name}" for name in listed}
     return names
 
 

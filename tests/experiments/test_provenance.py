@@ -1,13 +1,13 @@
 """Which commit and versions a maker writes, and what several sessions say together."""
 
 import ast
-import re
 import shutil
 import subprocess
 import sys
 from pathlib import Path
 
 import pytest
+import yaml
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import provenance
@@ -176,10 +176,10 @@ def roles():
     return found
 
 
-def test_whatever_writes_or_reads_what_made_a_file_has_a_row_in_the_document():
+def test_whatever_writes_or_reads_what_made_a_file_has_a_row_in_the_list():
     """A new place where the commit or the versions of now are asked for is looked at by somebody."""
-    text = (ROOT / "docs" / "provenance.md").read_text(encoding="utf-8")
-    assert dict(re.findall(r"^\| `([^`]+\.py)` \| (\w+) \|", text, re.MULTILINE)) == roles()
+    rows = yaml.safe_load((ROOT / "tests" / "provenance.yaml").read_text(encoding="utf-8"))
+    assert {file: row["role"] for file, row in rows.items()} == roles()
 
 
 def test_a_new_writer_is_noticed(tmp_path):
