@@ -52,6 +52,7 @@ setup(
             "subword-nmt>=0.3.8,<0.4",
             "sentencepiece>=0.2,<0.3",
             "sacremoses>=0.1,<0.3",
+            "safetensors>=0.4,<1",
             "regex",
             "PyYAML>=6,<7",
             "matplotlib>=3.7,<4",

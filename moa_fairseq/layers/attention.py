@@ -310,7 +310,8 @@ class Attention(nn.Module, abc.ABC):
 
         Args:
             x: [B, T, C].
-            memory: [B, S, kdim], for cross-attention. With a cache its keys are made at the first call.
+            memory: [B, S, kdim], for cross-attention. With a cache its keys are made at the first call; B is
+                B / beam_size where the cache has one: neighbouring rows of x then share a row.
             padding: of what keys are made of, True = padding: [B, T], with a memory [B, S]. With a cache also
                 of all positions so far. The output at padding is unspecified.
             mask: [T, S] or [B, T, S], S the number of keys with those of the cache: additive float, or bool,
@@ -519,7 +520,8 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(
                 "this attention was built with self_attention=True and takes no memory: leave memory out"
             )
-        self._check_inputs(x, memory, is_self)
+        beam = 1 if cache is None else cache.beam_size
+        self._check_inputs(x, memory, is_self, beam)
         batch, tgt_len, _ = x.shape
         if query_padding is not None and is_self:
             raise ValueError(
@@ -538,7 +540,7 @@ class Attention(nn.Module, abc.ABC):
                 src_len = held
             else:
                 src_len = memory.size(1)
-            lengths = [(batch, src_len)]
+            lengths = [(batch // beam, src_len)]
         if padding is not None:
             _check_mask("padding", padding, lengths, False)
         if query_padding is not None:
@@ -580,7 +582,7 @@ class Attention(nn.Module, abc.ABC):
             **inputs,
         )
 
-    def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool) -> None:
+    def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool, beam: int) -> None:
         keys, values = self.memory_projections
         k_proj = getattr(self, keys, None)
         v_proj = getattr(self, values, None)
@@ -620,8 +622,8 @@ class Attention(nn.Module, abc.ABC):
                     f"{name} is {given.dtype}, but the attention is {expected or 'floating point'}: convert "
                     "one of the two"
                 )
-        if memory is not None and memory.size(0) != x.size(0):
-            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0)}")
+        if memory is not None and memory.size(0) * beam != x.size(0):
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0) // beam}")
         if is_self and kdim != self.embed_dim:
             raise ValueError("this attention was built with kdim or vdim for a memory: give memory as well")
 

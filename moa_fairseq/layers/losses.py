@@ -4,7 +4,7 @@ Each takes a Routing and returns a scalar, or RoutingSums of M decisions and ret
 """
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -137,3 +137,30 @@ BALANCE_LOSSES: dict[str, Loss] = {
     "entropy": entropy_loss,
     "none": no_loss,
 }
+
+
+def weighted_loss(
+    kinds: Sequence[RoutingSums],
+    balance: Sequence[Tensor],
+    z: Sequence[Tensor],
+    load_balance_coef: float,
+    z_loss_coef: float,
+    reduce: str = "sum",
+) -> Tensor:
+    """The scalar Σ α·L_balance + β·L_z over the decisions on which losses may act (MoA Eq. 17).
+
+    Args:
+        kinds: of `RoutingSums.by_kind`.
+        balance, z: the losses of each kind, [M].
+        load_balance_coef, z_loss_coef: α and β.
+        reduce: "sum", or "mean" over these decisions.
+
+    Returns:
+        The sum or the mean; 0 where there are none.
+    """
+    places = [place for place, sums in enumerate(kinds) if sums.auxiliary]
+    if not places:
+        return z[0].new_zeros(())
+    terms = load_balance_coef * torch.cat([balance[place] for place in places])
+    terms = terms.add(torch.cat([z[place] for place in places]), alpha=z_loss_coef)
+    return terms.mean() if reduce == "mean" else terms.sum()

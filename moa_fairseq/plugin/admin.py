@@ -11,37 +11,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from moa_fairseq.layers.transformer import Shortcut
 from moa_fairseq.plugin.forward_context import current_context, forward_context
 
 logger = logging.getLogger(__name__)
-
-
-class Shortcut(nn.Module):
-    """The residual sum of a post-norm layer before its norm: x·ω + f(x).
-
-    ω [C] is omega + change. omega: one number, 1 until `profile` sets it; a buffer, so checkpoints have it.
-    change [C]: what training adds to it. Training in fp16 copies the parameters before there is a batch, and
-    would overwrite a parameter that profiling has set.
-
-    Args:
-        width: of the layer, C.
-    """
-
-    omega: Tensor
-
-    def __init__(self, width: int):
-        super().__init__()
-        self.register_buffer("omega", torch.ones(()))
-        self.change = nn.Parameter(torch.zeros(width))
-
-    def forward(self, branch: Tensor, x: Tensor) -> Tensor:
-        """The sum, in the shape of its parts.
-
-        Args:
-            branch: f(x), [T, B, C].
-            x: what went into the branch, [T, B, C].
-        """
-        return branch + x * (self.omega + self.change)
 
 
 def unprofiled(model: nn.Module) -> bool:

@@ -9,7 +9,6 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
-import torch.nn.functional as F
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
 from fairseq.models.transformer import TransformerDecoderBase, TransformerEncoderBase
@@ -20,7 +19,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.initialization import forked_rng
 from moa_fairseq.layers.sigma_moe import SigmaMoE
-from moa_fairseq.plugin.admin import Shortcut
+from moa_fairseq.layers.transformer import Shortcut, swiglu
 from moa_fairseq.plugin.carried_context import CarriedContext
 from moa_fairseq.plugin.families import build_attention, build_sigma_moe, initialize
 from moa_fairseq.plugin.forward_context import ForwardContext, current_context, forward_context, restored
@@ -35,12 +34,6 @@ if TYPE_CHECKING:
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
 else:
     Extended = object
-
-
-def swiglu(inner: Tensor) -> Tensor:
-    """silu(x W_1) ⊙ (x W_3) of both side by side (arXiv 2002.05202): [..., 2·F] → [..., F]."""
-    gate, value = inner.chunk(2, -1)
-    return F.silu(gate) * value
 
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:

@@ -13,40 +13,12 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from moa_fairseq.layers.attention import FamilySettings
-from moa_fairseq.layers.dense import DenseSettings
-from moa_fairseq.layers.gqe import GQESettings
+from moa_fairseq.layers.families import FAMILIES, register_family
 from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
-from moa_fairseq.layers.latent import LatentSettings
-from moa_fairseq.layers.mae import MAESettings
-from moa_fairseq.layers.moa import MoASettings
-from moa_fairseq.layers.moh import MoHSettings
-from moa_fairseq.layers.namoh import NAMOHSettings
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
-from moa_fairseq.layers.switchhead import SwitchHeadSettings
 from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
 
-# Family → the class of its settings. No family is the default.
-FAMILIES: dict[str, type[FamilySettings]] = {}
-
-
-def register_family(name: str, settings: type[FamilySettings]) -> None:
-    """Make a family known to models: `attention_family` of a model class names it.
-
-    Args:
-        name: of the family; one that is known already is replaced.
-        settings: its fields become flags, and its `attention` is the class that is built.
-    """
-    FAMILIES[name] = settings
-
-
-register_family("moa", MoASettings)
-register_family("mae", MAESettings)
-register_family("moh", MoHSettings)
-register_family("switchhead", SwitchHeadSettings)
-register_family("gqe", GQESettings)
-register_family("namoh", NAMOHSettings)
-register_family("dense", DenseSettings)
-register_family("latent", LatentSettings)
+__all__ = ["FAMILIES", "register_family"]  # for plugins of others, too
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:

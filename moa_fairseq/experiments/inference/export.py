@@ -5,6 +5,8 @@ moa-fairseq translate moa-tiny-en-de english.txt
 
 The folder is read like the run itself, by every verb. README.md is the card: data and its terms of use, the
 score with its signature, how it was trained. Scores are those of the run, before its weights were rounded.
+
+With --transformers the folder is for Hugging Face's transformers instead, in the weights' own precision.
 """
 
 from __future__ import annotations
@@ -21,6 +23,7 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.text_files import BINARISED, KEPT, copy_text, kept_text
+from moa_fairseq.experiments.inference import transformers_folder
 from moa_fairseq.experiments.json_files import (
     MAPPING,
     check_kinds,
@@ -78,6 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq export`."""
     parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder of `moa-fairseq recipe`")
     parser.add_argument("folder", type=Path, metavar="DIR", help="the new folder; its name is the model's")
+    parser.add_argument(
+        "--transformers", action="store_true", help="for Hugging Face's transformers, which need no fairseq"
+    )
 
 
 def run(args: argparse.Namespace) -> int:
@@ -107,15 +113,19 @@ def run(args: argparse.Namespace) -> int:
     if (args.run_dir / _RESULT).exists():
         result = read_json(args.run_dir / _RESULT, _REMEDY)
         check_kinds(result, _KINDS, str(args.run_dir / _RESULT), _REMEDY)
-    weights = _halved(load_checkpoint(checkpoint), checkpoint)
-    parameters = sum({tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}.values())
     with atomic_folder(args.folder) as new:
-        save_checkpoint(weights, new / "average.pt")
         copy_text(text, new / KEPT)
-        write_yaml(new / "recipe.yaml", mapping)
-        if result:
-            write_json(new / _RESULT, result)
-        card = _card(args.folder.name, recipe, result, parameters)
+        if args.transformers:
+            parameters = transformers_folder.write(new, checkpoint, text, recipe)
+        else:
+            weights = _halved(load_checkpoint(checkpoint), checkpoint)
+            tensors = {tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}
+            parameters = sum(tensors.values())
+            save_checkpoint(weights, new / "average.pt")
+            write_yaml(new / "recipe.yaml", mapping)
+            if result:
+                write_json(new / _RESULT, result)
+        card = _card(args.folder.name, recipe, result, parameters, args.transformers)
         (new / "README.md").write_text(card, encoding="utf-8")
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
@@ -138,7 +148,7 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return {**state, "model": model, "last_optimizer_state": None}
 
 
-def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int) -> str:
+def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int, transformers: bool) -> str:
     dataset = datasets().get(str(recipe.data.recipe))
     rows: dict[str, Any] = {
         "Architecture": recipe.model.arch,
@@ -159,10 +169,12 @@ def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int)
         if value not in (None, ""):
             escaped = " ".join(str(value).split()).replace("|", "\\|")  # as in a signature
             lines.append(f"| {key} | {escaped} |")
-    if result:
-        lines += ["", "Scores are those of the run, before its weights were rounded to half precision."]
-    else:
+    if not result:
         lines += ["", "It was not scored."]
-    if recipe.kind in _VERBS:
+    elif not transformers:
+        lines += ["", "Scores are those of the run, before its weights were rounded to half precision."]
+    if transformers:
+        lines += ["", *(f"    {line}" for line in transformers_folder.usage(name, recipe.kind))]
+    elif recipe.kind in _VERBS:
         lines += ["", f"    moa-fairseq {_VERBS[recipe.kind]} {name} text.txt"]
     return "\n".join([*lines, ""])

@@ -12,7 +12,7 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, z_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, weighted_loss, z_loss
 from moa_fairseq.layers.routing import RoutingSums
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 from moa_fairseq.plugin.logged_values import logged, mean_values
@@ -117,16 +117,8 @@ class RoutingLossMixin(Extended):
         kinds = RoutingSums.by_kind([routing for _, routing in routings])
         balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
         z = [z_loss(sums) for sums in kinds]
-        held = [place for place, sums in enumerate(kinds) if sums.auxiliary]
-        if held:
-            auxiliary = self.routing.load_balance_coef * _row([balance[place] for place in held])
-            auxiliary = auxiliary.add(_row([z[place] for place in held]), alpha=self.routing.z_loss_coef)
-            if str(self.routing.aux_loss_reduce) == "mean":
-                auxiliary = auxiliary.mean()
-            else:
-                auxiliary = auxiliary.sum()
-        else:
-            auxiliary = z[0].new_zeros(())
+        weights = self.routing.load_balance_coef, self.routing.z_loss_coef
+        auxiliary = weighted_loss(kinds, balance, z, *weights, str(self.routing.aux_loss_reduce))
         with torch.no_grad():
             rows: dict[str, list[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
             if name != "moa":

@@ -129,6 +129,31 @@ def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
     assert sorted(path.name for path in tmp_path.iterdir()) == ["other", "scored", "tiny"]
 
 
+def test_a_folder_for_transformers_has_the_runs_weights(run, capsys, tmp_path):
+    load_file = pytest.importorskip("safetensors.torch").load_file
+    exported = tmp_path / "tiny"
+    assert main(["export", str(run), str(exported), "--transformers"]) == 2
+    assert "no-repeat-ngram-size" in capsys.readouterr().err
+    run = shutil.copytree(run, tmp_path / "run")
+    recipe = yaml.safe_load((run / "recipe.yaml").read_text())
+    del recipe["generate"]["flags"]["no-repeat-ngram-size"]
+    (run / "recipe.yaml").write_text(yaml.safe_dump(recipe))
+    assert main(["export", str(run), str(exported), "--transformers"]) == 0
+    found = load_file(exported / "model.safetensors")
+    state = torch.load(run / "checkpoints" / "checkpoint_best.pt", weights_only=False)["model"]
+    for name, tensor in found.items():
+        assert torch.equal(tensor, state[name.removeprefix("model.")])
+    config = json.loads((exported / "config.json").read_text())
+    assert config["decoder_stack"]["family"] == "moa"
+    assert config["load_balance_coef"] == 0.01
+    generation = json.loads((exported / "generation_config.json").read_text())
+    assert (generation["num_beams"], generation["length_penalty"]) == (2, 0.6)
+    assert generation["max_new_tokens"] == 7
+    assert "AutoModelForSeq2SeqLM" in (exported / "README.md").read_text()
+    assert list((exported / "text").rglob("dict.*.txt"))
+    assert not (exported / "average.pt").exists()
+
+
 def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys, tmp_path, monkeypatch):
     monkeypatch.setenv("MOA_FAIRSEQ_MODELS", str(tmp_path))
     assert main(["export", str(run), str(run)]) == 2

@@ -1,0 +1,197 @@
+"""A fairseq model as the plain Transformer of `layers.transformer`, which needs no fairseq."""
+
+from __future__ import annotations
+
+import dataclasses
+from typing import Any
+
+import torch
+from fairseq.models import FairseqEncoderDecoderModel
+from fairseq.models.roberta import RobertaModel
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.sigma_moe import SigmaMoESettings
+from moa_fairseq.layers.transformer import ACTIVATIONS, MixtureTransformer, StackSettings
+from moa_fairseq.plugin.families import settings_of
+
+TOLERANCE = 1e-6  # of logits in float64, relative to the largest; what is equal differs by 1e-13
+# What changes a model's outputs or its training and has no counterpart, with the value that means off
+_REFUSED: dict[str, Any] = {
+    "adaptive_softmax_cutoff": None,
+    "adaptive_input": False,
+    "base_layers": 0,
+    "char_inputs": False,
+    "cross_self_attention": False,
+    "decoder_layerdrop": 0,
+    "encoder_layerdrop": 0,
+    "quant_noise_pq": 0,
+    "quant_noise_scalar": 0,
+    "scale_attn": False,
+    "scale_fc": False,
+    "scale_heads": False,
+    "scale_resids": False,
+}
+
+
+def plain_model(model: Any) -> MixtureTransformer:
+    """The plain Transformer with a fairseq model's weights.
+
+    Args:
+        model: of fairseq's or of this package's, for translation, masked or causal language modelling. It is
+            in float64 and in evaluation mode afterwards.
+
+    Returns:
+        The same model in the dtype that the other one had, whose logits were compared.
+
+    Raises:
+        UserError: for a model that the plain one cannot be: the flag or the parameter.
+    """
+    decoder = getattr(model, "decoder", None)
+    encoder = getattr(model, "encoder", None)
+    if isinstance(model, RobertaModel):
+        stacks = [model.encoder.sentence_encoder]
+        own_output = model.encoder.lm_head.weight is not stacks[0].embed_tokens.weight
+    elif decoder is not None:
+        stacks = [encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
+        for stack in stacks:
+            _refuse(stack.cfg)
+        own_output = decoder.output_projection.weight is not decoder.embed_tokens.weight
+    else:
+        raise UserError(f"{type(model).__name__} is no translation model and no language model.")
+    _refuse(stacks[0].cfg)
+    settings = {
+        "encoder": None if len(stacks) == 1 and stacks[0] is decoder else _settings(stacks[0]),
+        "decoder": None if decoder is None else _settings(decoder),
+    }
+    shared = len(stacks) == 2 and encoder.embed_tokens.weight is decoder.embed_tokens.weight
+    plain = MixtureTransformer(**settings, shared_embedding=shared, own_output=own_output)
+    _load(plain, model)
+    _compare(plain, model)
+    return plain
+
+
+def _refuse(cfg: Any) -> None:
+    for name, off in _REFUSED.items():
+        value = getattr(cfg, name, off)
+        if value not in (off, None):
+            flag = "--" + name.replace("_", "-")
+            raise UserError(
+                f"{flag} {value}: models with it are not exported to transformers. Export the run without "
+                "--transformers, or train without the flag."
+            )
+    if cfg.activation_fn not in ACTIVATIONS:
+        known = ", ".join(ACTIVATIONS)
+        raise UserError(f"--activation-fn {cfg.activation_fn} is not exported; those that are: {known}.")
+
+
+def _settings(stack: Any) -> StackSettings:
+    """Those of fairseq's encoder or decoder."""
+    cfg = stack.cfg
+    causal = hasattr(stack, "output_projection")
+    side = cfg.decoder if causal else cfg.encoder
+    is_ours = getattr(cfg, "attention_family", None) is not None  # fairseq's attention is the dense one
+    experts = {}
+    if is_ours and cfg.sigma_moe_num_experts:
+        experts = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)}
+    layer = stack.layers[0]
+    position_embedding = "none"
+    if stack.embed_positions is not None:
+        position_embedding = "learned" if side.learned_pos else "sinusoidal"
+    has_memory = getattr(layer, "encoder_attn", None) is not None
+    positions = getattr(cfg, "positions", None)
+    return StackSettings(
+        family=cfg.attention_family if is_ours else "dense",
+        attention=dataclasses.asdict(settings_of(cfg)) if is_ours else {},
+        vocab_size=stack.embed_tokens.num_embeddings,
+        padding_idx=stack.padding_idx,
+        embed_dim=side.embed_dim,
+        ffn_embed_dim=side.ffn_embed_dim,
+        layers=len(stack.layers),
+        attention_heads=side.attention_heads,
+        causal=causal,
+        memory_dim=cfg.encoder.embed_dim if has_memory else None,
+        input_dim=stack.embed_tokens.embedding_dim,
+        output_dim=stack.output_embed_dim if causal else None,
+        normalize_before=side.normalize_before,
+        final_norm=stack.layer_norm is not None,
+        embedding_norm=stack.layernorm_embedding is not None,
+        embedding_scale=stack.embed_scale,
+        position_embedding=position_embedding,
+        position_rows=stack.embed_positions.num_embeddings if position_embedding == "learned" else 0,
+        positions=None if positions in ("learned", "sinusoidal") else positions,
+        head_gate=getattr(cfg, "head_gate", None) or "none",
+        output_scale=getattr(cfg, "attention_output_scale", None) or 1.0,
+        activation=cfg.activation_fn,
+        gated=bool(getattr(cfg, "gated_feed_forward", False)),
+        rms_norm=bool(getattr(cfg, "rms_norm", False)),
+        shortcuts=hasattr(layer, "shortcuts"),
+        sigma_moe=experts,
+        expert_backend=getattr(cfg, "expert_backend", "auto"),
+        dropout=cfg.dropout,
+        activation_dropout=cfg.activation_dropout or cfg.relu_dropout or 0.0,
+        attention_dropout=cfg.attention_dropout,
+        output_dropout=float(getattr(cfg, "output_dropout", None) or 0.0) if causal else 0.0,
+    )
+
+
+def _load(plain: nn.Module, model: nn.Module) -> None:
+    """Copy the weights by their names; what is tied has several names in fairseq, and one here."""
+    names = plain.state_dict().keys()
+    given = model.state_dict()
+    missing = [name for name in names if name not in given]
+    loaded = {name: given[name] for name in names if name in given}
+    tied = {tensor.data_ptr() for tensor in loaded.values()}
+    left = [
+        name
+        for name, tensor in given.items()
+        if name not in loaded and not name.endswith(".version") and tensor.data_ptr() not in tied
+    ]
+    if missing or left:
+        found = ", ".join([*left, *missing][:3])
+        raise UserError(
+            f"The model has parts that are not exported to transformers, or lacks some ({found}): export the "
+            "run without --transformers."
+        )
+    plain.to(next(model.parameters()).dtype).load_state_dict(loaded)
+
+
+@torch.no_grad()
+def _compare(plain: MixtureTransformer, model: Any) -> None:
+    """Logits of both in float64, for two sentences of random words, one padded."""
+    dtype = next(plain.parameters()).dtype
+    model.double().eval()
+    plain.double().eval()
+    generator = torch.Generator().manual_seed(0)
+    stacks = [stack for stack in (plain.encoder and plain.source_stack, plain.decoder) if stack]
+    rows = []
+    for stack in stacks:
+        settings = stack.settings
+        ids = torch.randint(min(4, settings.vocab_size - 1), settings.vocab_size, (2, 7), generator=generator)
+        ids[1, 5:] = settings.padding_idx
+        rows.append(ids)
+    pads = [ids == stack.settings.padding_idx for ids, stack in zip(rows, stacks)]
+    if len(rows) == 2:
+        got, _ = plain(*rows, *pads)
+        wanted = model(rows[0], (~pads[0]).sum(1), rows[1])[0]
+    else:
+        got, _ = plain(rows[0], padding=pads[0])
+        wanted = model(rows[0])[0]
+    real = ~pads[-1]
+    difference = (got[real] - wanted[real]).abs().max() / wanted[real].abs().max().clamp_min(1.0)
+    if not difference < TOLERANCE:
+        raise UserError(
+            f"The exported model's logits differ from those of fairseq's model by {difference:.1e}, so some "
+            "setting of it is not exported: export the run without --transformers, and report its flags."
+        )
+    plain.to(dtype)
+
+
+def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
+    """The weights by name, each in memory of its own, as safetensors wants them.
+
+    Args:
+        plain: the model.
+        prefix: before each name.
+    """
+    return {prefix + name: tensor.clone().contiguous() for name, tensor in plain.state_dict().items()}

@@ -1,0 +1,537 @@
+"""A whole Transformer around the attentions, as a plain module: what fairseq's checkpoints hold.
+
+Parameters have the names of fairseq's. A tied matrix stands here once: where a stack or a head has none of
+its own, its caller passes one.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from moa_fairseq.errors import check_choice
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.families import FAMILIES
+from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sigma_moe import SigmaMoE, SigmaMoESettings
+
+Routings = tuple[Routing, ...]
+
+
+def _gelu(x: Tensor) -> Tensor:
+    """In float32, as fairseq computes it whatever the model's dtype."""
+    return F.gelu(x.float()).type_as(x)
+
+
+ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
+    "relu": F.relu,
+    "gelu": _gelu,
+    "gelu_accurate": functools.partial(F.gelu, approximate="tanh"),
+    "tanh": torch.tanh,
+    "linear": nn.Identity(),
+}
+POSITION_EMBEDDINGS = ("none", "learned", "sinusoidal")
+
+
+def swiglu(inner: Tensor) -> Tensor:
+    """silu(x W_1) ⊙ (x W_3) of both side by side (arXiv 2002.05202): [..., 2·F] → [..., F]."""
+    gate, value = inner.chunk(2, -1)
+    return F.silu(gate) * value
+
+
+class Shortcut(nn.Module):
+    """The residual sum of a post-norm layer before its norm: x·ω + f(x).
+
+    ω [C] is omega + change. omega: one number, 1 until `plugin.admin.profile` sets it; a buffer, so
+    checkpoints have it. change [C]: what training adds to it. Training in fp16 copies the parameters before
+    there is a batch, and would overwrite a parameter that profiling has set.
+
+    Args:
+        width: of the layer, C.
+    """
+
+    omega: Tensor
+
+    def __init__(self, width: int):
+        super().__init__()
+        self.register_buffer("omega", torch.ones(()))
+        self.change = nn.Parameter(torch.zeros(width))
+
+    def forward(self, branch: Tensor, x: Tensor) -> Tensor:
+        """The sum, in the shape of its parts.
+
+        Args:
+            branch: f(x), [T, B, C].
+            x: what went into the branch, [T, B, C].
+        """
+        return branch + x * (self.omega + self.change)
+
+
+@dataclass
+class StackSettings:
+    """The layers of an encoder or a decoder. Letters of shapes as in `attention`; V is the vocabulary.
+
+    Args:
+        family, attention: a name of FAMILIES, and the fields of its settings.
+        vocab_size, padding_idx: V, and the id of padding.
+        embed_dim, ffn_embed_dim, layers, attention_heads: C, the inner units, and how many.
+        causal: no position sees a later one.
+        memory_dim: the width of the encoder's output that every layer attends to; None: of none.
+        input_dim, output_dim: widths of the embeddings and of the output, if not C.
+        normalize_before, final_norm: norms before the branches (else after the sums), and one at the end.
+        embedding_norm, embedding_scale: a norm of the embeddings, and the factor of those of the words.
+        position_embedding, position_rows: a choice of POSITION_EMBEDDINGS; the rows of learned ones.
+        positions, head_gate, output_scale: as of `Attention`, the positions of self-attentions alone.
+        activation, gated, rms_norm, shortcuts: of a feed-forward; SwiGLU in its place; RMSNorm for the norms
+            of layers and the last one; Admin's residual sums.
+        sigma_moe, expert_backend: the fields of SigmaMoESettings, and the backend of its products.
+        dropout, activation_dropout, attention_dropout, output_dropout: probabilities.
+    """
+
+    family: str
+    attention: dict[str, Any]
+    vocab_size: int
+    padding_idx: int
+    embed_dim: int
+    ffn_embed_dim: int
+    layers: int
+    attention_heads: int
+    causal: bool = False
+    memory_dim: int | None = None
+    input_dim: int | None = None
+    output_dim: int | None = None
+    normalize_before: bool = False
+    final_norm: bool = False
+    embedding_norm: bool = False
+    embedding_scale: float = 1.0
+    position_embedding: str = "sinusoidal"
+    position_rows: int = 0
+    positions: str | None = None
+    head_gate: str = "none"
+    output_scale: float = 1.0
+    activation: str = "relu"
+    gated: bool = False
+    rms_norm: bool = False
+    shortcuts: bool = False
+    sigma_moe: dict[str, Any] = field(default_factory=dict)
+    expert_backend: str = "auto"
+    dropout: float = 0.0
+    activation_dropout: float = 0.0
+    attention_dropout: float = 0.0
+    output_dropout: float = 0.0
+
+    def norm(self) -> nn.Module:
+        """A norm of width C, of the kind of the layers."""
+        return (nn.RMSNorm if self.rms_norm else nn.LayerNorm)(self.embed_dim, eps=1e-5)
+
+    def build_attention(self, **options: Any) -> Attention:
+        """An attention of the family.
+
+        Args:
+            options: whether it is self-attention, or kdim and vdim of what it attends to.
+        """
+        check_choice("family", self.family, FAMILIES)
+        kind = FAMILIES[self.family]
+        return kind.attention.from_settings(
+            self.embed_dim,
+            kind(**self.attention),
+            num_heads=self.attention_heads,
+            causal=self.causal,
+            dropout=self.attention_dropout,
+            head_gate=self.head_gate,
+            output_scale=self.output_scale,
+            **options,
+        )
+
+
+class LayerCache:
+    """What one layer remembers of a generation.
+
+    Args:
+        layer: whose attentions use it.
+        beam_size: how many neighbouring rows share a row of the memory.
+    """
+
+    def __init__(self, layer: "TransformerLayer", beam_size: int = 1):
+        self.self_attn = layer.self_attn.new_cache()
+        self.encoder_attn: KVCache | None = None
+        if layer.encoder_attn is not None:
+            self.encoder_attn = layer.encoder_attn.new_cache()
+            self.encoder_attn.beam_size = beam_size
+
+    @property
+    def all(self) -> tuple[KVCache, ...]:
+        """One for each attention of the layer."""
+        return (self.self_attn,) if self.encoder_attn is None else (self.self_attn, self.encoder_attn)
+
+
+class TransformerLayer(nn.Module):
+    """A layer: self-attention, attention to a memory if there is one, and a feed-forward.
+
+    Args:
+        settings: of its stack.
+    """
+
+    def __init__(self, settings: StackSettings):
+        super().__init__()
+        width = settings.embed_dim
+        inner = settings.ffn_embed_dim
+        self.normalize_before = settings.normalize_before
+        self.causal = settings.causal
+        self.dropout_module = nn.Dropout(settings.dropout)
+        self.activation_dropout_module: nn.Module = nn.Dropout(settings.activation_dropout)
+        self.self_attn = settings.build_attention(self_attention=True, positions=settings.positions)
+        self.self_attn_layer_norm = settings.norm()
+        self.encoder_attn: Attention | None = None
+        if settings.memory_dim is not None:
+            widths = {"kdim": settings.memory_dim, "vdim": settings.memory_dim}
+            self.encoder_attn = settings.build_attention(**widths)
+            self.encoder_attn_layer_norm = settings.norm()
+        activation = ACTIVATIONS[settings.activation]
+        self.activation_fn: Callable[[Tensor], Tensor] = activation
+        self.fc1: nn.Module
+        self.fc2: nn.Module
+        if settings.sigma_moe:
+            experts = SigmaMoESettings(**settings.sigma_moe)
+            self.fc1 = SigmaMoE(width, experts, activation, settings.expert_backend)
+            self.activation_fn = nn.Identity()
+            self.activation_dropout_module = nn.Identity()
+            self.fc2 = nn.Identity()
+        elif settings.gated:
+            self.fc1 = nn.Linear(width, 2 * inner, bias=False)
+            self.activation_fn = swiglu
+            self.fc2 = nn.Linear(inner, width, bias=False)
+        else:
+            self.fc1 = nn.Linear(width, inner)
+            self.fc2 = nn.Linear(inner, width)
+        self.final_layer_norm = settings.norm()
+        self.shortcuts: nn.ModuleList | None = None
+        if settings.shortcuts:
+            sums = 2 if self.encoder_attn is None else 3
+            self.shortcuts = nn.ModuleList(Shortcut(width) for _ in range(sums))
+
+    def forward(
+        self,
+        x: Tensor,
+        padding: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
+        token_ids: Tensor | None = None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Tensor, Routings]:
+        """One pass.
+
+        Args:
+            x: [B, T, C].
+            padding: [B, T], or with a cache [B, S] of all positions so far, True = padding.
+            memory, memory_padding: [B / beam, S, memory_dim] and [B / beam, S]; both may be None once the
+                cache has their keys.
+            token_ids: [B, T], for a router that chooses by them.
+            cache: of a generation.
+
+        Returns:
+            [B, T, C], and the routings of the layer.
+        """
+        routings: list[Routing] = []
+        queries = None if padding is None else padding[:, padding.size(1) - x.size(1) :]
+
+        def attend(attention: Attention, x: Tensor, *args: Any, **options: Any) -> Tensor:
+            ids = {"token_ids": token_ids} if "token_ids" in attention.reads else {}
+            out, routed = attention(x, *args, with_routing=True, **ids, **options)
+            routings.extend(routed)
+            return out
+
+        def attend_to_itself(x: Tensor) -> Tensor:
+            held = cache and cache.self_attn
+            return attend(self.self_attn, x, padding=padding, causal=self.causal, cache=held)
+
+        def attend_to_memory(x: Tensor) -> Tensor:
+            assert self.encoder_attn is not None
+            held = cache and cache.encoder_attn
+            masks = {"padding": memory_padding, "query_padding": queries}
+            return attend(self.encoder_attn, x, memory, cache=held, **masks)
+
+        def feed_forward(x: Tensor) -> Tensor:
+            if isinstance(self.fc1, SigmaMoE):
+                x, routed = self.fc1(x, queries, with_routing=True)
+                routings.extend(routed)
+                return x
+            return self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x))))
+
+        branches = [(attend_to_itself, self.self_attn_layer_norm)]
+        if self.encoder_attn is not None:
+            branches.append((attend_to_memory, self.encoder_attn_layer_norm))
+        branches.append((feed_forward, self.final_layer_norm))
+        for place, (branch, norm) in enumerate(branches):
+            out = self.dropout_module(branch(norm(x) if self.normalize_before else x))
+            x = out + x if self.shortcuts is None else self.shortcuts[place](out, x)
+            if not self.normalize_before:
+                x = norm(x)
+        return x, tuple(routings)
+
+
+class TransformerStack(nn.Module):
+    """Embeddings and layers: fairseq's encoder or decoder.
+
+    Args:
+        settings: of the stack.
+        own_embedding: whether it has embeddings of its own.
+        own_output: whether it has an output matrix of its own.
+    """
+
+    def __init__(self, settings: StackSettings, own_embedding: bool = True, own_output: bool = False):
+        super().__init__()
+        self.settings = settings
+        width = settings.embed_dim
+        self.gradient_checkpointing = False  # with _gradient_checkpointing_func, set by transformers
+        self._gradient_checkpointing_func: Callable[..., Any] | None = None
+        input_dim = settings.input_dim or width
+        output_dim = settings.output_dim or width
+        self.embed_tokens: nn.Embedding | None = None
+        if own_embedding:
+            self.embed_tokens = _embedding(settings.vocab_size, input_dim, settings.padding_idx)
+        self.embed_positions: nn.Embedding | None = None
+        check_choice("position_embedding", settings.position_embedding, POSITION_EMBEDDINGS)
+        if settings.position_embedding == "learned":
+            self.embed_positions = _embedding(settings.position_rows, width, settings.padding_idx)
+        self.project_in_dim = nn.Linear(input_dim, width, bias=False) if input_dim != width else None
+        self.project_out_dim = nn.Linear(width, output_dim, bias=False) if output_dim != width else None
+        self.layernorm_embedding = nn.LayerNorm(width) if settings.embedding_norm else None
+        self.layers = nn.ModuleList(TransformerLayer(settings) for _ in range(settings.layers))
+        self.layer_norm = settings.norm() if settings.final_norm else None
+        self.dropout_module = nn.Dropout(settings.dropout)
+        self.output_dropout_module = nn.Dropout(settings.output_dropout)
+        self.output_projection: nn.Linear | None = None
+        if own_output:
+            self.output_projection = nn.Linear(output_dim, settings.vocab_size, bias=False)
+            nn.init.normal_(self.output_projection.weight, std=output_dim**-0.5)
+
+    def forward(
+        self,
+        ids: Tensor,
+        padding: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
+        embedding: Tensor | None = None,
+    ) -> tuple[Tensor, Routings]:
+        """One pass.
+
+        Args:
+            ids: [B, T].
+            padding: [B, T], or with caches [B, S] of all positions so far, True = padding; None: no padding.
+            memory, memory_padding: as of `TransformerLayer`.
+            caches: one of each layer.
+            embedding: the weights [V, input_dim] of a stack without its own.
+
+        Returns:
+            The last layer's output [B, T, output_dim], normalised where the stack is, and all routings.
+        """
+        if self.embed_tokens is not None:
+            embedding = self.embed_tokens.weight
+        assert embedding is not None
+        settings = self.settings
+        x = settings.embedding_scale * F.embedding(ids, embedding, settings.padding_idx)
+        if self.project_in_dim is not None:
+            x = self.project_in_dim(x)
+        if settings.position_embedding != "none":
+            x = x + self._positions(ids, padding, caches[0].self_attn.length if caches else 0, x.dtype)
+        if self.layernorm_embedding is not None:
+            x = self.layernorm_embedding(x)
+        x = self.dropout_module(x)
+        routings: list[Routing] = []
+        for number, layer in enumerate(self.layers):
+            run: Callable[..., Any] = layer
+            if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func:
+                run = functools.partial(self._gradient_checkpointing_func, layer.__call__)
+            x, routed = run(x, padding, memory, memory_padding, ids, caches[number] if caches else None)
+            routings.extend(routed)
+        if self.layer_norm is not None:
+            x = self.layer_norm(x)
+        if self.project_out_dim is not None:
+            x = self.project_out_dim(x)
+        return x, tuple(routings)
+
+    def logits(self, x: Tensor, embedding: Tensor | None = None) -> Tensor:
+        """The output layer.
+
+        Args:
+            x: [B, T, output_dim], of `forward`.
+            embedding: the weights [V, output_dim] of a stack without an output matrix.
+
+        Returns:
+            [B, T, V].
+        """
+        x = self.output_dropout_module(x)
+        if self.output_projection is not None:
+            return self.output_projection(x)
+        if embedding is None and self.embed_tokens is not None:
+            embedding = self.embed_tokens.weight
+        assert embedding is not None
+        return F.linear(x, embedding)
+
+    def new_caches(self, beam_size: int = 1) -> list[LayerCache]:
+        """Empty caches for one generation, one of each layer.
+
+        Args:
+            beam_size: how many neighbouring rows share a row of the memory.
+        """
+        return [LayerCache(layer, beam_size) for layer in self.layers]
+
+    def _positions(self, ids: Tensor, padding: Tensor | None, held: int, dtype: torch.dtype) -> Tensor:
+        """Embeddings of the positions [B or 1, T, C]; they begin at padding_idx + 1, and padding has none."""
+        first = self.settings.padding_idx + 1
+        if padding is None:
+            place = torch.arange(first + held, first + held + ids.size(1), device=ids.device)[None]
+        else:
+            real = (~padding).long()
+            if padding.size(1) == ids.size(1):  # of these positions alone
+                first += held
+            place = (real.cumsum(1) - 1 + first) * real + self.settings.padding_idx * (1 - real)
+            place = place[:, -ids.size(1) :]
+        if self.embed_positions is not None:
+            return self.embed_positions(place)
+        half = self.settings.embed_dim // 2
+        speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(math.log(10000) / (half - 1))
+        angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as fairseq's table
+        table = torch.cat([angle.sin(), angle.cos()], -1)
+        table = F.pad(table, (0, self.settings.embed_dim % 2))
+        if padding is not None:
+            table = table.masked_fill((place == self.settings.padding_idx).unsqueeze(-1), 0.0)
+        return table.to(dtype)
+
+
+def _embedding(rows: int, width: int, padding_idx: int) -> nn.Embedding:
+    embedding = nn.Embedding(rows, width, padding_idx)
+    nn.init.normal_(embedding.weight, std=width**-0.5)
+    with torch.no_grad():
+        embedding.weight[padding_idx] = 0
+    return embedding
+
+
+class MaskedLMHead(nn.Module):
+    """RoBERTa's head: W · norm(act(dense(x))) + b.
+
+    Args:
+        settings: of the stack below it.
+        own_weight: whether W is a matrix of its own.
+    """
+
+    def __init__(self, settings: StackSettings, own_weight: bool = False):
+        super().__init__()
+        self.dense = nn.Linear(settings.embed_dim, settings.embed_dim)
+        self.activation_fn = ACTIVATIONS[settings.activation]
+        self.layer_norm = nn.LayerNorm(settings.embed_dim)
+        self.bias = nn.Parameter(torch.zeros(settings.vocab_size))
+        self.weight: nn.Parameter | None = None
+        if own_weight:
+            self.weight = nn.Parameter(torch.empty(settings.vocab_size, settings.embed_dim))
+            nn.init.normal_(self.weight, std=settings.embed_dim**-0.5)
+
+    def forward(self, x: Tensor, embedding: Tensor) -> Tensor:
+        """Logits [B, T, V].
+
+        Args:
+            x: [B, T, C].
+            embedding: W [V, C] where the head has no matrix of its own.
+        """
+        x = self.layer_norm(self.activation_fn(self.dense(x)))
+        return F.linear(x, embedding if self.weight is None else self.weight) + self.bias
+
+
+class MixtureTransformer(nn.Module):
+    """A translation model, a causal or a masked language model, by the stacks that it has.
+
+    Args:
+        encoder, decoder: at least one of the two. An encoder alone is a masked language model, a decoder
+            alone a causal one.
+        shared_embedding: the decoder's embeddings are the encoder's.
+        own_output: the output has a matrix of its own; else it is the embeddings'.
+    """
+
+    def __init__(
+        self,
+        encoder: StackSettings | None,
+        decoder: StackSettings | None,
+        shared_embedding: bool = False,
+        own_output: bool = False,
+    ):
+        super().__init__()
+        self.own_output = own_output
+        self.encoder: nn.Module | None = None
+        self.decoder: TransformerStack | None = None
+        if decoder is not None:
+            self.decoder = TransformerStack(decoder, not shared_embedding, own_output)
+        if encoder is not None:
+            stack = TransformerStack(encoder)
+            if decoder is not None:
+                self.encoder = stack
+            else:
+                self.encoder = nn.Module()
+                self.encoder.sentence_encoder = stack
+                self.encoder.lm_head = MaskedLMHead(encoder, own_output)
+
+    @property
+    def embedding(self) -> Tensor:
+        """The weights [V, input_dim] of the first stack's words."""
+        stack = self.decoder if self.encoder is None else self.source_stack
+        assert stack is not None and stack.embed_tokens is not None
+        return stack.embed_tokens.weight
+
+    @property
+    def source_stack(self) -> TransformerStack:
+        """The encoder's layers."""
+        assert self.encoder is not None
+        stack = self.encoder if self.decoder is not None else self.encoder.sentence_encoder
+        assert isinstance(stack, TransformerStack)
+        return stack
+
+    def forward(
+        self,
+        ids: Tensor,
+        decoder_ids: Tensor | None = None,
+        padding: Tensor | None = None,
+        decoder_padding: Tensor | None = None,
+    ) -> tuple[Tensor, Routings]:
+        """One pass over whole sentences.
+
+        Args:
+            ids: [B, S], of the encoder, or of a decoder alone.
+            decoder_ids: [B, T], of a translation, beginning with what it starts from.
+            padding, decoder_padding: of either, True = padding; None: there is none.
+
+        Returns:
+            Logits [B, S or T, V], and all routings.
+        """
+        if self.encoder is None:
+            return self.decode(ids, padding)
+        x, routings = self.source_stack(ids, padding)
+        if self.decoder is None:
+            return self.encoder.lm_head(x, self.embedding), routings
+        assert decoder_ids is not None
+        logits, routed = self.decode(decoder_ids, decoder_padding, x, padding)
+        return logits, routings + routed
+
+    def decode(
+        self,
+        ids: Tensor,
+        padding: Tensor | None = None,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
+        caches: Sequence[LayerCache] | None = None,
+    ) -> tuple[Tensor, Routings]:
+        """The decoder's logits [B, T, V] and routings.
+
+        Args:
+            ids, padding, memory, memory_padding, caches: as of `TransformerStack.forward`.
+        """
+        assert self.decoder is not None
+        embedding = self.embedding if self.decoder.embed_tokens is None else None
+        x, routings = self.decoder(ids, padding, memory, memory_padding, caches, embedding)
+        return self.decoder.logits(x, embedding), routings

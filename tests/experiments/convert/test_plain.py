@@ -1,0 +1,69 @@
+"""The plain Transformer of a fairseq model: equal logits, or an error that names what it lacks."""
+
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert import plain
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "plugin" / "models"))
+import whole_models
+
+TWO = ("--encoder-layers", 2, "--decoder-layers", 2)
+NARROW = ("--decoder-embed-dim", 64, "--decoder-output-dim", 64)
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ("moa_transformer_tiny", *TWO, "--share-all-embeddings", "--layernorm-embedding"),
+        ("moa_transformer_tiny", *TWO, *NARROW, "--activation-fn", "gelu_accurate"),
+        ("moa_transformer_tiny", *TWO, "--sigma-moe-num-experts", 4, "--sigma-moe-experts-per-token", 2),
+        ("dense_transformer_tiny", *TWO, "--key-heads", 2, "--attention-output-scale", 0.5),
+        ("dense_transformer_tiny", *TWO, "--initialization", "admin", "--no-cross-attention"),
+        ("dense_transformer_lm_base", "--decoder-layers", 2, "--gated-feed-forward", "--rms-norm"),
+        ("transformer_xl_lm_tiny",),
+        ("dense_roberta_tiny", "--untie-weights-roberta"),
+    ],
+    ids=lambda words: "-".join(str(word).strip("-") for word in words[:1] + words[-2:]),
+)
+def test_logits_are_equal(words, monkeypatch):
+    monkeypatch.setattr(plain, "TOLERANCE", 1e-10)
+    model = whole_models.build(*words)
+    for parameter in model.parameters():
+        if not parameter.any():  # gates and biases that start at zero show nothing
+            torch.nn.init.normal_(parameter, std=0.1)
+    assert next(plain.plain_model(model).parameters()).dtype == torch.float32
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("dense_transformer_tiny", *TWO, "--cross-self-attention"), "--cross-self-attention"),
+        (("dense_transformer_tiny", *TWO, "--decoder-layerdrop", 0.1), "--decoder-layerdrop"),
+        (
+            ("dense_transformer_lm_base", "--decoder-layers", 2, "--adaptive-softmax-cutoff", "20"),
+            "--adaptive-softmax-cutoff",
+        ),
+    ],
+)
+def test_what_is_not_exported_is_named(words, named):
+    with pytest.raises(UserError, match=named):
+        plain.plain_model(whole_models.build(*words))
+
+
+def test_a_classification_head_is_named():
+    model = whole_models.build("moa_roberta_tiny")
+    model.register_classification_head("sentences", num_classes=2)
+    with pytest.raises(UserError, match="classification_heads"):
+        plain.plain_model(model)
+
+
+def test_another_computation_is_noticed(monkeypatch):
+    model = whole_models.build("dense_transformer_tiny", *TWO)
+    model.decoder.layers[0].activation_fn = torch.tanh  # which no setting tells
+    with pytest.raises(UserError, match="differ"):
+        plain.plain_model(model)
