@@ -66,7 +66,8 @@ def test_logits_are_fairseqs(folders, name):
     with torch.no_grad():
         logits = model(**inputs).logits
     real = read.ne(PAD)
-    torch.testing.assert_close(logits[real], reference["logits"][real], rtol=0, atol=1e-10)
+    atol = 1e-6 if name == "fairseq" else 1e-10  # fairseq's own attention takes its softmax in float32
+    torch.testing.assert_close(logits[real], reference["logits"][real], rtol=0, atol=atol)
 
 
 @pytest.mark.parametrize("name", TRANSLATIONS)
