@@ -171,10 +171,9 @@ class MixtureTransformerModel(PreTrainedModel):
             kinds = {kind.stacks: auto for auto, kind in _KINDS.items()}
             remedy = f"load it with {kinds[found].__name__}" if found in kinds else "give the config a stack"
             raise UserError(f"This config is not that of a {type(self).__name__}: {remedy}.")
-        encoder, decoder = (
-            stack and StackSettings(**stack) for stack in (config.encoder_stack, config.decoder_stack)
-        )
-        self.model = MixtureTransformer(encoder, decoder, config.shared_embedding, config.own_output)
+        encoder = None if config.encoder_stack is None else StackSettings(**config.encoder_stack)
+        decoder = None if config.decoder_stack is None else StackSettings(**config.decoder_stack)
+        self.model: Any = MixtureTransformer(encoder, decoder, config.shared_embedding, config.own_output)
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -367,6 +366,7 @@ class MixtureTransformerForConditionalGeneration(_Generates):
         cache = past_key_values if cache is None else cache
         routings: tuple[Routing, ...] = ()
         if encoder_outputs is None:
+            assert input_ids is not None
             memory, routings = self.encode(input_ids, attention_mask)
         else:
             memory = encoder_outputs[0]
@@ -384,6 +384,7 @@ class MixtureTransformerForConditionalGeneration(_Generates):
         if beam > 1 and attended is not None:  # the hypotheses of a sentence share its keys
             attended = attended[::beam]
             padding = padding if padding is None else padding[::beam]
+        assert decoder_input_ids is not None
         decoder_padding = self._padding(decoder_input_ids, decoder_attention_mask, self.model.decoder)
         logits, routed = self.model.decode(
             decoder_input_ids, decoder_padding, attended, padding, cache and cache.layers

@@ -243,6 +243,7 @@ class TransformerLayer(nn.Module):
 
         def attend(attention: Attention, x: Tensor, *args: Any, **options: Any) -> Tensor:
             ids = {"token_ids": token_ids} if "token_ids" in attention.reads else {}
+            out: Tensor
             out, routed = attention(x, *args, with_routing=True, **ids, **options)
             routings.extend(routed)
             return out
@@ -262,7 +263,8 @@ class TransformerLayer(nn.Module):
                 x, routed = self.fc1(x, queries, with_routing=True)
                 routings.extend(routed)
                 return x
-            return self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x))))
+            out: Tensor = self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x))))
+            return out
 
         branches = [(attend_to_itself, self.self_attn_layer_norm)]
         if self.encoder_attn is not None:
@@ -370,8 +372,9 @@ class TransformerStack(nn.Module):
         """
         x = self.output_dropout_module(x)
         if self.output_projection is not None:
-            return self.output_projection(x)
-        if embedding is None and self.embed_tokens is not None:
+            projected: Tensor = self.output_projection(x)
+            return projected
+        if self.embed_tokens is not None:
             embedding = self.embed_tokens.weight
         assert embedding is not None
         return F.linear(x, embedding)
@@ -382,7 +385,8 @@ class TransformerStack(nn.Module):
         Args:
             beam_size: how many neighbouring rows share a row of the memory.
         """
-        return [LayerCache(layer, beam_size) for layer in self.layers]
+        layers: list[Any] = [*self.layers]
+        return [LayerCache(layer, beam_size) for layer in layers]
 
     def _positions(self, ids: Tensor, padding: Tensor | None, held: int, dtype: torch.dtype) -> Tensor:
         """Embeddings of the positions [B or 1, T, C]; they begin at padding_idx + 1, and padding has none."""
@@ -396,7 +400,8 @@ class TransformerStack(nn.Module):
             place = (real.cumsum(1) - 1 + first) * real + self.settings.padding_idx * (1 - real)
             place = place[:, -ids.size(1) :]
         if self.embed_positions is not None:
-            return self.embed_positions(place)
+            learned: Tensor = self.embed_positions(place)
+            return learned
         half = self.settings.embed_dim // 2
         speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(math.log(10000) / (half - 1))
         angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as fairseq's table
@@ -513,7 +518,9 @@ class MixtureTransformer(nn.Module):
             return self.decode(ids, padding)
         x, routings = self.source_stack(ids, padding)
         if self.decoder is None:
-            return self.encoder.lm_head(x, self.embedding), routings
+            head = self.encoder.lm_head
+            assert isinstance(head, MaskedLMHead)
+            return head(x, self.embedding), routings
         assert decoder_ids is not None
         logits, routed = self.decode(decoder_ids, decoder_padding, x, padding)
         return logits, routings + routed

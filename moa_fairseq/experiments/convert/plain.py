@@ -47,13 +47,13 @@ def plain_model(model: Any) -> MixtureTransformer:
     Raises:
         UserError: for a model that the plain one cannot be: the flag or the parameter.
     """
-    decoder = getattr(model, "decoder", None)
-    encoder = getattr(model, "encoder", None)
+    decoder: Any = getattr(model, "decoder", None)
+    stacks: list[Any]
     if isinstance(model, RobertaModel):
         stacks = [model.encoder.sentence_encoder]
         own_output = model.encoder.lm_head.weight is not stacks[0].embed_tokens.weight
     elif decoder is not None:
-        stacks = [encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
+        stacks = [model.encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
         for stack in stacks:
             _refuse(stack.cfg)
         own_output = decoder.output_projection.weight is not decoder.embed_tokens.weight
@@ -64,7 +64,7 @@ def plain_model(model: Any) -> MixtureTransformer:
         "encoder": None if len(stacks) == 1 and stacks[0] is decoder else _settings(stacks[0]),
         "decoder": None if decoder is None else _settings(decoder),
     }
-    shared = len(stacks) == 2 and encoder.embed_tokens.weight is decoder.embed_tokens.weight
+    shared = len(stacks) == 2 and stacks[0].embed_tokens.weight is decoder.embed_tokens.weight
     plain = MixtureTransformer(**settings, shared_embedding=shared, own_output=own_output)
     _load(plain, model)
     _compare(plain, model)
@@ -163,14 +163,15 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     model.double().eval()
     plain.double().eval()
     generator = torch.Generator().manual_seed(0)
-    stacks = [stack for stack in (plain.encoder and plain.source_stack, plain.decoder) if stack]
+    stacks: list[Any] = [None if plain.encoder is None else plain.source_stack, plain.decoder]
+    stacks = [stack for stack in stacks if stack is not None]
     rows = []
     for stack in stacks:
         settings = stack.settings
         ids = torch.randint(min(4, settings.vocab_size - 1), settings.vocab_size, (2, 7), generator=generator)
         ids[1, 5:] = settings.padding_idx
         rows.append(ids)
-    pads = [ids == stack.settings.padding_idx for ids, stack in zip(rows, stacks)]
+    pads = [ids.eq(stack.settings.padding_idx) for ids, stack in zip(rows, stacks)]
     if len(rows) == 2:
         got, _ = plain(*rows, *pads)
         wanted = model(rows[0], (~pads[0]).sum(1), rows[1])[0]

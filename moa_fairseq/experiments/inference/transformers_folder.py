@@ -100,7 +100,7 @@ def write_model(folder: Path, model: Any, dictionary: Any, criterion: Any, gener
         from safetensors.torch import save_file
     except ImportError as error:
         raise UserError("--transformers needs safetensors: pip install safetensors.") from error
-    plain = plain_model(model)
+    plain: Any = plain_model(model)
     encoder = plain.source_stack.settings if plain.encoder is not None else None
     decoder = plain.decoder.settings if plain.decoder is not None else None
     kind = (encoder is not None, decoder is not None)
