@@ -139,6 +139,15 @@ BALANCE_LOSSES: dict[str, Loss] = {
 }
 
 
+def one_row(parts: Sequence[Tensor]) -> Tensor:
+    """Values of the decisions of each kind as one row [M].
+
+    Args:
+        parts: one row of each kind.
+    """
+    return parts[0] if len(parts) == 1 else torch.cat(tuple(parts))
+
+
 def weighted_loss(
     kinds: Sequence[RoutingSums],
     balance: Sequence[Tensor],
@@ -161,6 +170,6 @@ def weighted_loss(
     places = [place for place, sums in enumerate(kinds) if sums.auxiliary]
     if not places:
         return z[0].new_zeros(())
-    terms = load_balance_coef * torch.cat([balance[place] for place in places])
-    terms = terms.add(torch.cat([z[place] for place in places]), alpha=z_loss_coef)
+    terms = load_balance_coef * one_row([balance[place] for place in places])
+    terms = terms.add(one_row([z[place] for place in places]), alpha=z_loss_coef)
     return terms.mean() if reduce == "mean" else terms.sum()

@@ -12,7 +12,7 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, weighted_loss, z_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, one_row, weighted_loss, z_loss
 from moa_fairseq.layers.routing import RoutingSums
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 from moa_fairseq.plugin.logged_values import logged, mean_values
@@ -126,7 +126,7 @@ class RoutingLossMixin(Extended):
                 rows["load_balance_loss"] = [load_balance_loss(sums) for sums in kinds]
             statistics = [load_statistics(sums) for sums in kinds]
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
-            values = torch.stack([_row(parts) for parts in rows.values()])  # [statistics, modules]
+            values = torch.stack([one_row(parts) for parts in rows.values()])  # [statistics, modules]
             names = list(rows)
             means = values.mean(1)
             means[names.index("dead_experts")].mul_(len(routings))
@@ -143,10 +143,3 @@ class RoutingLossMixin(Extended):
         values, passes = mean_values(_PREFIX, logging_outputs)
         for name, value in values.items():
             metrics.log_scalar(name, value, passes, round=_ROUND)
-
-
-def _row(parts: list[Tensor]) -> Tensor:
-    """Values of the modules of each kind, one row of all modules: [M]."""
-    if len(parts) == 1:
-        return parts[0]
-    return torch.cat(parts)
