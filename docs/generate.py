@@ -43,6 +43,7 @@ from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.compare import Comparison, lines_of, load_comparison, render
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import atomic_write
+from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.head_gate import HEAD_GATES
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.causal_lm import SWITCHES
@@ -212,7 +213,7 @@ def flags() -> str:
     compiles = [f"`{COMPILE}`", "off", COMPILE_HELP]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
-        ("Every architecture here", [positions, start, branch, scale, gates, check]),
+        ("Every architecture here", [positions, *_flags(FamilySettings), start, branch, scale, gates, check]),
         ("Every training of a Transformer, fairseq's included", [compiles]),
         ("Causal language models", switches),
     ):

@@ -8,22 +8,26 @@ import abc
 import itertools
 import math
 from collections.abc import Collection, Sequence
-from dataclasses import dataclass, field, fields
+from dataclasses import Field, dataclass, field, fields, replace
 from typing import (
     Any,
     ClassVar,
     Literal,
+    Optional,
     TypeVar,
     overload,
 )
 
 import torch
 from torch import Tensor, nn
+from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.head_gate import HEAD_GATES, HeadGate
 from moa_fairseq.layers.kv_cache import KVCache
-from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, Positions
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, Positions, RotaryPositions
+from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS, QueryKeyNorm
+from moa_fairseq.layers.rope_scaling import RopeScaling
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights
 from moa_fairseq.layers.torch_compat import autocast_dtype
@@ -57,11 +61,38 @@ def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any
     return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
 
 
-@dataclass
+@dataclass(kw_only=True)
 class FamilySettings:
-    """The base of a family's settings: its fields are the family's flags, and its attention's keywords."""
+    """The base of a family's settings: its fields are the family's flags, and its attention's keywords.
+
+    Its own fields are those of every family's self-attention. An attention refuses what it cannot have.
+    """
 
     attention: ClassVar[type["Attention"]]
+    rope_base: Optional[float] = flag(  # noqa: UP045
+        None, "base of the angles of --positions rope and rope-half (rope_theta; default: 10000)"
+    )
+    rope_scaling: Optional[str] = flag(  # noqa: UP045
+        None,
+        "JSON with slower rotations for texts longer than in training, by the names of transformers: "
+        "rope_type (linear, dynamic or yarn), factor, original_max_position_embeddings, and YaRN's "
+        "attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim and truncate",
+    )
+    rotary_dim: Optional[int] = flag(  # noqa: UP045
+        None, "number of a head's values that --positions rope rotates (default: all of an even number)"
+    )
+    query_key_norm: str = flag(
+        "none",
+        "RMSNorm of queries and keys. head: of each head (Qwen3); rotated: of each head, after rotation; "
+        "all-heads: of all heads as one vector (OLMo 2), for attention without routed heads",
+        QUERY_KEY_NORMS,
+    )
+    query_key_norm_weight: str = flag("learned", "weight of --query-key-norm: learned, or none", NORM_WEIGHTS)
+    window: Optional[int] = flag(  # noqa: UP045
+        None,
+        "sliding window of a decoder's self-attention: the number of latest positions that a query sees, its "
+        "own included (default: all)",
+    )
 
     @classmethod
     def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
@@ -69,21 +100,45 @@ class FamilySettings:
 
         Args:
             settings: an object of this class, or None where options have its fields.
-            options: keywords of an attention. Those that are fields of this class are taken out of it.
+            options: keywords of an attention. Those that are fields of this class are taken out of it, and
+                the settings put into it as `common`.
 
         Raises:
             TypeError: where both are given, or something else.
         """
         own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
         if settings is None:
-            return cls(**own)
-        if not isinstance(settings, cls):
+            settings = cls(**own)
+        elif not isinstance(settings, cls):
             raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
-        if own:
+        elif own:
             raise TypeError(
                 f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
             )
+        options.setdefault("common", settings)  # for `Attention`, whichever class stands between
         return settings
+
+    @classmethod
+    def own_fields(cls) -> list[Field[Any]]:
+        """The fields that this family has and others need not have."""
+        common = {each.name for each in fields(FamilySettings)}
+        return [each for each in fields(cls) if each.name not in common]
+
+    def in_role(self: Settings, self_attention: bool, causal: bool) -> Settings:
+        """The settings of one attention of a model: without those that its role has no meaning for.
+
+        Args:
+            self_attention: whether it attends to its own input.
+            causal: whether it stands in a decoder.
+        """
+        off: dict[str, Any] = {}
+        if not self_attention:
+            off = {"rope_base": None, "rope_scaling": None, "rotary_dim": None}
+            if self.query_key_norm == "rotated":
+                off["query_key_norm"] = "head"
+        if not (self_attention and causal):
+            off["window"] = None
+        return replace(self, **off)
 
     def check(self, attentions: Sequence["Attention"]) -> None:
         """Check the settings against all attentions of a model. This base class accepts every model.
@@ -131,6 +186,7 @@ class Attention(nn.Module, abc.ABC):
         head_gate: a sigmoid gate on each head's output, one of HEAD_GATES.
         output_scale: a constant factor c on the output, in training and afterwards: c · y. K times a mixture
             whose gates sum to 1 is the mixture with gates that sum to K.
+        common: the settings whose fields of `FamilySettings` count; None: their defaults.
 
     Raises:
         UserError: for impossible settings.
@@ -140,6 +196,7 @@ class Attention(nn.Module, abc.ABC):
     reads: frozenset[str] = frozenset()  # further keywords of the call
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
+    routes_heads = False  # whether tokens choose heads, so that no norm can go over all of them
 
     def __init__(
         self,
@@ -154,8 +211,10 @@ class Attention(nn.Module, abc.ABC):
         positions: str | None = None,
         head_gate: str = "none",
         output_scale: float = 1.0,
+        common: FamilySettings | None = None,
     ):
         super().__init__()
+        common = common or FamilySettings()
         check_choice("--head-gate", head_gate, HEAD_GATES)
         if not 0 < output_scale < math.inf:
             raise UserError(f"--attention-output-scale is {output_scale}: give a positive number.")
@@ -184,7 +243,40 @@ class Attention(nn.Module, abc.ABC):
                     "self_attention=True, or leave positions out."
                 )
             kind = POSITIONS_IN_ATTENTION[positions]
-            self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim)
+            rotary = _rotary_options(common)
+            self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim, **rotary)
+        if not isinstance(self.positions, RotaryPositions):
+            for name in ("rope_base", "rope_scaling", "rotary_dim"):
+                if (value := getattr(common, name)) is not None:
+                    raise UserError(
+                        f"{name}={value} is for rotary positions: add positions='rope', or leave it out."
+                    )
+        self.query_key_norm = self._query_key_norm(common)
+        self.window = common.window
+        if self.window is not None and (not self_attention or self.window < 1):
+            raise UserError(
+                f"window={self.window}: give a positive number of positions, and self_attention=True, or "
+                "leave it out."
+            )
+
+    def _query_key_norm(self, common: FamilySettings) -> QueryKeyNorm | None:
+        kind = common.query_key_norm
+        weight = common.query_key_norm_weight
+        check_choice("query_key_norm", kind, QUERY_KEY_NORMS)
+        check_choice("query_key_norm_weight", weight, NORM_WEIGHTS)
+        if kind == "none":
+            if weight != "learned":
+                raise UserError(f"query_key_norm_weight={weight!r} needs a query_key_norm: leave it out.")
+            return None
+        if kind == "all-heads" and self.routes_heads:
+            raise UserError(
+                "query_key_norm='all-heads' needs all heads of every token, but here tokens choose heads: "
+                "choose query_key_norm='head'."
+            )
+        if kind == "rotated" and not isinstance(self.positions, RotaryPositions):
+            raise UserError("query_key_norm='rotated' needs positions='rope': choose query_key_norm='head'.")
+        sizes = (self.num_heads, self.key_heads, self.head_dim)
+        return QueryKeyNorm(*sizes, kind, weight == "learned")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
@@ -213,6 +305,7 @@ class Attention(nn.Module, abc.ABC):
             causal: whether it stands in a decoder, for families that have to know.
             options: further arguments of the class.
         """
+        settings = settings.in_role(options.get("self_attention", False), causal)
         return cls(embed_dim, settings=settings, **options)  # type: ignore[call-arg]
 
     @abc.abstractmethod
@@ -367,7 +460,7 @@ class Attention(nn.Module, abc.ABC):
 
     def new_cache(self) -> KVCache:
         """An empty cache for one generation by this attention."""
-        return KVCache(owner=self._instance, can_trim=self.can_trim_cache)
+        return KVCache(self._instance, self.can_trim_cache, None if self.window is None else self.window - 1)
 
     def attend(
         self,
@@ -388,7 +481,8 @@ class Attention(nn.Module, abc.ABC):
         bias = None
         if masks is None:
             masks = call.masks
-            if call.cache is not None or self.positions is not None:
+            changes = self.positions is not None or self.query_key_norm is not None
+            if changes or call.cache is not None or self.window is not None:
                 q, k, v, masks, bias = self.place(call, q, k, v)
         assert k is not None and v is not None  # they were projected, or the cache has them
         if call.need_weights:
@@ -417,12 +511,22 @@ class Attention(nn.Module, abc.ABC):
         """
         bias = None
         cache = call.cache
-        held = 0 if cache is None else cache.length
+        held = dropped = 0
+        if cache is not None:
+            if k is not None:
+                cache.slide()
+            held = cache.length
+            dropped = cache.dropped
+        norm = self.query_key_norm
+        if norm is not None and not norm.after_rotation:
+            q, k = norm(q, k)
         if self.positions is not None and k is not None:
             key_length = held + k.size(2)
             first_query = key_length - q.size(2)
-            bias = self.positions.bias(q, key_length, first_query)
+            bias = self.positions.bias(q, key_length - dropped, first_query - dropped)
             q, k = self.positions.rotate(q, k, first_query)
+        if norm is not None and norm.after_rotation:
+            q, k = norm(q, k)
         masks = call.masks
         if cache is not None:
             if k is not None and v is not None:
@@ -433,6 +537,8 @@ class Attention(nn.Module, abc.ABC):
             k = cache.keys
             v = cache.values
         assert k is not None and v is not None
+        if self.window is not None:
+            masks = _in_window(masks, q, k, self.window)
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -552,17 +658,13 @@ class Attention(nn.Module, abc.ABC):
             _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
         if causal and self.is_non_causal:
             raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
+        if self.window is not None and not causal and (cache is None or tgt_len > 1):
+            raise ValueError("this attention was built with a window: give causal=True")
         is_causal = causal and mask is None and is_self and not held
         if causal and not (is_self and tgt_len == 1):
             first = held if is_self else 0
             later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=x.device).triu(1 + first)
-            if mask is None:
-                mask = later
-            else:
-                if mask.is_floating_point():
-                    mask = mask.masked_fill(later, -torch.inf)
-                else:
-                    mask = mask | later
+            mask = _blocked(mask, later)
         if is_self and padding is not None:
             query_padding = padding[:, padding.size(1) - tgt_len :]
         if query_padding is not None:
@@ -678,6 +780,39 @@ def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], addi
         else:
             meaning = "True = padding"
         raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
+
+
+def _rotary_options(common: FamilySettings) -> dict[str, Any]:
+    """What `RotaryPositions` gets of the settings."""
+    scaling = common.rope_scaling
+    given = {
+        "base": common.rope_base,
+        "rotary_dim": common.rotary_dim,
+        "scaling": None if scaling is None else RopeScaling.of(scaling),
+    }
+    return {name: value for name, value in given.items() if value is not None}
+
+
+def _in_window(masks: Masks, q: Tensor, k: Tensor, window: int) -> Masks:
+    """Masks that also hide keys before a query's window; the last of k [B, G, S, D] is the last query's."""
+    keys = k.size(2)
+    mask = masks.mask
+    if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
+        mask = mask[..., mask.size(-1) - keys :]
+    if keys <= window and not is_compiling():
+        return masks._replace(mask=mask)
+    place = torch.arange(keys, device=q.device)
+    before = place <= place[keys - q.size(2) :, None] - window  # [T, S]
+    return masks._replace(mask=_blocked(mask, before), is_causal=False)
+
+
+def _blocked(mask: Tensor | None, more: Tensor) -> Tensor:
+    """The mask, additive or bool, that also blocks what is True in `more`."""
+    if mask is None:
+        return more
+    if mask.is_floating_point():
+        return mask.masked_fill(more, -torch.inf)
+    return mask | more
 
 
 def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:

@@ -88,6 +88,7 @@ class DenseHeadsAttention(Attention):
     def from_settings(
         cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
     ) -> "DenseHeadsAttention":
+        settings = settings.in_role(options.get("self_attention", False), causal)
         if cls.needs_causal:
             options["causal"] = causal
         return cls(embed_dim, num_heads, settings=settings, **options)

@@ -16,11 +16,14 @@ class KVCache:
     Args:
         owner: which attention made it.
         can_trim: whether everything that it keeps belongs to single positions.
+        needed: how many of the latest positions the next query sees; None: all.
     """
 
-    def __init__(self, owner: int = 0, can_trim: bool = True):
+    def __init__(self, owner: int = 0, can_trim: bool = True, needed: int | None = None):
         self.owner = owner
         self.can_trim = can_trim
+        self.needed = needed
+        self.dropped = 0  # positions before those that it holds
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None  # [B, G, S, D]
         self.padding: Tensor | None = None  # [B, S] bool, True = padding; None while there is none
@@ -33,10 +36,10 @@ class KVCache:
 
     @property
     def length(self) -> int:
-        """How many positions of keys it holds, S."""
+        """How many positions there have been, S, with those that it has dropped."""
         if self.keys is None:
             return 0
-        return self.keys.size(2)
+        return self.dropped + self.keys.size(2)
 
     def of_memory(self, memory: Tensor) -> None:
         """Note that the keys are made of a memory."""
@@ -48,6 +51,15 @@ class KVCache:
         """Whether the keys were made of this very tensor, which has not been written to since."""
         is_same = self._memory is not None and self._memory() is memory
         return is_same and self._version == _version(memory)
+
+    def slide(self) -> None:
+        """Drop the positions that the next query does not see."""
+        if self.needed is None or self.keys is None:
+            return
+        surplus = self.keys.size(2) - self.needed
+        if surplus > 0:
+            self._of_keys(lambda tensor, axis: tensor.narrow(axis, surplus, tensor.size(axis) - surplus))
+            self.dropped += surplus
 
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
         """Append keys and values, and the experts that made them, if any did.
@@ -78,10 +90,12 @@ class KVCache:
         """
         if self.keys is None:
             return padding
-        length = self.length
         batch = self.keys.size(0)
+        length = self.keys.size(2)
         known = self.padding
-        if padding is not None and padding.size(1) < length:
+        if padding is not None and padding.size(1) > length:
+            padding = padding[:, padding.size(1) - length :]
+        elif padding is not None and padding.size(1) < length:
             before = length - padding.size(1)
             if known is None:
                 earlier = padding.new_zeros(batch, before)
@@ -115,7 +129,8 @@ class KVCache:
             length: how many positions stay, 0 … S. The padding is cut with the keys.
 
         Raises:
-            ValueError: for a length that is not held, and where a running sum has no positions (MAE's gate).
+            ValueError: for a length that is not held, with a window also for one whose next query would see a
+                dropped position, and where a running sum has no positions (MAE's gate).
         """
         if not self.can_trim:
             raise ValueError(
@@ -125,7 +140,13 @@ class KVCache:
             raise ValueError(
                 f"length {length} must be between 0 and the {self.length} positions in the cache"
             )
-        self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, length))
+        kept = length - self.dropped
+        if self.needed is not None and self.dropped and kept < self.needed:
+            raise ValueError(
+                f"length {length} is too short: this attention has a window, and its cache has dropped the "
+                f"first {self.dropped} positions, some of which the next query would see"
+            )
+        self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, kept))
 
     def _of_keys(self, change: Callable[[Tensor, int], Tensor]) -> None:
         """Change every tensor that has a row for each sentence of the keys and a place for each position."""

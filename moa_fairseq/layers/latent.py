@@ -88,6 +88,12 @@ class LatentAttention(DenseHeadsAttention):
                 f"--positions {positions} needs per-head keys, but latent attention applies positions only "
                 "to the latent and one rotary key: choose --positions rope, learned or sinusoidal."
             )
+        for name, off, instead in (
+            ("rotary_dim", None, "rotary_key_dim is the width that is rotated"),
+            ("query_key_norm", "none", "no head's keys are built in generation; latent_norm is its norm"),
+        ):
+            if (value := getattr(settings, name)) != off:
+                raise UserError(f"{name}={value} is not for latent attention: leave it out ({instead}).")
         if latent_dim is not None and latent_dim < 1:
             raise UserError(f"--latent-dim is {latent_dim}: give a positive number.")
         if rotary_dim is not None and rotary_dim < 2:
@@ -103,9 +109,10 @@ class LatentAttention(DenseHeadsAttention):
         super().__init__(embed_dim, num_heads, head_dim=settings.attention_head_dim, bias=False, **options)
         self.latent_dim = latent_dim or 4 * self.head_dim
         self.rotary_dim = 0
-        if self.positions is not None:
+        if isinstance(self.positions, RotaryPositions):
             self.rotary_dim = rotary_dim or max(2, self.head_dim // 2)
-            self.positions = RotaryPositions(self.rotary_dim)
+            of_heads = self.positions
+            self.positions = RotaryPositions(self.rotary_dim, of_heads.base, scaling=of_heads.scaling)
         elif rotary_dim is not None and self.self_attention:
             raise UserError(
                 f"--rotary-key-dim {rotary_dim} needs --positions rope: add that flag, or leave this one out."

@@ -107,6 +107,8 @@ class MixtureOfAttention(Attention):
         UserError: for impossible sizes.
     """
 
+    routes_heads = True
+
     def __init__(
         self,
         embed_dim: int,

@@ -96,6 +96,7 @@ class MixtureOfHeads(DenseHeadsAttention):
     """
 
     needs_causal = True
+    routes_heads = True
 
     def __init__(
         self,
@@ -121,6 +122,11 @@ class MixtureOfHeads(DenseHeadsAttention):
             raise UserError(
                 f"--moh-straight-through {settings.moh_straight_through} needs gates of 1 or 0, which "
                 "--moh-router learned does not have: leave it out, or choose --moh-router query-norm."
+            )
+        if settings.moh_router == "query-norm" and settings.query_key_norm != "none":
+            raise UserError(
+                f"query_key_norm={settings.query_key_norm!r} makes the norms of all queries alike, by which "
+                "moh_router='query-norm' chooses heads: leave one of the two out."
             )
         super().__init__(embed_dim, num_heads, **options)
         self.router: Any

@@ -10,6 +10,7 @@ from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.constants import constant
+from moa_fairseq.layers.rope_scaling import RopeScaling
 
 
 class Positions(nn.Module):
@@ -20,18 +21,19 @@ class Positions(nn.Module):
     """
 
     @classmethod
-    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "Positions":
+    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int, **rotary: Any) -> "Positions":
         """The positions of one attention.
 
         Args:
             embed_dim: the attention's width, C.
             key_heads: G, its heads of keys.
             head_dim: D.
+            rotary: further arguments of `RotaryPositions`.
 
         Raises:
             UserError: for a width that these positions cannot have.
         """
-        return cls(head_dim)
+        return cls(head_dim, **rotary)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         """Queries and new keys at their positions, before keys are cached.
@@ -73,47 +75,77 @@ class Positions(nn.Module):
 class RotaryPositions(Positions):
     """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
 
-    Of a head's D numbers the first R are rotated, R being the largest even number up to D. The pair
-    (x_j, x_{j + R/2}) is rotated by the angle p · base^(−2j/R) at position p; the last number of an odd D
-    stays as it is.
+    Of a head's D numbers the first R are rotated, R being the largest even number up to rotary_dim. The pair
+    (x_j, x_{j + R/2}) is rotated by the angle p · base^(−2j/R) at position p; the others stay as they are.
 
     Args:
         head_dim: D.
         base: of the angles; a larger one turns more slowly.
+        rotary_dim: how many numbers are rotated; None: all of an even D.
+        scaling: of the angles.
 
     Raises:
-        UserError: where no pair is left to rotate.
+        UserError: where no pair is left to rotate, and for settings that do not fit the head.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0):
+    def __init__(
+        self,
+        head_dim: int,
+        base: float = 10000.0,
+        rotary_dim: int | None = None,
+        scaling: RopeScaling | None = None,
+    ):
         super().__init__()
-        self.rotary_dim = head_dim - head_dim % 2
+        if not 1 < base < math.inf:
+            raise UserError(f"rope_base={base}: give a number above 1.")
+        if rotary_dim is None:
+            rotary_dim = head_dim
+        elif not 2 <= rotary_dim <= head_dim:
+            raise UserError(f"rotary_dim={rotary_dim}: give 2 to {head_dim}, the head dimension.")
+        self.rotary_dim = rotary_dim - rotary_dim % 2
         if not self.rotary_dim:
             raise UserError(
-                f"--positions rope rotates pairs of values, but the head dimension is {head_dim}: "
+                f"positions='rope' rotates pairs of values, but the head dimension is {head_dim}: "
                 "choose 2 or more."
             )
+        self.is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
+        if self.is_dynamic and self.rotary_dim == 2:
+            raise UserError("rope_scaling: dynamic needs two pairs to rotate: choose 4 or more numbers.")
         self.base = base
+        self.scaling = scaling
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
-        if carried:
-            before, own = k.split([carried, q.size(2)], dim=2)
-            before, _ = self.rotate(before, before, first_query - carried)
-            q, own = self.rotate(q, own, first_query)
-            return q, torch.cat([before, own], dim=2)
-        position = torch.arange(first_query, first_query + q.size(2), device=q.device, dtype=torch.float64)
-        angle = position[:, None] * _speed(self.rotary_dim, self.base, device=q.device)
+        first = first_query - carried
+        position = torch.arange(first, first + k.size(2), device=q.device, dtype=torch.float64)
+        angle = position[:, None] * self._speed(first + k.size(2), q.device)
         cos = angle.cos()
         sin = angle.sin()
-        return _rotate_pairs(q, cos, sin), _rotate_pairs(k, cos, sin)
+        if self.scaling is not None and self.scaling.magnitude != 1.0:
+            cos = cos * self.scaling.magnitude
+            sin = sin * self.scaling.magnitude
+        return _rotate_pairs(q, cos[carried:], sin[carried:]), _rotate_pairs(k, cos, sin)
+
+    def _speed(self, length: int, device: torch.device) -> Tensor:
+        """The angle per position of each pair in a text of so many positions, [R / 2] float64."""
+        if not self.is_dynamic:
+            return _speed(self.rotary_dim, self.base, self.scaling, device=device)
+        assert self.scaling is not None
+        positions = torch.full((), length, dtype=torch.float64, device=device)
+        return _powers(self.scaling.base_at(self.base, self.rotary_dim, positions), self.rotary_dim, device)
 
 
 @constant
-def _speed(dim: int, base: float, device: torch.device) -> Tensor:
+def _speed(dim: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """The angle per position of each pair of numbers, [dim / 2] float64."""
-    speed: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
-    return speed
+    speed = _powers(base, dim, device)
+    return speed if scaling is None else scaling.scaled(speed, base)
+
+
+def _powers(base: float | Tensor, dim: int, device: torch.device) -> Tensor:
+    """base^(−2j/dim) of each j, [dim / 2] float64."""
+    powers: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
+    return powers
 
 
 class HalfRotaryPositions(RotaryPositions):
@@ -123,20 +155,31 @@ class HalfRotaryPositions(RotaryPositions):
 
     Args:
         head_dim: D, of which 2 · (D // 4) numbers are rotated.
-        base: of the angles, as in `RotaryPositions`.
+        base, scaling: of the angles, as in `RotaryPositions`.
+        rotary_dim: None.
 
     Raises:
         UserError: where no pair is left to rotate.
     """
 
-    def __init__(self, head_dim: int, base: float = 10000.0):
-        rotary_dim = 2 * (head_dim // 4)
-        if not rotary_dim:
+    def __init__(
+        self,
+        head_dim: int,
+        base: float = 10000.0,
+        rotary_dim: int | None = None,
+        scaling: RopeScaling | None = None,
+    ):
+        if rotary_dim is not None:
             raise UserError(
-                "--positions rope-half rotates pairs of values in half of a head, but the head dimension is "
-                f"{head_dim}: choose a head dimension of 4 or more, or --positions rope."
+                f"rotary_dim={rotary_dim} and positions='rope-half' both say how much of a head is rotated: "
+                "choose positions='rope'."
             )
-        super().__init__(rotary_dim, base)
+        if head_dim < 4:
+            raise UserError(
+                "positions='rope-half' rotates pairs of values in half of a head, but the head dimension is "
+                f"{head_dim}: choose a head dimension of 4 or more, or positions='rope'."
+            )
+        super().__init__(head_dim, base, 2 * (head_dim // 4), scaling)
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -176,7 +219,9 @@ class RelativePositions(Positions):
         self.reset_parameters()
 
     @classmethod
-    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int) -> "RelativePositions":
+    def of_attention(
+        cls, embed_dim: int, key_heads: int, head_dim: int, **rotary: Any
+    ) -> "RelativePositions":
         return cls(embed_dim, key_heads, head_dim)
 
     def reset_parameters(self) -> None:

@@ -1,10 +1,12 @@
 """The families of mixtures: the flags of each one, and how an attention is built from them."""
 
 import argparse
+import contextlib
 import dataclasses
 import math
+import re
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 from fairseq.dataclass import ChoiceEnum, FairseqDataclass
@@ -12,6 +14,7 @@ from fairseq.dataclass.utils import gen_parser_from_dataclass
 from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.families import FAMILIES, register_family
 from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
@@ -80,6 +83,38 @@ def _settings_from(settings: type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
+# Keywords of layers that are flags, beside the fields of settings: their names as flags
+_FLAGS = {
+    "head_gate": "--head-gate",
+    "output_scale": "--attention-output-scale",
+    "positions": "--positions",
+}
+
+
+@contextlib.contextmanager
+def naming_flags() -> Iterator[None]:
+    """A block in which errors of layers name flags in place of keywords: `--x-y 1` for `x_y=1`."""
+    names = dict(_FLAGS)
+    for settings in (*FAMILIES.values(), SigmaMoESettings):
+        for field in dataclasses.fields(settings):
+            names[field.name] = "--" + field.name.replace("_", "-")
+
+    def flag(match: re.Match[str]) -> str:
+        name, value = match.groups()
+        if name not in names or (value is None and "_" not in name):  # "positions" is also a word
+            return match[0]
+        if value in (None, "True"):
+            return names[name]
+        return f"{names[name]} {value.strip(chr(39))}"
+
+    try:
+        yield
+    except UserError as error:  # any of a layer
+        text = re.sub(r"\b([a-z]\w*)(?:=('[^']*'|-?\w[\w.+-]*\w|-?\w))?", flag, str(error))
+        raise type(error)(text) from error
+
+
+@naming_flags()
 @forked_rng()
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: Any) -> FairseqCall:
     """The attention of the family that `cfg.attention_family` names, with fairseq's call.
@@ -126,6 +161,7 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
                 init_fan_in_normal_(part, math.sqrt(2 / layers))
 
 
+@naming_flags()
 def build_sigma_moe(
     cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
 ) -> FairseqSigmaMoE | None:

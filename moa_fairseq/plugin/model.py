@@ -17,7 +17,7 @@ from moa_fairseq.layers.head_gate import HEAD_GATES
 from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.sigma_moe import SigmaMoE
-from moa_fairseq.plugin.families import add_family_args, settings_of
+from moa_fairseq.plugin.families import add_family_args, naming_flags, settings_of
 
 INITIALIZATIONS = ("own", "depth-scaled", "admin")
 POSITIONS = ("learned", "sinusoidal", *POSITIONS_IN_ATTENTION)
@@ -161,7 +161,14 @@ class MixtureModel(Extended):
                 module.name = name
             if isinstance(module, Attention):
                 attentions.append(module)
-        settings_of(args).check(attentions)
+        settings = settings_of(args)
+        with naming_flags():
+            settings.check(attentions)
+        if settings.window is not None and all(attention.window is None for attention in attentions):
+            raise UserError(
+                f"--window {settings.window} is for the self-attention of decoders, and this model has none: "
+                "leave it out."
+            )
         scale = getattr(args, "attention_branch_scale", None)
         if scale is not None:
             if not 0 < scale < math.inf:

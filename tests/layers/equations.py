@@ -57,20 +57,59 @@ def gated(module, results, x, heads=slice(None)):
     return results * torch.sigmoid(torch.einsum("btc,hdc->bhtd", x, weight[heads]))
 
 
+def speeds(positions, length):
+    """The angle per position of each of the R / 2 pairs in a text of so many positions, and YaRN's factor."""
+    base, dim, scaling = positions.base, positions.rotary_dim, positions.scaling
+    kind = None if scaling is None else scaling.rope_type
+    if kind == "dynamic":
+        trained, factor = scaling.original_max_position_embeddings, scaling.factor
+        base *= (factor * max(length, trained) / trained - (factor - 1)) ** (dim / (dim - 2))
+    result = [base ** (-2 * j / dim) for j in range(dim // 2)]
+    if kind == "linear":
+        return [theta / scaling.factor for theta in result], 1.0
+    if kind != "yarn":
+        return result, 1.0
+    # the pairs that turn 32 times and once in the trained length
+    trained = scaling.original_max_position_embeddings
+    ends = [dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)]
+    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
+    share = [min(max((j - low) / (high - low), 0), 1) for j in range(dim // 2)]
+    mixed = [theta * (1 - r + r / scaling.factor) for theta, r in zip(result, share)]
+    return mixed, 0.1 * math.log(scaling.factor) + 1
+
+
 def rotated(module, x):
     """Su et al. Eq. 34 on x [..., T, D] at positions 0, 1, …, pair by pair, where the module has it.
 
-    Pair j of the R = 2 · (D // 2) rotated numbers is (x_j, x_{j + R/2}); the last of an odd D stays.
+    Pair j of the R rotated numbers is (x_j, x_{j + R/2}); those behind them stay.
     """
     if module.positions is None:
         return x
-    pairs, columns = x.size(-1) // 2, list(x.unbind(-1))
-    for j in range(pairs):
-        angle = torch.arange(x.size(-2), dtype=x.dtype) * 10000.0 ** (-j / pairs)
+    angles, factor = speeds(module.positions, x.size(-2))
+    pairs, columns = len(angles), list(x.unbind(-1))
+    for j, speed in enumerate(angles):
+        angle = torch.arange(x.size(-2), dtype=x.dtype) * speed
         one, other = columns[j], columns[j + pairs]
-        columns[j] = one * angle.cos() - other * angle.sin()
-        columns[j + pairs] = one * angle.sin() + other * angle.cos()
+        columns[j] = factor * (one * angle.cos() - other * angle.sin())
+        columns[j + pairs] = factor * (one * angle.sin() + other * angle.cos())
     return torch.stack(columns, -1)
+
+
+def placed(module, x, side):
+    """Queries or keys [..., T, D], or all heads of them, normalised and rotated."""
+    norm = module.query_key_norm
+    if norm is None:
+        return rotated(module, x)
+    weight = getattr(norm, side).weight
+    axes = (-3, -1) if norm.over_all_heads else -1
+
+    def normalised(x):
+        x = x / (x.square().mean(axes, keepdim=True) + 1e-6).sqrt()
+        if weight is None:
+            return x
+        return x * (weight.view(-1, 1, x.size(-1)) if norm.over_all_heads else weight)
+
+    return normalised(rotated(module, x)) if norm.after_rotation else rotated(module, normalised(x))
 
 
 def into_heads(x, weight, bias, heads):
@@ -118,7 +157,8 @@ def moa_with_weights(module, x, y, mask, padding, ids):
         biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
         k, v = (into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases))
         bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
-        q, k = (rotated(module, z) for z in (into_heads(x, p["q_experts.weight"][i], bias, heads), k))
+        q = placed(module, into_heads(x, p["q_experts.weight"][i], bias, heads), "queries")
+        k = placed(module, k, "keys")
         results, weight = attend(q, k, v, mask, padding)
         results = gated(module, results, x, slice(i * heads, (i + 1) * heads))
         out = results.transpose(1, 2).flatten(2) @ p["out_experts.weight"][i]
@@ -154,7 +194,7 @@ def switchhead(module, x, y, mask, padding, ids):
         )  # Eq. 9
 
     q, k, v = into("q", x, destination), into("k", y, source), into("v", y, source)
-    q, k = rotated(module, q), rotated(module, k)
+    q, k = placed(module, q, "queries"), placed(module, k, "keys")
     results = gated(module, attend(q, k, v, mask, padding)[0], x)
     if "o" not in module.experts:
         return results.transpose(1, 2).flatten(2) @ p["out_proj.weight"].t()
@@ -198,8 +238,8 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     p = {name: getattr(module, f"{name}_proj") for name in ("q", "k", "v", "out")}
     q = into_heads(x, p["q"].weight, p["q"].bias, module.num_heads)
     k, v = (into_heads(y, p[n].weight, p[n].bias, module.key_heads) for n in "kv")
+    q, k = placed(module, q, "queries"), placed(module, k, "keys")
     k, v = (z[:, [h % module.key_heads for h in range(module.num_heads)]] for z in (k, v))
-    q, k = rotated(module, q), rotated(module, k)
     results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))
@@ -240,8 +280,8 @@ def namoh(module, x, y, mask, padding, ids):
         seen = chosen[b, :, i] > 0
         seen = seen if mask is None else seen & (mask[t] == 0)
         seen = seen if padding is None else seen & ~padding[b]
-        q = rotated(module, x[b] @ p["q_experts.weight"][i].t() + q_bias[i])[t]
-        k = rotated(module, y[b] @ p["k_proj.weight"][i].t() + k_bias[i])[seen]
+        q = placed(module, x[b] @ p["q_experts.weight"][i].t() + q_bias[i], "queries")[t]
+        k = placed(module, y[b] @ p["k_proj.weight"][i].t() + k_bias[i], "keys")[seen]
         v = y[b, seen] @ p["v_proj.weight"][i].t() + v_bias[i]
         result = torch.softmax(k @ q / q.size(0) ** 0.5, 0) @ v
         result = gated(module, result.view(1, 1, 1, -1), x[b, t].view(1, 1, -1), slice(i, i + 1)).flatten()
@@ -275,10 +315,10 @@ def gqe(module, x, y, mask, padding, ids):
         return out if bias is None else out + bias[at]
 
     k, v = (into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj"))
-    k = rotated(module, k)
+    k = placed(module, k, "keys")
 
     def head(number, keys, values):
-        q = rotated(module, linear(x, "q_experts", number)).unsqueeze(1)
+        q = placed(module, linear(x, "q_experts", number), "queries").unsqueeze(1)
         found = attend(q, keys.unsqueeze(1), values.unsqueeze(1), mask, padding)[0]  # [B, 1, T, D]
         return gated(module, found, x, slice(number, number + 1)).squeeze(1)
 

@@ -67,7 +67,7 @@ BUILD = {
     "namoh, biased choice": partial(NAMOH, routing_bias_rate=0.1),
     "namoh, all heads": partial(NAMOH, experts_per_token=4),
 }
-# heads that rotary positions rotate all but one number of
+# heads that rotary positions rotate all but one number of, and windows
 ODD = {
     "dense, odd heads": partial(DenseAttention, WIDTH, 4, attention_head_dim=5),
     "latent, odd": partial(LatentAttention, WIDTH, 4, attention_head_dim=5, latent_dim=7, rotary_key_dim=3),
@@ -76,6 +76,8 @@ ODD = {
     "gqe, odd heads": partial(GQE, expert_dim=5),
     "namoh, odd heads": partial(NAMOH, expert_dim=5),
     "moh, odd heads": partial(MixtureOfHeads, 20, 4, moh_shared_heads=1, experts_per_token=2),
+    "moa, window": partial(MOA, experts_per_token=2, window=3, query_key_norm="rotated"),
+    "namoh, window": partial(NAMOH, window=2, rope_base=100.0),
 }
 POSITIONS = [None, "rope", "xl"]
 # GQE's shared head attends to a mean of keys, each with its own positions; NAMOH's heads see few of the keys;

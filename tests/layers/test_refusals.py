@@ -90,7 +90,7 @@ REFUSED = {
         (dict(kdim=8, vdim=9), "kdim.* 8 .*vdim.* 9"),
         (
             dict(expert_dim=3, self_attention=True, positions="rope-half"),
-            "--positions rope-half .* 3",
+            "positions='rope-half' .* 3",
         ),
     ],
 }

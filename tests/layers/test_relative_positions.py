@@ -94,6 +94,7 @@ ATTENTIONS = {
     ),
     "MoA": MOA,
     "MoA, two heads per expert": partial(MOA, heads_per_expert=2),
+    "MoA, window": partial(MOA, window=3),
 }
 
 

@@ -15,7 +15,6 @@ and the flags of the architecture.
 from __future__ import annotations
 
 import argparse
-import dataclasses
 import shlex
 import sys
 import typing
@@ -84,7 +83,7 @@ def convert(
     if family == DENSE:
         known = {}
     else:
-        known = {f.name: f.default for f in dataclasses.fields(FAMILIES[family])}
+        known = {f.name: f.default for f in FAMILIES[family].own_fields()}
     for name in values_by_flag:
         if name not in known:
             raise UserError(f"{_flag(name)} is not a flag of --to {family}: leave it out.")
@@ -145,9 +144,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of the data (50)"
     )
     family = parser.add_argument_group("flags of the new family")
-    fields = {
-        field.name: (name, field) for name in TARGETS[:-1] for field in dataclasses.fields(FAMILIES[name])
-    }
+    fields = {field.name: (name, field) for name in TARGETS[:-1] for field in FAMILIES[name].own_fields()}
     for name, field in fields.values():
         kind = typing.get_type_hints(FAMILIES[name])[field.name]
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -162,7 +159,7 @@ def run(args: argparse.Namespace) -> int:
     """Convert, check, print the outcome, and write."""
     refuse_overwriting(args.output, [args.input], "OUT")
     refuse_existing(args.output, args.force, "OUT")
-    names = {field.name for family in FAMILIES.values() for field in dataclasses.fields(family)}
+    names = {field.name for family in FAMILIES.values() for field in family.own_fields()}
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
     checkpoint = models.read(args.input)
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.meta_model import dictionary_of, quiet
+from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.masked_lm import MixtureRobertaModel
@@ -158,7 +159,9 @@ def settings_for(
         if not own_models:
             raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
         name = own_models[0].default_arch
-    own = {field.name for known in FAMILIES.values() for field in dataclasses.fields(known)}
+    own = {field.name for known in FAMILIES.values() for field in known.own_fields()}
+    if family == DENSE:
+        own |= {field.name for field in dataclasses.fields(FamilySettings)}
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
     common = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
     if family != DENSE:

@@ -137,11 +137,15 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
         )
     for flag, instead in (
         ("head-gate", "attention has no gates"),
+        ("query-key-norm", "attention normalises no queries and keys"),
+        ("window", "attention has no window"),
         ("gated-feed-forward", "feed-forward is not gated"),
         ("rms-norm", "norms are layer norms"),
     ):
-        if getattr(settings, flag.replace("-", "_"), None) not in (None, False, "none"):
-            raise UserError(f"--{flag}: the {instead} in fairseq's own Transformer.")
+        value = getattr(settings, flag.replace("-", "_"), None)
+        if value not in (None, False, "none"):
+            given = "" if value is True else f" {value}"
+            raise UserError(f"--{flag}{given}: the {instead} in fairseq's own Transformer.")
     if experts := getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(
             f"--sigma-moe-num-experts {experts}: the feed-forwards of fairseq's own Transformer have no "

@@ -5,7 +5,7 @@ import argparse
 import pytest
 import torch
 from fairseq.data import Dictionary
-from whole_models import PAD, batch, build
+from whole_models import PAD, assert_incremental_equals_full, batch, build
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.moa import MixtureOfAttention
@@ -59,6 +59,10 @@ DENSE = "dense_transformer_tiny"
         (DENSE, ("--attention-head-dim", 0), "--attention-head-dim .*0"),
         (DENSE, ("--encoder-attention-heads", 3), "3 attention heads.*--attention-head-dim"),
         ("switchall_lm_tiny", ("--gated-feed-forward",), "--gated-feed-forward and --sigma-moe-num-experts"),
+        (DENSE, ("--window", 0), "--window 0"),
+        (DENSE, ("--rope-base", 5e5), "--rope-base 500000.0 .*--positions rope"),
+        (ARCH, ("--query-key-norm", "all-heads"), "--query-key-norm all-heads .*--query-key-norm head"),
+        ("dense_roberta_tiny", ("--window", 3), "--window 3"),
         (DENSE, ("--attention-branch-scale", 0), "--attention-branch-scale .*0"),
         (DENSE, ("--attention-output-scale", "inf"), "--attention-output-scale .*inf"),
     ],
@@ -66,6 +70,21 @@ DENSE = "dense_transformer_tiny"
 def test_impossible_flags_are_refused_by_name(arch, flags, message):
     with pytest.raises(UserError, match=message):
         build(arch, *flags)
+
+
+def test_each_attention_gets_the_settings_that_its_role_has_a_meaning_for():
+    """A window is for the decoder's self-attention, rotary settings for every self-attention."""
+    flags = ("--positions", "rope", "--rope-base", 50, "--rotary-dim", 4, "--window", 3)
+    model = build(ARCH, *flags, "--query-key-norm", "rotated").eval()
+    encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
+    attentions = (encoder.self_attn, decoder.self_attn, decoder.encoder_attn)
+    assert [attention.window for attention in attentions] == [None, 3, None]
+    assert [attention.query_key_norm.after_rotation for attention in attentions] == [True, True, False]
+    assert decoder.encoder_attn.positions is None
+    for attention in attentions[:2]:
+        assert (attention.positions.base, attention.positions.rotary_dim) == (50, 4)
+    with torch.no_grad():
+        assert_incremental_equals_full(model, ARCH)
 
 
 def test_shared_embeddings_need_a_joined_dictionary():

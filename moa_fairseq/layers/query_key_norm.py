@@ -1,0 +1,46 @@
+"""RMSNorm of queries and keys, which bounds the scores of an attention (arXiv 2302.05442 has LayerNorm)."""
+
+from torch import Tensor, nn
+
+QUERY_KEY_NORMS = ("none", "head", "all-heads", "rotated")
+NORM_WEIGHTS = ("learned", "none")
+
+
+class QueryKeyNorm(nn.Module):
+    """x / √(mean x² + 10⁻⁶) · w, over a head's numbers or over those of all heads; w of either starts at 1.
+
+    Args:
+        heads, key_heads: H and G.
+        head_dim: D.
+        kind: "head" or "rotated": each head by itself, w [D] of all heads (Qwen3), before or after the
+            rotation; "all-heads": the heads as one vector, w [H·D] and [G·D] (OLMo 2).
+        weighted: whether there is a w.
+    """
+
+    def __init__(self, heads: int, key_heads: int, head_dim: int, kind: str, weighted: bool):
+        super().__init__()
+        self.over_all_heads = kind == "all-heads"
+        self.after_rotation = kind == "rotated"
+        if not self.over_all_heads:
+            heads = key_heads = 1
+        self.queries, self.keys = (
+            nn.RMSNorm(number * head_dim, eps=1e-6, elementwise_affine=weighted)
+            for number in (heads, key_heads)
+        )
+
+    def forward(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
+        """Both normalised.
+
+        Args:
+            q: [B, H, T, D].
+            k: [B, G, S, D], or None where the cache has them.
+        """
+        return self._normalised(self.queries, q), None if k is None else self._normalised(self.keys, k)
+
+    def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
+        if not self.over_all_heads:
+            result: Tensor = norm(x)
+            return result
+        rows: Tensor = norm(x.transpose(1, 2).flatten(2))  # [B, H, T, D] → [B, T, H·D]
+        heads: Tensor = rows.unflatten(2, (-1, x.size(3))).transpose(1, 2)
+        return heads

@@ -1,0 +1,213 @@
+"""Rotary settings, norms of queries and keys, and windows of every family, in float64 against loops."""
+
+import math
+from functools import partial
+
+import equations
+import pytest
+import torch
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers import (
+    DenseAttention,
+    GroupedQueryExperts,
+    LatentAttention,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
+
+C, B, T = 12, 3, 7
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 8}
+MOA = partial(MixtureOfAttention, C, **EXPERTS)
+MOH = partial(MixtureOfHeads, 24, 4, moh_shared_heads=1, experts_per_token=2)
+GQE = partial(GroupedQueryExperts, C, gqe_groups=2, **EXPERTS)
+SWITCHHEAD = partial(SwitchHeadAttention, C, switchhead_heads=2, **EXPERTS)
+LATENT = partial(LatentAttention, C, 2, attention_head_dim=12, latent_dim=5)
+FAMILIES = {
+    "MoA": (MOA, equations.moa),
+    "MoA, two heads each": (partial(MOA, heads_per_expert=2, expert_bias=True), equations.moa),
+    "MoH": (partial(MOH, moh_skip="never"), equations.moh),
+    "MoH, skipping": (partial(MOH, moh_skip="always"), equations.moh),
+    "GQE": (GQE, equations.gqe),
+    "NAMOH": (partial(NativeMixtureOfHeads, C, **EXPERTS), equations.namoh),
+    "SwitchHead": (SWITCHHEAD, equations.switchhead),
+    "MAE": (partial(MixtureOfAttentiveExperts, 24, 3, causal=True, mae_gate="uniform"), equations.dense),
+    "dense": (partial(DenseAttention, 32, 4, key_heads=2), equations.dense),
+    "latent": (LATENT, equations.latent),
+}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 40}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 3}
+ROPE = {"positions": "rope"}
+SETTINGS = {
+    "base": {**ROPE, "rope_base": 50.0},
+    "linear": {**ROPE, "rope_scaling": {"rope_type": "linear", "factor": 2.5}},
+    "dynamic": {**ROPE, "rope_scaling": DYNAMIC},
+    "yarn": {**ROPE, "rope_scaling": YARN, "rope_base": 100.0},
+    "part": {**ROPE, "rotary_dim": 5},
+    "norm": {"query_key_norm": "head"},
+    "norm, rope": {**ROPE, "query_key_norm": "head", "query_key_norm_weight": "none"},
+    "norm after rope": {**ROPE, "query_key_norm": "rotated"},
+    "norm of all heads": {**ROPE, "query_key_norm": "all-heads"},
+    "window": {"window": 3},
+    "window of itself": {**ROPE, "window": 1},
+    "all": {**ROPE, "rope_scaling": YARN, "rotary_dim": 6, "query_key_norm": "head", "window": 4},
+}
+REFUSED = {
+    "MoA": {"norm of all heads"},
+    "MoH": {"norm of all heads"},
+    "GQE": {"norm of all heads"},
+    "NAMOH": {"norm of all heads"},
+    "latent": {"part", "norm", "norm, rope", "norm after rope", "norm of all heads", "all"},
+}
+PAIRS = [(family, name) for family in FAMILIES for name in SETTINGS]
+TAKEN = [pair for pair in PAIRS if pair[1] not in REFUSED.get(pair[0].split(",")[0], ())]
+PADDING = torch.arange(T) < torch.tensor([[0], [2], [5]])  # on the left, [B, T]
+
+
+def build(family, name, **more):
+    """In float64, with weights that make norms, biases, gates and routers matter."""
+    torch.manual_seed(0)
+    make = FAMILIES[family][0]
+    return equations.drawn(make(self_attention=True, **SETTINGS[name], **more).double().eval())
+
+
+def hidden_keys(module):
+    """[T, S], additive: the future, and what lies before the window."""
+    place = torch.arange(T)
+    hidden = place > place[:, None]
+    if module.window is not None:
+        hidden |= place <= place[:, None] - module.window
+    return torch.zeros(T, T, dtype=torch.float64).masked_fill(hidden, -math.inf)
+
+
+@pytest.mark.parametrize(("family", "name"), TAKEN)
+def test_output_and_every_gradient(family, name):
+    module = build(family, name)
+    x = torch.randn(B, T, module.embed_dim, dtype=torch.float64, requires_grad=True)
+    padding = PADDING.flip(1)
+    out = module(x, causal=True, padding=padding)
+    # padding follows the real tokens, which do not see it
+    exact = FAMILIES[family][1](module, x, x, hidden_keys(module), None, None)
+    real = ~padding
+    torch.testing.assert_close(out[real], exact[real], rtol=0, atol=1e-11)
+    upstream = torch.randn(out.shape, dtype=torch.float64) * real.unsqueeze(-1)
+    leaves = [x, *(leaf for leaf in module.parameters() if leaf.requires_grad)]
+    given = [
+        torch.autograd.grad(each, leaves, upstream, allow_unused=True, materialize_grads=True)
+        for each in (out, exact)
+    ]
+    for one, other in zip(*given):
+        torch.testing.assert_close(one, other, rtol=1e-10, atol=1e-10)
+
+
+@pytest.mark.parametrize(("family", "name"), [pair for pair in TAKEN if pair[1] != "dynamic"])
+def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
+    """Also with the padding, or a mask, of all positions, those that a window has dropped included."""
+    module, order = build(family, name), torch.tensor([2, 0, 1])
+    x = torch.randn(B, T, module.embed_dim, dtype=torch.float64)
+    whole, cache = module(x, padding=PADDING, causal=True), module.new_cache()
+    rows, start = torch.arange(B), 0
+    for size in (1, 3, 1, 2):
+        end = start + size
+        for again in range(2):
+            if again and not (cache.can_trim and cache.dropped + (cache.needed or 0) <= start):
+                break
+            if again:
+                cache.trim(start)
+            padding = PADDING[rows, :end] if again else PADDING[rows, start:end]
+            mask = {"mask": torch.zeros(end - start, end, dtype=torch.bool)} if again else {}
+            out = module(x[rows, start:end], padding=padding, causal=True, cache=cache, **mask)
+            assert cache.length == end
+            real = ~PADDING[rows, start:end]
+            torch.testing.assert_close(out[real], whole[rows, start:end][real], rtol=0, atol=1e-11)
+        if module.window is not None:
+            assert cache.keys.size(2) <= module.window - 1 + end - start
+        rows, start = rows[order], end
+        cache.reorder(order)
+
+
+@pytest.mark.parametrize(("family", "name"), [pair for pair in PAIRS if pair not in TAKEN])
+def test_settings_without_a_meaning_are_refused_by_name(family, name):
+    with pytest.raises(UserError, match=r"query_key_norm|rotary_dim"):
+        build(family, name)
+
+
+@pytest.mark.parametrize(
+    ("options", "named"),
+    [
+        ({"rope_base": 5e5}, "rope_base=500000.0"),
+        ({"rotary_dim": 4, "positions": "xl"}, "rotary_dim=4"),
+        ({"rotary_dim": 1, **ROPE}, "rotary_dim=1"),
+        ({"rotary_dim": 9, **ROPE}, "rotary_dim=9"),
+        ({"rotary_dim": 4, "positions": "rope-half"}, "rotary_dim=4"),
+        ({"rotary_dim": 2, "rope_scaling": DYNAMIC, **ROPE}, "rope_scaling"),
+        ({"rope_base": 0.5, **ROPE}, "rope_base=0.5"),
+        ({"rope_scaling": "{", **ROPE}, "rope_scaling"),
+        ({"rope_scaling": "3", **ROPE}, "rope_scaling"),
+        ({"rope_scaling": {"rope_type": "longrope"}, **ROPE}, "longrope"),
+        ({"rope_scaling": {"rope_type": "linear"}, **ROPE}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}, **ROPE}, "factor"),
+        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 1}, **ROPE}, "beta_fast"),
+        ({"rope_scaling": {**YARN, "rope_theta": 1e4}, **ROPE}, "rope_base"),
+        ({"query_key_norm": "both"}, "query_key_norm both"),
+        ({"query_key_norm": "rotated"}, "query_key_norm='rotated'"),
+        ({"query_key_norm_weight": "none"}, "query_key_norm_weight='none'"),
+        ({"window": 0}, "window=0"),
+        ({"window": 2, "self_attention": False}, "window=2"),
+    ],
+)
+def test_impossible_settings_are_refused_by_name(options, named):
+    MOA(self_attention=True)
+    with pytest.raises(UserError, match=named):
+        MOA(**{"self_attention": True, **options})
+
+
+def test_a_window_needs_causality_and_a_trimmed_cache_its_keys():
+    module = build("MoA", "window")
+    x, cache = torch.randn(B, T, C, dtype=torch.float64), module.new_cache()
+    with pytest.raises(ValueError, match="causal=True"):
+        module(x)
+    for start in range(T):
+        module(x[:, start : start + 1], cache=cache)
+    with pytest.raises(ValueError, match="window"):
+        cache.trim(2)
+    with pytest.raises(ValueError, match="window"):
+        cache.trim(T - 2)
+
+
+def test_yarns_factor_for_attention():
+    """As transformers has it: given, made of mscale and mscale_all_dim, or of the factor."""
+    for more, expected in (
+        ({}, 0.1 * math.log(4) + 1),
+        ({"attention_factor": 0.7}, 0.7),
+        ({"mscale": 0.5, "mscale_all_dim": 2}, (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)),
+    ):
+        module = MOA(self_attention=True, rope_scaling={**YARN, **more}, **ROPE)
+        q, k = torch.randn(2, 1, 4, 5, 8, dtype=torch.float64)
+        rotated, _ = module.positions.rotate(q, k, 0)
+        torch.testing.assert_close(rotated.norm(), expected * q.norm())
+
+
+@pytest.mark.parametrize(("width", "heads"), [(25, 1), (25, 5), (27, 1), (27, 3)])
+def test_rotary_positions_of_odd_widths(width, heads):
+    module = equations.drawn(DenseAttention(width, heads, self_attention=True, **ROPE).double())
+    x = torch.randn(B, T, width, dtype=torch.float64)
+    torch.testing.assert_close(
+        module(x, causal=True), equations.dense(module, x, x, hidden_keys(module), None, None)
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_norms_of_cross_attention_with_cached_keys(family):
+    if family == "latent":
+        return
+    torch.manual_seed(1)
+    module = equations.drawn(FAMILIES[family][0](query_key_norm="head").double().eval())
+    x, memory = (torch.randn(B, size, module.embed_dim, dtype=torch.float64) for size in (T, 4))
+    whole, cache = module(x, memory), module.new_cache()
+    torch.testing.assert_close(whole, FAMILIES[family][1](module, x, memory, None, None, None))
+    steps = [module(x[:, t : t + 1], memory, cache=cache) for t in range(T)]
+    torch.testing.assert_close(torch.cat(steps, 1), whole)
