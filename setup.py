@@ -70,8 +70,16 @@ setup(
         "zst": ["zstandard>=0.22,<1"],
         # A working fairseq of your own serves as well: see docs/fairseq.md.
         "fairseq": ["ve-fairseq==0.12.3"],
-        # moa_fairseq.integrations.hf; transformers 5 cannot be imported beside fairseq's torchaudio
-        "hf": ["transformers>=4.48,<6", "accelerate>=1.1"],
+        # moa_fairseq.integrations.hf and .mixture_transformer, whose text needs what follows; transformers 5
+        # cannot be imported beside fairseq's torchaudio
+        "hf": [
+            "transformers>=4.48,<6",
+            "accelerate>=1.1",
+            "subword-nmt>=0.3.8,<0.4",
+            "sentencepiece>=0.2,<0.3",
+            "sacremoses>=0.1,<0.3",
+            "regex",
+        ],
         # moa_fairseq.integrations.vision; timm's torchvision has to be built for the same torch
         "vision": ["timm>=1.0.9,<2"],
         # moa-fairseq zero-shot

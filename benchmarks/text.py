@@ -28,8 +28,8 @@ from moa_fairseq.experiments.data.catalogue import Cleaning
 from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_lines
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
 from moa_fairseq.experiments.provenance import provenance
-from moa_fairseq.experiments.text import apply_steps
 from moa_fairseq.files import use_utf8
+from moa_fairseq.text.steps import apply_steps
 
 ROOT = Path(__file__).resolve().parents[1]
 MERGES = 8000

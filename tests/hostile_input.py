@@ -46,7 +46,7 @@ from moa_fairseq.experiments.study.design import (
     runs_of,
 )
 from moa_fairseq.experiments.study.records import outputs_of
-from moa_fairseq.experiments.text import normalize_punctuation
+from moa_fairseq.text.steps import normalize_punctuation
 
 LONG_INPUT = 60_000  # bytes; what a quadratic pattern shows itself with
 

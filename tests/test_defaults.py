@@ -25,7 +25,7 @@ from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.inference import zero_shot
 from moa_fairseq.experiments.scoring import against, chains
-from moa_fairseq.experiments.text import tokenizer
+from moa_fairseq.text import tokenizer
 
 PAGE = Path(__file__).resolve().parents[1] / "docs" / "defaults.md"
 HARMLESS = Path(__file__).with_name("harmless_options.yaml")

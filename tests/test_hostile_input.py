@@ -31,7 +31,7 @@ from moa_fairseq.experiments.data.parallel_text import BAD, BAD_LINES, read_line
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.scores import flat_metrics, read_scores
 from moa_fairseq.experiments.recipes.train_log import TrainLog, summarise
-from moa_fairseq.experiments.text import normalize_punctuation
+from moa_fairseq.text.steps import normalize_punctuation
 
 CASES, SEED = int(os.environ.get("FUZZ_CASES", "0")), int(os.environ.get("FUZZ_SEED", "0"))
 MEGABYTE = 1_000_000

@@ -1,7 +1,7 @@
 """Models that were trained here, as models of Hugging Face's transformers.
 
-Importing this module lets AutoConfig, AutoModelForSeq2SeqLM, AutoModelForCausalLM and AutoModelForMaskedLM
-read the folders of `moa-fairseq export --transformers`.
+Importing this module lets AutoConfig, AutoTokenizer, AutoModelForSeq2SeqLM, AutoModelForCausalLM and
+AutoModelForMaskedLM read the folders of `moa-fairseq export --transformers`.
 """
 
 import dataclasses
@@ -15,6 +15,7 @@ from transformers import (
     AutoModelForCausalLM,
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
+    AutoTokenizer,
     GenerationMixin,
     LogitsProcessorList,
     PretrainedConfig,
@@ -28,6 +29,7 @@ from transformers.modeling_outputs import (
 )
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.mixture_tokenizer import MixtureTokenizer
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.losses import BALANCE_LOSSES, weighted_loss, z_loss
 from moa_fairseq.layers.routing import Routing, RoutingSums
@@ -486,5 +488,6 @@ _KINDS: dict[Any, type[MixtureTransformerModel]] = {
     AutoModelForMaskedLM: MixtureTransformerForMaskedLM,
 }
 AutoConfig.register(MixtureTransformerConfig.model_type, MixtureTransformerConfig, exist_ok=True)
+AutoTokenizer.register(MixtureTransformerConfig, slow_tokenizer_class=MixtureTokenizer, exist_ok=True)
 for _auto, _kind in _KINDS.items():
     _auto.register(MixtureTransformerConfig, _kind, exist_ok=True)

@@ -36,9 +36,9 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.gpt2_pieces import gpt2_pieces
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.analysis.routed_model import forward_passes
-from moa_fairseq.experiments.scoring.text_marks import join_subwords
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.text.subwords import join_subwords
 
 NAME = "expert-tokens"
 SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"

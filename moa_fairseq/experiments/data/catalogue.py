@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.text import Step
+from moa_fairseq.text.steps import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
 # Two languages; one language with a vocabulary of its own; one with GPT-2's; sentences with a class each.
@@ -231,7 +231,7 @@ class Dataset:
         return names
 
     def steps_for(self, split: str, language: str, settings: Mapping[str, Any]) -> tuple[Step, ...]:
-        """The line functions for one language of a split, for experiments.text.apply_steps.
+        """The line functions for one language of a split, for text.steps.apply_steps.
 
         Args:
             split: its name.

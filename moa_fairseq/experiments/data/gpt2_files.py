@@ -15,8 +15,8 @@ from moa_fairseq.experiments.data.binarised import DICTIONARY
 from moa_fairseq.experiments.data.catalogue import public_files
 from moa_fairseq.experiments.data.download import Unavailable, obtain
 from moa_fairseq.experiments.data.parallel_text import no_text, read_lines
-from moa_fairseq.experiments.text.workers import chunks, ordered_map
 from moa_fairseq.files import atomic_write, user_cache
+from moa_fairseq.text.workers import chunks, ordered_map
 
 FOLDER = "gpt2_bpe"
 ENCODER = "encoder.json"

@@ -11,8 +11,8 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import INPUT, LABEL
-from moa_fairseq.experiments.text.workers import ordered_map
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.workers import ordered_map
 
 DIGITS = tuple("0123456789")
 CLOSE = "]"

@@ -16,8 +16,8 @@ from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
 from moa_fairseq.experiments.json_files import saved_json, write_json
-from moa_fairseq.experiments.text.workers import chunks
 from moa_fairseq.files import atomic_write, checksum
+from moa_fairseq.text.workers import chunks
 
 Texts = Mapping[str, Sequence[Piece]]
 Facts = dict[str, dict[str, int]]

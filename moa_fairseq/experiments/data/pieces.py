@@ -14,6 +14,8 @@ import sentencepiece
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.codecs import PieceCodec
+from moa_fairseq.text.subwords import plain
 
 MODEL = "sentencepiece.model"
 SPACE = "\u2581"  # SentencePiece's sign for a space
@@ -32,7 +34,6 @@ LANGUAGE_MODEL: dict[str, Any] = {
 # that it uses itself.
 LONGEST = 4192  # bytes
 RESERVED = "\u2585"
-_NEXT_LINE = "\x85"  # white space to fairseq, a letter to SentencePiece
 _LIMIT = re.compile(r"too high .* <= (?P<most>\d+)|required_chars. \d+ vs (?P<least>\d+)")
 
 
@@ -160,11 +161,6 @@ def _parts(line: str) -> Iterator[str]:
     yield text[start:].decode()
 
 
-def plain(line: str) -> str:
-    """A line in which all white space is known to SentencePiece."""
-    return line.replace(_NEXT_LINE, " ")
-
-
 def processor(model: str) -> Any:
     """SentencePiece's processor of a file, read once per process unless the file changes.
 
@@ -185,8 +181,7 @@ def _read(model: str, size: int, time: int) -> Any:
 
 def encode(model: str, line: str) -> str:
     """A line as pieces between spaces; by number, so that a letter without a piece becomes <unk>."""
-    found = processor(model)
-    return " ".join(found.id_to_piece(found.encode(plain(line))))
+    return PieceCodec(processor(model)).encode(line)
 
 
 def names(languages: Sequence[str], joined: bool) -> dict[str, str]:

@@ -23,8 +23,8 @@ from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, marks
-from moa_fairseq.experiments.text import STEPS
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
+from moa_fairseq.text.steps import STEPS
 
 KEPT = "text"
 BINARISED = "binarised"

@@ -31,20 +31,17 @@ from moa_fairseq.experiments.data.parallel_text import (
     read_pairs,
     refuse_symbols,
 )
-from moa_fairseq.experiments.text import Step, apply_steps
-from moa_fairseq.experiments.text.workers import chunks, ordered_map
 from moa_fairseq.files import atomic_write
+from moa_fairseq.text.codecs import MergeCodec
+from moa_fairseq.text.steps import Step, words_of
+from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = tuple[str, str]
 CHUNK = 2000
 # With more unusable lines than this, the file has another encoding, or is not text.
 MOST_BAD = 0.01
-# fairseq splits tokens at any white space, BPE at blanks only. Blanks are kept as Moses prints them.
-_NOT_BLANK = re.compile(r"[^\S ]")
 # Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
 _SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
-# Words whose segmentation is cached; with more, subword-nmt's cache, which has no limit, is cleared.
-REMEMBERED = 1_000_000
 _VERSION = re.compile(r"#version: +0\.[12] *")
 _REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
 log = logging.getLogger(__name__)
@@ -90,11 +87,6 @@ def treat(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
     return [_treat(pair, treatment) for pair in pairs]
 
 
-def words_of(line: str, steps: Sequence[Step]) -> str:
-    """A line after its steps, with words separated by blanks only, as merges and dictionaries need them."""
-    return _NOT_BLANK.sub(" ", apply_steps(line, steps))
-
-
 def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     for text in pair:
         if text.startswith(BAD):
@@ -103,7 +95,7 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     if isinstance(treatment.codes, tuple):
         sides = [pieces.encode(*both) for both in zip(treatment.codes, sides)]
     elif treatment.codes:
-        sides = [load_codes(treatment.codes).process_line(side) for side in sides]
+        sides = [MergeCodec(load_codes(treatment.codes)).encode(side) for side in sides]
     source, target = sides
     if treatment.cleaning:
         return clean(source, target, treatment.cleaning)
@@ -231,10 +223,7 @@ def load_codes(path: str) -> BPE:
         UserError: naming the line, for a file that subword-nmt did not write.
     """
     stat = os.stat(path)
-    codes = _load(path, stat.st_size, stat.st_mtime_ns)
-    if len(codes.cache) > REMEMBERED:
-        codes.cache.clear()
-    return codes
+    return _load(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)

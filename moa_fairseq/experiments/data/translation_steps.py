@@ -27,8 +27,8 @@ from moa_fairseq.experiments.data.parallel_text import (
 )
 from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, write_splits
 from moa_fairseq.experiments.make import Step
-from moa_fairseq.experiments.text.languages import writes_no_spaces
-from moa_fairseq.experiments.text.tokenizer import has_prefixes
+from moa_fairseq.text.languages import writes_no_spaces
+from moa_fairseq.text.tokenizer import has_prefixes
 
 SHOWN = 3  # pairs of the training text
 SAMPLE = 1000  # pairs to inspect

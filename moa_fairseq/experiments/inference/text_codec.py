@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import pieces
@@ -11,97 +11,8 @@ from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, TRANSLATION
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.text_files import rules_of, text_files
-from moa_fairseq.experiments.data.text_stages import load_codes, words_of
-from moa_fairseq.experiments.scoring.text_marks import join_subwords
-from moa_fairseq.experiments.text import Step
-from moa_fairseq.experiments.text.tokenizer import detokenize
-
-
-class MergeCodec(NamedTuple):
-    """Tokens in subwords of subword-nmt.
-
-    Args:
-        codes: the file of the merges.
-    """
-
-    codes: str
-
-    def encode(self, line: str) -> str:
-        """Tokens as subwords, all but the last of a word with the mark @@."""
-        return load_codes(self.codes).process_line(line)
-
-    def decode(self, symbols: str) -> str:
-        """Subwords as tokens."""
-        return join_subwords(symbols, "subword_nmt")
-
-
-class PieceCodec(NamedTuple):
-    """SentencePiece's pieces.
-
-    Args:
-        model: the file that has them.
-    """
-
-    model: str
-
-    def encode(self, line: str) -> str:
-        """Running text as pieces; a letter without a piece becomes bytes, or <unk> if the model has none."""
-        return pieces.encode(self.model, line)
-
-    def decode(self, symbols: str) -> str:
-        """Pieces as running text."""
-        return join_subwords(symbols, "sentencepiece")
-
-
-class ByteCodec(NamedTuple):
-    """Bytes as decimal numbers (enwik8); a line feed is the end of a line."""
-
-    def encode(self, line: str) -> str:
-        """Text as the numbers of its UTF-8 bytes."""
-        return " ".join(str(byte) for byte in line.encode("utf-8"))
-
-    def decode(self, symbols: str) -> str:
-        """Numbers as text; bytes that are not UTF-8 are shown as such."""
-        found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
-        return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
-
-
-class WordCodec(NamedTuple):
-    """Words as they stand, which is also how text that is segmented already is taken."""
-
-    def encode(self, line: str) -> str:
-        """The line as it is."""
-        return line
-
-    def decode(self, symbols: str) -> str:
-        """The symbols as they are."""
-        return symbols
-
-
-class TranslationCodec(NamedTuple):
-    """Line functions, and the segmentation of both languages.
-
-    Args:
-        steps: those of the source language.
-        segmentations: what segments source and target: a codec each.
-        target: the target language, which text that was tokenised here is detokenised by.
-    """
-
-    steps: tuple[Step, ...] = ()
-    segmentations: tuple[Any, Any] = (WordCodec(), WordCodec())
-    target: str = ""
-
-    def encode(self, line: str) -> str:
-        """A raw sentence of the source language as subwords with spaces between them."""
-        return self.segmentations[0].encode(words_of(line, self.steps))
-
-    def decode(self, symbols: str) -> str:
-        """Subwords of the target language as raw text; as tokens where the data set came tokenised."""
-        tokens = self.segmentations[1].decode(symbols)
-        is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
-        if is_tokenised_here:
-            return detokenize(tokens, self.target)
-        return tokens
+from moa_fairseq.experiments.data.text_stages import load_codes
+from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
 
 
 def codec_of(data: Path, kind: str) -> Any:
@@ -131,7 +42,7 @@ def codec_of(data: Path, kind: str) -> Any:
     def pieces_of(name: str) -> PieceCodec:
         if f"model/{name}" not in found:
             raise UserError(f"{root}/model/{name} is missing, by which the text was segmented. {remedy}")
-        return PieceCodec(str(found[f"model/{name}"]))
+        return PieceCodec(pieces.processor(str(found[f"model/{name}"])))
 
     if kind == TRANSLATION:
         steps = tuple((name, options) for name, options in rules.get("steps", ()))
@@ -143,7 +54,8 @@ def codec_of(data: Path, kind: str) -> Any:
             names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in found)
             pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
         elif codes:
-            pair = (MergeCodec(codes), MergeCodec(codes))
+            merges = MergeCodec(load_codes(codes))
+            pair = (merges, merges)
         return TranslationCodec(steps, pair, rules["target"])
     if rules.get("encoder") != SENTENCEPIECE:
         if rules.get("encoder") == "bytes":

@@ -23,8 +23,8 @@ from moa_fairseq.experiments.inference.export import named_model
 from moa_fairseq.experiments.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data, prepare_facts
 from moa_fairseq.experiments.scoring.trained_model import device_for
-from moa_fairseq.experiments.text.workers import chunks
 from moa_fairseq.files import atomic_write, refuse_overwriting
+from moa_fairseq.text.workers import chunks
 
 log = logging.getLogger(__name__)
 BATCH = 64  # lines that are read before the first of them is answered, where nobody types them

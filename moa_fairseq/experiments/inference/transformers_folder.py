@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+import logging
 from pathlib import Path
 from typing import Any
 
@@ -10,8 +11,12 @@ from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert.plain import plain_model, tensors_of
+from moa_fairseq.experiments.data import catalogue
+from moa_fairseq.experiments.data.gpt2_files import bpe_files
+from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
 
 _CLASSES = {  # by whether there is an encoder, and a decoder
     (True, True): "MixtureTransformerForConditionalGeneration",
@@ -29,6 +34,10 @@ _LOSS = (
 )
 _SEARCH = {"max_len_b": 200, "min_len": 1}  # fairseq-generate's flags that generate has, and its defaults
 _LEFT_OUT = {"skip_invalid_size_inputs_valid_test"}  # … and one that changes no answer
+_SEGMENTATIONS = {MergeCodec: "merges", PieceCodec: "pieces", ByteCodec: "bytes", WordCodec: "words"}
+# The symbols around a text: fairseq's causal models begin with the end of what came before
+_AROUND = {TRANSLATION: ([], ["</s>"]), CAUSAL_LM: (["</s>"], [])}
+log = logging.getLogger(__name__)
 
 
 def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
@@ -59,7 +68,64 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
             generation[name] = value
     overrides = {"data": str(text)}
     models, config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
+    dictionaries = task.source_dictionary, task.target_dictionary
+    codec = _codec_of(text, recipe.kind)
+    if codec is not None:
+        room = models[0].max_positions()
+        length = room[0] if isinstance(room, tuple) else room
+        write_tokenizer(folder, codec, recipe.kind, dictionaries, length)
     return write_model(folder, models[0], task.target_dictionary, config.criterion, generation)
+
+
+def _codec_of(text: Path, kind: str) -> Any:
+    """That of a run's text, or None with a warning."""
+    if bpe_files(text):
+        log.warning("The folder has no tokenizer: text in GPT-2's encoding is not exported.")
+        return None
+    data = catalogue.TRANSLATION if kind == TRANSLATION else catalogue.LANGUAGE_MODELING
+    try:
+        return codec_of(text, data)
+    except UserError as error:  # text that was prepared elsewhere: the model is as good without it
+        log.warning("The folder has no tokenizer. %s", error)
+        return None
+
+
+def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, length: int) -> None:
+    """Write what AutoTokenizer reads: the run's symbols by id, and how it makes them of raw text.
+
+    Args:
+        folder: where its files go.
+        codec: of `codec_of`.
+        kind: of the recipe.
+        dictionaries: fairseq's, of source and target.
+        length: how many symbols the model reads.
+    """
+    settings: dict[str, Any] = {}
+    pair = (codec, codec)
+    if isinstance(codec, TranslationCodec):
+        pair = codec.segmentations
+        settings = {"steps": codec.steps, "target_language": codec.target}
+    if isinstance(pair[0], MergeCodec):
+        (folder / "merges.codes").write_text(pair[0].text(), encoding="utf-8")
+    elif isinstance(pair[0], PieceCodec):
+        models = dict.fromkeys(side.processor.serialized_model_proto() for side in pair)
+        for name, model in zip(("source.spm", "target.spm"), models):
+            (folder / name).write_bytes(model)
+    symbols = [list(dictionary.symbols) for dictionary in dictionaries]
+    write_json(folder / "vocab.json", {"source": symbols[0], "target": symbols[1]})
+    around = _AROUND.get(kind, (["<s>"], ["</s>"]))
+    write_json(
+        folder / "tokenizer_config.json",
+        {
+            "tokenizer_class": "MixtureTokenizer",
+            "segmentation": _SEGMENTATIONS[type(pair[0])],
+            **settings,
+            "prefix": around[0],
+            "suffix": around[1],
+            "model_max_length": length,
+            **({"mask_token": "<mask>"} if "<mask>" in symbols[0] else {}),
+        },
+    )
 
 
 def usage(name: str, kind: str) -> list[str]:
@@ -74,9 +140,10 @@ def usage(name: str, kind: str) -> list[str]:
     )
     return [
         "import moa_fairseq.integrations.mixture_transformer  # registers the model",
-        f"from transformers import {auto}",
+        f"from transformers import {auto}, AutoTokenizer",
         "",
         f'model = {auto}.from_pretrained("{name}")',
+        f'tokenizer = AutoTokenizer.from_pretrained("{name}")',
     ]
 
 

@@ -15,7 +15,7 @@ from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_nu
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.experiments.text.languages import writes_no_spaces
+from moa_fairseq.text.languages import writes_no_spaces
 
 log = logging.getLogger(__name__)
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"

@@ -11,8 +11,8 @@ from sacrebleu.utils import SACREBLEU_DIR
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.text_marks import RUNNING, TOKENISED
-from moa_fairseq.experiments.text import detokenize, replace_unicode_punctuation, tokenize
-from moa_fairseq.experiments.text.languages import language_of, writes_no_spaces
+from moa_fairseq.text.languages import language_of, writes_no_spaces
+from moa_fairseq.text.steps import detokenize, replace_unicode_punctuation, tokenize
 
 _HYPHEN = re.compile(rb"(\S)-(\S)")
 

@@ -87,12 +87,12 @@ from moa_fairseq.experiments.scoring.chains import (
 from moa_fairseq.experiments.scoring.generate_log import beside_recipe, read_generate_log, read_lines
 from moa_fairseq.experiments.scoring.text_marks import (
     RUNNING,
-    join_subwords,
     lacks_spaces,
     score_warnings,
     subword_kind,
 )
 from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.text.subwords import join_subwords
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")

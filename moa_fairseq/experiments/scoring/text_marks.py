@@ -3,9 +3,7 @@
 import re
 from collections.abc import Mapping, Sequence
 
-from fairseq.data import data_utils
-
-from moa_fairseq.experiments.text.languages import language_of, writes_no_spaces
+from moa_fairseq.text.languages import language_of, writes_no_spaces
 
 TOKENISED = "tokenised already"
 RUNNING = "untokenised"
@@ -39,17 +37,6 @@ def subword_kind(lines: Sequence[str]) -> str:
     if sum(marks) > len(marks) / 2:
         return "sentencepiece"
     return "none"
-
-
-def join_subwords(line: str, kind: str) -> str:
-    """Undo subwords, as fairseq's --remove-bpe does with the plugin's patch for bytes.
-
-    Args:
-        line: symbols between spaces.
-        kind: "subword_nmt" removes `@@ `, "sentencepiece" joins pieces at ▁ and bytes to letters, "none"
-            changes nothing.
-    """
-    return data_utils.post_process(line, kind)
 
 
 def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:

@@ -2,23 +2,13 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable
 from typing import Any
 
 from moa_fairseq.plugin.patches.table import patch
+from moa_fairseq.text.subwords import with_letters
 
 _HERE = "plugin/patches/test_pieces.py::"
-_BYTES = re.compile(r"(?<!\S)<0x[0-9A-F]{2}>(?: <0x[0-9A-F]{2}>)*(?!\S)")
-
-
-def with_letters(symbols: str) -> str:
-    """Pieces between spaces, each run of bytes (`<0xE3> <0x81> <0x82>`) as letters, by UTF-8."""
-
-    def letters(run: re.Match) -> str:
-        return bytes(int(byte[3:5], 16) for byte in run[0].split()).decode("utf-8", errors="replace")
-
-    return _BYTES.sub(letters, symbols)
 
 
 @patch("fairseq.data.data_utils:post_process", _HERE + "test_bytes_become_letters")

@@ -18,7 +18,7 @@ from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
-from moa_fairseq.experiments.text import STEPS
+from moa_fairseq.text.steps import STEPS
 
 
 def lines_of(path):

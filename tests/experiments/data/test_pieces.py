@@ -8,7 +8,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import prepared_folder
 from moa_fairseq.experiments.inference.text_codec import codec_of
-from moa_fairseq.experiments.scoring.text_marks import join_subwords
+from moa_fairseq.text.subwords import join_subwords
 
 WORDS = {
     "ja": ("猫は", "水を", "見ます。", "犬が", "走る？"),

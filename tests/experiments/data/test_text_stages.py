@@ -16,7 +16,7 @@ from subword_nmt.apply_bpe import BPE
 from subword_nmt.learn_bpe import learn_bpe
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data import pieces, text_stages
+from moa_fairseq.experiments.data import pieces
 from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.experiments.data.encodings import encoding_remedy
 from moa_fairseq.experiments.data.gpt2_files import encode_texts
@@ -32,6 +32,7 @@ from moa_fairseq.experiments.data.text_stages import (
     write_splits,
 )
 from moa_fairseq.experiments.data.translation_steps import sample_pairs
+from moa_fairseq.text import codecs
 
 TREATMENT = Treatment(cleaning=Cleaning())
 RULES = Cleaning(1, 5, 1.5)
@@ -385,11 +386,12 @@ def test_codes_of_the_same_size_under_an_old_name_are_read_anew(tmp_path):
 
 def test_the_memory_of_words_has_an_end(texts, tmp_path, monkeypatch):
     learn_codes(texts, 50, tmp_path / "codes")
-    monkeypatch.setattr(text_stages, "REMEMBERED", 10)
+    monkeypatch.setattr(codecs, "REMEMBERED", 10)
     lines = [f"Straße{number} Haus" for number in range(40)]
-    segmented = [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
-    assert len(load_codes(str(tmp_path / "codes")).cache) <= 12
-    assert segmented == [load_codes(str(tmp_path / "codes")).segment(line) for line in lines]
+    merges = codecs.MergeCodec(load_codes(str(tmp_path / "codes")))
+    segmented = [merges.encode(line) for line in lines]
+    assert len(merges.merges.cache) <= 12
+    assert segmented == [merges.encode(line) for line in lines]
 
 
 def test_few_merges_or_none(tmp_path):

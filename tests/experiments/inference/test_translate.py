@@ -21,11 +21,12 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.data.text_files import copy_text, text_files
-from moa_fairseq.experiments.inference.text_codec import ByteCodec, MergeCodec, TranslationCodec, codec_of
+from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
 from moa_fairseq.experiments.inference.translate import _generation
 from moa_fairseq.experiments.scoring.trained_model import load_trained
-from moa_fairseq.experiments.text import detokenize
+from moa_fairseq.text.codecs import ByteCodec, MergeCodec, TranslationCodec
+from moa_fairseq.text.steps import detokenize
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
@@ -284,7 +285,7 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
 
 
 def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
-    assert TranslationCodec(segmentations=(MergeCodec("codes"),) * 2).decode("ha@@ us@@ tür@@") == "haustür"
+    assert TranslationCodec(segmentations=(MergeCodec(None),) * 2).decode("ha@@ us@@ tür@@") == "haustür"
     assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
 
 

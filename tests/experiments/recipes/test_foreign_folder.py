@@ -40,9 +40,9 @@ def test_workers_of_the_program(planted):
         """
 import sys
 from moa_fairseq import cli
-from moa_fairseq.experiments.text import workers
+from moa_fairseq.text import workers
 def run(args):
-    with workers._context("moa_fairseq.experiments.text.tokenizer").Pool(1) as pool:
+    with workers._context("moa_fairseq.text.tokenizer").Pool(1) as pool:
         print(pool.apply(eval, ("__import__('sys').path",)))
     return 0
 if __name__ == "__main__":

@@ -5,13 +5,14 @@ from pathlib import Path
 
 import pytest
 import sacrebleu
+from fairseq.data import data_utils
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring import chains
-from moa_fairseq.experiments.scoring.score import join_subwords
 from moa_fairseq.experiments.scoring.text_marks import subword_kind
-from moa_fairseq.experiments.text import detokenize, normalize_punctuation, tokenize
+from moa_fairseq.text.steps import detokenize, normalize_punctuation, tokenize
+from moa_fairseq.text.subwords import join_subwords
 
 TARGETS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; seine a-b-Frau .", "das ist gut , sagte er ."]
 OUTPUTS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; die a-b-Frau .", "das ist gut , sagte sie ."]
@@ -98,6 +99,9 @@ def test_join_subwords():
     assert join_subwords("a@@ b c@@", "subword_nmt") == "ab c"
     assert join_subwords("\u2581a b \u2581c", "sentencepiece") == "ab c"
     assert join_subwords("a@@ b", "none") == "a@@ b"
+    for line in ("", " a@@ b@@  @@c @@", "\u2581a <0xE3> <0x81> <0x82> b \u2581", "<0xE3>x"):
+        for kind in ("subword_nmt", "sentencepiece", "none"):
+            assert join_subwords(line, kind) == data_utils.post_process(line, kind)
 
 
 def test_log_decoded_by_fairseq_uses_its_running_text(tmp_path, capsys):

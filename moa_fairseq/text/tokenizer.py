@@ -13,7 +13,7 @@ from sacremoses import MosesDetokenizer
 from sacremoses.corpus import NonbreakingPrefixes
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.text.normalize import EDITIONS, MULTI30K_EDITION
+from moa_fairseq.text.normalize import EDITIONS, MULTI30K_EDITION
 
 _ALPHA = r"\p{Alphabetic}"
 _ALNUM = r"\p{Alphabetic}\p{Nd}"

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.text import apply_steps
-from moa_fairseq.experiments.text.workers import chunks, ordered_map
+from moa_fairseq.text.steps import apply_steps
+from moa_fairseq.text.workers import chunks, ordered_map
 
 STEPS = [("lowercase", {}), ("normalize_punctuation", {"lang": "de"}), ("tokenize", {"lang": "de"})]
 
@@ -43,7 +43,7 @@ def test_error_of_a_worker_reaches_the_caller():
 
 SLOW = """
 import os, time
-from moa_fairseq.experiments.text.workers import ordered_map
+from moa_fairseq.text.workers import ordered_map
 
 def work(batch):
     os.write(1, f"{os.getpid()}\\n".encode())    # one write: print makes two when PYTHONUNBUFFERED is set

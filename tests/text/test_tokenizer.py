@@ -10,7 +10,8 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.text import (
+from moa_fairseq.text.normalize import lowercase
+from moa_fairseq.text.steps import (
     detokenize,
     normalize,
     normalize_punctuation,
@@ -19,7 +20,6 @@ from moa_fairseq.experiments.text import (
     tokenize,
     tokenizer,
 )
-from moa_fairseq.experiments.text.normalize import lowercase
 
 RECORDED = json.loads((Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8"))
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")

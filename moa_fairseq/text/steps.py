@@ -1,16 +1,17 @@
 """Text processing faithful to Moses' Perl scripts: functions of a line, and chains of them by name."""
 
+import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from moa_fairseq.experiments.text.normalize import (
+from moa_fairseq.text.normalize import (
     lowercase,
     normalize_punctuation,
     remove_nonprinting,
     replace_unicode_punctuation,
     straight_apostrophe,
 )
-from moa_fairseq.experiments.text.tokenizer import detokenize, tokenize
+from moa_fairseq.text.tokenizer import detokenize, tokenize
 
 __all__ = [
     "STEPS",
@@ -21,7 +22,10 @@ __all__ = [
     "remove_nonprinting",
     "replace_unicode_punctuation",
     "tokenize",
+    "words_of",
 ]
+# fairseq splits tokens at any white space, BPE at blanks only. Blanks are kept as Moses prints them.
+_NOT_BLANK = re.compile(r"[^\S ]")
 # A step is data, so that it can be stored in a table and sent to another process.
 Step = tuple[str, dict[str, Any]]
 STEPS: dict[str, Callable[..., str]] = {
@@ -43,3 +47,12 @@ def apply_steps(line: str, steps: Sequence[Step]) -> str:
     for name, options in steps:
         line = STEPS[name](line, **options)
     return line
+
+
+def words_of(line: str, steps: Sequence[Step]) -> str:
+    """A line after its steps, with words separated by blanks only, as merges and dictionaries need them.
+
+    Args:
+        line, steps: as of `apply_steps`.
+    """
+    return _NOT_BLANK.sub(" ", apply_steps(line, steps))

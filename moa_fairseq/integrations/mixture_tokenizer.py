@@ -1,0 +1,180 @@
+"""The text of models that were trained here, as a tokenizer of Hugging Face's transformers.
+
+Importing `mixture_transformer` lets AutoTokenizer read it from the folders of
+`moa-fairseq export --transformers`. Needs regex and sacremoses, and sentencepiece or subword-nmt if the run
+has pieces or merges.
+"""
+
+import json
+import os
+import shutil
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, ClassVar
+
+from transformers import PreTrainedTokenizer
+
+from moa_fairseq.errors import UserError, check_choice
+
+SEGMENTATIONS = ("merges", "pieces", "bytes", "words")
+
+
+class MixtureTokenizer(PreTrainedTokenizer):
+    """Raw text ↔ the ids of a model, as the run's own commands have them.
+
+    It encodes text of the source language, and `text_target` of the target language; it decodes the target
+    language. <unk> is decoded with skip_special_tokens as well, as fairseq does.
+
+    Args:
+        vocab_file: JSON of the symbols by id: "source", and "target" if that is another list.
+        merges_file: of subword-nmt.
+        source_spm, target_spm: SentencePiece's models, the second if there are two.
+        segmentation: a name of SEGMENTATIONS.
+        steps: line functions of the source language, with their options.
+        target_language: that of decoded text; None: of a language model.
+        prefix, suffix: the symbols around every encoded text; those around `text_target` are none and </s>.
+        options: those of transformers.
+    """
+
+    vocab_files_names: ClassVar[dict[str, str]] = {
+        "vocab_file": "vocab.json",
+        "merges_file": "merges.codes",
+        "source_spm": "source.spm",
+        "target_spm": "target.spm",
+    }
+    model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
+
+    def __init__(
+        self,
+        vocab_file: str,
+        merges_file: str | None = None,
+        source_spm: str | None = None,
+        target_spm: str | None = None,
+        segmentation: str = "words",
+        steps: Sequence[Any] = (),
+        target_language: str | None = None,
+        prefix: Sequence[str] = (),
+        suffix: Sequence[str] = ("</s>",),
+        **options: Any,
+    ):
+        check_choice("segmentation", segmentation, SEGMENTATIONS)
+        self._files = [vocab_file, merges_file, source_spm, target_spm]
+        with open(vocab_file, encoding="utf-8") as stream:
+            symbols = json.load(stream)
+        # by id; a symbol that stands there twice has its last id, as in fairseq
+        self._symbols = {side: symbols.get(side, symbols["source"]) for side in ("source", "target")}
+        self._ids = {
+            side: {symbol: number for number, symbol in enumerate(found)}
+            for side, found in self._symbols.items()
+        }
+        self._side = "source"
+        self._codec = _codec(segmentation, merges_file, source_spm, target_spm, steps, target_language)
+        self.prefix, self.suffix = list(prefix), list(suffix)
+        named = {"segmentation": segmentation, "steps": list(steps), "target_language": target_language}
+        named |= {"prefix": self.prefix, "suffix": self.suffix}
+        marks = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+        super().__init__(**{**marks, **options}, **named)
+
+    @property
+    def vocab_size(self) -> int:
+        """Symbols of the side that is encoded."""
+        return len(self._symbols[self._side])
+
+    def get_vocab(self) -> dict[str, int]:
+        """Symbol → id of the side that is encoded."""
+        return {**self._ids[self._side], **self.added_tokens_encoder}
+
+    def _switch_to_input_mode(self) -> None:
+        self._side = "source"
+
+    def _switch_to_target_mode(self) -> None:
+        self._side = "target"
+
+    def tokenize(self, text: str, **kwargs: Any) -> list[str]:
+        """Raw text as symbols.
+
+        Args:
+            text: one line.
+            kwargs: not read.
+        """
+        is_target = self._side == "target" and hasattr(self._codec, "encode_target")
+        return (self._codec.encode_target if is_target else self._codec.encode)(text).split()
+
+    def _convert_token_to_id_with_added_voc(self, token: str) -> int:
+        ids = self._ids[self._side]
+        return ids.get(token, ids["<unk>"])
+
+    _convert_token_to_id = _convert_token_to_id_with_added_voc
+
+    def _convert_id_to_token(self, index: int) -> str:
+        return self._symbols[self._side][index]
+
+    def build_inputs_with_special_tokens(
+        self, token_ids_0: list[int], token_ids_1: list[int] | None = None
+    ) -> list[int]:
+        """Ids with those around them.
+
+        Args:
+            token_ids_0: of a text.
+            token_ids_1: of a second one, which these models do not read.
+        """
+        if token_ids_1 is not None:
+            raise UserError(
+                "These models read one text, and a pair was given: give the second as text_target."
+            )
+        around = ([], ["</s>"]) if self._side == "target" else (self.prefix, self.suffix)
+        before, after = ([self._ids[self._side][symbol] for symbol in symbols] for symbols in around)
+        return [*before, *token_ids_0, *after]
+
+    def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
+        ids = [token_ids] if isinstance(token_ids, int) else token_ids
+        symbols = [self._symbols["target"][number] for number in map(int, ids)]
+        if skip_special_tokens:
+            left_out = {self.bos_token, self.pad_token, self.eos_token}
+            symbols = [symbol for symbol in symbols if symbol not in left_out]
+        return self._codec.decode(" ".join(symbols))
+
+    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+        """Copy the files. Returns their paths.
+
+        Args:
+            save_directory: where they go.
+            filename_prefix: of their names.
+        """
+        written = []
+        for name, path in zip(self.vocab_files_names.values(), self._files):
+            if path is not None:
+                new = Path(save_directory, (filename_prefix + "-" if filename_prefix else "") + name)
+                if not (new.exists() and os.path.samefile(new, path)):
+                    shutil.copyfile(path, new)
+                written.append(str(new))
+        return tuple(written)
+
+
+def _codec(
+    segmentation: str,
+    merges: str | None,
+    source_spm: str | None,
+    target_spm: str | None,
+    steps: Sequence[Any],
+    target_language: str | None,
+) -> Any:
+    """What turns raw text into symbols and back. Its libraries are imported here: a model works without."""
+    from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
+
+    pair: tuple[Any, Any]
+    if segmentation == "merges":
+        from subword_nmt.apply_bpe import BPE
+
+        with open(str(merges), encoding="utf-8") as stream:
+            pair = (MergeCodec(BPE(stream)),) * 2
+    elif segmentation == "pieces":
+        from sentencepiece import SentencePieceProcessor
+
+        models = source_spm, target_spm or source_spm
+        pair = tuple(PieceCodec(SentencePieceProcessor(model_file=model)) for model in models)
+    else:
+        pair = (ByteCodec() if segmentation == "bytes" else WordCodec(),) * 2
+    if target_language is None:
+        return pair[0]
+    return TranslationCodec(tuple(steps), pair, target_language)

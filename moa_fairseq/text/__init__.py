@@ -1,0 +1,1 @@
+"""Text between files and models: Moses' rules, line functions, segmentation."""

@@ -1,0 +1,119 @@
+"""Symbols of a model ↔ raw text: merges, pieces, bytes or words, with the line functions before them.
+
+Symbols stand between spaces. These classes need neither fairseq nor the rest of the package.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from moa_fairseq.text.steps import Step, detokenize, words_of
+from moa_fairseq.text.subwords import join_subwords, plain
+
+# Words whose segmentation is cached; with more, subword-nmt's cache, which has no limit, is cleared.
+REMEMBERED = 1_000_000
+
+
+class MergeCodec(NamedTuple):
+    """Tokens in subwords of subword-nmt.
+
+    Args:
+        merges: subword-nmt's BPE.
+    """
+
+    merges: Any
+
+    def encode(self, line: str) -> str:
+        """Tokens as subwords, all but the last of a word with the mark @@."""
+        if len(self.merges.cache) > REMEMBERED:
+            self.merges.cache.clear()
+        return self.merges.process_line(line)
+
+    def text(self) -> str:
+        """The merges as subword-nmt's file."""
+        rows = sorted(self.merges.bpe_codes, key=self.merges.bpe_codes.__getitem__)
+        version = ".".join(map(str, self.merges.version))
+        return f"#version: {version}\n" + "".join(f"{first} {second}\n" for first, second in rows)
+
+    def decode(self, symbols: str) -> str:
+        """Subwords as tokens."""
+        return join_subwords(symbols, "subword_nmt")
+
+
+class PieceCodec(NamedTuple):
+    """SentencePiece's pieces.
+
+    Args:
+        processor: SentencePiece's, which has them.
+    """
+
+    processor: Any
+
+    def encode(self, line: str) -> str:
+        """Running text as pieces; a letter without a piece becomes bytes, or <unk> if the model has none."""
+        # by number: SentencePiece gives such a letter itself as the piece
+        return " ".join(self.processor.id_to_piece(self.processor.encode(plain(line))))
+
+    def decode(self, symbols: str) -> str:
+        """Pieces as running text."""
+        return join_subwords(symbols, "sentencepiece")
+
+
+class ByteCodec(NamedTuple):
+    """Bytes as decimal numbers (enwik8); a line feed is the end of a line."""
+
+    def encode(self, line: str) -> str:
+        """Text as the numbers of its UTF-8 bytes."""
+        return " ".join(str(byte) for byte in line.encode("utf-8"))
+
+    def decode(self, symbols: str) -> str:
+        """Numbers as text; bytes that are not UTF-8 are shown as such."""
+        found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
+        return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
+
+
+class WordCodec(NamedTuple):
+    """Words as they stand, which is also how text that is segmented already is taken."""
+
+    def encode(self, line: str) -> str:
+        """The line as it is."""
+        return line
+
+    def decode(self, symbols: str) -> str:
+        """The symbols as they are."""
+        return symbols
+
+
+class TranslationCodec(NamedTuple):
+    """Line functions, and the segmentation of both languages.
+
+    Args:
+        steps: those of the source language.
+        segmentations: what segments source and target: a codec each.
+        target: the target language, which text that was tokenised here is detokenised by.
+    """
+
+    steps: Sequence[Step] = ()
+    segmentations: tuple[Any, Any] = (WordCodec(), WordCodec())
+    target: str = ""
+
+    def encode(self, line: str) -> str:
+        """A raw sentence of the source language as subwords with spaces between them."""
+        return self.segmentations[0].encode(words_of(line, self.steps))
+
+    def encode_target(self, line: str) -> str:
+        """The same of the target language, by the same line functions."""
+        steps = [
+            (name, {**options, "lang": self.target} if "lang" in options else options)
+            for name, options in self.steps
+        ]
+        return self.segmentations[1].encode(words_of(line, steps))
+
+    def decode(self, symbols: str) -> str:
+        """Subwords of the target language as raw text; as tokens where the data set came tokenised."""
+        tokens = self.segmentations[1].decode(symbols)
+        is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
+        if is_tokenised_here:
+            return detokenize(tokens, self.target)
+        return tokens
