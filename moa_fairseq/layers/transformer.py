@@ -15,6 +15,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.errors import check_choice
+from moa_fairseq.layers.adaptive import AdaptiveEmbedding, AdaptiveSoftmax
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.families import FAMILIES
 from moa_fairseq.layers.kv_cache import KVCache
@@ -90,6 +91,8 @@ class StackSettings:
         positions, head_gate, output_scale: as of `Attention`, the positions of self-attentions alone.
         activation, gated, rms_norm, shortcuts: of a feed-forward; SwiGLU in its place; RMSNorm for the norms
             of layers and the last one; Admin's residual sums.
+        adaptive_input, adaptive_softmax: arguments of `AdaptiveEmbedding` and `AdaptiveSoftmax`, in the place
+            of embeddings and output.
         sigma_moe, expert_backend: the fields of SigmaMoESettings, and the backend of its products.
         dropout, activation_dropout, attention_dropout, output_dropout: probabilities.
     """
@@ -119,6 +122,8 @@ class StackSettings:
     gated: bool = False
     rms_norm: bool = False
     shortcuts: bool = False
+    adaptive_input: dict[str, Any] = field(default_factory=dict)
+    adaptive_softmax: dict[str, Any] = field(default_factory=dict)
     sigma_moe: dict[str, Any] = field(default_factory=dict)
     expert_backend: str = "auto"
     dropout: float = 0.0
@@ -295,8 +300,11 @@ class TransformerStack(nn.Module):
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
         input_dim = settings.input_dim or width
         output_dim = settings.output_dim or width
-        self.embed_tokens: nn.Embedding | None = None
-        if own_embedding:
+        self.embed_tokens: nn.Embedding | AdaptiveEmbedding | None = None
+        if settings.adaptive_input:
+            sizes = {"output_dim": input_dim, "padding_idx": settings.padding_idx}
+            self.embed_tokens = AdaptiveEmbedding(**settings.adaptive_input, **sizes)
+        elif own_embedding:
             self.embed_tokens = _embedding(settings.vocab_size, input_dim, settings.padding_idx)
         self.embed_positions: nn.Embedding | None = None
         check_choice("position_embedding", settings.position_embedding, POSITION_EMBEDDINGS)
@@ -309,6 +317,9 @@ class TransformerStack(nn.Module):
         self.layer_norm = settings.norm() if settings.final_norm else None
         self.dropout_module = nn.Dropout(settings.dropout)
         self.output_dropout_module = nn.Dropout(settings.output_dropout)
+        self.adaptive_softmax: AdaptiveSoftmax | None = None
+        if settings.adaptive_softmax:
+            self.adaptive_softmax = AdaptiveSoftmax(output_dim, **settings.adaptive_softmax)
         self.output_projection: nn.Linear | None = None
         if own_output:
             self.output_projection = nn.Linear(output_dim, settings.vocab_size, bias=False)
@@ -335,11 +346,12 @@ class TransformerStack(nn.Module):
         Returns:
             The last layer's output [B, T, output_dim], normalised where the stack is, and all routings.
         """
-        if self.embed_tokens is not None:
-            embedding = self.embed_tokens.weight
-        assert embedding is not None
         settings = self.settings
-        x = settings.embedding_scale * F.embedding(ids, embedding, settings.padding_idx)
+        if self.embed_tokens is not None:
+            x = settings.embedding_scale * self.embed_tokens(ids)
+        else:
+            assert embedding is not None
+            x = settings.embedding_scale * F.embedding(ids, embedding, settings.padding_idx)
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
         if settings.position_embedding != "none":
@@ -368,13 +380,17 @@ class TransformerStack(nn.Module):
             embedding: the weights [V, output_dim] of a stack without an output matrix.
 
         Returns:
-            [B, T, V].
+            [B, T, V]; log-probabilities of an adaptive softmax.
         """
         x = self.output_dropout_module(x)
+        if self.adaptive_softmax is not None:
+            words = self.embed_tokens if self.settings.adaptive_softmax.get("tied") else None
+            log_probabilities: Tensor = self.adaptive_softmax(x, words)
+            return log_probabilities
         if self.output_projection is not None:
             projected: Tensor = self.output_projection(x)
             return projected
-        if self.embed_tokens is not None:
+        if isinstance(self.embed_tokens, nn.Embedding):
             embedding = self.embed_tokens.weight
         assert embedding is not None
         return F.linear(x, embedding)
@@ -486,7 +502,7 @@ class MixtureTransformer(nn.Module):
     def embedding(self) -> Tensor:
         """The weights [V, input_dim] of the first stack's words."""
         stack = self.decoder if self.encoder is None else self.source_stack
-        assert stack is not None and stack.embed_tokens is not None
+        assert stack is not None and isinstance(stack.embed_tokens, nn.Embedding)
         return stack.embed_tokens.weight
 
     @property

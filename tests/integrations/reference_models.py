@@ -39,15 +39,20 @@ CASES = {
         *("switchall_lm_tiny", "--output-dropout", 0, "--activation-dropout", 0),
         *("--sigma-moe-expert-dropout", 0, "--expert-dropout", 0),
     ),
+    "adaptive-lm": (
+        *("moa_lm_tiny", "--adaptive-input", "--adaptive-input-cutoff", "9,20", "--tie-adaptive-weights"),
+        *("--adaptive-softmax-cutoff", "9,20"),
+    ),
     "moa-mlm": ("moa_roberta_tiny",),
     "moh-mlm": ("moh_roberta_tiny",),
 }
 STEPS = 10
 
 
-def criterion_of(batch):
+def criterion_of(batch, adaptive):
     """The criterion of the three jobs: label smoothing 0.1 or, of language models, none."""
     name = "LabelSmoothedCrossEntropy" if "prev_output_tokens" in batch else "CrossEntropy"
+    name = "AdaptiveLoss" if adaptive else name
     words = {"sentence_avg": False}
     if name.startswith("Label"):
         words["label_smoothing"] = LOSS["label_smoothing"]
@@ -69,9 +74,12 @@ def write(folder, arch, *flags):
     generation = {"beam": 4, "lenpen": 1.0, "max_len_b": 12, "min_len": 1}
     loss = SimpleNamespace(**{**LOSS, "label_smoothing": LOSS["label_smoothing"] * translates})
     write_model(folder, model, whole_models.dictionary(), loss, generation)
+    adaptive = getattr(getattr(model, "decoder", None), "adaptive_softmax", None)
     kept = dict(inputs)
     with torch.no_grad():
         kept["logits"] = model(**inputs)[0]
+        if adaptive is not None:
+            kept["logits"] = adaptive.get_log_prob(kept["logits"], None)
     if translates:
         generator = SequenceGenerator([model], whole_models.dictionary(), beam_size=4, max_len_b=12)
         source = {"net_input": {name: inputs[name] for name in ("src_tokens", "src_lengths")}}
@@ -84,7 +92,7 @@ def write(folder, arch, *flags):
     target[read.ne(whole_models.PAD) & target.eq(whole_models.PAD)] = 2
     sample = {"net_input": inputs, "target": target, "ntokens": int(target.ne(whole_models.PAD).sum())}
     kept["target"] = target
-    criterion = criterion_of(inputs)
+    criterion = criterion_of(inputs, adaptive is not None)
     model.train()
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-3)
     losses = []

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
 PAD = 1
 TRANSLATIONS = ("moa", "mae", "moh", "switchhead", "gqe", "namoh", "dense", "fairseq")
-CAUSAL = ("latent-lm", "moa-lm", "mae-lm", "switchall-lm")
+CAUSAL = ("latent-lm", "moa-lm", "mae-lm", "switchall-lm", "adaptive-lm")
 MASKED = ("moa-mlm", "moh-mlm")
 
 
@@ -105,7 +105,7 @@ def rows_of(reference, name):
 
 
 @pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("name", ("moa", "moh", "switchall-lm", "moa-mlm", "fairseq"))
+@pytest.mark.parametrize("name", ("moa", "moh", "switchall-lm", "adaptive-lm", "moa-mlm", "fairseq"))
 def test_ten_updates_have_fairseqs_losses(folders, tmp_path, name, checkpointing):
     model, reference = load(folders / name)
     rows = rows_of(reference, name)

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from fairseq.models import FairseqEncoderDecoderModel
 from fairseq.models.roberta import RobertaModel
+from fairseq.modules.adaptive_input import AdaptiveInput
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
@@ -16,10 +17,9 @@ from moa_fairseq.layers.transformer import ACTIVATIONS, MixtureTransformer, Stac
 from moa_fairseq.plugin.families import settings_of
 
 TOLERANCE = 1e-6  # of logits in float64, relative to the largest; what is equal differs by 1e-13
+_NO_WEIGHTS = (".version", "._float_tensor")  # of fairseq's state, by their endings
 # What changes a model's outputs or its training and has no counterpart, with the value that means off
 _REFUSED: dict[str, Any] = {
-    "adaptive_softmax_cutoff": None,
-    "adaptive_input": False,
     "base_layers": 0,
     "char_inputs": False,
     "cross_self_attention": False,
@@ -56,7 +56,8 @@ def plain_model(model: Any) -> MixtureTransformer:
         stacks = [model.encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
         for stack in stacks:
             _refuse(stack.cfg)
-        own_output = decoder.output_projection.weight is not decoder.embed_tokens.weight
+        output = decoder.output_projection
+        own_output = output is not None and output.weight is not decoder.embed_tokens.weight
     else:
         raise UserError(f"{type(model).__name__} is no translation model and no language model.")
     _refuse(stacks[0].cfg)
@@ -94,6 +95,11 @@ def _settings(stack: Any) -> StackSettings:
     experts = {}
     if is_ours and cfg.sigma_moe_num_experts:
         experts = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)}
+    words = stack.embed_tokens
+    if adaptive := isinstance(words, AdaptiveInput):
+        (initial_dim, factor) = (words.weights_for_band(0)[0].size(1), cfg.adaptive_input_factor)
+        inputs = {"cutoffs": words.cutoff, "initial_dim": initial_dim, "factor": factor}
+    softmax = getattr(stack, "adaptive_softmax", None)
     layer = stack.layers[0]
     position_embedding = "none"
     if stack.embed_positions is not None:
@@ -103,7 +109,7 @@ def _settings(stack: Any) -> StackSettings:
     return StackSettings(
         family=cfg.attention_family if is_ours else "dense",
         attention=dataclasses.asdict(settings_of(cfg)) if is_ours else {},
-        vocab_size=stack.embed_tokens.num_embeddings,
+        vocab_size=words.cutoff[-1] if adaptive else words.num_embeddings,
         padding_idx=stack.padding_idx,
         embed_dim=side.embed_dim,
         ffn_embed_dim=side.ffn_embed_dim,
@@ -111,7 +117,7 @@ def _settings(stack: Any) -> StackSettings:
         attention_heads=side.attention_heads,
         causal=causal,
         memory_dim=cfg.encoder.embed_dim if has_memory else None,
-        input_dim=stack.embed_tokens.embedding_dim,
+        input_dim=words.embedding_dim,
         output_dim=stack.output_embed_dim if causal else None,
         normalize_before=side.normalize_before,
         final_norm=stack.layer_norm is not None,
@@ -126,6 +132,8 @@ def _settings(stack: Any) -> StackSettings:
         gated=bool(getattr(cfg, "gated_feed_forward", False)),
         rms_norm=bool(getattr(cfg, "rms_norm", False)),
         shortcuts=hasattr(layer, "shortcuts"),
+        adaptive_input=inputs if adaptive else {},
+        adaptive_softmax={} if softmax is None else _adaptive(softmax, cfg),
         sigma_moe=experts,
         expert_backend=getattr(cfg, "expert_backend", "auto"),
         dropout=cfg.dropout,
@@ -133,6 +141,16 @@ def _settings(stack: Any) -> StackSettings:
         attention_dropout=cfg.attention_dropout,
         output_dropout=float(getattr(cfg, "output_dropout", None) or 0.0) if causal else 0.0,
     )
+
+
+def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
+    return {
+        "cutoffs": softmax.cutoff,
+        "factor": softmax.factor,
+        "tied": cfg.tie_adaptive_weights,
+        "tied_projections": cfg.tie_adaptive_proj,
+        "dropout": softmax.dropout_module.p,
+    }
 
 
 def _load(plain: nn.Module, model: nn.Module) -> None:
@@ -145,7 +163,7 @@ def _load(plain: nn.Module, model: nn.Module) -> None:
     left = [
         name
         for name, tensor in given.items()
-        if name not in loaded and not name.endswith(".version") and tensor.data_ptr() not in tied
+        if name not in loaded and not name.endswith(_NO_WEIGHTS) and tensor.data_ptr() not in tied
     ]
     if missing or left:
         found = ", ".join([*left, *missing][:3])
@@ -178,6 +196,8 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     else:
         got, _ = plain(rows[0], padding=pads[0])
         wanted = model(rows[0])[0]
+    if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
+        wanted = model.decoder.adaptive_softmax.get_log_prob(wanted, None)
     real = ~pads[-1]
     difference = (got[real] - wanted[real]).abs().max() / wanted[real].abs().max().clamp_min(1.0)
     if not difference < TOLERANCE:

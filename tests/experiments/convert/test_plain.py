@@ -12,6 +12,8 @@ from moa_fairseq.experiments.convert import plain
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugin" / "models"))
 import whole_models
 
+BANDS = ("--adaptive-softmax-cutoff", "9,20")
+INPUT = ("--adaptive-input", "--adaptive-input-cutoff", "9,20")
 TWO = ("--encoder-layers", 2, "--decoder-layers", 2)
 NARROW = ("--decoder-embed-dim", 64, "--decoder-output-dim", 64)
 
@@ -25,6 +27,14 @@ NARROW = ("--decoder-embed-dim", 64, "--decoder-output-dim", 64)
         ("dense_transformer_tiny", *TWO, "--key-heads", 2, "--attention-output-scale", 0.5),
         ("dense_transformer_tiny", *TWO, "--initialization", "admin", "--no-cross-attention"),
         ("dense_transformer_lm_base", "--decoder-layers", 2, "--gated-feed-forward", "--rms-norm"),
+        ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS),
+        ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT),
+        ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT, "--tie-adaptive-weights"),
+        (
+            *("mae_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT),
+            *("--tie-adaptive-weights", "--tie-adaptive-proj"),
+        ),
+        ("moa_transformer_tiny", *TWO, *BANDS),
         ("transformer_xl_lm_tiny",),
         ("dense_roberta_tiny", "--untie-weights-roberta"),
     ],
@@ -44,10 +54,6 @@ def test_logits_are_equal(words, monkeypatch):
     [
         (("dense_transformer_tiny", *TWO, "--cross-self-attention"), "--cross-self-attention"),
         (("dense_transformer_tiny", *TWO, "--decoder-layerdrop", 0.1), "--decoder-layerdrop"),
-        (
-            ("dense_transformer_lm_base", "--decoder-layers", 2, "--adaptive-softmax-cutoff", "20"),
-            "--adaptive-softmax-cutoff",
-        ),
     ],
 )
 def test_what_is_not_exported_is_named(words, named):

@@ -1,0 +1,135 @@
+"""Embeddings and a softmax by the frequency of words (arXiv 1609.04309, 1809.10853), named as in fairseq.
+
+Band i has the words from cutoff i − 1 to cutoff i, in a width that falls by a factor from band to band.
+"""
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+
+def _widths(width: int, factor: float, bands: int) -> list[int]:
+    return [int(width // factor**band) for band in range(bands)]
+
+
+class AdaptiveEmbedding(nn.Module):
+    """Embeddings of one width, projected from narrower ones of the rarer words.
+
+    Args:
+        cutoffs: the last word of each band, plus one; the last is the vocabulary, V.
+        initial_dim: the width of the first band.
+        factor: of the widths.
+        output_dim: the width of what it returns, C.
+        padding_idx: the id of padding, in the first band.
+    """
+
+    def __init__(
+        self, cutoffs: Sequence[int], initial_dim: int, factor: float, output_dim: int, padding_idx: int
+    ):
+        super().__init__()
+        self.cutoffs = list(cutoffs)
+        self.embeddings = nn.ModuleList()
+        first = 0
+        for cutoff, width in zip(cutoffs, _widths(initial_dim, factor, len(cutoffs))):
+            words = nn.Embedding(cutoff - first, width, None if first else padding_idx)
+            nn.init.normal_(words.weight, std=width**-0.5)
+            projection = nn.Linear(width, output_dim, bias=False)
+            nn.init.xavier_uniform_(projection.weight)
+            self.embeddings.append(nn.Sequential(words, projection))
+            first = cutoff
+        with torch.no_grad():
+            self.weights(0)[0][padding_idx] = 0
+
+    def weights(self, band: int) -> tuple[Tensor, Tensor]:
+        """A band's embeddings [words, width] and projection [C, width].
+
+        Args:
+            band: its number.
+        """
+        words, projection = self.embeddings[band].parameters()
+        return words, projection
+
+    def forward(self, ids: Tensor) -> Tensor:
+        """Embeddings [..., C].
+
+        Args:
+            ids: [...].
+        """
+        out: Tensor | None = None
+        first = 0
+        for cutoff, embed in zip(self.cutoffs, self.embeddings):
+            held = (ids >= first) & (ids < cutoff)
+            found = embed((ids - first).clamp(0, cutoff - first - 1)).masked_fill(~held.unsqueeze(-1), 0)
+            out = found if out is None else out + found
+            first = cutoff
+        assert out is not None
+        return out
+
+
+class AdaptiveSoftmax(nn.Module):
+    """Log-probabilities by bands: the first band's words and one class for each other band, then its words.
+
+    Args:
+        input_dim: of what it reads, D.
+        cutoffs: as of `AdaptiveEmbedding`.
+        factor: of the widths.
+        tied: its words have the weights of an `AdaptiveEmbedding`, which is passed.
+        tied_projections: … and its projections.
+        dropout: of the rarer bands.
+    """
+
+    def __init__(
+        self,
+        input_dim: int,
+        cutoffs: Sequence[int],
+        factor: float,
+        tied: bool = False,
+        tied_projections: bool = False,
+        dropout: float = 0.0,
+    ):
+        super().__init__()
+        self.cutoffs = list(cutoffs)
+        classes = len(cutoffs) - 1
+        self.dropout_module = nn.Dropout(dropout)
+        self.head: nn.Module
+        if tied:
+            self.head = nn.Module()
+            self.head.class_proj = nn.Linear(input_dim, classes, bias=False)
+        else:
+            self.head = nn.Linear(input_dim, cutoffs[0] + classes, bias=False)
+        self.tail = nn.ModuleList()
+        for band, width in enumerate(_widths(input_dim, factor, len(cutoffs))[1:], 1):
+            parts = nn.ModuleDict()  # numbered as in fairseq
+            if not (tied and tied_projections):
+                parts["0"] = nn.Linear(input_dim, width, bias=False)
+            if not tied:
+                parts["2"] = nn.Linear(width, cutoffs[band] - cutoffs[band - 1], bias=False)
+            self.tail.append(parts)
+        for parameter in self.parameters():
+            nn.init.xavier_uniform_(parameter)
+
+    def forward(self, x: Tensor, embedding: AdaptiveEmbedding | None = None) -> Tensor:
+        """Log-probabilities [..., V].
+
+        Args:
+            x: [..., D].
+            embedding: of a tied one.
+        """
+        x = self.dropout_module(x)
+        first = self.cutoffs[0]
+        if embedding is None:
+            found = self.head(x)
+        else:
+            found = torch.cat([F.linear(x, embedding.weights(0)[0]), self.head.class_proj(x)], -1)
+        found = found.log_softmax(-1)
+        bands = [found[..., :first]]
+        for band, parts in enumerate(self.tail):
+            assert isinstance(parts, nn.ModuleDict)
+            words, projection = (None, None) if embedding is None else embedding.weights(band + 1)
+            narrow = parts["0"](x) if "0" in parts else F.linear(x, projection.t())
+            narrow = self.dropout_module(narrow)
+            scores = parts["2"](narrow) if words is None else F.linear(narrow, words)
+            bands.append(scores.log_softmax(-1) + found[..., first + band, None])
+        return torch.cat(bands, -1)
