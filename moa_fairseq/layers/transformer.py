@@ -268,7 +268,8 @@ class TransformerLayer(nn.Module):
                 x, routed = self.fc1(x, queries, with_routing=True)
                 routings.extend(routed)
                 return x
-            out: Tensor = self.fc2(self.activation_dropout_module(self.activation_fn(self.fc1(x))))
+            out: Tensor = self.activation_fn(self.fc1(x))
+            out = self.fc2(self.activation_dropout_module(out) if self.training else out)
             return out
 
         branches = [(attend_to_itself, self.self_attn_layer_norm)]
@@ -276,7 +277,9 @@ class TransformerLayer(nn.Module):
             branches.append((attend_to_memory, self.encoder_attn_layer_norm))
         branches.append((feed_forward, self.final_layer_norm))
         for place, (branch, norm) in enumerate(branches):
-            out = self.dropout_module(branch(norm(x) if self.normalize_before else x))
+            out = branch(norm(x) if self.normalize_before else x)
+            if self.training:
+                out = self.dropout_module(out)
             x = out + x if self.shortcuts is None else self.shortcuts[place](out, x)
             if not self.normalize_before:
                 x = norm(x)

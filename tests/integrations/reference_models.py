@@ -40,8 +40,8 @@ CASES = {
         *("--sigma-moe-expert-dropout", 0, "--expert-dropout", 0),
     ),
     "adaptive-lm": (
-        *("moa_lm_tiny", "--adaptive-input", "--adaptive-input-cutoff", "9,20", "--tie-adaptive-weights"),
-        *("--adaptive-softmax-cutoff", "9,20"),
+        *("dense_transformer_lm_base", "--decoder-layers", 2, "--adaptive-softmax-cutoff", "9,20"),
+        *("--adaptive-input", "--adaptive-input-cutoff", "9,20", "--tie-adaptive-weights"),
     ),
     "moa-mlm": ("moa_roberta_tiny",),
     "moh-mlm": ("moh_roberta_tiny",),
@@ -98,7 +98,7 @@ def write(folder, arch, *flags):
     losses = []
     for _ in range(STEPS):
         total, size, _ = criterion(model, sample)
-        losses.append((total / size).detach())
+        losses.append((total / size).detach().sum())  # adaptive_loss has a vector of one
         optimizer.zero_grad()
         (total / size).backward()
         optimizer.step()

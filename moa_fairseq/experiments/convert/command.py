@@ -3,6 +3,7 @@
   moa-fairseq convert dense.pt --to moh --moh-shared-heads 2 --experts-per-token 1 moh.pt
   moa-fairseq convert dense.pt --to mae mae.pt                       even gates: the same outputs
   moa-fairseq convert uni_mae.pt --to dense dense.pt                 for stock fairseq and CTranslate2
+  moa-fairseq convert my-model --to fairseq --like run.pt new.pt     from transformers: equal weights
 
 Translation, masked and causal language models. Before anything is written, both models are run in float64
 on random sentences: an exact conversion must give the same outputs, or nothing is written. Where a conversion
@@ -26,7 +27,7 @@ from torch import nn
 
 import moa_fairseq  # noqa: F401  (registers the models)
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.convert import models, weights
+from moa_fairseq.experiments.convert import models, plain, weights
 from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
 from moa_fairseq.experiments.convert.models import DENSE, Checkpoint
 from moa_fairseq.experiments.provenance import provenance
@@ -35,6 +36,7 @@ from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.patches.malformed_checkpoints import explaining
 
 TARGETS = ("moh", "mae", DENSE)
+FAIRSEQ = "fairseq"  # from a folder of transformers
 
 
 class Conversion(NamedTuple):
@@ -131,10 +133,16 @@ def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq convert`."""
-    parser.add_argument("input", type=Path, metavar="IN", help="a checkpoint of fairseq's")
+    parser.add_argument(
+        "input", type=Path, metavar="IN", help="a checkpoint of fairseq's; of --to fairseq: a folder"
+    )
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
     parser.add_argument("--force", action="store_true", help="overwrite an existing OUT (never IN)")
-    parser.add_argument("--to", choices=TARGETS, required=True, help="the attention to convert to")
+    parser.add_argument(
+        "--to", choices=(*TARGETS, FAIRSEQ), required=True, help="the attention to convert to, or fairseq"
+    )
+    text = "of --to fairseq: a checkpoint of the run that was exported, whose settings OUT has"
+    parser.add_argument("--like", type=Path, metavar="CHECKPOINT", help=text)
     parser.add_argument(
         "--data", type=Path, metavar="DIR", help="binarised data: print the loss before and after"
     )
@@ -161,8 +169,19 @@ def run(args: argparse.Namespace) -> int:
     refuse_existing(args.output, args.force, "OUT")
     names = {field.name for family in FAMILIES.values() for field in family.own_fields()}
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
-    checkpoint = models.read(args.input)
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
+    if (args.like is None) == (args.to == FAIRSEQ):
+        raise UserError("--like CHECKPOINT goes with --to fairseq: give both or neither.")
+    if args.to == FAIRSEQ:
+        known = models.read(args.like)
+        weights_in = plain.weights_of(args.input, known.model)
+        made_by = provenance(
+            command=command, converted_from=[args.input.name, checksum(args.input / plain.WEIGHTS)]
+        )
+        models.write(Checkpoint(weights_in, known.cfg, known.is_old), args.output, made_by)
+        print(f"wrote {args.output}")
+        return 0
+    checkpoint = models.read(args.input)
     made_by = provenance(command=command, converted_from=[args.input.name, checksum(args.input)])
     with explaining(f"{args.input} cannot be converted", str(args.input)):
         models.kind_of(checkpoint.settings)  # an unknown model is refused before it is built

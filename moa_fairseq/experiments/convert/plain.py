@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -16,6 +18,7 @@ from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.layers.transformer import ACTIVATIONS, MixtureTransformer, StackSettings
 from moa_fairseq.plugin.families import settings_of
 
+WEIGHTS = "model.safetensors"
 TOLERANCE = 1e-6  # of logits in float64, relative to the largest; what is equal differs by 1e-13
 _NO_WEIGHTS = (".version", "._float_tensor")  # of fairseq's state, by their endings
 # What changes a model's outputs or its training and has no counterpart, with the value that means off
@@ -216,3 +219,37 @@ def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
         prefix: before each name.
     """
     return {prefix + name: tensor.clone().contiguous() for name, tensor in plain.state_dict().items()}
+
+
+def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """The weights of a folder of transformers by the names of a fairseq checkpoint.
+
+    Args:
+        folder: of `moa-fairseq export --transformers`, or of `save_pretrained`.
+        like: the weights of a fairseq checkpoint of the same model; what is tied there stays tied.
+
+    Raises:
+        UserError: for another model: a weight that one of the two lacks, or of another shape.
+    """
+    try:
+        from safetensors.torch import load_file
+    except ImportError as error:
+        raise UserError("--to fairseq needs safetensors: pip install safetensors.") from error
+    path = folder / WEIGHTS
+    if not path.is_file():
+        raise UserError(f"{path} is missing: name a folder of `moa-fairseq export --transformers`.")
+    given = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    tied = {like[name].data_ptr(): tensor for name, tensor in given.items() if name in like}
+    weights = {}
+    wrong = [name for name in given if name not in like]
+    for name, old in like.items():
+        weights[name] = given.get(name, tied.get(old.data_ptr(), old))
+        is_left = weights[name] is old and not name.endswith(_NO_WEIGHTS)
+        if is_left or weights[name].shape != old.shape:
+            wrong.append(name)
+    if wrong:
+        raise UserError(
+            f"{path} and --like are not the same model ({', '.join(wrong[:3])}): name a checkpoint of the "
+            "run that was exported."
+        )
+    return weights

@@ -10,7 +10,7 @@ from typing import Any
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.convert.plain import plain_model, tensors_of
+from moa_fairseq.experiments.convert.plain import WEIGHTS, plain_model, tensors_of
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.gpt2_files import bpe_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
@@ -211,5 +211,5 @@ def write_model(folder: Path, model: Any, dictionary: Any, criterion: Any, gener
                 "suppress_tokens": [dictionary.pad()],
             },
         )
-    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in weights.values())

@@ -6,8 +6,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.convert import plain
+from moa_fairseq.experiments.convert import models, plain
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "plugin" / "models"))
 import whole_models
@@ -73,3 +74,28 @@ def test_another_computation_is_noticed(monkeypatch):
     model.decoder.layers[0].activation_fn = torch.tanh  # which no setting tells
     with pytest.raises(UserError, match="differ"):
         plain.plain_model(model)
+
+
+def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
+    save_file = pytest.importorskip("safetensors.torch").save_file
+    words = ("moa_transformer_tiny", *TWO, "--share-all-embeddings")
+    model = whole_models.build(*words)
+    args = whole_models.settings(*words)
+    models.write(models.Checkpoint(model.state_dict(), {"model": args}, True), tmp_path / "run.pt", {})
+    trained = plain.tensors_of(plain.plain_model(model), "model.")
+    for tensor in trained.values():
+        tensor += torch.randn_like(tensor)
+    (tmp_path / "folder").mkdir()
+    save_file(trained, tmp_path / "folder" / plain.WEIGHTS)
+    line = ["convert", str(tmp_path / "folder"), "--to", "fairseq", str(tmp_path / "back.pt")]
+    assert main(line) == 2
+    assert "--like" in capsys.readouterr().err
+    assert main([*line, "--like", str(tmp_path / "run.pt")]) == 0
+    back = models.read(tmp_path / "back.pt").model
+    assert back.keys() == model.state_dict().keys()
+    for name, tensor in trained.items():
+        assert torch.equal(back[name.removeprefix("model.")], tensor)
+    assert back["encoder.embed_tokens.weight"].data_ptr() == back["decoder.embed_tokens.weight"].data_ptr()
+    other = whole_models.build("dense_transformer_tiny", *TWO)
+    with pytest.raises(UserError, match="not the same model"):
+        plain.weights_of(tmp_path / "folder", other.state_dict())
