@@ -10,15 +10,14 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.text import normalize, tokenizer
 from moa_fairseq.text.normalize import lowercase
 from moa_fairseq.text.steps import (
     detokenize,
-    normalize,
     normalize_punctuation,
     remove_nonprinting,
     replace_unicode_punctuation,
     tokenize,
-    tokenizer,
 )
 
 RECORDED = json.loads((Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8"))

@@ -84,8 +84,8 @@ PAIR.update(
 def test_each_language_may_have_a_model_of_its_own(prepare, pairs):
     made, root = prepare("parallel", pairs, **PAIR)
     codec = codec_of(made.folder, "translation")
-    models = [each.model for each in codec.segmentations]
-    assert models == [str(root / f"model/sentencepiece.{language}.model") for language in WORDS]
+    models = [each.processor.serialized_model_proto() for each in codec.segmentations]
+    assert models == [(root / f"model/sentencepiece.{language}.model").read_bytes() for language in WORDS]
     assert "猫" not in (made.folder / "dict.fi.txt").read_text("utf-8")
     assert (
         codec.decode((root / "pieces/test.fi").read_text("utf-8").splitlines()[5])
