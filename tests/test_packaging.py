@@ -119,7 +119,7 @@ def test_the_commit_hook_has_the_same_ruff():
 
 def test_what_the_integrations_are_tested_with_is_what_they_ask_for():
     pins = dict(re.findall(r"^([\w-]+)==(\S+)", text("scripts/requirements-integrations.txt"), re.M))
-    asked, *others = re.findall(r'"(?:hf|vision)": \[(.*?)\]', text("setup.py"))
+    asked, *others = re.findall(r'"(?:hf|vision)": \[(.*?)\]', text("setup.py"), re.S)
     for words in re.findall(r'"(.*?)"', " ".join([asked, *others])):
         requirement = Requirement(words)
         assert requirement.specifier.contains(pins[requirement.name])

@@ -171,8 +171,11 @@ def _codec(
     elif segmentation == "pieces":
         from sentencepiece import SentencePieceProcessor
 
-        models = source_spm, target_spm or source_spm
-        pair = tuple(PieceCodec(SentencePieceProcessor(model_file=model)) for model in models)
+        source = PieceCodec(SentencePieceProcessor(model_file=source_spm))
+        pair = (
+            source,
+            source if target_spm is None else PieceCodec(SentencePieceProcessor(model_file=target_spm)),
+        )
     else:
         pair = (ByteCodec() if segmentation == "bytes" else WordCodec(),) * 2
     if target_language is None:

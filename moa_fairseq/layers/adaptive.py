@@ -122,14 +122,20 @@ class AdaptiveSoftmax(nn.Module):
         if embedding is None:
             found = self.head(x)
         else:
-            found = torch.cat([F.linear(x, embedding.weights(0)[0]), self.head.class_proj(x)], -1)
+            classes = self.head.class_proj
+            assert isinstance(classes, nn.Linear)
+            found = torch.cat([F.linear(x, embedding.weights(0)[0]), classes(x)], -1)
         found = found.log_softmax(-1)
         bands = [found[..., :first]]
         for band, parts in enumerate(self.tail):
             assert isinstance(parts, nn.ModuleDict)
-            words, projection = (None, None) if embedding is None else embedding.weights(band + 1)
-            narrow = parts["0"](x) if "0" in parts else F.linear(x, projection.t())
-            narrow = self.dropout_module(narrow)
-            scores = parts["2"](narrow) if words is None else F.linear(narrow, words)
+            narrow: Tensor
+            if embedding is None:
+                narrow = self.dropout_module(parts["0"](x))
+                scores = parts["2"](narrow)
+            else:
+                words, projection = embedding.weights(band + 1)
+                narrow = parts["0"](x) if "0" in parts else F.linear(x, projection.t())
+                scores = F.linear(self.dropout_module(narrow), words)
             bands.append(scores.log_softmax(-1) + found[..., first + band, None])
         return torch.cat(bands, -1)

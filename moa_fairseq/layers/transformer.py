@@ -305,8 +305,10 @@ class TransformerStack(nn.Module):
         output_dim = settings.output_dim or width
         self.embed_tokens: nn.Embedding | AdaptiveEmbedding | None = None
         if settings.adaptive_input:
-            sizes = {"output_dim": input_dim, "padding_idx": settings.padding_idx}
-            self.embed_tokens = AdaptiveEmbedding(**settings.adaptive_input, **sizes)
+            bands = settings.adaptive_input
+            self.embed_tokens = AdaptiveEmbedding(
+                **bands, output_dim=input_dim, padding_idx=settings.padding_idx
+            )
         elif own_embedding:
             self.embed_tokens = _embedding(settings.vocab_size, input_dim, settings.padding_idx)
         self.embed_positions: nn.Embedding | None = None
