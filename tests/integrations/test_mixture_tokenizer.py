@@ -23,7 +23,7 @@ LINES = {
     "de": [
         "Klicken Sie auf „Speichern“: z. B. wird's nicht wieder-verwendet.",
         "Die Datei wurde nicht gespeichert ... <unk> a@@ b | [c] & d",
-        "<pad> und </s> sind Wörter;  zwei  Leerzeichen",
+        "Zwei  Leerzeichen und ein\u00a0festes",
         "日本語 und 🎉 1.000,5 geht's",
         "Klicken Sie auf „Speichern“: selten ſo",
         "",
