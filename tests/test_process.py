@@ -139,6 +139,16 @@ except KeyboardInterrupt:
     assert lines == ["ready", "tidied"]
 
 
+def test_a_child_inherits_that_an_interrupt_is_ignored(execute, monkeypatch):
+    """As in the background of a script: Ctrl-C in the terminal must not end the child."""
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        log = execute("import signal; print(signal.getsignal(signal.SIGINT) is signal.SIG_IGN)")
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert "\nTrue\n" in log
+
+
 def test_the_child_dies_with_a_killed_parent(tmp_path):
     """SIGKILL of the recipe must not leave a training that nobody watches and that holds the lock."""
     pid_file = tmp_path / "pid"

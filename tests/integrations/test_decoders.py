@@ -421,6 +421,13 @@ def test_the_remedy_for_barts_decoder_is_true():
         close(logits(to_mixture_of_heads(copy.deepcopy(model), layers=layers), ids), wanted)
 
 
+def test_a_layer_that_is_refused_leaves_the_others_dense():
+    model = dense()
+    with pytest.raises(UserError):
+        to_mixture_of_heads(model, layers=[(1, 2), (9, 9)])
+    assert mixtures_of(model) == []
+
+
 def test_the_mixture_is_in_the_mode_of_its_attention():
     assert not any(each.training for each in mixtures_of(to_mixture_of_heads(dense(), 2, 5)))
     assert all(each.training for each in mixtures_of(to_mixture_of_heads(dense().train(), 2, 5)))

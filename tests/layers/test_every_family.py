@@ -160,8 +160,9 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
     memory = torch.randn(5, 2, WIDTH, dtype=torch.float64).repeat_interleave(3, 1)
     x, mask = torch.randn(4, 6, WIDTH, dtype=torch.float64), future(5)[:4].roll(1, 1).double()
     whole, _ = attention(x, memory, memory, attn_mask=mask)
+    options = {"incremental_state": {}, "static_kv": True, "attn_mask": mask, "need_weights": False}
     with forward_context(beam_size=3):
-        shared, _ = attention(x, memory, memory, incremental_state={}, static_kv=True, attn_mask=mask)
+        shared, _ = attention(x, memory, memory, **options)
     torch.testing.assert_close(shared, whole)
 
 

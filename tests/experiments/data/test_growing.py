@@ -2,6 +2,7 @@
 
 import gzip
 import json
+import os
 import shutil
 import sys
 
@@ -93,6 +94,25 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(text, tmp_pa
     assert other.read_bytes() == whole.read_bytes()
     done_before = stop // 7  # whole files, which are not opened again
     assert len(read) - before <= 21 - 7 * done_before
+
+
+def test_a_text_that_was_cut_after_an_interrupt_begins_anew(text, tmp_path, monkeypatch):
+    parts, files, model, expected = text
+    for name, value in (("ROW", 30), ("SAVED", 1)):
+        monkeypatch.setattr(monolingual, name, value)
+    path = tmp_path / "new" / "train"
+
+    def fetch(part):
+        if part == parts[1] and not path.with_name("cut").exists():
+            path.with_name("cut").touch()
+            raise KeyboardInterrupt
+        return files[part]
+
+    with pytest.raises(KeyboardInterrupt):
+        monolingual.grow_pieces(parts, fetch, digests(files), model, path, len(expected), 1)
+    os.truncate(path, path.stat().st_size // 2)
+    monolingual.grow_pieces(parts, fetch, digests(files), model, path, len(expected), 1)
+    assert pieces_of(path) == expected
 
 
 def test_another_number_of_pieces_begins_anew(text, tmp_path):

@@ -26,6 +26,8 @@ def every(number):
         ([*UPDATES, every(50), "train.flags.validate-after-updates=51"], None, "average.updates"),
         (["average.epochs=2", "train.max_update=19"], 10, "average.epochs"),
         (["average.epochs=2", "train.max_update=20"], 10, None),
+        (["train.max_epoch=null", "train.max_update=39", "train.flags.save-interval=2"], 10, "average.epochs"),
+        (["train.max_epoch=null", "train.max_update=40", "train.flags.save-interval=2"], 10, None),
         (["train.flags.save-interval=2"], None, "train.flags.save-interval"),
         (["train.flags.save-interval=3"], None, "average.epochs"),
         (["train.flags.no-epoch-checkpoints=true"], None, "train.flags.no-epoch-checkpoints"),

@@ -102,12 +102,15 @@ def test_a_note_of_a_plan_stands_once_and_a_device_on_one_line(tmp_path, monkeyp
         assert len(lines) == len(set(lines)) and any(line.startswith("1×RTX5090 ") for line in lines)
 
 
-def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of):
-    report = plan_of("wmt14_ende_transformer_base", "--gpus", "8", "--device-name", "A100")
+@pytest.mark.parametrize("count, max_tokens, bound", [(8, 8192, "device"), (1, 256, "host")])
+def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of, count, max_tokens, bound):
+    machine = ("--gpus", str(count), "--device-name", "A100")
+    report = plan_of("wmt14_ende_transformer_base", *machine, f"--set=train.max_tokens={max_tokens}")
     (entry,) = report["hardware"]
     operations = entry["target_tokens"] * 6 * report["macs_per_target_token"]
-    of_the_device = [operations / (312e12 * share * 8) for share in reversed(UTILISATION)]
+    of_the_device = [operations / (312e12 * share * count) for share in reversed(UTILISATION)]
     of_the_host = [entry["updates"] * entry["batch"]["update_freq"] * 12 * each for each in HOST_SECONDS]
+    assert bound == "device" or of_the_host[1] > of_the_device[1] and entry["batch"]["update_freq"] > 1
     seconds = list(map(max, of_the_device, of_the_host))
     assert entry["hours"] == pytest.approx([each / 3600 for each in seconds], rel=0.05)
 
