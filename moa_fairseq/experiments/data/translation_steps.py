@@ -37,153 +37,203 @@ log = logging.getLogger(__name__)
 
 def translation_steps(job: PreparationJob) -> list[Step]:
     """tokens → bpe, or model → pieces → sample → binarised."""
-    settings = job.settings
-    languages = job.languages
-    data = job.data
-    tokens = text = job.root / "tokens"
-    merges = settings["bpe"]
-    given = settings.get("codes")
-    by_pieces = settings.get("segmentation") == SENTENCEPIECE
-    models = pieces.names(languages, settings["joined_dictionary"])
-    splits = list(job.parts or job.subsets)
-    if data.hold_out and data.hold_out.split not in splits:
-        splits.insert(1, data.hold_out.split)
+    return TranslationPreparation(job).steps()
 
-    def pairs(split: str) -> list[PiecePair]:
-        texts = job.texts.get(split, [])
-        return list(zip(texts[::2], texts[1::2]))
 
-    def pair(folder: Path, split: str) -> PiecePair:
-        return Piece(folder / f"{split}.{languages[0]}"), Piece(folder / f"{split}.{languages[1]}")
+class TranslationPreparation:
+    """The steps of one parallel data set.
 
-    def tokenised() -> list[Split]:
-        found = []
-        for split in job.parts:
-            steps = [data.steps_for(split, language, settings) for language in languages]
-            treatment = Treatment((steps[0], steps[1]), cleaning=data.cleaning("tokens", split))
-            train = split == "train"
-            own = not data.downloadable and not by_pieces  # pieces cut any word into text
-            hold_out = data.hold_out if train else None
-            found.append(Split(split, pairs(split), treatment, hold_out, train, own))
-        return found
+    Args:
+        job: its data section and its files.
+    """
 
-    def token_inputs() -> dict[str, Any]:
-        treated = [[split.name, split.treatment, split.hold_out] for split in tokenised()]
-        return {"languages": languages, "texts": job.read(), "splits": treated}
+    def __init__(self, job: PreparationJob):
+        settings = job.settings
+        self.job = job
+        self.data = job.data
+        self.settings = settings
+        self.languages = job.languages
+        self.tokens = job.root / "tokens"
+        self.model = job.root / "model"
+        self.merges = settings["bpe"]
+        self.given_codes = settings.get("codes")
+        self.uses_pieces = settings.get("segmentation") == SENTENCEPIECE
+        self.models = pieces.names(self.languages, settings["joined_dictionary"])
+        self.splits = list(job.parts or job.subsets)
+        hold_out = self.data.hold_out
+        if hold_out and hold_out.split not in self.splits:
+            self.splits.insert(1, hold_out.split)
+        self.cleaning = {split: self.data.cleaning("bpe", split) for split in self.splits}
 
-    def tokenise(new: Path) -> dict[str, Any]:
-        found = itertools.islice(read_pairs(pairs("train"), mark_bad=True), SAMPLE)
-        sample = [sides for sides in found if not any(side.startswith(BAD) for side in sides)]
+    def steps(self) -> list[Step]:
+        """All steps in their order, the manifest included."""
+        steps = [Step("tokens", self.tokens, self.tokenise, self._token_inputs)]
+        dictionaries: dict[str, str | None] = {}
+        if self.uses_pieces:
+            steps.append(Step("model", self.model, self.learn_pieces, lambda: self._model_inputs(steps[0])))
+            inputs = {"model": steps[-1], "cleaning": self.cleaning}
+            steps.append(Step("pieces", self.job.root / "pieces", self.segment, inputs))
+            source, target = [pieces.dictionary_of(self._model_of(language)) for language in self.languages]
+            dictionaries["srcdict"] = str(source)
+            dictionaries["tgtdict"] = None if self.job.joined else str(target)
+        elif self.merges is not None or self.given_codes:
+            step = Step("bpe", self.job.root / "bpe", self.segment, lambda: self._merge_inputs(steps[0]))
+            steps.append(step)
+        if self.settings.get("train_fraction") not in (None, 1):
+            steps.append(self._sample(steps[-1]))
+        steps.append(self.job.binarise(steps[-1], self.splits, dictionaries=dictionaries))
+        return [*steps, self.job.manifest(steps[-1])]
+
+    def tokenise(self, new: Path) -> dict[str, Any]:
+        """Check a sample of the training text, and write the tokens of each split."""
+        pairs = itertools.islice(read_pairs(self._texts("train"), mark_bad=True), SAMPLE)
+        sample = [sides for sides in pairs if not any(side.startswith(BAD) for side in sides)]
         # People can see whether the sides belong together, and whether the text is already segmented.
-        for sides in sample[:SHOWN]:
-            log.info("  %s", " | ".join(f"{one}: {side[:60].strip()}" for one, side in zip(languages, sides)))
-        asked = datasets()[settings["recipe"]]
-        taken = not data.steps and not data.codes and settings.get("tokenize") is None and not by_pieces
-        if taken and is_raw(itertools.chain(*sample)):
-            way = datasets()[asked.raw or asked.name]
-            if asked.raw:
-                sets = f"--set data.recipe={way.name} --set data.bpe={way.merges} "
-            else:
-                sets = ""
-            if way.name == "parallel":
-                what = "Moses' tokeniser"
-            else:
-                what = f"the steps of {way.name}"
-            raise UserError(
-                f"{pairs('train')[0][0].path} looks like raw text. Run `moa-fairseq prepare {way.name}` with "
-                f"--tokenize (in a recipe: {sets}--set data.tokenize=true) to apply {what}, or with "
-                f"--no-tokenize (data.tokenize=false) to use the text without changes."
-            )
-        if asked.splits_hyphens and not data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
-            log.warning(
-                "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
-                "comparable with the paper's without a compound split",
-                *(pairs("train")[0][1].path, asked.name),
-            )
-        for language in languages:
-            if any(name == "tokenize" for name, _ in data.steps_for("test", language, settings)):
+        for source, target in sample[:SHOWN]:
+            shown = [source[:60].strip(), target[:60].strip()]
+            log.info("  %s: %s | %s: %s", self.languages[0], shown[0], self.languages[1], shown[1])
+        self._refuse_raw_text(sample)
+        self._warn_of_hyphens(sample)
+        for language in self.languages:
+            if any(name == "tokenize" for name, _ in self.data.steps_for("test", language, self.settings)):
                 _warn_of_rules(language)
-        return write_splits(tokenised(), languages, new, job.workers)
+        return write_splits(self._splits_to_tokenise(), self.languages, new, self.job.workers)
 
-    def learn(new: Path) -> dict[str, int]:
+    def learn_pieces(self, new: Path) -> dict[str, int]:
+        """Learn the SentencePiece models, or copy the given one. Returns the number of pieces by file."""
         new.mkdir()
         counts = {}
-        for name in dict.fromkeys(models.values()):
-            if given:
-                counts[name] = pieces.obtain(new / name, Path(given))
+        for name in dict.fromkeys(self.models.values()):
+            if self.given_codes:
+                counts[name] = pieces.obtain(new / name, Path(self.given_codes))
             else:
-                log.info("learning %s SentencePiece pieces: %s", f"{merges:,}", name)
-                texts = [tokens / f"train.{language}" for language in languages if models[language] == name]
+                log.info("learning %s SentencePiece pieces: %s", f"{self.merges:,}", name)
+                languages = [language for language in self.languages if self.models[language] == name]
+                texts = [self._tokens_of(language) for language in languages]
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
-                counts[name] = pieces.learn(lines, texts[0], merges, new / name, **how)["pieces"]
+                facts = pieces.learn(lines, texts[0], self.merges, new / name, **self._piece_settings())
+                counts[name] = facts["pieces"]
             pieces.write_dictionary(new / name)
         return counts
 
-    def segment(new: Path) -> dict[str, Any]:
+    def segment(self, new: Path) -> dict[str, Any]:
+        """Write each split in pieces, or by merges that are learnt here or given."""
         new.mkdir()
         codes: str | tuple[str, str] = str(new / CODES)
-        if by_pieces:
-            codes = (str(model / models[languages[0]]), str(model / models[languages[1]]))
-        elif given:
-            shutil.copyfile(given, new / CODES)
+        if self.uses_pieces:
+            source, target = self.languages
+            codes = (str(self._model_of(source)), str(self._model_of(target)))
+        elif self.given_codes:
+            shutil.copyfile(self.given_codes, new / CODES)
         else:
-            log.info("learning %s joint BPE merges", f"{merges:,}")
-            learn_codes([tokens / f"train.{language}" for language in languages], merges, new / CODES)
-        treatments = {split: Treatment(codes=codes, cleaning=cleaning[split]) for split in splits}
-        segmented = [Split(split, [pair(tokens, split)], how) for split, how in treatments.items()]
-        return write_splits(segmented, languages, new, job.workers)
+            log.info("learning %s joint BPE merges", f"{self.merges:,}")
+            learn_codes([*map(self._tokens_of, self.languages)], self.merges, new / CODES)
+        splits = []
+        for split in self.splits:
+            treatment = Treatment(codes=codes, cleaning=self.cleaning[split])
+            splits.append(Split(split, [self._pair(self.tokens, split)], treatment))
+        return write_splits(splits, self.languages, new, self.job.workers)
 
-    def learned() -> Any:
+    def _sample(self, text: Step) -> Step:
+        """The step that keeps a fraction of the training pairs."""
+        fraction = self.settings["train_fraction"]
+        seed = self.settings.get("train_fraction_seed", 1)
+
+        def sample(new: Path) -> dict[str, int]:
+            new.mkdir()
+            for split in self.splits:
+                for whole, part in zip(self._pair(text.output, split), self._pair(new, split)):
+                    if split != "train":
+                        os.link(whole.path, part.path)
+            return sample_pairs(self._pair(text.output, "train"), self._pair(new, "train"), fraction, seed)
+
+        return Step(
+            "sample", self.job.root / "sample", sample, {"text": text, "fraction": fraction, "seed": seed}
+        )
+
+    def _token_inputs(self) -> dict[str, Any]:
+        treatments = [[split.name, split.treatment, split.hold_out] for split in self._splits_to_tokenise()]
+        return {"languages": self.languages, "texts": self.job.read(), "splits": treatments}
+
+    def _model_inputs(self, tokens: Step) -> dict[str, Any]:
+        inputs = {"tokens": tokens, "pieces": self._codes_input(), "settings": self._piece_settings()}
+        if not self.settings["byte_fallback"]:  # without bytes, the letters of long lines were once unknown
+            inputs["longest"] = pieces.LONGEST
+        return inputs
+
+    def _merge_inputs(self, tokens: Step) -> dict[str, Any]:
+        return {"tokens": tokens, "codes": self._codes_input(), "cleaning": self.cleaning}
+
+    def _codes_input(self) -> Any:
+        """The checksum of the given codes, else how many are learnt. Raises UserError for a missing file."""
+        given = self.given_codes
         if given and not Path(given).is_file():
             raise UserError(
                 f"data.codes: {given} does not exist. Give a file with BPE merges or a SentencePiece model."
             )
-        return job.checksum(Path(given)) if given else merges
+        return self.job.checksum(Path(given)) if given else self.merges
 
-    steps = [Step("tokens", tokens, tokenise, token_inputs)]
-    model = job.root / "model"
-    cleaning = {split: data.cleaning("bpe", split) for split in splits}
-    dictionaries = {}
-    if by_pieces:
-        fallback = settings["byte_fallback"]
-        coverage = settings.get("character_coverage")
-        how = pieces.translation_settings(settings["piece_model"], fallback, coverage)
-        # Without bytes, the letters of long lines were once unknown.
-        longest = {} if fallback else {"longest": pieces.LONGEST}
-        text = job.root / "pieces"
-        steps.append(
-            Step(
-                "model",
-                model,
-                learn,
-                lambda: {"tokens": steps[0], "pieces": learned(), "settings": how, **longest},
+    def _piece_settings(self) -> dict[str, Any]:
+        fallback = self.settings["byte_fallback"]
+        coverage = self.settings.get("character_coverage")
+        return pieces.translation_settings(self.settings["piece_model"], fallback, coverage)
+
+    def _splits_to_tokenise(self) -> list[Split]:
+        splits = []
+        for split in self.job.parts:
+            source, target = [
+                self.data.steps_for(split, language, self.settings) for language in self.languages
+            ]
+            treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
+            is_train = split == "train"
+            must_be_words = (
+                not self.data.downloadable and not self.uses_pieces
+            )  # pieces cut any word into text
+            hold_out = self.data.hold_out if is_train else None
+            splits.append(Split(split, self._texts(split), treatment, hold_out, is_train, must_be_words))
+        return splits
+
+    def _refuse_raw_text(self, sample: list[tuple[str, str]]) -> None:
+        """Raise UserError if text that is taken as it is does not look tokenised."""
+        data = self.data
+        is_processed = data.steps or data.codes or self.settings.get("tokenize") is not None
+        if is_processed or self.uses_pieces or not is_raw(itertools.chain(*sample)):
+            return
+        asked = datasets()[self.settings["recipe"]]
+        raw = datasets()[asked.raw or asked.name]
+        overrides = f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if asked.raw else ""
+        steps = "Moses' tokeniser" if raw.name == "parallel" else f"the steps of {raw.name}"
+        path = self._texts("train")[0][0].path
+        raise UserError(
+            f"{path} looks like raw text. Run `moa-fairseq prepare {raw.name}` with "
+            f"--tokenize (in a recipe: {overrides}--set data.tokenize=true) to apply {steps}, or with "
+            f"--no-tokenize (data.tokenize=false) to use the text without changes."
+        )
+
+    def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
+        asked = datasets()[self.settings["recipe"]]
+        if asked.splits_hyphens and not self.data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
+            log.warning(
+                "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
+                "comparable with the paper's without a compound split",
+                self._texts("train")[0][1].path,
+                asked.name,
             )
-        )
-        steps.append(Step("pieces", text, segment, {"model": steps[-1], "cleaning": cleaning}))
-        sides = [str(pieces.dictionary_of(model / models[language])) for language in languages]
-        dictionaries = {"srcdict": sides[0], "tgtdict": None if job.joined else sides[1]}
-    elif merges is not None or given:
-        text = job.root / "bpe"
-        steps.append(
-            Step("bpe", text, segment, lambda: {"tokens": steps[0], "codes": learned(), "cleaning": cleaning})
-        )
-    fraction = settings.get("train_fraction")
-    seed = settings.get("train_fraction_seed", 1)
-    if fraction not in (None, 1):
-        whole = text
-        text = job.root / "sample"
 
-        def sample(new: Path) -> dict[str, int]:
-            new.mkdir()
-            for split in splits:
-                for one, other in zip(pair(whole, split), pair(new, split)):
-                    if split != "train":
-                        os.link(one.path, other.path)
-            return sample_pairs(pair(whole, "train"), pair(new, "train"), fraction, seed)
+    def _texts(self, split: str) -> list[PiecePair]:
+        """The files of a split: (source, target) pairs."""
+        texts = self.job.texts.get(split, [])
+        return list(zip(texts[::2], texts[1::2]))
 
-        steps.append(Step("sample", text, sample, {"text": steps[-1], "fraction": fraction, "seed": seed}))
-    steps.append(job.binarise(steps[-1], splits, dictionaries=dictionaries))
-    return [*steps, job.manifest(steps[-1])]
+    def _pair(self, folder: Path, split: str) -> PiecePair:
+        source, target = self.languages
+        return Piece(folder / f"{split}.{source}"), Piece(folder / f"{split}.{target}")
+
+    def _tokens_of(self, language: str) -> Path:
+        return self.tokens / f"train.{language}"
+
+    def _model_of(self, language: str) -> Path:
+        return self.model / self.models[language]
 
 
 def _warn_of_rules(language: str) -> None:
