@@ -35,7 +35,7 @@ from moa_fairseq.experiments.recipes.batch import (
     planned_updates,
     training_set,
 )
-from moa_fairseq.experiments.recipes.hardware import DEVICES, Hardware, device_kind, precision_name
+from moa_fairseq.experiments.recipes.hardware import DEVICES, Device, Hardware, device_kind, precision_name
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
 from moa_fairseq.experiments.scoring.complexity import Cost, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
@@ -155,39 +155,24 @@ def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: P
 def _plan_for(
     recipe: Recipe, machine: Hardware, data: Path | None, work: Workload, speeds: list[Any]
 ) -> dict[str, Any]:
-    asked = machine.devices
-    (recipe, machine, left_out) = fit(recipe, machine, data)
+    """The entry of one machine in "hardware" of `plan`."""
+    requested = machine.devices
+    recipe, machine, left_out = fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     updates = planned_updates(recipe.train, batch, work.size)
-    if work.size:
-        per_epoch = work.size.updates_per_epoch(batch)
-    else:
-        per_epoch = None
-    if updates and per_epoch:
-        epochs = updates // per_epoch
-    else:
-        epochs = None
-    if machine.gpus:
-        kind = device_kind(machine.name)
-    else:
-        kind = "CPU"
-    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    per_epoch = work.size.updates_per_epoch(batch) if work.size else None
+    epochs = updates // per_epoch if updates and per_epoch else None
+    kind = device_kind(machine.name) if machine.gpus else "CPU"
     device = DEVICES.get(kind)
-    at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
-    at_rest += CUDA_BYTES if machine.gpus else 0
-    of_a_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
-    of_a_batch = round(of_a_token * batch.max_tokens)
-    entry = {
-        **{"device": kind, "count": asked, "precision": precision, "left_out": left_out},
-        **{"batch": dataclasses.asdict(batch), "tokens_per_update": batch.effective},
-        **{"memory": at_rest, "batch_memory": of_a_batch},
-        "fits": at_rest + of_a_batch <= USABLE * device.memory if device else None,
-        "most_tokens": max(0, int((USABLE * device.memory - at_rest) / of_a_token)) if device else None,
-        "disk": disk(recipe, work.model, machine.gpus > 0, updates, epochs),
-    }
-    recorded = _nearest(speeds, kind, precision, batch.devices)
-    if recorded:
-        entry.update(_origin(recorded, kind, batch))
+    precision = precision_name(recipe.train.precision, machine, recipe.model)
+    entry: dict[str, Any] = {"device": kind, "count": requested, "precision": precision, "left_out": left_out}
+    entry["batch"] = dataclasses.asdict(batch)
+    entry["tokens_per_update"] = batch.effective
+    entry.update(_memory(recipe, machine, work, precision, batch, device))
+    entry["disk"] = disk(recipe, work.model, machine.gpus > 0, updates, epochs)
+    record = _nearest(speeds, kind, precision, batch.devices)
+    if record:
+        entry.update(_origin(record, kind, batch))
     elif device:
         shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
         entry["speed_origin"] = f"rough: {shares} of the peak, and what the host takes"
@@ -195,26 +180,59 @@ def _plan_for(
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
         seconds: list[float] = []
-        if recorded:
-            speed = recorded["tokens_per_second"] / recorded["count"]
-            seconds = [tokens / (speed * batch.devices)] * 2
-            largest = recorded.get("batch_tokens") or 0
-            if batch.max_tokens < largest:  # a pass may take as long as that of the recorded batch
-                seconds[1] = max(seconds[1], updates * batch.update_freq * largest / speed)
+        if record:
+            seconds = _recorded_seconds(record, batch, updates, tokens)
         elif device:
-            if precision == "fp32":
-                peak = device.peak_single
-            else:
-                peak = device.peak_half
-            operations = OPERATIONS_PER_MAC * work.macs_per_target_token * tokens / (peak * batch.devices)
-            host = updates * batch.update_freq * _layers(work.model)
-            seconds = [
-                max(operations / share, host * each)
-                for share, each in zip(reversed(UTILISATION), HOST_SECONDS)
-            ]
-        digits = 3 if recorded else 2
+            peak = device.peak_single if precision == "fp32" else device.peak_half
+            seconds = _estimated_seconds(work, batch, updates, tokens, peak)
+        digits = 3 if record else 2
         entry["hours"] = [float(f"{each / 3600:.{digits}g}") for each in seconds] or None
     return entry
+
+
+def _memory(
+    recipe: Recipe, machine: Hardware, work: Workload, precision: str, batch: BatchPlan, device: Device | None
+) -> dict[str, Any]:
+    """Bytes per device before the first batch and of a batch, whether they fit, and the largest batch."""
+    at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    at_rest += CUDA_BYTES if machine.gpus else 0
+    per_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
+    of_batch = round(per_token * batch.max_tokens)
+    memory = {"memory": at_rest, "batch_memory": of_batch, "fits": None, "most_tokens": None}
+    if device:
+        usable = USABLE * device.memory
+        memory.update(
+            fits=at_rest + of_batch <= usable, most_tokens=max(0, int((usable - at_rest) / per_token))
+        )
+    return memory
+
+
+def _recorded_seconds(
+    record: Mapping[str, Any], batch: BatchPlan, updates: int, tokens: float
+) -> list[float]:
+    """The shortest and the longest time of a training whose speed is recorded, in seconds."""
+    speed = record["tokens_per_second"] / record["count"]
+    shortest = longest = tokens / (speed * batch.devices)
+    largest = record.get("batch_tokens") or 0
+    if batch.max_tokens < largest:  # a pass may take as long as that of the recorded batch
+        longest = max(longest, updates * batch.update_freq * largest / speed)
+    return [shortest, longest]
+
+
+def _estimated_seconds(
+    work: Workload, batch: BatchPlan, updates: int, tokens: float, peak: float
+) -> list[float]:
+    """The shortest and the longest time, in seconds.
+
+    Args:
+        work, batch, updates, tokens: of the training.
+        peak: operations per second of a device.
+    """
+    operations = OPERATIONS_PER_MAC * work.macs_per_target_token * tokens / (peak * batch.devices)
+    host = updates * batch.update_freq * _layers(work.model)
+    shortest = max(operations / UTILISATION[1], host * HOST_SECONDS[0])
+    longest = max(operations / UTILISATION[0], host * HOST_SECONDS[1])
+    return [shortest, longest]
 
 
 def _layers(model: nn.Module) -> int:
