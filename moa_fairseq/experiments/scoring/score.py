@@ -66,6 +66,7 @@ import argparse
 import itertools
 import json
 import sys
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -79,7 +80,6 @@ from moa_fairseq.experiments.scoring.chains import (
     KEYS,
     SACREBLEU,
     TOKENIZERS,
-    RunningText,
     Texts,
     running_text,
     score,
@@ -142,18 +142,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the scores asked for. Raises UserError on bad input."""
+    """Print the requested scores. Raises UserError on bad input."""
     if args.masked_lm or args.classifier:
-        if args.masked_lm:
-            flag = "--masked-lm"
-        else:
-            flag = "--classifier"
-        if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
-            raise UserError(
-                f"{flag} scores one checkpoint: leave out GENERATE_OUTPUT, --hypothesis, --reference and "
-                "other models."
-            )
-        return (masked_lm if args.masked_lm else classification).run(args)
+        return _score_model(args)
     if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
         raise UserError(
             "Give either GENERATE_OUTPUT, or both --hypothesis FILE and --reference FILE, or --masked-lm "
@@ -164,21 +155,31 @@ def run(args: argparse.Namespace) -> int:
     if args.against:
         if args.chain or args.also or args.lowercase:
             raise UserError("--against compares BLEU and chrF: leave --chain, --also and --lowercase out.")
-        systems = [[read(path, args) for path in system] for system in (paths, args.against)]
-        for _, meta in itertools.chain(*systems):
-            _warn(meta)
-        first, second = ([running_text(texts) for texts, _ in system] for system in systems)
-        _warn({"warnings": dict.fromkeys(text.warning for text in (*first, *second) if text.warning)})
-        return _compare(first, second, args.json)
+        return _compare(
+            [[read(path, args) for path in system] for system in (paths, args.against)], args.json
+        )
     if len(paths) > 1:
         raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
     texts, meta = read(paths[0], args)
+    return _score_texts(texts, meta, args)
+
+
+def _score_model(args: argparse.Namespace) -> int:
+    flag = "--masked-lm" if args.masked_lm else "--classifier"
+    if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
+        raise UserError(
+            f"{flag} scores one checkpoint: leave out GENERATE_OUTPUT, --hypothesis, --reference and "
+            "other models."
+        )
+    return (masked_lm if args.masked_lm else classification).run(args)
+
+
+def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -> int:
+    """Score by each chain; `meta` gets the warnings and what they are based on."""
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = {KEYS[name]: score(name, texts, args.lowercase) for name in chains}
-    form = RUNNING if texts.detokenized else ""
-    wants = {name: (form, form) if name == SACREBLEU else CHAINS[name].wants for name in chains}
-    references = [line for reference in texts.references for line in reference]
-    meta["warnings"] += score_warnings(wants, {"hypotheses": texts.hypotheses, "references": references})
+    references = list(itertools.chain.from_iterable(texts.references))
+    meta["warnings"] += _form_warnings(texts, references, chains)
     words = [len(line.split()) for line in references if line.strip()]
     meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
     by_words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
@@ -194,39 +195,52 @@ def run(args: argparse.Namespace) -> int:
             "compound-split: the text was tokenised with hyphens split (@-@); fairseq's script splits them "
             "again, so each counts as three matching tokens"
         )
-    _warn(meta)
+    _warn(meta["warnings"])
     if args.json:
         print(json.dumps({**scores, "meta": meta}, indent=2, ensure_ascii=False))
-    else:
-        for name in chains:
-            result = scores[KEYS[name]]
-            if "signature" in result:
-                signature = f", {result['signature']}"
-            else:
-                signature = ""
-            print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
+        return 0
+    for name in chains:
+        result = scores[KEYS[name]]
+        signature = f", {result['signature']}" if "signature" in result else ""
+        print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
     return 0
 
 
-def _warn(meta: dict[str, Any]) -> None:
-    for warning in meta["warnings"]:
+def _form_warnings(texts: Texts, references: list[str], chains: list[str]) -> list[str]:
+    """Warnings about text that is not in the form that a chain needs."""
+    form = RUNNING if texts.detokenized else ""
+    wants = {}
+    for name in chains:
+        wants[name] = (form, form) if name == SACREBLEU else CHAINS[name].wants
+    return score_warnings(wants, {"hypotheses": texts.hypotheses, "references": references})
+
+
+def _warn(warnings: Iterable[str]) -> None:
+    for warning in warnings:
         print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 
 
-def _compare(first: list[RunningText], second: list[RunningText], as_json: bool) -> int:
+def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -> int:
+    """Compare two systems, each with a list of outputs and what `_from_log` or `_from_files` says of them."""
+    running = []
+    for outputs in systems:
+        for _, meta in outputs:
+            _warn(meta["warnings"])
+        running.append([running_text(texts) for texts, _ in outputs])
+    first, second = running
+    _warn(dict.fromkeys(text.warning for text in (*first, *second) if text.warning))
     content = against(first, second)
     if as_json:
         print(json.dumps(content, indent=2))
-    else:
-        columns = [Column("metric", "metric"), Column("first", "first", ".2f")]
-        columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
-        columns += [Column("p", "p, sentences", ".4f"), Column("interval", "95 %, seeds", ">")]
-        columns += [Column("p_seeds", "p, seeds", ".4f")]
-        rows = [{**row, "interval": interval_of(row)} for row in content["metrics"]]
-        print(Table(columns, rows).text())
-        print(*(row["signature"] for row in content["metrics"]), sep="\n")
-        counts = f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs"
-        print(f"{counts}; {first[0].chain}")
+        return 0
+    columns = [Column("metric", "metric"), Column("first", "first", ".2f")]
+    columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
+    columns += [Column("p", "p, sentences", ".4f"), Column("interval", "95 %, seeds", ">")]
+    columns += [Column("p_seeds", "p, seeds", ".4f")]
+    rows = [{**row, "interval": interval_of(row)} for row in content["metrics"]]
+    print(Table(columns, rows).text())
+    print(*(row["signature"] for row in content["metrics"]), sep="\n")
+    print(f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}")
     return 0
 
 
