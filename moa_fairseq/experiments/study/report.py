@@ -121,64 +121,96 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         UserError: if no seed is complete.
     """
     records = fitting_records(study, runs)
-    planned = runs
-    left = Counter(run.block for run in runs if run.name not in records)
-    runs = [run for run in planned if run.block not in left]
-    for block, number in left.items():
-        if number < sum(run.block == block for run in planned):
-            log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
-    found = [records[run.name] for run in runs]
-    if not found:
-        folder = planned[0].records
-        raise UserError(f"{folder} has no complete seed of this study: run it without --report.")
-    _warn_of_unequal_runs(runs, records)
-    losses = losses_of(study, runs, records)
-    systems = [
-        {
-            "system": name,
-            "label": study.systems[name].label,
-            "family": study.systems[name].family,
-            "n": len(rows),
-            "loss": float(np.mean(list(losses[name].values()))),
-            "deviation": float(np.std(list(losses[name].values()), ddof=1)) if len(rows) > 1 else None,
-            "diverged": sum(row["end"] == DIVERGED for row in rows),
-            "parameters": rows[0]["parameters"],
-            **_attention(one := next(run for run in runs if run.system == name)),
-            "speed": _speed(rows, next(iter(study.systems)), found),
-            "by_seed": losses[name],
-            **({"curve": _mean_curve(rows), "dropout": _dropout(one)} if study.levels else {}),
-        }
-        for name in study.systems
-        if (rows := [row for row in found if row["system"] == name])
-    ]
-    kinds = ("commit", "hardware", "precision", "versions")
-    made_by: dict[str, dict[str, list[int]]] = {}  # such as hardware → a machine → its seeds
-    for key in kinds:
-        seeds = defaultdict(set)
-        for row in found:
-            seeds[str(row.get(key, "not recorded"))].add(row["seed"])
-        made_by[key] = {value: sorted(seeds[value]) for value in sorted(seeds)}
-    counts = {"runs": len(found), "planned": len(planned)}
+    complete = _complete_runs(runs, records)
+    rows = [records[run.name] for run in complete]
+    if not rows:
+        raise UserError(f"{runs[0].records} has no complete seed of this study: run it without --report.")
+    _warn_of_unequal_runs(complete, records)
+    losses = losses_of(study, complete, records)
+    systems = _systems(study, complete, records, losses)
     tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
     if len({row.get("cache_bytes") for row in systems}) > 1:
-        tables["cache"] = _cache(study, systems, planned[0].records)
+        tables["cache"] = _cache(study, systems, runs[0].records)
     if study.levels:
-        dropout = {row["system"]: row["dropout"] for row in systems}
-        at_equal = {}
-        for name, contrast in study.contrasts.items():
-            both = [run for run in runs if run.system in (contrast.first, contrast.second)]
-            if dropout[contrast.first] == dropout[contrast.second]:
-                levels = common_levels(study, [records[run.name] for run in both])
-                if not len(levels):
-                    log.warning("%s has no training loss that all of its runs have: it is left out", name)
-                    continue
-                at_equal[name] = losses_of(study, both, records, levels)
-        tables["at_equal_training_loss"] = _contrasts(study, at_equal)
+        tables["at_equal_training_loss"] = _at_equal_training_loss(study, complete, records, systems)
     if references:
-        tables["translations"] = _translations(study, runs, references)
-    shares = {row["unknown"] for row in found if row.get("unknown") is not None}
-    unknown = {"unknown": max(shares)} if shares else {}
-    return {"study": study.study, **counts, **unknown, **tables, "made_by": made_by}
+        tables["translations"] = _translations(study, complete, references)
+    content: dict[str, Any] = {"study": study.study, "runs": len(rows), "planned": len(runs)}
+    unknown = {row["unknown"] for row in rows if row.get("unknown") is not None}
+    if unknown:
+        content["unknown"] = max(unknown)
+    return {**content, **tables, "made_by": _provenance_of(rows)}
+
+
+def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[Run]:
+    """The runs of the seeds of which no run is left; a warning names the seeds that are begun."""
+    left = Counter(run.block for run in runs if run.name not in records)
+    for block, number in left.items():
+        if number < sum(run.block == block for run in runs):
+            log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
+    return [run for run in runs if run.block not in left]
+
+
+def _systems(
+    study: Study, runs: list[Run], records: dict[str, dict[str, Any]], losses: dict[str, dict[int, float]]
+) -> list[dict[str, Any]]:
+    """A row for each system that has runs.
+
+    Args:
+        study: with its systems, of which the first is the baseline of speeds.
+        runs: of complete seeds.
+        records: by a run's name.
+        losses: system → seed → bits.
+    """
+    all_rows = [records[run.name] for run in runs]
+    systems = []
+    for name, system in study.systems.items():
+        of_system = [run for run in runs if run.system == name]
+        if not of_system:
+            continue
+        rows = [records[run.name] for run in of_system]
+        bits = list(losses[name].values())
+        row = {"system": name, "label": system.label, "family": system.family, "n": len(rows)}
+        row["loss"] = float(np.mean(bits))
+        row["deviation"] = float(np.std(bits, ddof=1)) if len(rows) > 1 else None
+        row["diverged"] = sum(record["end"] == DIVERGED for record in rows)
+        row["parameters"] = rows[0]["parameters"]
+        row.update(_attention(of_system[0]))
+        row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
+        row["by_seed"] = losses[name]
+        if study.levels:
+            row.update(curve=_mean_curve(rows), dropout=_dropout(of_system[0]))
+        systems.append(row)
+    return systems
+
+
+def _provenance_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+    """What the records name of their making, such as hardware → a machine → its seeds."""
+    made_by = {}
+    for key in ("commit", "hardware", "precision", "versions"):
+        seeds = defaultdict(set)
+        for row in rows:
+            seeds[str(row.get(key, "not recorded"))].add(row["seed"])
+        made_by[key] = {value: sorted(seeds[value]) for value in sorted(seeds)}
+    return made_by
+
+
+def _at_equal_training_loss(
+    study: Study, runs: list[Run], records: dict[str, dict[str, Any]], systems: list[dict[str, Any]]
+) -> list[dict[str, Any]]:
+    """The contrasts of systems with equal dropout, at training losses that all of their runs have."""
+    dropout = {row["system"]: row["dropout"] for row in systems}
+    losses = {}
+    for name, contrast in study.contrasts.items():
+        if dropout[contrast.first] != dropout[contrast.second]:
+            continue
+        both = [run for run in runs if run.system in (contrast.first, contrast.second)]
+        levels = common_levels(study, [records[run.name] for run in both])
+        if len(levels):
+            losses[name] = losses_of(study, both, records, levels)
+        else:
+            log.warning("%s has no training loss that all of its runs have: it is left out", name)
+    return _contrasts(study, losses)
 
 
 def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
