@@ -9,6 +9,7 @@ from moa_fairseq.experiments.recipes.batch import plan_batch
 from moa_fairseq.experiments.recipes.ending import check_ending, unmet
 from moa_fairseq.experiments.recipes.loading import load_recipe
 
+EVERY_SECOND = ["train.max_epoch=null", "train.flags.save-interval=2"]
 UPDATES = ["average.epochs=null", "train.max_epoch=null", "train.max_update=150", "average.updates=3"]
 
 
@@ -26,8 +27,8 @@ def every(number):
         ([*UPDATES, every(50), "train.flags.validate-after-updates=51"], None, "average.updates"),
         (["average.epochs=2", "train.max_update=19"], 10, "average.epochs"),
         (["average.epochs=2", "train.max_update=20"], 10, None),
-        (["train.max_epoch=null", "train.max_update=39", "train.flags.save-interval=2"], 10, "average.epochs"),
-        (["train.max_epoch=null", "train.max_update=40", "train.flags.save-interval=2"], 10, None),
+        ([*EVERY_SECOND, "train.max_update=39"], 10, "average.epochs"),
+        ([*EVERY_SECOND, "train.max_update=40"], 10, None),
         (["train.flags.save-interval=2"], None, "train.flags.save-interval"),
         (["train.flags.save-interval=3"], None, "average.epochs"),
         (["train.flags.no-epoch-checkpoints=true"], None, "train.flags.no-epoch-checkpoints"),

@@ -110,7 +110,7 @@ def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of, c
     operations = entry["target_tokens"] * 6 * report["macs_per_target_token"]
     of_the_device = [operations / (312e12 * share * count) for share in reversed(UTILISATION)]
     of_the_host = [entry["updates"] * entry["batch"]["update_freq"] * 12 * each for each in HOST_SECONDS]
-    assert bound == "device" or of_the_host[1] > of_the_device[1] and entry["batch"]["update_freq"] > 1
+    assert bound == "device" or (of_the_host[1] > of_the_device[1] and entry["batch"]["update_freq"] > 1)
     seconds = list(map(max, of_the_device, of_the_host))
     assert entry["hours"] == pytest.approx([each / 3600 for each in seconds], rel=0.05)
 
