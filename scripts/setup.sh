@@ -19,15 +19,17 @@ set -euo pipefail
 export PYTHONSAFEPATH=1 PYTHONUTF8=1   # nothing is imported from the working directory
 
 [ "${1:-}" = "--help" ] && { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0; }
-root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
+root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd -P)   # also through a link to it
 torch_pin=${TORCH:-torch==2.13.0}
 
 fail() { echo "setup.sh: error: $*" >&2; exit 1; }
+case $# in 0) ;; 1) [[ $1 =~ ^--(integrations|zero-shot)$ ]] ;; *) false ;; esac \
+  || fail "'$*' is neither --integrations nor --zero-shot: give one of them, or nothing (--help explains them)."
 
 # refuse_foreign ENVIRONMENT: one that is linked or copied from another checkout would import this one from then on, and
 # what is no environment would be deleted when one is made in its place.
 refuse_foreign() {
-  local stamp=$1/.moa_fairseq_setup other remedy
+  local stamp=$1/.moa_fairseq_setup link other= remedy
   remedy="To make one of its own, delete it here (of a link that takes the link alone), and run this again: rm -rf '$1'"
   if [ ! -e "$stamp" ]; then
     if [ -L "$1" ]; then
@@ -36,12 +38,16 @@ refuse_foreign() {
     if [ "$1" != "${VIRTUAL_ENV:-}" ] && [ ! -e "$1/pyvenv.cfg" ] && [ -n "$(ls -A "$1" 2>/dev/null)" ]; then
       fail "$1 exists and is not a virtual environment: move it to another place, and run this again."
     fi
-    return 0
-  fi
-  other=$(sed -n 2p "$stamp")
-  if [ ! -d "$other" ]; then # as it was written once, with more behind it on this line
-    other=${other%% torch*}
-    other=${other%% /*}
+    for link in "$1"/lib/python*/site-packages/moa_fairseq; do # of a set-up that did not end
+      if [ -L "$link" ]; then other=$(dirname "$(readlink "$link")"); fi
+    done
+    if [ -z "$other" ]; then return 0; fi
+  else
+    other=$(sed -n 2p "$stamp")
+    if [ ! -d "$other" ]; then # as it was written once, with more behind it on this line
+      other=${other%% torch*}
+      other=${other%% /*}
+    fi
   fi
   if [ "$other" -ef "$root" ]; then return 0; fi
   if [ "$1" = "${VIRTUAL_ENV:-}" ]; then
@@ -51,8 +57,8 @@ refuse_foreign() {
 }
 
 find_python() {
-  local candidate
-  for candidate in ${PYTHON:-python3 python3.12 python3.11 python}; do
+  local candidate candidates=(python3 python3.12 python3.11 python)
+  for candidate in "${PYTHON:-${candidates[@]}}"; do
     if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
       command -v "$candidate"
       return

@@ -62,6 +62,24 @@ def test_without_a_compiler_fairseq_is_not_built(tmp_path):
     assert "no-compiler-of-this-name" in done.stderr and not (tmp_path / "out").exists()
 
 
+@pytest.fixture
+def project(tmp_path):
+    """A folder with what setup.sh reads of this project."""
+    root = tmp_path / "project"
+    requirements = ("scripts/requirements.txt", "scripts/requirements-integrations.txt")
+    for name in ("setup.py", "scripts/setup.sh", *requirements):
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        shutil.copy(ROOT / name, root / name)
+    return root
+
+
+def setup(script, *flags, python=sys.executable):
+    """Run it with no package index."""
+    environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
+    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": str(python)}
+    return subprocess.run(["bash", script, *flags], env=environment, capture_output=True, text=True)
+
+
 def folder(place):
     place.mkdir()
     (place / "notes.txt").write_text("mine")
@@ -84,27 +102,58 @@ def environment_without_pip(place):
         (lambda place: place.symlink_to("nowhere"), ()),
     ],
 )
-def test_setup_deletes_nothing_that_it_did_not_make(tmp_path, make, flag):
+def test_setup_deletes_nothing_that_it_did_not_make(project, make, flag):
     """What it does not take for its own is named and stays, and an environment without pip gets one."""
-    root = tmp_path / "project"
-    requirements = ("scripts/requirements.txt", "scripts/requirements-integrations.txt")
-    for name in ("setup.py", "scripts/setup.sh", *requirements):
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        shutil.copy(ROOT / name, root / name)
-    place = root / f".venv{''.join(flag)[1:]}"
+    place = project / f".venv{''.join(flag)[1:]}"
     make(place)
-    before = {path for path in root.rglob("*") if path.is_symlink() or path.is_file()}
-    environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
-    environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": sys.executable}
-    done = subprocess.run(
-        ["bash", root / "scripts" / "setup.sh", *flag], env=environment, capture_output=True, text=True
-    )
+    before = {path for path in project.rglob("*") if path.is_symlink() or path.is_file()}
+    done = setup(project / "scripts" / "setup.sh", *flag)
     assert done.returncode == 1
-    assert before <= {path for path in root.rglob("*") if path.is_symlink() or path.is_file()}
+    assert before <= {path for path in project.rglob("*") if path.is_symlink() or path.is_file()}
     if make is environment_without_pip:
         assert (place / "bin" / "pip").exists() or list(place.glob("lib/python*/site-packages/pip"))
     else:
         assert str(place) in done.stderr
+
+
+@pytest.mark.parametrize("flags", [["--integration"], ["--integrations", "--zero-shot"], [".venv"]])
+def test_setup_takes_one_option_that_it_knows(project, flags):
+    folder(project / ".venv")  # where it would stop otherwise
+    done = setup(project / "scripts" / "setup.sh", *flags)
+    assert done.returncode == 1 and " ".join(flags) in done.stderr and str(project) not in done.stderr
+
+
+@pytest.mark.parametrize("linked", ["checkout", "script"])
+def test_setup_finds_its_checkout_through_a_link(project, tmp_path, linked):
+    """A stamp with the link's path would be another checkout's once the link is gone."""
+    folder(project / ".venv")
+    (tmp_path / "link").symlink_to(project if linked == "checkout" else project / "scripts" / "setup.sh")
+    done = setup(tmp_path / "link" / "scripts" / "setup.sh" if linked == "checkout" else tmp_path / "link")
+    assert done.returncode == 1 and str(project / ".venv") in done.stderr
+    assert not (tmp_path / ".venv").exists()
+
+
+def test_setup_takes_a_python_with_a_blank_in_its_path(project, tmp_path):
+    python = tmp_path / "my python" / "python"
+    python.parent.mkdir()
+    python.write_text(f"#!/bin/sh\ncase $* in *venv*) echo \"$*\" > '{tmp_path}/asked'; exit 1;; esac\n")
+    python.chmod(0o755)
+    assert setup(project / "scripts" / "setup.sh", python=python).returncode == 1
+    assert str(project / ".venv") in (tmp_path / "asked").read_text()
+
+
+def test_setup_refuses_an_environment_that_imports_another_checkout(project, tmp_path):
+    """Its packages may be another's by a link; a set-up that did not end has left no stamp."""
+    site = tmp_path / "other" / ".venv" / "lib" / "python3.11" / "site-packages"
+    site.mkdir(parents=True)
+    (tmp_path / "other" / "moa_fairseq").mkdir()
+    (site / "moa_fairseq").symlink_to(tmp_path / "other" / "moa_fairseq")
+    (project / ".venv").mkdir()
+    (project / ".venv" / "pyvenv.cfg").touch()
+    (project / ".venv" / "lib").symlink_to(tmp_path / "other" / ".venv" / "lib")
+    done = setup(project / "scripts" / "setup.sh")
+    assert done.returncode == 1 and f"{tmp_path / 'other'}," in done.stderr and str(project) in done.stderr
+    assert os.readlink(site / "moa_fairseq") == str(tmp_path / "other" / "moa_fairseq")
 
 
 def test_both_checks_run_one_script():
