@@ -98,12 +98,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
     for run, made_by in made:
         _check_commit(run, made_by, place, now)
-        if digest and made_by.get("data") not in (None, digest):
-            raise UserError(
-                f"{run.name} of {place.study.study} was trained on data of the digest {made_by['data']}, and "
-                f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that "
-                "run with --data. To begin anew, give other folders to --runs and --records."
-            )
+        _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
     elsewhere = _made_elsewhere([each for each in made if each[0].block in incomplete], place)
     left = [run for run in runs if run.block not in elsewhere and run.name not in records]
@@ -145,6 +140,17 @@ def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None)
     )
 
 
+def _check_text(name: str, made: dict[str, Any], place: Place, now: str | None, remedy: str = "") -> None:
+    """Raise UserError if a run, by its record or folder, was trained on other text than the digest `now`."""
+    there = made.get("data")
+    if there and now and there != now:
+        raise UserError(
+            f"{name} of {place.study.study} was trained on data of the digest {there}, and "
+            f"--data {place.data} has {now}: all runs of a study need one text. Name the data of that run "
+            f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
+        )
+
+
 def work(runs: list[Run], place: Place) -> None:
     """Run every run that has no record and no other worker, here or elsewhere.
 
@@ -156,7 +162,7 @@ def work(runs: list[Run], place: Place) -> None:
 
     Raises:
         UserError: a training failed, and did not diverge; or the source tree has another commit than that of
-            a training or record.
+            a training or record, or the prepared data another digest.
     """
     with disk_errors(place.folders):
         place.folders.mkdir(parents=True, exist_ok=True)
@@ -221,7 +227,11 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
 
 
 def _carry_out(run: Run, place: Place) -> None:
-    """Train, and write the record. Raises UserError if training fails, unless it diverged."""
+    """Train, and write the record. Raises UserError if training fails, unless it diverged.
+
+    Raises it also if runs with the same data settings have records of other text: the digest of raw text is
+    known only when the recipe has prepared it.
+    """
     folder = place.folders / run.name
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
@@ -240,6 +250,10 @@ def _carry_out(run: Run, place: Place) -> None:
         raise UserError(f"{error}\n{remedy}") from error
     made_by = _made_by(maker(folder, run.load()))
     _check_commit(run, made_by, place, began)
+    for (system, seed), before in records_of(run.records).items():
+        if _of_data(before.content.get("settings", {})) == _of_data(settings):
+            name = f"{system}-seed{seed}"
+            _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or diverged):
         problem = f"{folder / 'train.jsonl'} has no validation, by which the runs of a study are compared"
@@ -265,6 +279,10 @@ def _carry_out(run: Run, place: Place) -> None:
         "command": to_shell([_without_machine(word) for word in command], environment),
     }
     append_record(run.records, record)
+
+
+def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key.startswith("data.")}
 
 
 def _without_machine(word: str) -> str:

@@ -460,6 +460,17 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     assert f"unequal data ({digest}; another)" in capsys.readouterr().out
 
 
+def test_raw_text_that_changed_is_not_recorded_beside_the_other(study, capsys):
+    """Its digest is known only when a run's recipe has prepared it."""
+    Player.conditions = {"data": "1" * 16}
+    study(seeds=1)
+    Player.conditions = {"data": "2" * 16}
+    status, records = study(seeds=2)
+    assert status == 2 and set(records_of(records)) == {("A", 1), ("B", 1)} and len(Player.ran) == 3
+    told = capsys.readouterr().err
+    assert "1" * 16 in told and "2" * 16 in told and "delete runs/toy/A-seed2" in told
+
+
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
