@@ -166,6 +166,15 @@ def _import_plugin(args: argparse.Namespace) -> None:
     import_user_module(args)
 
 
+def _refuse_other_encodings(words: list[str]) -> None:
+    """Names of files go into JSON, YAML and scripts, which are UTF-8."""
+    for word in (*words, os.getcwd()):
+        try:
+            word.encode()
+        except UnicodeEncodeError as error:
+            raise UserError(f"{word}: a name that is not UTF-8 cannot be recorded. Rename it.") from error
+
+
 def _give_up_output() -> None:
     """Python would try to write the rest when it ends, and end with another status."""
     try:
@@ -209,6 +218,7 @@ def main(argv: list[str] | None = None) -> int:
     alone = getattr(args, "json", None) is True or args.verb in ("translate", "complete", "fill-mask")
     stream = sys.stderr if alone else sys.stdout
     try:
+        _refuse_other_encodings(argv)
         if args.user_dir is not None:
             _import_plugin(args)
         guard: contextlib.AbstractContextManager = contextlib.nullcontext()
@@ -227,7 +237,7 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except OSError as error:  # a file's, which names itself, or the output's
         _give_up_output()
-        where = error.filename or "the standard output or a file"
+        where = error.filename or "a standard stream or a file"
         print(
             printable(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
         )

@@ -23,7 +23,7 @@ PathLike = str | Path
 DISK_FULL = (errno.ENOSPC, errno.EDQUOT)
 NOT_WRITABLE = (
     *(errno.EACCES, errno.EPERM, errno.EROFS),
-    *(errno.ENOTDIR, errno.EEXIST, errno.ENOENT, errno.EISDIR),
+    *(errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR),
 )
 
 _LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
@@ -303,7 +303,8 @@ def as_user_error(error: OSError, path: Path) -> Exception:
         path: the final name, or its folder, for the message.
 
     Returns:
-        A UserError where the user can help: the disk is full, or `path` not writable. Else the error itself.
+        A UserError where the user can help: the disk is full, `path` not writable, or the file too large.
+        Else the error itself.
     """
     if error.errno in DISK_FULL:
         return UserError(
@@ -312,6 +313,11 @@ def as_user_error(error: OSError, path: Path) -> Exception:
         )
     if error.errno in NOT_WRITABLE:
         return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
+    if error.errno == errno.EFBIG:
+        return UserError(
+            f"Cannot write {path}: {error.strerror}. Raise the shell's limit (ulimit -f), or choose a folder "
+            "on a file system that allows larger files."
+        )
     return error
 
 

@@ -21,7 +21,7 @@ import portalocker
 
 import moa_fairseq
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.files import disk_errors, refuse_link, utf8_environment
+from moa_fairseq.files import disk_errors, refuse_irregular, refuse_link, utf8_environment
 
 MODULES = {
     "fairseq-preprocess": "fairseq_cli.preprocess",
@@ -214,6 +214,7 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
         yield
         return
     refuse_link(file)
+    refuse_irregular(file, "Lock")
     with disk_errors(folder):
         folder.mkdir(parents=True, exist_ok=True)
         file.touch()

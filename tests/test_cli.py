@@ -1,5 +1,6 @@
 """What `moa-fairseq` says of words that it does not know."""
 
+import errno
 import os
 import subprocess
 import sys
@@ -57,3 +58,24 @@ def test_a_full_disk_behind_the_standard_output_is_named(tmp_path):
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, check=False, **given)
     assert done.returncode == 2 and "No space left" in done.stderr.decode().splitlines()[-1]
+
+
+@pytest.mark.parametrize("place", ["argument", "folder"])
+def test_a_name_that_is_not_utf8_is_refused(capsys, monkeypatch, tmp_path, place):
+    """JSON and scripts that would name it are UTF-8."""
+    name = os.fsdecode(b"a\xff")
+    if place == "folder":
+        (tmp_path / name).mkdir()
+        monkeypatch.chdir(tmp_path / name)
+    assert main(["score", name if place == "argument" else "log.txt"]) == 2
+    assert "a\\udcff: " in capsys.readouterr().err
+
+
+def test_an_error_of_no_file_is_not_taken_for_the_standard_output(capsys, monkeypatch):
+    def run(args):
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")  # as of a standard input that is a folder
+
+    monkeypatch.setattr("moa_fairseq.experiments.scoring.score.run", run)
+    assert main(["score", "x"]) == 2
+    message = capsys.readouterr().err
+    assert "Is a directory" in message and "standard output" not in message

@@ -61,10 +61,10 @@ def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(
     assert events == [8, "named", "folder"]
 
 
-FULL, QUOTA = OSError(errno.ENOSPC, "No space"), OSError(errno.EDQUOT, "Quota")
+FULL, QUOTA, BIG = (OSError(getattr(errno, name), name) for name in ("ENOSPC", "EDQUOT", "EFBIG"))
 
 
-@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), FULL, QUOTA])
+@pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), FULL, QUOTA, BIG])
 def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
     path = tmp_path / "file.bin"
     path.write_bytes(b"old")
@@ -72,7 +72,8 @@ def test_a_failure_leaves_the_old_file_and_nothing_else(tmp_path, failure):
     with pytest.raises(expected) as raised, atomic_write(path, "wb") as stream:
         stream.write(b"half")
         raise failure
-    assert expected is not UserError or "disk is full" in str(raised.value)
+    if expected is UserError:
+        assert ("ulimit -f" if failure is BIG else "disk is full") in str(raised.value)
     assert path.read_bytes() == b"old" and names(tmp_path) == ["file.bin"]
 
 
@@ -153,6 +154,9 @@ def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_remo
     assert len(names(tmp_path)) == 3 and not (tmp_path / "model").exists()
     living.communicate(b"\n")
     assert names(tmp_path) == [".model.12345678.tmp", ".model.abcdefgh.tmp", "model"]
+    assert names(tmp_path / "model") == ["half"]
+    with pytest.raises(UserError, match="model: "), atomic_folder(tmp_path / "model"):
+        pass  # another process was faster
     assert names(tmp_path / "model") == ["half"]
 
 

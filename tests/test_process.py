@@ -3,6 +3,7 @@
 import errno
 import math
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -282,6 +283,13 @@ def test_a_file_system_without_locks_is_no_other_run(monkeypatch, tmp_path, numb
         pass
     assert os.strerror(number) in str(error.value) and str(tmp_path / "run") in str(error.value)
     assert "nother" not in str(error.value)
+
+
+@pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
+def test_a_lock_that_is_no_file_is_named(tmp_path, make):
+    make(tmp_path / ".lock")
+    with pytest.raises(UserError, match=re.escape(str(tmp_path / ".lock"))), process.locked(tmp_path):
+        pass
 
 
 def test_a_line_is_not_appended_without_locks(monkeypatch, tmp_path):

@@ -212,7 +212,10 @@ def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any
         return
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
     if before is None:
-        raise UserError(f"{step.output} holds files that this version of this recipe did not make. {remedy}")
+        raise UserError(
+            f"{step.output} holds files of which {STATE} beside it says nothing: this version of this recipe "
+            f"did not make them, or {STATE} was damaged. {remedy}"
+        )
     listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5])
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 

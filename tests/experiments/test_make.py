@@ -119,7 +119,7 @@ def test_a_new_goal_is_gone_on_to_and_other_inputs_are_refused(tmp_path):
     with pytest.raises(UserError, match=r"other settings \(from.*--restart"):
         make(chain(tmp_path, word="b"), tmp_path)
     (tmp_path / "state.json").write_text('{"train": {"settings": {}, "done": "x"}, "slow": 3, "said": {')
-    with pytest.raises(UserError, match=r"this version.*--restart"):
+    with pytest.raises(UserError, match=r"state\.json was damaged.*--restart"):
         make(chain(tmp_path), tmp_path)
 
 

@@ -88,8 +88,8 @@ def load_subset(task: Any, subset: str) -> Any:
     """
     try:
         task.load_dataset(subset)
-    # fairseq's for a subset that is not there, is cut off, or that the task lacks; the text says which
-    except (OSError, RuntimeError, KeyError, AssertionError) as error:
+    # fairseq's for a subset that is not there, damaged, or that the task lacks; the text says which
+    except (OSError, RuntimeError, KeyError, ValueError, AssertionError) as error:
         raise UserError(f"--subset {subset}: {shortened(error)}") from error
     return task.dataset(subset)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import logging
 import os
 import pickle
@@ -17,7 +18,7 @@ from typing import IO, Any
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import atomic_write, refuse_irregular, remove_leftovers
+from moa_fairseq.files import DISK_FULL, atomic_write, refuse_irregular, remove_leftovers
 from moa_fairseq.plugin.patches.foreign_settings import forget_outputs
 from moa_fairseq.plugin.patches.malformed_checkpoints import check_checkpoint, check_weights
 from moa_fairseq.plugin.patches.saved_numbers import numpy_stand_ins, plain
@@ -36,6 +37,7 @@ AFTER_DIVERGENCE = (
     f"one; {CRASH} is what failed."
 )
 _CHUNK = 1 << 20  # bytes
+_OF_DAMAGE = (None, errno.EINVAL)
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
 _HERE = "plugin/patches/test_checkpoint_files.py::"
@@ -81,6 +83,9 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
     except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
+        # damaged bytes may ask for a seek to nowhere (EINVAL); too many open files, say, is no damage
+        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno not in _OF_DAMAGE):
+            raise
         raise _damaged(name, _first_sentence(error)) from error
 
 
@@ -294,13 +299,17 @@ def _write_checked(
         # torch's writer has RuntimeErrors for a full disk, the check all kinds for what it reads back
         except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
             if isinstance(error, UserError):
+                cause = error.__cause__
+                if isinstance(cause, OSError) and cause.errno not in DISK_FULL:  # time does not help
+                    raise
                 reason = str(error)
             else:
                 reason = _first_sentence(error)
             if attempt == ATTEMPTS:
                 raise UserError(
-                    f"{filename} could not be written ({reason.rstrip('.')}): is the disk full? Earlier "
-                    f"checkpoints are intact: free some space and start the same training again."
+                    f"{filename} could not be written ({reason.rstrip('.')}): is the disk full, or has the "
+                    "shell a limit for files (ulimit -f)? Earlier checkpoints are intact: make room and run "
+                    "the same command again."
                 ) from error
             logger.warning(f"{filename} could not be written ({reason}); trying again")
             time.sleep(SECONDS_BETWEEN)

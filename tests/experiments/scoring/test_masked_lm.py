@@ -146,6 +146,14 @@ def test_bad_input(toy_masked_lm, capsys, flags, says):
     assert says in capsys.readouterr().err
 
 
+@pytest.mark.parametrize(("name", "size"), [("test.bin", 0), ("test.idx", 40)])
+def test_damaged_data_is_named(toy_masked_lm, toy_wiki_data, tmp_path, capsys, name, size):
+    for path in toy_wiki_data.iterdir():
+        (tmp_path / path.name).write_bytes(path.read_bytes()[: size if path.name == name else None])
+    assert main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"]) == 2
+    assert "--subset test" in capsys.readouterr().err
+
+
 def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
     assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
     assert "is not a masked language model" in capsys.readouterr().err

@@ -104,12 +104,30 @@ def test_a_real_limit_of_the_system(old):
     before = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (100_000, before[1]))
     try:
-        with pytest.raises(UserError, match="could not be written"):
+        with pytest.raises(UserError, match=r"could not be written.*ulimit -f"):
             save(old)
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, before)
     assert only_whole_files(old.parent) == ["checkpoint_last.pt"]
     assert load_checkpoint(old)["model"]["w"].numel() == 3
+
+
+def test_a_place_that_cannot_be_written_is_tried_once(tmp_path, caplog):
+    (tmp_path / "file").touch()
+    with pytest.raises(UserError) as error:
+        save(tmp_path / "file" / "checkpoint_last.pt")
+    assert "Cannot write" in str(error.value) and "full" not in str(error.value)
+    assert "trying again" not in caplog.text
+
+
+@pytest.mark.parametrize("error", [OSError(errno.EMFILE, "Too many open files"), MemoryError()])
+def test_what_the_system_lacks_is_no_damage_of_the_file(old, monkeypatch, error):
+    def load(*args, **options):
+        raise error
+
+    monkeypatch.setattr(torch, "load", load)
+    with pytest.raises(type(error)):
+        load_checkpoint(old)
 
 
 @pytest.mark.parametrize("write", [save, copy])
