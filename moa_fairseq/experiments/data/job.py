@@ -147,7 +147,7 @@ class PreparationJob:
         if self.data.kind == LANGUAGE_MODELING and not self.data.bring:
             return f"It is not changed, so that results stay comparable. For text_sp give {way}."
         if self.data.kind == LANGUAGE_MODELING:
-            return f"Give every letter a piece by {way}. U+2585 and NUL never get one: remove them."
+            return f"U+2585 and NUL never get a piece: remove them. Give every other letter one by {way}."
         if self.settings.get("segmentation") == SENTENCEPIECE:
             return "Split letters into bytes by --byte-fallback (data.byte_fallback: true)."
         return "Flags of fairseq-preprocess (data.flags) leave words out: raise their limits."
