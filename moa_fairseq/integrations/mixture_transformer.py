@@ -31,7 +31,7 @@ from transformers.modeling_outputs import (
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.mixture_tokenizer import MixtureTokenizer
 from moa_fairseq.layers.kv_cache import KVCache
-from moa_fairseq.layers.losses import BALANCE_LOSSES, weighted_loss, z_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, weighted_loss
 from moa_fairseq.layers.routing import Routing, RoutingSums
 from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.transformer import LayerCache, MixtureTransformer, StackSettings
@@ -238,7 +238,7 @@ class MixtureTransformerModel(PreTrainedModel):
         if self.training and routings and (config.load_balance_coef or config.z_loss_coef):
             kinds = RoutingSums.by_kind(list(routings))
             balance = [BALANCE_LOSSES[config.balance_loss](sums) for sums in kinds]
-            z = [z_loss(sums) for sums in kinds]
+            z = [OF_ANY_FAMILY["z_loss"](sums) for sums in kinds]
             weights = config.load_balance_coef, config.z_loss_coef
             term = weighted_loss(kinds, balance, z, *weights, config.aux_loss_reduce)
             loss = loss + term * (count if config.aux_loss_scale == "sample-size" else 1)

@@ -3,6 +3,7 @@
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.dense import DenseAttention
 from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.family_losses import FamilyLosses, losses_for
 from moa_fairseq.layers.gqe import GroupedQueryExperts
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.latent import LatentAttention
@@ -19,6 +20,7 @@ __all__ = [
     "Attention",
     "DenseAttention",
     "ExpertDraw",
+    "FamilyLosses",
     "GroupedQueryExperts",
     "KVCache",
     "LatentAttention",
@@ -29,6 +31,7 @@ __all__ = [
     "Routing",
     "SwitchHeadAttention",
     "load_balance_loss",
+    "losses_for",
     "running_statistics_of",
     "update_running_statistics",
     "z_loss",

@@ -192,6 +192,7 @@ class Attention(nn.Module, abc.ABC):
         UserError: for impossible settings.
     """
 
+    family: ClassVar[str | None] = None  # of its routings, for `losses_for`; None: it has none
     keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
     reads: frozenset[str] = frozenset()  # further keywords of the call
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
@@ -215,9 +216,9 @@ class Attention(nn.Module, abc.ABC):
     ):
         super().__init__()
         common = common or FamilySettings()
-        check_choice("--head-gate", head_gate, HEAD_GATES)
+        check_choice("head_gate", head_gate, HEAD_GATES)
         if not 0 < output_scale < math.inf:
-            raise UserError(f"--attention-output-scale is {output_scale}: give a positive number.")
+            raise UserError(f"output_scale is {output_scale}: give a positive number.")
         self.output_scale = output_scale
         self._path: str | None = None
         self._instance = next(_instances)
@@ -235,7 +236,7 @@ class Attention(nn.Module, abc.ABC):
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
         self.positions: Positions | None = None
         if positions is not None:
-            check_choice("--positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
+            check_choice("positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
         if positions in POSITIONS_IN_ATTENTION:
             if not self_attention:
                 raise UserError(

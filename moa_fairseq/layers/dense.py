@@ -72,10 +72,10 @@ class DenseHeadsAttention(Attention):
             raise UserError(
                 f"The model width {embed_dim} is not a multiple of the {num_heads} attention heads: change "
                 "one of the two. For dense attention you can instead set the head dimension "
-                "(--attention-head-dim)."
+                "(attention_head_dim)."
             )
         if head_dim is not None and head_dim < 1:
-            raise UserError(f"--attention-head-dim is {head_dim}: give a positive number.")
+            raise UserError(f"attention_head_dim is {head_dim}: give a positive number.")
         super().__init__(embed_dim, num_heads, head_dim or embed_dim // num_heads, **options)
         width = num_heads * self.head_dim
         key_width = self.key_heads * self.head_dim
@@ -148,12 +148,12 @@ class DenseAttention(DenseHeadsAttention):
         key_heads = settings.key_heads
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
             raise UserError(
-                f"--key-heads {key_heads} does not divide the {num_heads} attention heads: give a divisor of "
+                f"key_heads {key_heads} does not divide the {num_heads} attention heads: give a divisor of "
                 f"{num_heads}."
             )
         if not 0 <= settings.dropped_heads < num_heads:
             raise UserError(
-                f"--dropped-heads {settings.dropped_heads} must be between 0 and {num_heads - 1}: "
+                f"dropped_heads {settings.dropped_heads} must be between 0 and {num_heads - 1}: "
                 f"at least one of the {num_heads} attention heads must remain."
             )
         super().__init__(

@@ -73,17 +73,19 @@ class GroupedQueryExperts(MixtureOfAttention):
         UserError: for impossible sizes.
     """
 
+    family = "GQE"
+
     def __init__(self, embed_dim: int, settings: GQESettings | None = None, **options: Any):
         settings = GQESettings.of(settings, options)
         groups = settings.gqe_groups
         shared_heads = settings.gqe_shared_heads
-        check_choice("--gqe-output", settings.gqe_output, OUTPUTS)
+        check_choice("gqe_output", settings.gqe_output, OUTPUTS)
         if groups < 1 or shared_heads not in (0, 1):
             raise UserError(
-                f"--gqe-groups is {groups} and --gqe-shared-heads {shared_heads}: give a positive number of "
+                f"gqe_groups is {groups} and gqe_shared_heads {shared_heads}: give a positive number of "
                 "groups, and 0 or 1 shared heads."
             )
-        router = TopKRouter(embed_dim, settings, groups)
+        router = TopKRouter(embed_dim, settings, groups, self.family)
         router.is_constant &= settings.gqe_output != "hard"  # which has no gates
         every = MoASettings(
             num_experts=shared_heads + groups * settings.num_experts,
@@ -95,8 +97,8 @@ class GroupedQueryExperts(MixtureOfAttention):
         super().__init__(embed_dim, every, groups=groups, router=router, **options)
         if shared_heads and groups > 1 and isinstance(self.positions, RelativePositions):
             raise UserError(
-                "--positions xl gives each key head its own positions, but the shared head attends to the "
-                "mean of the keys: choose --positions rope, --gqe-shared-heads 0 or --gqe-groups 1."
+                "positions='xl' gives each key head its own positions, but the shared head attends to the "
+                "mean of the keys: choose positions='rope', gqe_shared_heads 0 or gqe_groups 1."
             )
         self.groups = groups
         self.shared_heads = shared_heads

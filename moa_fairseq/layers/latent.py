@@ -85,8 +85,8 @@ class LatentAttention(DenseHeadsAttention):
         positions = options.get("positions")
         if positions in POSITIONS_IN_ATTENTION and positions != "rope":
             raise UserError(
-                f"--positions {positions} needs per-head keys, but latent attention applies positions only "
-                "to the latent and one rotary key: choose --positions rope, learned or sinusoidal."
+                f"positions={positions!r} needs per-head keys, but latent attention applies positions only "
+                "to the latent and one rotary key: choose positions='rope', learned or sinusoidal."
             )
         for name, off, instead in (
             ("rotary_dim", None, "rotary_key_dim is the width that is rotated"),
@@ -95,11 +95,11 @@ class LatentAttention(DenseHeadsAttention):
             if (value := getattr(settings, name)) != off:
                 raise UserError(f"{name}={value} is not for latent attention: leave it out ({instead}).")
         if latent_dim is not None and latent_dim < 1:
-            raise UserError(f"--latent-dim is {latent_dim}: give a positive number.")
+            raise UserError(f"latent_dim is {latent_dim}: give a positive number.")
         if rotary_dim is not None and rotary_dim < 2:
             raise UserError(
-                f"--rotary-key-dim {rotary_dim} is too small, because rotary positions rotate pairs of "
-                "values: give 2 or more. For no rotary key, leave it out and choose --positions sinusoidal."
+                f"rotary_key_dim {rotary_dim} is too small, because rotary positions rotate pairs of "
+                "values: give 2 or more. For no rotary key, leave it out and choose positions='sinusoidal'."
             )
         if (kdim or embed_dim) != (vdim or embed_dim):
             raise UserError(
@@ -114,9 +114,7 @@ class LatentAttention(DenseHeadsAttention):
             of_heads = self.positions
             self.positions = RotaryPositions(self.rotary_dim, of_heads.base, scaling=of_heads.scaling)
         elif rotary_dim is not None and self.self_attention:
-            raise UserError(
-                f"--rotary-key-dim {rotary_dim} needs --positions rope: add that flag, or leave this one out."
-            )
+            raise UserError(f"rotary_key_dim {rotary_dim} needs positions='rope': add it, or leave this out.")
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, width + num_heads * self.rotary_dim, bias=False)
         self.latent_proj = nn.Linear(kdim or embed_dim, self.rotary_dim + self.latent_dim, bias=False)

@@ -12,21 +12,37 @@ from torch import Tensor
 from moa_fairseq.layers.routing import Routing, RoutingSums, entropies
 
 Loss = Callable[[Routing | RoutingSums], Tensor]
+# The losses without a check of the family, by their names
+OF_ANY_FAMILY: dict[str, Loss] = {}
 
 
-def _also_of_one_decision(loss: Callable[[RoutingSums], Tensor]) -> Loss:
-    """Let a loss of RoutingSums take a single decision as well."""
+def _of_families(*families: str) -> Callable[[Callable[[RoutingSums], Tensor]], Loss]:
+    """Let a loss of RoutingSums take a single decision as well, and refuse those of other families."""
 
-    @functools.wraps(loss)
-    def either(routed: Routing | RoutingSums) -> Tensor:
-        if isinstance(routed, RoutingSums):
-            return loss(routed)
-        return loss(RoutingSums([routed])).squeeze(0)
+    def decorate(loss: Callable[[RoutingSums], Tensor]) -> Loss:
+        @functools.wraps(loss)
+        def either(routed: Routing | RoutingSums) -> Tensor:
+            if isinstance(routed, RoutingSums):
+                return loss(routed)
+            return loss(RoutingSums([routed])).squeeze(0)
 
-    return either
+        @functools.wraps(loss)
+        def guarded(routed: Routing | RoutingSums) -> Tensor:
+            if routed.family not in (None, *families):
+                raise ValueError(
+                    f"{loss.__name__} is a loss of {', '.join(families)}, but the routing is one of "
+                    f"{routed.family}: take losses_for(layer), or OF_ANY_FAMILY[{loss.__name__!r}] of "
+                    "moa_fairseq.layers.losses, which does not check this"
+                )
+            return either(routed)
+
+        OF_ANY_FAMILY[loss.__name__] = either
+        return guarded
+
+    return decorate
 
 
-@_also_of_one_decision
+@_of_families("MoA", "GQE", "NAMOH")
 def load_balance_loss(routed: RoutingSums) -> Tensor:
     """L_a = E · Σ_i f_i · P_i, f and P normalised to sum 1 (MoA Eq. 13-15); with groups, their mean.
 
@@ -44,7 +60,7 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     return (routed.load * routed.shares(routed.sums.summed_probability)).sum((1, 2)) * (experts / groups)
 
 
-@_also_of_one_decision
+@_of_families("MoH")
 def head_balance_loss(routed: RoutingSums) -> Tensor:
     """L_b = Σ_i P_i · f_i over the routed heads (MoH Eq. 7-8), f_i being the share of tokens that choose i.
 
@@ -60,7 +76,7 @@ def head_balance_loss(routed: RoutingSums) -> Tensor:
     return ((routed.sums.counts / tokens) * (routed.sums.summed_probability / tokens)).sum(1)
 
 
-@_also_of_one_decision
+@_of_families("MoH")
 def released_head_balance_loss(routed: RoutingSums) -> Tensor:
     """E · Σ_i P_i · f_i, as MoH's code has it (which takes the mean over layers): K when the load is even.
 
@@ -70,10 +86,10 @@ def released_head_balance_loss(routed: RoutingSums) -> Tensor:
     Returns:
         A scalar of one decision, [M] of M.
     """
-    return routed.sums.counts.size(1) * head_balance_loss(routed)
+    return routed.sums.counts.size(1) * OF_ANY_FAMILY["head_balance_loss"](routed)
 
 
-@_also_of_one_decision
+@_of_families("MoA")
 def mutual_information_loss(routed: RoutingSums) -> Tensor:
     """−I(E; X) = H(E|X) − H(E) in nats (SUT, arXiv 2310.07096, Eq. 8); with groups, their mean.
 
@@ -91,7 +107,7 @@ def mutual_information_loss(routed: RoutingSums) -> Tensor:
     return entropy - entropies(probs) / routed.groups
 
 
-@_also_of_one_decision
+@_of_families("sigma-MoE")
 def entropy_loss(routed: RoutingSums) -> Tensor:
     """−H(E) in nats, of the mean softmax over tokens (σ-MoE, arXiv 2310.10837, §5); with groups, their mean.
 
@@ -107,7 +123,7 @@ def entropy_loss(routed: RoutingSums) -> Tensor:
     return -entropies(routed.mean_softmax()) / routed.groups
 
 
-@_also_of_one_decision
+@_of_families("MoA")
 def z_loss(routed: RoutingSums) -> Tensor:
     """L_z = mean over tokens of (log Σ_i exp x_i)² (MoA Eq. 16); with groups, their mean.
 
@@ -122,7 +138,7 @@ def z_loss(routed: RoutingSums) -> Tensor:
     return routed.sums.squared_lse / routed.sums.tokens.clamp_min(1.0)
 
 
-@_also_of_one_decision
+@_of_families()
 def no_loss(routed: RoutingSums) -> Tensor:
     """Zeros: nothing evens out the loads."""
     return torch.zeros_like(routed.sums.tokens)
@@ -130,12 +146,12 @@ def no_loss(routed: RoutingSums) -> Tensor:
 
 # What --balance-loss names.
 BALANCE_LOSSES: dict[str, Loss] = {
-    "moa": load_balance_loss,
-    "moh": head_balance_loss,
-    "moh-released": released_head_balance_loss,
-    "mutual-information": mutual_information_loss,
-    "entropy": entropy_loss,
-    "none": no_loss,
+    "moa": OF_ANY_FAMILY["load_balance_loss"],
+    "moh": OF_ANY_FAMILY["head_balance_loss"],
+    "moh-released": OF_ANY_FAMILY["released_head_balance_loss"],
+    "mutual-information": OF_ANY_FAMILY["mutual_information_loss"],
+    "entropy": OF_ANY_FAMILY["entropy_loss"],
+    "none": OF_ANY_FAMILY["no_loss"],
 }
 
 

@@ -58,9 +58,9 @@ class MAESettings(FamilySettings):
         gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
         if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
             raise UserError(
-                "--gate-norm batch is for models with an encoder, whose gates see whole sentences. All gates "
+                "gate_norm batch is for models with an encoder, whose gates see whole sentences. All gates "
                 "of this model are causal, and batch statistics would reveal later tokens to them. Leave the "
-                "flag out (--gate-norm earlier)."
+                "setting out (gate_norm earlier)."
             )
 
 
@@ -94,6 +94,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         UserError: for an impossible number of heads or dropped heads.
     """
 
+    family = "MAE"
     needs_causal = True
     reads = frozenset({"draw"})
     can_trim_cache = False
@@ -111,19 +112,19 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         dropped_heads = settings.mae_dropped_heads
         if not 1 <= dropped_heads < num_heads:
             raise UserError(
-                f"--mae-dropped-heads {dropped_heads} must be between 1 and {num_heads - 1}: "
+                f"mae_dropped_heads {dropped_heads} must be between 1 and {num_heads - 1}: "
                 f"an expert leaves out some of the {num_heads} attention heads, but not all."
             )
         if settings.gate_window is not None and settings.gate_window < 1:
             raise UserError(
-                f"--gate-window {settings.gate_window} must be at least 1: the gate sees the current input."
+                f"gate_window {settings.gate_window} must be at least 1: the gate sees the current input."
             )
-        check_choice("--mae-gate", settings.mae_gate, GATES)
-        check_choice("--gate-norm", settings.gate_norm, NORMS)
-        check_choice("--mae-evaluate-with", settings.mae_evaluate_with, EVALUATIONS)
+        check_choice("mae_gate", settings.mae_gate, GATES)
+        check_choice("gate_norm", settings.gate_norm, NORMS)
+        check_choice("mae_evaluate_with", settings.mae_evaluate_with, EVALUATIONS)
         if settings.mae_evaluate_with == TOP_EXPERT and settings.mae_gate == "uniform":
             raise UserError(
-                f"--mae-evaluate-with {TOP_EXPERT} needs a learned gate, but a uniform gate weights all "
+                f"mae_evaluate_with {TOP_EXPERT} needs a learned gate, but a uniform gate weights all "
                 "experts equally: choose random-expert."
             )
         super().__init__(embed_dim, num_heads, **options)
@@ -240,7 +241,16 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         if no_row is not None:
             gates = gates.masked_fill(no_row.unsqueeze(-1), 0.0)
         flat = logits.flatten(0, 1)
-        return Routing(expert_ids, gates, probs, flat, self.num_experts, scope=scope, padding=no_row)
+        return Routing(
+            expert_ids,
+            gates,
+            probs,
+            flat,
+            self.num_experts,
+            scope=scope,
+            padding=no_row,
+            family=self.family,
+        )
 
     def _head_weights(self, routing: Routing, shape: Sequence[int]) -> Tensor:
         """h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) of each head j: [B, T or 1, H, 1]."""

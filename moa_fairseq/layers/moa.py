@@ -107,6 +107,7 @@ class MixtureOfAttention(Attention):
         UserError: for impossible sizes.
     """
 
+    family = "MoA"
     routes_heads = True
 
     def __init__(
@@ -126,13 +127,13 @@ class MixtureOfAttention(Attention):
         for name in ("expert_dim", "heads_per_expert"):
             size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {size}: give a positive number.")
-        check_choice("--expert-keys-values", settings.expert_keys_values, KEYS_VALUES)
+                raise UserError(f"{name} is {size}: give a positive number.")
+        check_choice("expert_keys_values", settings.expert_keys_values, KEYS_VALUES)
         has_own = settings.expert_keys_values == "own"
         if has_own and per_token != num_experts:
             raise UserError(
-                "--expert-keys-values own needs every expert for every token, but --experts-per-token is "
-                f"{per_token} and --num-experts is {num_experts}: give both the same number."
+                "expert_keys_values own needs every expert for every token, but experts_per_token is "
+                f"{per_token} and num_experts is {num_experts}: give both the same number."
             )
         heads = settings.heads_per_expert
         super().__init__(
@@ -147,7 +148,7 @@ class MixtureOfAttention(Attention):
         self.experts_per_token = per_token
         self.expert_dim = settings.expert_dim
         self.heads_per_expert = heads
-        self.router = router or TopKRouter(embed_dim, settings)
+        self.router = router or TopKRouter(embed_dim, settings, family=self.family)
         self.reads = token_ids_of(self.router)
         width = heads * settings.expert_dim
         bias = settings.expert_bias

@@ -95,6 +95,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         UserError: for impossible numbers of heads.
     """
 
+    family = "MoH"
     needs_causal = True
     routes_heads = True
 
@@ -109,19 +110,19 @@ class MixtureOfHeads(DenseHeadsAttention):
         **options: Any,
     ):
         settings = MoHSettings.of(settings, options)
-        check_choice("--moh-skip", settings.moh_skip, SKIPPING)
-        check_choice("--moh-router", settings.moh_router, ROUTERS)
+        check_choice("moh_skip", settings.moh_skip, SKIPPING)
+        check_choice("moh_router", settings.moh_router, ROUTERS)
         shared_heads = settings.moh_shared_heads
         per_token = settings.experts_per_token
         if settings.moh_router == "query-norm" and settings.router_choice != "learned":
             raise UserError(
-                f"--router-choice {settings.router_choice} needs a router with weights, but --moh-router "
+                f"router_choice {settings.router_choice} needs a router with weights, but moh_router "
                 "query-norm has none: leave one of the two out."
             )
         if settings.moh_router == "learned" and settings.moh_straight_through != STRAIGHT_THROUGH[0]:
             raise UserError(
-                f"--moh-straight-through {settings.moh_straight_through} needs gates of 1 or 0, which "
-                "--moh-router learned does not have: leave it out, or choose --moh-router query-norm."
+                f"moh_straight_through {settings.moh_straight_through} needs gates of 1 or 0, which "
+                "moh_router learned does not have: leave it out, or choose moh_router query-norm."
             )
         if settings.moh_router == "query-norm" and settings.query_key_norm != "none":
             raise UserError(

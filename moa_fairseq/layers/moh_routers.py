@@ -31,14 +31,14 @@ class _Router(nn.Module):
         super().__init__()
         if not 0 <= shared_heads <= num_heads:
             raise UserError(
-                f"--moh-shared-heads {shared_heads} must be between 0 and the number of attention heads, "
+                f"moh_shared_heads {shared_heads} must be between 0 and the number of attention heads, "
                 f"{num_heads}."
             )
         routed = num_heads - shared_heads
         if not (1 <= routed_per_token <= routed or routed_per_token == routed == 0):
             raise UserError(
-                f"--experts-per-token {routed_per_token} must be between {min(1, routed)} and {routed}: of "
-                f"{num_heads} attention heads --moh-shared-heads {shared_heads} are always active, and the "
+                f"experts_per_token {routed_per_token} must be between {min(1, routed)} and {routed}: of "
+                f"{num_heads} attention heads moh_shared_heads {shared_heads} are always active, and the "
                 f"router selects among the other {routed}."
             )
         self.token_hash: TokenHash | None = None  # chooses in place of the probabilities
@@ -88,6 +88,7 @@ class _Router(nn.Module):
             shared=self.shared_heads if self.routed_heads else 0,
             padding=padding,
             straight_through=self.straight_through == "routed",
+            family="MoH",
         )
 
 
@@ -117,8 +118,8 @@ class SharedAndRoutedRouter(_Router):
         shared_heads = settings.moh_shared_heads
         choice = settings.router_choice
         super().__init__(num_heads, shared_heads, settings.experts_per_token)
-        check_choice("--router-choice", choice, CHOICES)
-        check_choice("--moh-scaling", settings.moh_scaling, SCALINGS)
+        check_choice("router_choice", choice, CHOICES)
+        check_choice("moh_scaling", settings.moh_scaling, SCALINGS)
         self.scaling = settings.moh_scaling
         self.two_stages = shared_heads > 0 and self.routed_heads > 0
         # the rows of W_r, W_s and W_h
@@ -210,7 +211,7 @@ class QueryNormRouter(_Router):
         straight_through: str = STRAIGHT_THROUGH[0],
     ):
         super().__init__(num_heads, shared_heads, routed_per_token)
-        check_choice("--moh-straight-through", straight_through, STRAIGHT_THROUGH)
+        check_choice("moh_straight_through", straight_through, STRAIGHT_THROUGH)
         self.straight_through = straight_through
 
     def forward(

@@ -72,6 +72,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         UserError: for impossible sizes, and for --positions xl: a head lacks keys for most distances.
     """
 
+    family = "NAMOH"
     keys_by_expert = True
 
     def __init__(
@@ -84,11 +85,11 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         **options: Any,
     ):
         settings = NAMOHSettings.of(settings, options)
-        check_choice("--router-choice", settings.router_choice, CHOICES)
+        check_choice("router_choice", settings.router_choice, CHOICES)
         if options.get("positions") == "xl":
             raise UserError(
-                "--positions xl needs every key in every head, but a NAMOH head sees only the tokens that "
-                "selected it: choose --positions rope or sinusoidal."
+                "positions='xl' needs every key in every head, but a NAMOH head sees only the tokens that "
+                "selected it: choose positions='rope' or sinusoidal."
             )
         num_experts = settings.num_experts
         dim = settings.expert_dim
@@ -114,7 +115,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             setattr(self, name, ExpertLinear(num_experts, width, dim, True, bias, backend))
         self.source_router: TopKRouter | None = None
         if not self.self_attention:
-            self.source_router = TopKRouter(self.key_widths["k_proj"], settings)
+            self.source_router = TopKRouter(self.key_widths["k_proj"], settings, family=self.family)
 
     def reset_parameters(self) -> None:
         """Nothing: routers and experts initialise themselves."""

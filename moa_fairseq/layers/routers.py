@@ -106,6 +106,7 @@ class TopKRouter(RunningStatistics):
             expert_backend: with triton, plain routing is one kernel.
         groups: G parts of E experts each, of each of which a token chooses K; a softmax spans a part, Eq. 9
             the sum over all G·K. Expert e of part g has the number g·E + e; slots stand part by part.
+        family: of the `Routing`.
 
     Raises:
         UserError: unless 1 ≤ K ≤ E, and what is chosen is known and goes together.
@@ -113,15 +114,16 @@ class TopKRouter(RunningStatistics):
 
     selection_bias: Tensor  # a buffer [G·E], where there is a bias_rate
 
-    def __init__(self, model_dim: int, settings: RouterSettings, groups: int = 1):
+    def __init__(self, model_dim: int, settings: RouterSettings, groups: int = 1, family: str | None = None):
         super().__init__()
+        self.family = family
         num_experts = settings.num_experts
         experts_per_token = settings.experts_per_token
         choice = settings.router_choice
         bias_rate = settings.routing_bias_rate
         if not 1 <= experts_per_token <= num_experts:
             raise UserError(
-                f"--experts-per-token {experts_per_token} must be between 1 and --num-experts "
+                f"experts_per_token {experts_per_token} must be between 1 and num_experts "
                 f"{num_experts}: give at most the number of experts."
             )
         for flag, known in (
@@ -130,15 +132,15 @@ class TopKRouter(RunningStatistics):
             ("choice", CHOICES),
             ("gates", GATES),
         ):
-            check_choice(f"--router-{flag}", getattr(settings, f"router_{flag}"), known)
+            check_choice(f"router_{flag}", getattr(settings, f"router_{flag}"), known)
         if choice == "frozen" and settings.routing_noise:
             raise UserError(
-                "--routing-noise is learned, but --router-choice frozen trains no router: leave one of the "
+                "routing_noise is learned, but router_choice frozen trains no router: leave one of the "
                 "two out."
             )
         if choice in OTHER_CHOICES and bias_rate:
             raise UserError(
-                f"--routing-bias-rate {bias_rate} changes which experts are selected, but --router-choice "
+                f"routing_bias_rate {bias_rate} changes which experts are selected, but router_choice "
                 f"{choice} fixes the selection: leave one of the two out."
             )
         if choice in OTHER_CHOICES and groups > 1:
@@ -147,8 +149,8 @@ class TopKRouter(RunningStatistics):
             )
         if bias_rate < 0 or (bias_rate and experts_per_token == num_experts):
             raise UserError(
-                f"--routing-bias-rate {bias_rate} must be 0 or positive, and needs --experts-per-token below "
-                f"--num-experts ({num_experts}), because it changes which experts are selected."
+                f"routing_bias_rate {bias_rate} must be 0 or positive, and needs experts_per_token below "
+                f"num_experts ({num_experts}), because it changes which experts are selected."
             )
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
@@ -206,9 +208,9 @@ class TopKRouter(RunningStatistics):
         """
         if self.training and self.is_constant:
             raise UserError(
-                "With --router-renormalize full and one expert per token, every gate is p/p = 1, so the task "
-                "would not train the router. Choose --router-renormalize detached (the same values, with a "
-                "gradient) or none, or raise --experts-per-token."
+                "With router_renormalize full and one expert per token, every gate is p/p = 1, so the task "
+                "would not train the router. Choose router_renormalize detached (the same values, with a "
+                "gradient) or none, or raise experts_per_token."
             )
         x = x.reshape(-1, x.size(-1))
         if padding is not None:
@@ -268,7 +270,16 @@ class TopKRouter(RunningStatistics):
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
         every = self.groups * self.num_experts
-        routing = Routing(expert_ids, gates, probs, logits, every, groups=self.groups, padding=padding)
+        routing = Routing(
+            expert_ids,
+            gates,
+            probs,
+            logits,
+            every,
+            groups=self.groups,
+            padding=padding,
+            family=self.family,
+        )
         if self.bias_rate and self.training and observed:
             self.observe(routing.expert_counts.to(self.pending.dtype))
         return routing

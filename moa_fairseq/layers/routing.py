@@ -34,6 +34,7 @@ class Routing:
         auxiliary: whether losses may act on it; if not (SwitchHead's attention), it only has statistics.
         straight_through: whether the gates of experts that were not chosen, which are zero, have the gradient
             of their probabilities (MoH Eq. 10).
+        family: the `Attention.family` of the layer, for losses; None: any loss may be computed.
     """
 
     expert_ids: Tensor
@@ -48,6 +49,7 @@ class Routing:
     padding: Tensor | None = None
     auxiliary: bool = True
     straight_through: bool = False
+    family: str | None = None
 
     def __getitem__(self, index: int) -> Tensor:
         """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
@@ -99,10 +101,10 @@ class Sums(NamedTuple):
 class RoutingSums:
     """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
 
-    The decisions are alike in number of experts, slots, groups and shared experts, and in whether losses may
-    act on them (`by_kind`); they may be about different numbers of tokens. Their rows are processed together,
-    so that a GPU starts as many kernels for 18 routers as for one. E is the number of routed experts here,
-    shared ones left out, and G the number of groups.
+    The decisions are alike in family, number of experts, slots, groups and shared experts, and in whether
+    losses may act on them (`by_kind`); they may be about different numbers of tokens. Their rows are
+    processed together, so that a GPU starts as many kernels for 18 routers as for one. E is the number of
+    routed experts here, shared ones left out, and G the number of groups.
 
     Row m of every sum is decision order[m] of those given.
 
@@ -117,6 +119,7 @@ class RoutingSums:
         self.order = [place for same in places.values() for place in same]
         self.groups = decisions[0].groups
         self.auxiliary = decisions[0].auxiliary
+        self.family = decisions[0].family
         self._decisions = [decisions[place] for place in self.order]
         self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
         self._padding = self._joint_padding()
@@ -138,7 +141,7 @@ class RoutingSums:
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
             sizes = (d.probs.size(1), d.expert_ids.size(1), d.groups, d.shared)
-            kind = (*sizes, d.probs.dtype, d.auxiliary)
+            kind = (*sizes, d.probs.dtype, d.auxiliary, d.family)
             kinds[kind].append(place)
         result = []
         for places in kinds.values():

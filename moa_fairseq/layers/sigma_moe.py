@@ -43,6 +43,8 @@ class SigmaMoE(nn.Module):
         UserError: for impossible sizes.
     """
 
+    family = "sigma-MoE"
+
     def __init__(
         self,
         embed_dim: int,
@@ -55,11 +57,11 @@ class SigmaMoE(nn.Module):
         expert_dim = settings.sigma_moe_expert_dim
         if num_experts < 1:
             raise UserError(
-                f"--sigma-moe-num-experts is {num_experts}: give a positive number, or 0 for an ordinary "
+                f"sigma_moe_num_experts is {num_experts}: give a positive number, or 0 for an ordinary "
                 "feed-forward block."
             )
         if expert_dim < 1:
-            raise UserError(f"--sigma-moe-expert-dim is {expert_dim}: give a positive number.")
+            raise UserError(f"sigma_moe_expert_dim is {expert_dim}: give a positive number.")
         self.name = type(self).__name__  # the path in a model, where that gives one
         self.embed_dim = embed_dim
         self.activation = activation
@@ -69,7 +71,8 @@ class SigmaMoE(nn.Module):
             num_experts,
             self.experts_per_token,
             expert_dropout=settings.sigma_moe_expert_dropout,
-            flags="sigma-moe-",
+            prefix="sigma_moe_",
+            family=self.family,
         )
         inner = num_experts * expert_dim
         self.up = ExpertLinear(num_experts, embed_dim, expert_dim, True, False, expert_backend)

@@ -34,8 +34,8 @@ class SigmoidTopKRouter(nn.Module):
         num_experts, experts_per_token: E and k, of each head.
         groups: the H heads. Expert e of head h has the number h·E + e, and slots stand head by head.
         expert_dropout: δ of σ-MoE: in training a token does without each expert with this probability.
-        side, auxiliary: of the `Routing`.
-        flags: how the names of flags begin in errors, after the dashes.
+        side, auxiliary, family: of the `Routing`.
+        prefix: how the names of keywords begin in errors.
 
     Raises:
         UserError: unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
@@ -50,17 +50,18 @@ class SigmoidTopKRouter(nn.Module):
         expert_dropout: float = 0.0,
         side: str = "queries",
         auxiliary: bool = True,
-        flags: str = "",
+        prefix: str = "",
+        family: str | None = None,
     ):
         super().__init__()
-        prefix = f"--{flags}"
+        self.family = family
         if not 1 <= experts_per_token <= num_experts:
             raise UserError(
-                f"{prefix}experts-per-token {experts_per_token} must be between 1 and {prefix}num-experts "
+                f"{prefix}experts_per_token {experts_per_token} must be between 1 and {prefix}num_experts "
                 f"{num_experts}: give at most the number of experts."
             )
         if not 0 <= expert_dropout < 1:
-            raise UserError(f"{prefix}expert-dropout {expert_dropout} must be at least 0 and below 1.")
+            raise UserError(f"{prefix}expert_dropout {expert_dropout} must be at least 0 and below 1.")
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.groups = groups
@@ -117,4 +118,5 @@ class SigmoidTopKRouter(nn.Module):
             side=self.side,
             padding=padding,
             auxiliary=self.auxiliary,
+            family=self.family,
         )

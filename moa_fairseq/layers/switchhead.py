@@ -74,6 +74,8 @@ class SwitchHeadAttention(Attention):
         UserError: for impossible sizes or letters.
     """
 
+    family = "SwitchHead"
+
     def __init__(
         self,
         embed_dim: int,
@@ -87,13 +89,13 @@ class SwitchHeadAttention(Attention):
         for name in ("switchhead_heads", "expert_dim"):
             size = getattr(settings, name)
             if size is None or size < 1:
-                raise UserError(f"--{name.replace('_', '-')} is {size}: give a positive number.")
-        check_choice("--router-choice", settings.router_choice, CHOICES)
+                raise UserError(f"{name} is {size}: give a positive number.")
+        check_choice("router_choice", settings.router_choice, CHOICES)
         experts = settings.switchhead_experts
         letters = "" if experts == "none" else experts
         if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
             raise UserError(
-                f"--switchhead-experts is {experts!r}: give some of the letters v, k, q, o (values, keys, "
+                f"switchhead_experts is {experts!r}: give some of the letters v, k, q, o (values, keys, "
                 "queries, output), each at most once, or none."
             )
         super().__init__(embed_dim, settings.switchhead_heads, settings.expert_dim, **options)
@@ -107,7 +109,7 @@ class SwitchHeadAttention(Attention):
         if kdim != vdim and set("vk") & set(letters):
             raise UserError(
                 f"SwitchHead selects the experts of keys and values from one input, but kdim is {kdim} and "
-                f"vdim is {vdim}: choose --switchhead-experts without v and k."
+                f"vdim is {vdim}: choose switchhead_experts without v and k."
             )
         self.q_proj = self._projection("q", embed_dim)
         self.k_proj = self._projection("k", kdim)
@@ -118,8 +120,8 @@ class SwitchHeadAttention(Attention):
         shares = settings.switchhead_shared_selection
         if shares and not (routes_keys and routes_queries):
             raise UserError(
-                f"--switchhead-shared-selection shares one selection of experts between keys and values (v, "
-                f"k) and queries and outputs (q, o), but --switchhead-experts {experts} has at most one of "
+                f"switchhead_shared_selection shares one selection of experts between keys and values (v, "
+                f"k) and queries and outputs (q, o), but switchhead_experts {experts} has at most one of "
                 f"the two pairs: leave the flag out, or name experts of both pairs, such as vo."
             )
         self.shares_selection = shares and self.self_attention
@@ -152,7 +154,7 @@ class SwitchHeadAttention(Attention):
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
         sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
-        return SigmoidTopKRouter(*sizes, self.expert_dropout, side=side, auxiliary=False)
+        return SigmoidTopKRouter(*sizes, self.expert_dropout, side=side, auxiliary=False, family=self.family)
 
     def reset_parameters(self) -> None:
         """Draw the projections and routers anew."""

@@ -27,7 +27,7 @@ class TokenHash(nn.Module):
         super().__init__()
         if experts_per_token == num_experts:
             raise UserError(
-                f"--router-choice hash needs --experts-per-token below the {num_experts} experts, not "
+                f"router_choice hash needs experts_per_token below the {num_experts} experts, not "
                 f"{experts_per_token}: give fewer, or leave the flag out."
             )
         self.num_experts = num_experts
@@ -52,8 +52,8 @@ class TokenHash(nn.Module):
         """
         if token_ids is None:
             raise UserError(
-                "--router-choice hash needs token ids: call the attention with token_ids=ids "
-                "[B, T], or choose another --router-choice."
+                "router_choice hash needs token ids: call the attention with token_ids=ids "
+                "[B, T], or choose another router_choice."
             )
         every = every_index(self.num_experts, device=token_ids.device)
         scores = scramble(scramble(token_ids.reshape(-1, 1) + self.salt) + every)  # [N, E]

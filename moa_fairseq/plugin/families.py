@@ -101,7 +101,8 @@ def naming_flags() -> Iterator[None]:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        if name not in names or (value is None and "_" not in name):  # "positions" is also a word
+        is_word = value is None and "_" not in name and match.start()  # "positions" in a sentence
+        if name not in names or is_word:
             return match[0]
         if value in (None, "True"):
             return names[name]

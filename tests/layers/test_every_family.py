@@ -18,7 +18,7 @@ from time_first import (
 )
 
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import BALANCE_LOSSES, z_loss
+from moa_fairseq.layers.losses import OF_ANY_FAMILY
 from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.fairseq_call import FairseqSigmaMoE
@@ -216,7 +216,7 @@ def test_neither_the_future_nor_a_neighbour_changes_anything(family, positions):
 
 def losses_of(decisions):
     """Every balance loss, z-loss and statistic of what was decided, [anything]."""
-    values = [loss(decision) for _, decision in decisions for loss in (*BALANCE_LOSSES.values(), z_loss)]
+    values = [loss(decision) for _, decision in decisions for loss in OF_ANY_FAMILY.values()]
     values += [value for _, decision in decisions for value in load_statistics(decision).values()]
     return torch.stack([value.double() for value in values]) if values else torch.zeros(1)
 

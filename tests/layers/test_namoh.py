@@ -84,10 +84,10 @@ def test_its_cost():
 @pytest.mark.parametrize(
     "settings, flag",
     [
-        ({"experts_per_token": 9}, "--experts-per-token 9"),
-        ({"expert_dim": 0}, "--expert-dim"),
-        ({"router_choice": "hash"}, "--router-choice"),
-        ({"self_attention": True, "positions": "xl"}, "--positions xl"),
+        ({"experts_per_token": 9}, "experts_per_token 9"),
+        ({"expert_dim": 0}, "expert_dim"),
+        ({"router_choice": "hash"}, "router_choice"),
+        ({"self_attention": True, "positions": "xl"}, "positions='xl'"),
     ],
 )
 def test_impossible_settings_are_refused(settings, flag):

@@ -21,12 +21,10 @@ from moa_fairseq.layers import (
     MixtureOfHeads,
     NativeMixtureOfHeads,
     SwitchHeadAttention,
-    load_balance_loss,
     moa,
-    z_loss,
 )
 from moa_fairseq.layers.gqe import OUTPUTS
-from moa_fairseq.layers.losses import BALANCE_LOSSES
+from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.torch_compat import without_fused_attention
 
@@ -153,7 +151,7 @@ def test_compiled_without_a_break_and_exported(attention):
 
     def step(x, padding):
         out, routings = attention(x, padding=padding, causal=True, with_routing=True)
-        losses = [loss(each) for each in routings for loss in (*BALANCE_LOSSES.values(), z_loss)]
+        losses = [loss(each) for each in routings for loss in OF_ANY_FAMILY.values()]
         return out[~padding].square().sum(), torch.stack(losses).sum() if losses else out.new_zeros(())
 
     x = torch.randn(B, T, C, requires_grad=True)
@@ -282,7 +280,7 @@ def test_routings_come_with_the_output(family):
     assert sides == [["queries"] if expected is None else expected] * 2
     assert torch.equal(own[0], module(x)) and torch.equal(cross[0], module(x, memory))
     for routing in own[1]:
-        assert routing.gates.size(0) == B * T and load_balance_loss(routing).isfinite()
+        assert routing.gates.size(0) == B * T and BALANCE_LOSSES["moa"](routing).isfinite()
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -514,15 +512,15 @@ def test_all_experts_with_even_gates_times_k_are_multi_query_attention():
 
 def test_what_a_layer_is_built_with_is_read():
     for options, named in (
-        ({"positions": "ropee", "self_attention": True}, "--positions ropee"),
+        ({"positions": "ropee", "self_attention": True}, "positions ropee"),
         ({"positions": "rope"}, "self_attention=True"),
-        ({"head_gate": "heads"}, "--head-gate"),
-        ({"output_scale": 0.0}, "--attention-output-scale"),
+        ({"head_gate": "heads"}, "head_gate"),
+        ({"output_scale": 0.0}, "output_scale"),
     ):
         for family in FAMILIES.values():
             with pytest.raises(UserError, match=named):
                 family(**options)
-    with pytest.raises(UserError, match="--router-choice any"):
+    with pytest.raises(UserError, match="router_choice any"):
         SwitchHeadAttention(C, router_choice="any")
     x, memory = torch.randn(B, T, C), torch.randn(B, S, 10)
     for module, inputs, named in (

@@ -89,10 +89,10 @@ def test_a_hash_is_saved_and_copied_with_its_module():
 
 def test_a_hash_needs_the_ids():
     module, x = moa(router_choice="hash"), rows()
-    with pytest.raises(UserError, match="--router-choice hash"):
+    with pytest.raises(UserError, match="router_choice hash"):
         module(x, x, x)
     with (
         forward_context(token_ids=IDS[:, :0].new_zeros(3, 4)),
-        pytest.raises(UserError, match="--router-choice hash"),
+        pytest.raises(UserError, match="router_choice hash"),
     ):
         module(x, x, x)

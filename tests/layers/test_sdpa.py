@@ -86,7 +86,7 @@ def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
     torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
     exact = RotaryPositions(dim)
     torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
-    with pytest.raises(UserError, match="--positions rope"):
+    with pytest.raises(UserError, match="positions='rope'"):
         RotaryPositions(1)
 
 

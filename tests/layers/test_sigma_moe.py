@@ -98,9 +98,9 @@ def test_all_padding_has_a_finite_regulariser():
 
 def test_costs():
     assert build().macs(7) == {"router": 7 * C * E, "projections": 7 * 2 * K * D * C}
-    with pytest.raises(UserError, match="--sigma-moe-experts-per-token 7"):
+    with pytest.raises(UserError, match="sigma_moe_experts_per_token 7"):
         build(experts_per_token=7)
-    with pytest.raises(UserError, match=r"--sigma-moe-num-experts .*-1"):
+    with pytest.raises(UserError, match=r"sigma_moe_num_experts .*-1"):
         build(num_experts=-1)
-    with pytest.raises(UserError, match="--sigma-moe-expert-dim"):
+    with pytest.raises(UserError, match="sigma_moe_expert_dim"):
         build(expert_dim=0)

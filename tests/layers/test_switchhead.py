@@ -83,8 +83,8 @@ def test_expert_dropout_hides_experts_in_training_only():
     lacking = (trained.gates == 0).sum(1)  # fewer than two survive: what is missing has no gate
     assert (lacking > 0).double().mean() == pytest.approx(5 / 16, abs=0.08)
     assert torch.equal(trained.gates[lacking == 0], probs[lacking == 0])
-    with pytest.raises(UserError, match="--sigma-moe-expert-dropout"):
-        SigmoidTopKRouter(C, 4, 2, expert_dropout=1.0, flags="sigma-moe-")
+    with pytest.raises(UserError, match="sigma_moe_expert_dropout"):
+        SigmoidTopKRouter(C, 4, 2, expert_dropout=1.0, prefix="sigma_moe_")
 
 
 def test_the_attentions_expert_dropout_is_a_setting():
@@ -93,7 +93,7 @@ def test_the_attentions_expert_dropout_is_a_setting():
     x = torch.randn(9, 2, C)
     assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])
     assert not torch.allclose(module.train()(x, x, x)[0], module(x, x, x)[0])
-    with pytest.raises(UserError, match="--expert-dropout 1"):
+    with pytest.raises(UserError, match="expert_dropout 1"):
         SwitchHeadAttention(C, SwitchHeadSettings(expert_dropout=1.0))
 
 

@@ -14,7 +14,7 @@ for name in ("fairseq", "omegaconf", "hydra"):
 import torch
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.gqe import GroupedQueryExperts
-from moa_fairseq.layers.losses import load_balance_loss
+from moa_fairseq.layers.family_losses import losses_for
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.moh import MixtureOfHeads
@@ -43,7 +43,7 @@ for attention, inputs in (
     (NativeMixtureOfHeads(16, **experts), {}),
 ):
     out, routings = attention(x, causal=True, with_routing=True, **inputs)
-    (out.square().sum() + sum(load_balance_loss(routing) for routing in routings)).backward()
+    (out.square().sum() + losses_for(attention)(routings)).backward()
     cache = attention.eval().new_cache()
     steps = [attention(x[:, t : t + 1], cache=cache) for t in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), attention(x, causal=True))

@@ -39,10 +39,10 @@ def resolve_backend(name: str) -> str:
     Raises:
         UserError: for a name that is not in BACKENDS, and for `triton` where it cannot run.
     """
-    check_choice("--expert-backend", name, BACKENDS)
+    check_choice("expert_backend", name, BACKENDS)
     if name == "triton" and triton.why_not():
         raise UserError(
-            f"--expert-backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
+            f"expert_backend triton cannot run here: {triton.why_not()}. Choose auto or grouped; for "
             """a checkpoint trained with triton: --model-overrides "{'expert_backend': 'auto'}"."""
         )
     if name == "auto":

@@ -12,7 +12,7 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, one_row, weighted_loss, z_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, one_row, weighted_loss
 from moa_fairseq.layers.routing import RoutingSums
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 from moa_fairseq.plugin.logged_values import logged, mean_values
@@ -116,14 +116,14 @@ class RoutingLossMixin(Extended):
         name = str(self.routing.balance_loss)
         kinds = RoutingSums.by_kind([routing for _, routing in routings])
         balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
-        z = [z_loss(sums) for sums in kinds]
+        z = [OF_ANY_FAMILY["z_loss"](sums) for sums in kinds]
         weights = self.routing.load_balance_coef, self.routing.z_loss_coef
         auxiliary = weighted_loss(kinds, balance, z, *weights, str(self.routing.aux_loss_reduce))
         with torch.no_grad():
             rows: dict[str, list[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
             if name != "moa":
                 rows["balance_loss"] = balance
-                rows["load_balance_loss"] = [load_balance_loss(sums) for sums in kinds]
+                rows["load_balance_loss"] = [BALANCE_LOSSES["moa"](sums) for sums in kinds]
             statistics = [load_statistics(sums) for sums in kinds]
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
             values = torch.stack([one_row(parts) for parts in rows.values()])  # [statistics, modules]

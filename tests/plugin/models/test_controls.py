@@ -4,7 +4,7 @@ import pytest
 import torch
 from whole_models import assert_incremental_equals_full, batch, build
 
-from moa_fairseq.layers.losses import load_balance_loss
+from moa_fairseq.layers.losses import BALANCE_LOSSES
 from moa_fairseq.plugin.forward_context import collect_routings
 
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2)
@@ -74,7 +74,7 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted
         model = build(arch, *still, *more).train()
         with collect_routings() as decisions:
             loss = model(**batch(arch))[0].square().mean()
-        (loss + sum(load_balance_loss(decision) for _, decision in decisions)).backward()
+        (loss + sum(BALANCE_LOSSES["moa"](decision) for _, decision in decisions)).backward()
         gradients.append([p.grad for p in model.parameters()])
         counts.append(len(decisions))
     assert counts[0] == counts[1] and sum(g is not None for g in gradients[0]) > 20

@@ -16,7 +16,7 @@ from fairseq.modules import gelu
 from omegaconf import OmegaConf
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.losses import BALANCE_LOSSES, z_loss
+from moa_fairseq.layers.losses import OF_ANY_FAMILY
 from moa_fairseq.layers.routing import RoutingSums
 from moa_fairseq.layers.running_statistics import running_statistics_of
 from moa_fairseq.plugin.forward_context import collect_routings
@@ -99,7 +99,7 @@ def update(model, src, prev):
             out = model(prev)[0] if not hasattr(model, "encoder") else model(src, src.ne(1).sum(1), prev)[0]
     loss = out.square().mean()
     for sums in RoutingSums.by_kind([routing for _, routing in routings if routing.auxiliary]):
-        loss = loss + sum(each(sums).sum() for each in BALANCE_LOSSES.values()) + z_loss(sums).sum()
+        loss = loss + sum(each(sums).sum() for each in OF_ANY_FAMILY.values())
     loss.backward()
     grads = [torch.zeros(()) if p.grad is None else p.grad.clone() for p in model.parameters()]
     seen = [statistics.pending.clone() for statistics in running_statistics_of(model)]

@@ -1,0 +1,104 @@
+"""Which auxiliary losses belong to which family, with its paper's coefficients."""
+
+from collections.abc import Iterable
+
+import torch
+from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.losses import (
+    Loss,
+    entropy_loss,
+    head_balance_loss,
+    load_balance_loss,
+    released_head_balance_loss,
+    z_loss,
+)
+from moa_fairseq.layers.moh import MixtureOfHeads
+from moa_fairseq.layers.routing import Routing, RoutingSums
+from moa_fairseq.layers.sigma_moe import SigmaMoE
+
+Terms = tuple[tuple[Loss, float], ...]
+
+# MoA Eq. 17; MoH Eq. 8 with β = 0.01; GQE and NAMOH take Switch's balance loss; sigma-MoE §5, of 262M
+# parameters (0.0001 of 47M). SwitchHead has no loss, MAE trains its gates with the task's.
+TERMS: dict[str, Terms] = {
+    "MoA": ((load_balance_loss, 0.01), (z_loss, 0.001)),
+    "GQE": ((load_balance_loss, 0.01),),
+    "NAMOH": ((load_balance_loss, 0.01),),
+    "MoH": ((head_balance_loss, 0.01),),
+    "MoH, released": ((released_head_balance_loss, 0.01),),
+    "sigma-MoE": ((entropy_loss, 0.001),),
+    "SwitchHead": (),
+    "MAE": (),
+}
+
+
+class FamilyLosses:
+    """The auxiliary losses of a model: a call adds them up, each times its coefficient.
+
+    MoH's released code takes the mean over the layers; all others add them up.
+
+    Args:
+        terms: of each `Attention.family` in the model: pairs of a loss and its coefficient.
+        reduces: the families whose losses are averaged over the layers.
+    """
+
+    def __init__(self, terms: dict[str, Terms], reduces: frozenset[str] = frozenset()):
+        self.terms = terms
+        self.reduces = reduces
+
+    def __call__(self, routings: Iterable[Routing]) -> Tensor:
+        """The scalar to be added to the task's mean loss of a token.
+
+        Args:
+            routings: of a pass of the model, `with_routing=True` of its layers.
+
+        Raises:
+            ValueError: for a routing of a family that the model lacks, or of none.
+        """
+        total = torch.zeros(())
+        for sums in RoutingSums.by_kind(list(routings)):
+            if sums.family not in self.terms:
+                raise ValueError(
+                    f"a routing is of {sums.family}, but these are the losses of "
+                    f"{', '.join(self.terms) or 'a model without routers'}: give the routings of this model"
+                )
+            for loss, coefficient in self.terms[sums.family]:
+                values = loss(sums)
+                value = values.mean() if sums.family in self.reduces else values.sum()
+                total = total.to(value.device) + coefficient * value
+        return total
+
+    def __repr__(self) -> str:
+        terms = {
+            family: {loss.__name__: coefficient for loss, coefficient in terms}
+            for family, terms in self.terms.items()
+        }
+        return f"FamilyLosses({terms})"
+
+
+def losses_for(model: nn.Module) -> FamilyLosses:
+    """The losses of the families in a model, or of one layer, with the papers' coefficients.
+
+    Args:
+        model: a layer of this package, or a module that has some.
+
+    Raises:
+        UserError: for a model that scales the gates of its layers of MoH in two ways, and for one without a
+            layer of this package.
+    """
+    layers = [part for part in model.modules() if isinstance(part, (Attention, SigmaMoE))]
+    if not layers:
+        raise UserError(f"{type(model).__name__} has no layer of moa_fairseq: give a model that has some.")
+    families = {layer.family for layer in layers if layer.family is not None}
+    terms = {family: TERMS[family] for family in sorted(families)}
+    routers = [layer.router for layer in layers if isinstance(layer, MixtureOfHeads)]
+    released = {getattr(router, "scaling", "paper") == "released" for router in routers}
+    if len(released) == 2:
+        raise UserError("Layers of MoH differ in moh_scaling, and so in their loss: call losses_for on each.")
+    if True in released:
+        terms["MoH"] = TERMS["MoH, released"]
+        return FamilyLosses(terms, frozenset({"MoH"}))
+    return FamilyLosses(terms)
