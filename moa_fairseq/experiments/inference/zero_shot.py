@@ -34,17 +34,11 @@ from moa_fairseq.experiments.json_files import is_number, read_json, write_json
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.experiments.scoring.trained_model import shortened
+from moa_fairseq.experiments.scoring.zero_shot import OUTPUT, require_lm_eval, result_of
 from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.files import DISK_FULL, as_user_error, private_folder, refuse_overwriting, user_cache
 
-OUTPUT = "zero_shot.json"
 TASKS = Path(__file__).parent / "zero_shot_tasks"
-# Metric of a result, in per cent → lm_eval's task or group, and its metric.
-OF_A_RESULT = {
-    "lambada_acc": ("lambada_openai", "acc"),
-    "blimp_acc": ("blimp", "acc"),
-    "cbt_acc": ("cbt", "acc"),
-}
 _BOOTSTRAP = 1000  # draws for the standard error of a perplexity
 _REMEDY = "It should be what a recipe wrote: restore it, or name a checkpoint instead of the run."
 log = logging.getLogger(__name__)
@@ -139,13 +133,9 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     Raises:
         UserError: where lm_eval is not installed, for a folder that is not there, and for unknown tasks.
     """
-    try:
-        from lm_eval.tasks import TaskManager
-    except ImportError as error:
-        raise UserError(
-            f"zero-shot needs lm-evaluation-harness ({error}): pip install '.[zero-shot]' in the repository, "
-            "or bash scripts/setup.sh --zero-shot, which leaves the pinned environment as it is."
-        ) from error
+    require_lm_eval("zero-shot")
+    from lm_eval.tasks import TaskManager
+
     if include_path is not None and not include_path.is_dir():
         raise UserError(f"--include-path {include_path} is not a folder: name the one with the task files.")
     if not names:
@@ -187,19 +177,14 @@ def _of_task(name: str, found: dict[str, Any], harness: Any) -> dict[str, Any]:
 def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
     """Add the accuracies of whole tasks to the metrics of a run's result.json, if it has one."""
     path = run_dir / "result.json"
-    tasks = record["tasks"]
-    new = {
-        metric: round(100 * tasks[task]["metrics"][key], 4)
-        for metric, (task, key) in OF_A_RESULT.items()
-        if task in tasks and record["limit"] is None
-    }
+    new, how = result_of(record)
     if not new or not path.is_file():
         return
     result = read_json(path, _REMEDY)
     if not isinstance(result, dict) or not isinstance(result.get("metrics"), dict):
         raise UserError(f"{path} has no metrics. {_REMEDY}")
     result["metrics"].update(new)
-    result["zero_shot"] = {key: record[key] for key in ("lm_eval", "tokens_per_sample", "carried_chunks")}
+    result["zero_shot"] = how
     write_json(path, result)
     log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
 

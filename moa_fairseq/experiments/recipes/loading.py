@@ -219,8 +219,9 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
             kind = typing.get_type_hints(holder).get(str(error.key))
         else:
             kind = None
-        kind = next((part for part in typing.get_args(kind) or [kind] if part in _IN_WORDS), kind)
-        wanted = _IN_WORDS.get(typing.get_origin(kind) or kind, "")
+        parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)  # of an Optional
+        kinds = [typing.get_origin(part) or part for part in parts]
+        wanted = next((_IN_WORDS[part] for part in kinds if part in _IN_WORDS), "")
         why = f"must be {wanted}. " if wanted else ""
         fail(
             file,

@@ -25,7 +25,7 @@ from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
 from moa_fairseq.experiments.recipes.steps import LEFT_OUT, Run, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
-from moa_fairseq.files import atomic_write
+from moa_fairseq.experiments.scoring.zero_shot import result_in
 
 # Settings that do not change the experiment.
 _FREE = ("max_tokens", "headline", "seed")
@@ -303,13 +303,15 @@ def record(run: Run, started: float) -> Path | None:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
     updated = 0 if recipe.finetune == "noft" else trained.get("updated")
     said = done["evaluation"]
+    accuracies, zero_shot = result_in(folder, run.model)
     values = {
         "experiment": recipe.experiment,
         "reproduces": cell,
         **({"row": recipe.row} if cell and recipe.row else {}),
         **({"differences": found} if found else {}),
         "headline": headline if recipe.score else None,
-        "metrics": metrics.pop(subset),
+        "metrics": {**metrics.pop(subset), **accuracies},
+        **({"zero_shot": zero_shot} if zero_shot else {}),
         "subset": subset,
         **({LEFT_OUT: left_out} if left_out else {}),
         "other_subsets": metrics,
@@ -334,8 +336,4 @@ def record(run: Run, started: float) -> Path | None:
     else:
         paper = None
     log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
-    if options.record:
-        with atomic_write(options.record) as stream:
-            stream.write(result.read_text(encoding="utf-8"))
-        log.info("recorded as %s", options.record)
     return result

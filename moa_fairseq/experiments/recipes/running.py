@@ -28,10 +28,12 @@ from moa_fairseq.experiments.recipes.lengths import check_sentences
 from moa_fairseq.experiments.recipes.prepare_stage import prepare, recall, show_preparation
 from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.recipes.steps import Options, Run, steps
+from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, Options, Run, steps
+from moa_fairseq.experiments.scoring.zero_shot import require_lm_eval
+from moa_fairseq.files import atomic_write
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
 
-STAGES = ("prepare", "train", "average", "generate", "score")
+STAGES = ("prepare", "train", "average", "generate", "score", "zero-shot")
 # After a restart of torchrun, the previous owner of the run folder may need time to exit.
 HANDOVER_SECONDS = 60.0
 log = logging.getLogger(__name__)
@@ -63,11 +65,12 @@ def run_recipe(
     run = Run(recipe, hardware, folder, options)
     executor = executor_class(hardware.environment)
     _check_record(run)
-    if options.stage in STAGES[2:] and not getattr(recipe, options.stage):
-        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, options.stage)
+    key = options.stage.replace("-", "_")
+    if options.stage in STAGES[2:] and not getattr(recipe, key):
+        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, key)
 
     def wanted(step: Step) -> bool:
-        return options.wants(step.name.partition("-")[0])
+        return options.wants(step.name.partition("-")[0].replace("_", "-"))
 
     if dry_run:
         run = _fitted(run, show_preparation(run, executor))
@@ -81,6 +84,10 @@ def run_recipe(
     if options.wants("train"):
         goes_on = bool(recipe.finetune) or (run.checkpoints / LAST).exists()
         check_files(recipe, first_start=not goes_on)
+    zero_shot = recipe.zero_shot and options.wants("zero-shot")
+    if zero_shot:  # which comes last, and may be found impossible first
+        later = "; or --set zero_shot=null, and --stage zero-shot later"
+        require_lm_eval("zero_shot: the recipe's last stage", later)
     started = time.time()
     with terminate_as_interrupt(), _kept(run):
         made_before = not options.wants("prepare") and (options.data is None or hardware.shared)
@@ -98,7 +105,8 @@ def run_recipe(
         if not any(run.checkpoints.glob("*.pt")):  # the log of a training that left nothing to go on from
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
-            make(steps(run), folder, executor=executor, wanted=wanted)
+            made = [step for step in steps(run) if step.name != ZERO_SHOT]
+            make(made, folder, executor=executor, wanted=wanted)
         # result.json gives the reproduced row
         mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
         goal = (
@@ -106,7 +114,14 @@ def run_recipe(
         )  # of what is trained: this call may name another
         mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
         write_yaml(folder / "recipe.yaml", mapping)
-        return record(run, started)
+        result = record(run, started)
+        if zero_shot:  # it adds to the result, which is there also if it fails
+            make(steps(run), folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
+        if result and options.record:
+            with atomic_write(options.record) as stream:
+                stream.write(result.read_text(encoding="utf-8"))
+            log.info("recorded as %s", options.record)
+        return result
 
 
 def _check_record(run: Run) -> None:

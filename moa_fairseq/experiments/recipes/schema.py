@@ -292,6 +292,11 @@ class Recipe:
     average: Optional[Average] = _key("", default=None)
     generate: Optional[Generate] = _key("", default=None)
     score: Optional[Score] = _key("", default=None)
+    zero_shot: Optional[List[str]] = _key(
+        "of a causal language model, as its last stage: tasks of lm_eval such as lambada_openai, blimp and "
+        "cbt",
+        default=None,
+    )
 
     @property
     def row(self) -> Optional[str]:
@@ -431,6 +436,7 @@ def _values(recipe: Recipe) -> Problems:
     names = [("data.source", data.source), ("data.target", data.target)]
     for section in ("generate", "score"):
         names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
+    names += [("zero_shot", name) for name in recipe.zero_shot or ()]
     for key, name in names:
         if name in ("True", "False"):
             yield key, "must be text: put it in quotes, as YAML takes no, yes, on and off for a truth value."
@@ -520,6 +526,11 @@ def _kind(recipe: Recipe) -> Problems:
     if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
+    if recipe.zero_shot is not None:
+        if recipe.kind != CAUSAL_LM:
+            yield "zero_shot", "is for causal language models (train.task language_modeling): leave it out."
+        if not recipe.zero_shot:
+            yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
     if score and score.headline.startswith(metrics) != bool(name):
         yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
     if name:

@@ -45,10 +45,12 @@ from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog
 from moa_fairseq.experiments.scoring.average import last_checkpoints, numbered_checkpoints
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU
+from moa_fairseq.experiments.scoring.zero_shot import OUTPUT
 from moa_fairseq.files import checksum
 from moa_fairseq.process import flags, positional
 
 LEFT_OUT = "left_out"  # sentences that were not translated
+ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
 UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)
 
@@ -152,7 +154,8 @@ def steps(run: Run) -> list[Step]:
         made.append(_average(run, recipe.average, made[0]))
     if recipe.kind != TRANSLATION:
         scores = [_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets]
-        return [*before, *made, *scores]
+        zero_shot = [_zero_shot(run, recipe.zero_shot, made)] if recipe.zero_shot else []
+        return [*before, *made, *scores, *zero_shot]
     if not recipe.generate:
         return [*before, *made]
     translations = [_generate(run, recipe.generate, name, made) for name in recipe.subsets]
@@ -301,7 +304,7 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
             if missing == "train" and (run.checkpoints / LAST).exists():  # which would find itself done
                 remedy = "if the training is done, average its checkpoints: --set average.epochs=N"
             raise UserError(f"{run.model} is missing or cut off: {remedy}.")
-        said = {"settings": dataclasses.asdict(settings), "data": run.prepared.fingerprint, "subset": subset}
+        said = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
         return {**said, "made": made[-1] if made else None, "model": run.model}
 
     return inputs
@@ -350,7 +353,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
 
     output = run.folder / f"generate-{subset}.txt"
     line = run.command("fairseq-generate", values)
-    inputs = _evaluated(run, section, subset, made)
+    inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
     watched: dict[str, Any] = {"captured": "out", "watch": watch, "finish": finish}
     return Step(output.stem, output, line, inputs, conditions=run.conditions, **watched)
 
@@ -378,7 +381,7 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     kind = run.recipe.kind
     name = f"score-{subset}"
     model = str(run.model)
-    inputs = _evaluated(run, section, subset, made)
+    inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
         # The first configuration of logging determines the place of its log.
@@ -393,6 +396,14 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     line = ["moa-fairseq", *flags({"user-dir": user_dir}), "score"]
     line += flags({**values, "cpu": not run.hardware.gpus})
     return _scored(run, name, f"{name}.json", line, inputs, "out")
+
+
+def _zero_shot(run: Run, tasks: list[str], made: list[Step]) -> Step:
+    """Accuracies on tasks of lm_eval, which the program also adds to the run's result.json."""
+    line = ["moa-fairseq", *flags({"user-dir": run.options.user_dir}), "zero-shot", positional(run.folder)]
+    line += flags({"tasks": ",".join(tasks), "output": OUT, "cpu": not run.hardware.gpus})
+    inputs = _evaluated(run, {"tasks": tasks}, "", made)
+    return Step(ZERO_SHOT, run.folder / OUTPUT, line, inputs, conditions=run.conditions)
 
 
 def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str) -> Step:

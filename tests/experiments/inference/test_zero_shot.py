@@ -19,6 +19,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.inference import text_model, zero_shot
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.steps import Options
+from moa_fairseq.process import Executor
 
 lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not here: bash scripts/test.sh --zero-shot")
 CHUNK = 12
@@ -316,6 +321,56 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     assert "LAMBADA" in capsys.readouterr().out
     task["text"].update(symbols=8, unknown=2, requests=4)
     assert " 25.00%" in zero_shot._shown(record)
+
+
+class WithLocalTasks(Executor):
+    """Gives zero-shot a folder of local tasks, which a recipe does not name: they can run code."""
+
+    def run(self, command, *args, **options):
+        if command[1] == "zero-shot":
+            command = [*command, "--include-path", "tasks"]
+        super().run(command, *args, **options)
+
+
+@pytest.mark.slow
+def test_a_recipe_ends_with_its_tasks(tmp_path, monkeypatch, capsys):
+    """From text to LAMBADA's column of compare, and once: what is done is not done again."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    (tmp_path / "tasks").mkdir()
+    texts = [{"text": text} for text in TEXTS]
+    writer(tmp_path / "tasks")("lambada_openai", texts, **TASKS["last_word"])
+    (tmp_path / "text").mkdir()
+    for seed, split in enumerate(("train", "valid", "test")):
+        (tmp_path / "text" / f"{split}.txt").write_text("\n".join(sentences(120, seed)) + "\n")
+    widths = {f"decoder-{name}-dim": 24 for name in ("embed", "input", "output", "ffn-embed")}
+    recipe = {
+        "base": "wikitext2_lm_switchhead_tiny.yaml",
+        "data": {"recipe": "text_sp", "bpe": 30},
+        "model": {"flags": {"decoder-layers": 1, **widths}},
+        "train": {
+            "max_tokens": 240,
+            "effective_batch_tokens": 240,
+            "max_update": 3,
+            "flags": {"tokens-per-sample": CHUNK},
+        },
+        "zero_shot": ["lambada_openai"],
+    }
+    (tmp_path / "mine.yaml").write_text(yaml.safe_dump(recipe))
+    run = tmp_path / "run"
+    options = Options(data=tmp_path / "text", save_dir=run)
+    run_recipe(load_recipe(tmp_path / "mine.yaml"), Hardware(), options, WithLocalTasks)
+    task = json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]
+    result = json.loads((run / "result.json").read_text())
+    assert task["documents"] == 5 and result["zero_shot"]["lm_eval"] == lm_eval.__version__
+    assert result["metrics"]["lambada_acc"] == 100 * task["metrics"]["acc"]
+    made = (run / "zero_shot.json").stat().st_mtime_ns
+    run_recipe(load_recipe(tmp_path / "mine.yaml"), Hardware(), options, WithLocalTasks)
+    assert (run / "zero_shot.json").stat().st_mtime_ns == made
+    assert json.loads((run / "result.json").read_text())["metrics"] == result["metrics"]
+    capsys.readouterr()
+    assert main(["compare", str(run)]) == 0
+    assert "LAMBADA" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(

@@ -26,6 +26,7 @@ from moa_fairseq.experiments.recipes.loading import (
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.complexity import complexity
+from moa_fairseq.experiments.scoring.zero_shot import RESULT_TASKS
 
 ROOT = Path(__file__).resolve().parents[3]
 RECIPES = shipped_recipes()
@@ -38,6 +39,21 @@ EVALUATION = {
     CAUSAL_LM: "fairseq-eval-lm",
     CLASSIFICATION: "moa-fairseq score",
 }
+
+
+def test_rows_with_printed_zero_shot_accuracies_have_the_tasks():
+    """SwitchHead's Tables 4 and 8: a task of the recipe for each metric of a column."""
+    checked = 0
+    for table in json.loads((ROOT / "results" / "papers" / "switchhead.json").read_text("utf-8"))["tables"]:
+        printed = {column.get("metric") for column in table["columns"].values()} & RESULT_TASKS.keys()
+        for row in table["rows"] if printed else ():
+            for name in row["experiments"]:
+                tasks = shipped(RECIPES[name.partition(":")[0]]).zero_shot
+                assert {RESULT_TASKS[metric][0] for metric in printed} <= {*tasks}, name
+                checked += 1
+    assert checked >= 12
+
+
 LM_SCHEDULE = {"warmup-updates": 240000, "lr-period-updates": 46000}
 shipped = functools.cache(load_recipe)  # treat as read-only
 V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))

@@ -1,8 +1,10 @@
 """The stages of each kind of recipe: what runs, what is skipped, what is refused, what survives a failure."""
 
 import argparse
+import dataclasses
 import json
 import shutil
+import sys
 import zipfile
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,13 +21,14 @@ from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
 from moa_fairseq.experiments.data.prepare import size_digest
 from moa_fairseq.experiments.make import marks
-from moa_fairseq.experiments.recipes import checkpoints, command
+from moa_fairseq.experiments.recipes import checkpoints, command, running
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.planner import read_speeds
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.scores import headline_of
 from moa_fairseq.experiments.recipes.steps import Options
+from moa_fairseq.files import checksum
 from moa_fairseq.process import Executor
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
@@ -90,6 +93,11 @@ class FakeExecutor:
                 on_line(line)
         elif command[0] == "fairseq-eval-lm":
             output.write_text(REPORT)
+        elif command[1] == "zero-shot":
+            digest = checksum(Path(command[2], "checkpoints/checkpoint_best.pt"))
+            task = {"metrics": {"acc": 0.25}}
+            record = {"checkpoint_sha256": digest, "limit": None, "tasks": {"lambada_openai": task}}
+            Path(option(command, "--output")).write_text(json.dumps(record))
         elif "score" in command:
             output.write_text(json.dumps(SCORES))
 
@@ -200,6 +208,45 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
         if not getattr(recipe, stage):
             run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
             assert any(f"no {stage} section" in line for line in said)
+
+
+def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path, monkeypatch, said):
+    """lm_eval is asked for before the training; a result stays that of its model if the tasks fail."""
+    FakeExecutor.calls, FakeExecutor.fail = [], None
+    recipe = dataclasses.replace(recipe_of("causal"), average=None, zero_shot=["lambada_openai", "cbt"])
+    options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
+    last = shown(recipe, CPU, options)[-1]
+    assert last[:3] == ["moa-fairseq", "zero-shot", str(tmp_path / "run")]
+    assert option(last, "--tasks") == "lambada_openai,cbt" and "--cpu" in last
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    with pytest.raises(UserError, match=r"setup\.sh --zero-shot.*zero_shot=null"):
+        run_recipe(recipe, CPU, options, FakeExecutor)
+    assert FakeExecutor.programs() == [] and not (tmp_path / "run").exists()
+    monkeypatch.setattr(running, "require_lm_eval", lambda *words: None)
+    FakeExecutor.fail = "moa-fairseq"
+    with pytest.raises(UserError):
+        run_recipe(recipe, CPU, options, FakeExecutor)
+    result = tmp_path / "run" / "result.json"
+    assert json.loads(result.read_text())["metrics"]["lm_ppl"] == 18.71
+    FakeExecutor.calls = []
+    record = tmp_path / "record.json"
+    for stage in ("zero-shot", "score", "all"):
+        copy = None if stage == "zero-shot" else record
+        run_recipe(recipe, CPU, dataclasses.replace(options, stage=stage, record=copy), FakeExecutor)
+    assert FakeExecutor.programs() == ["moa-fairseq zero-shot"], "once"
+    scores = {"lm_ppl": 18.71, "lm_bits": 4.2258, "lambada_acc": 25.0}
+    assert json.loads(record.read_text())["metrics"] == json.loads(result.read_text())["metrics"] == scores
+    write_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt", "another")
+    run_recipe(recipe, CPU, dataclasses.replace(options, stage="score"), FakeExecutor)
+    assert "lambada_acc" not in json.loads(result.read_text())["metrics"], "of another checkpoint"
+
+
+@pytest.mark.parametrize(
+    "tasks, kind", [([], "causal"), (["cbt"], "masked"), (["--x"], "causal"), ("cbt", "causal")]
+)
+def test_tasks_that_cannot_be_evaluated_are_refused(tasks, kind, write_config):
+    with pytest.raises(UserError, match=r"zero_shot: .*(empty|causal|name|list)"):
+        load_recipe(write_config({**SMALL[kind], "zero_shot": tasks}))
 
 
 @pytest.mark.thorough
