@@ -8,6 +8,7 @@ import logging
 import os
 import re
 import sys
+import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import NoReturn
@@ -214,6 +215,8 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
+    # torch's, of fairseq's calls: nothing for a user to change
+    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
     # With --json the standard output holds the JSON alone, of these verbs the text alone.
     alone = getattr(args, "json", None) is True or args.verb in ("translate", "complete", "fill-mask")
     stream = sys.stderr if alone else sys.stdout

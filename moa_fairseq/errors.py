@@ -14,6 +14,10 @@ class UserError(Exception):
 
     status = 2
 
+    def __init__(self, message: str) -> None:
+        # of a quoted reason that ends in a full stop of its own
+        super().__init__(re.sub(r"(?<=[^\s./])\.\.(?=\s|$)", ".", message))
+
 
 class Diverged(UserError):
     """A training ended because its losses, gradients or weights are no numbers any more."""

@@ -1,6 +1,7 @@
 """What the documents say can be typed, what they link to is there, what is generated is fresh."""
 
 import argparse
+import ast
 import functools
 import importlib.util
 import re
@@ -40,6 +41,29 @@ OTHERS_FLAGS = {
     "--array",
     "--wrap",
 }
+
+
+def arguments_in(docstring):
+    """Names in the section `Args:`."""
+    section = re.search(r"^Args:\n((?:    .*\n?|\n)+)", docstring, re.M)
+    named = re.findall(r"^    ([\w*]+(?:, [\w*]+)*): ", section[1], re.M) if section else []
+    return [name.strip("*") for names in named for name in names.split(", ")]
+
+
+def test_docstrings_name_arguments_that_are_there():
+    wrong = []
+    checked = 0
+    for path in sorted((ROOT / "moa_fairseq").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            if isinstance(node, ast.FunctionDef):
+                documented = arguments_in(ast.get_docstring(node) or "")
+                there = {arg.arg for arg in ast.walk(node.args) if isinstance(arg, ast.arg)}
+                checked += len(documented)
+                twice = len(documented) != len({*documented})
+                wrong += [
+                    f"{path}:{node.lineno}: {name}" for name in documented if twice or name not in there
+                ]
+    assert checked > 1000 and not wrong, "\n".join(wrong)
 
 
 def blocks(document, language):

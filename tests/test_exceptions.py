@@ -4,6 +4,9 @@ import ast
 from collections.abc import Iterator
 from pathlib import Path
 
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.download import Unavailable  # noqa: F401  (and what it imports: subclasses)
+
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("moa_fairseq", "benchmarks", "scripts", "data-prep", "docs")
 # Each has more causes than whoever writes a handler thinks of. No right to read a file, a full disk and a
@@ -33,6 +36,21 @@ def test_every_handler_of_a_broad_exception_says_what_it_is_meant_for():
     paths = (path for folder in FOLDERS for path in sorted((ROOT / folder).rglob("*.py")))
     found = [f"{path.relative_to(ROOT)}:{line}" for path in paths for line in unexplained(path)]
     assert not found
+
+
+def subclasses(kind: type) -> Iterator[type]:
+    yield kind
+    for one in kind.__subclasses__():
+        yield from subclasses(one)
+
+
+def test_no_error_has_two_full_stops():
+    """A reason in it, of another program, may end in one; a path may have two, and an omission three."""
+    message = "a.txt: The disk is full.. Name x/.., .. or 'b'.. for all... of it.."
+    kinds = [*subclasses(UserError)]
+    assert len(kinds) >= 4
+    for kind in kinds:
+        assert str(kind(message)) == "a.txt: The disk is full. Name x/.., .. or 'b'. for all... of it."
 
 
 def test_a_new_one_is_noticed(tmp_path):

@@ -33,7 +33,8 @@ def register_models(
         family: a name of FAMILIES.
         model: a name that ends in an underscore and one of BASE_MODELS.
         archs: `--arch` → values of flags (as in the args namespace), unless the user gives others.
-        bodies: of architectures that are not fairseq's base: `--arch` → as `body` of `register_arch`.
+        base_architectures: of architectures that are not fairseq's base: `--arch` → as `body` of
+            `register_arch`.
     """
     base, body = BASE_MODELS[model.rpartition("_")[2]]
     names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}

@@ -15,7 +15,6 @@ the --save-dir of a plain fairseq-train, or the folder around it.
 from __future__ import annotations
 
 import argparse
-import warnings
 from pathlib import Path
 
 from moa_fairseq.errors import UserError
@@ -86,7 +85,6 @@ def run(args: argparse.Namespace) -> int:
     made_by = provenance()
     about = {}
     if of_model:
-        warnings.filterwarnings("ignore", message=".*pin_memory")
         if getattr(args, "max_tokens", 1) < 1:
             raise UserError(f"--max-tokens {args.max_tokens}: a batch holds at least one token.")
         checkpoint, data = checkpoint_and_data(args.model, args.data)

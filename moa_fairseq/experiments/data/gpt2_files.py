@@ -74,11 +74,10 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
         folders: searched first; a dict.txt is used if encoder.json is next to it.
         cache: downloads go to its gpt2_bpe (default: ~/.cache/moa_fairseq).
         offline: never download.
-        offline: nothing is fetched.
 
+    Raises:
         UserError: for a file that is not the pinned one, a dictionary of other entries, or if the two files
             of the encoding are not available.
-            files of the encoding cannot be had.
     """
     cache = cache or user_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))

@@ -7,7 +7,6 @@ import contextlib
 import io
 import logging
 import sys
-import warnings
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -93,7 +92,6 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     Raises:
         UserError: where something is missing, or the data is not that of the model.
     """
-    warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
     if args.output and args.file:
         refuse_overwriting(args.output, [args.file], "--output")
     if not args.run_dir.exists():

@@ -387,9 +387,9 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
         remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
         error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
     if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
-        error = UserError(f"{str(error).rstrip('.')}.")
+        error = UserError(f"{error}.")
     if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
-        error = UserError(f"The training has diverged: {str(error).rstrip('.')}. {AFTER_DIVERGENCE}")
+        error = UserError(f"The training has diverged: {error}. {AFTER_DIVERGENCE}")
     if isinstance(error, UserError):
         print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
     else:

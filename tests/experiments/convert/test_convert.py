@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import re
+import warnings
 
 import pytest
 import torch
@@ -103,6 +104,14 @@ def test_the_loss_of_a_new_router_stays_near(scaling, dense, convert, tmp_path):
     printed = convert(checkpoint, tmp_path / "out.pt", *flags, "--data", data)
     before, after = map(float, re.search(r"([\d.]+) → ([\d.]+) bits", printed).groups())
     assert abs(after - before) < 0.5
+
+
+def test_nothing_is_printed_that_nobody_can_change(dense, convert, tmp_path):
+    """torch warns of fairseq's masks, which are no flag of the user's."""
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        convert(dense("translation")[0], tmp_path / "out.pt", "--to", "mae")
+    assert not [one for one in warned if "key_padding_mask" in str(one.message)]
 
 
 @pytest.mark.parametrize(
