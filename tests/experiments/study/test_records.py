@@ -59,6 +59,19 @@ def test_a_rerun_takes_the_place_of_what_was_recorded(tmp_path):
     assert ends(tmp_path) == {("A", 1): "finished"}
 
 
+def test_the_marks_of_a_merge_are_named_by_their_line_and_cost_no_record(tmp_path):
+    path = tmp_path / "records.jsonl"
+    for seed in (1, 2):
+        append_record(tmp_path, made(seed=seed))
+    first, second = path.read_text().splitlines(keepends=True)
+    path.write_text(f"{first}<<<<<<< HEAD\n{second}=======\n{second}>>>>>>> theirs\n")
+    with pytest.raises(UserError, match=r"records\.jsonl .*line 2: .*that entry alone") as refused:
+        records_of(tmp_path)
+    assert "Delete" not in str(refused.value)
+    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line[0] == "{"))
+    assert list(ends(tmp_path)) == [("A", 1), ("A", 2)]
+
+
 @pytest.mark.parametrize(
     ("change", "named"),
     [
