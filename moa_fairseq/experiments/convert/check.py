@@ -96,10 +96,10 @@ def mean_losses(
             names no task.
     """
     if not data.is_dir():
-        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
+        raise UserError(f"--data {data} is not a folder. Give the folder that fairseq-preprocess wrote.")
     group = copy.deepcopy(checkpoint.cfg.get("task"))
     if checkpoint.is_old or group is None:
-        raise UserError("--data needs a checkpoint that names its task, and this old one does not.")
+        raise UserError("--data needs a checkpoint with the name of its task, which this old file lacks.")
     group = {**(group if isinstance(group, dict) else vars(group)), "data": str(data)}
     try:
         task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
@@ -109,8 +109,8 @@ def mean_losses(
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not rows <= symbols:
         raise UserError(
-            f"--data {data} has dictionaries of {sorted(symbols)} symbols, and the model has {sorted(rows)}: "
-            "name the folder that the model was trained on."
+            f"--data {data} has dictionaries of {sorted(symbols)} symbols, but the model has {sorted(rows)}. "
+            "Give the folder that the model was trained on."
         )
     criterion: nn.Module = CrossEntropyCriterion(task, False)
     if job == "masked LM":

@@ -1,14 +1,15 @@
-"""Turn a trained Transformer of fairseq into a mixture of attention heads, or a mixture into a Transformer.
+"""Convert a trained fairseq Transformer into a mixture of attention heads, or a mixture into a Transformer.
 
   moa-fairseq convert dense.pt --to moh --moh-shared-heads 2 --experts-per-token 1 moh.pt
   moa-fairseq convert dense.pt --to mae mae.pt                       even gates: the same outputs
   moa-fairseq convert uni_mae.pt --to dense dense.pt                 for stock fairseq and CTranslate2
   moa-fairseq convert my-model --to fairseq --like run.pt new.pt     from transformers: equal weights
 
-Translation, masked and causal language models. Before anything is written, both models are run in float64
-on random sentences: an exact conversion must give the same outputs, or nothing is written. Where a conversion
-cannot be exact, the reason is printed, and with --data the loss before and after; --to dense refuses instead.
-An existing OUT is left alone without --force, and IN always. The flags of the new family are those of its
+Translation, masked and causal language models. Before anything is written, both models run in float64
+on random sentences: an exact conversion must give the same outputs, otherwise nothing is written. If a
+conversion cannot be exact, the reason is printed, and with --data the loss before and after; with --to dense
+it is an error.
+An existing OUT is only replaced with --force, and IN never. The flags of the new family are those of its
 architectures. The file has no optimizer state; continue training with fairseq-train --finetune-from-model OUT
 and the flags of the architecture.
 """
@@ -74,11 +75,11 @@ def convert(
     settings = checkpoint.settings
     origin, job = models.kind_of(settings)
     if origin == family:
-        raise UserError(f"--to {family}: the checkpoint's model is of that family already.")
+        raise UserError(f"--to {family}: the checkpoint's model already belongs to that family.")
     if getattr(settings, "initialization", None) == "admin":
         raise UserError(
             "The checkpoint was trained with --initialization admin, whose factors on the shortcuts no other "
-            "model has: it is not converted."
+            "model has. It cannot be converted."
         )
     state = source.state_dict()
     reason = None
@@ -88,7 +89,7 @@ def convert(
         known = {f.name: f.default for f in FAMILIES[family].own_fields()}
     for name in values_by_flag:
         if name not in known:
-            raise UserError(f"{_flag(name)} is not a flag of --to {family}: leave it out.")
+            raise UserError(f"--to {family} has no flag {_flag(name)}. Leave it out.")
     if family == DENSE:
         weights.refuse_what_fairseq_lacks(settings)
     if origin != DENSE:
@@ -111,8 +112,8 @@ def convert(
     tolerance = 10 * max(torch.finfo(precision).eps for precision in precisions)
     if reason is None and not difference <= tolerance:
         raise UserError(
-            f"The converted model's outputs differ by {difference:.1e} of the largest, where they should be "
-            "equal: nothing was written. Please report this with the architecture and its flags."
+            f"The converted model's outputs should be equal, but differ by {difference:.1e} of the largest, "
+            "so nothing was written. Please report this with the architecture and its flags."
         )
     cfg = _config(checkpoint, models.as_group(target_settings, family, job), family)
     return Conversion(Checkpoint(result, cfg, checkpoint.is_old), target, job, reason, difference)
@@ -144,12 +145,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of --to fairseq: a checkpoint of the run that was exported, whose settings OUT has"
     parser.add_argument("--like", type=Path, metavar="CHECKPOINT", help=text)
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised data: print the loss before and after"
+        "--data", type=Path, metavar="DIR", help="binarised data folder: print the loss before and after"
     )
-    parser.add_argument("--subset", default="valid", help="which part of the data (valid)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens in a batch of the data (2048)")
+    parser.add_argument("--subset", default="valid", help="subset of the data (valid)")
+    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens per batch of the data (2048)")
     parser.add_argument(
-        "--max-batches", type=int, default=50, metavar="N", help="use at most N batches of the data (50)"
+        "--max-batches", type=int, default=50, metavar="N", help="largest number of batches to read (50)"
     )
     family = parser.add_argument_group("flags of the new family")
     fields = {field.name: (name, field) for name in TARGETS[:-1] for field in FAMILIES[name].own_fields()}
@@ -197,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         before, after = mean_losses([source, result.model], checkpoint, result.job, *limits)
         print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
     elif result.reason is not None:
-        print("--data DIR measures how much the loss changes")
+        print("To measure the change in loss, give --data DIR.")
     models.write(result.checkpoint, args.output, made_by)
     print(f"wrote {args.output}")
     return 0

@@ -75,7 +75,7 @@ def read(path: Path) -> Checkpoint:
     state = load_checkpoint(path)
     if "fsdp_metadata" in state:
         raise UserError(
-            f"{path} is one of several shards that --ddp-backend fully_sharded wrote: save the whole model "
+            f"{path} is one of several shards written by --ddp-backend fully_sharded. Save the whole model "
             "first (without --use-sharded-state)."
         )
     cfg = state.get("cfg")
@@ -83,7 +83,7 @@ def read(path: Path) -> Checkpoint:
     if args is not None:
         return Checkpoint(state["model"], {"model": args}, is_old=True)
     if cfg is None or cfg.get("model") is None:
-        raise UserError(f"{path} does not say which model it holds (cfg.model): it is not fairseq's.")
+        raise UserError(f"{path} does not name its model (cfg.model), so fairseq did not write it.")
     return Checkpoint(state["model"], cfg)
 
 
@@ -125,7 +125,7 @@ def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
             return registered.attention_family, job
     arch = getattr(settings, "arch", name)
     raise UserError(
-        f"The checkpoint holds a model of the architecture {arch}, but conversions only know fairseq's "
+        f"The checkpoint's model has the architecture {arch}, but conversions support only fairseq's "
         "transformer, roberta and transformer_lm, and the mixtures built on them (those of a plugin with "
         "moa-fairseq --user-dir DIR convert)."
     )
@@ -151,7 +151,7 @@ def settings_for(
     if family == DENSE and scale not in (None, 1.0):
         raise UserError(
             f"The model was trained with --attention-output-scale {scale}, which fairseq's own attention "
-            "lacks: convert to another family, or keep the checkpoint as it is."
+            "lacks. Convert to another family, or keep the checkpoint without conversion."
         )
     if family != DENSE:
         models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
@@ -238,7 +238,7 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
     for what, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
         if names:
             shown = ", ".join(sorted(names)[:4])[:300]
-            raise UserError(f"The checkpoint {what} {shown}: it is of another model.")
+            raise UserError(f"The checkpoint {what} {shown}: it belongs to another model.")
 
 
 def _name(settings: argparse.Namespace) -> Any:
@@ -258,4 +258,4 @@ def _symbols(weights: State, sides: tuple[str, ...]) -> int:
         rows = [size for name, size in matrices.items() if name.endswith("embed_tokens.weight")]
         if rows := rows or [size for name, size in matrices.items() if name.endswith(".0.weight")]:
             return sum(rows)
-    raise UserError("The checkpoint has no embeddings of tokens (embed_tokens): its model is not known here.")
+    raise UserError("The checkpoint has no token embeddings (embed_tokens): its model is not supported.")

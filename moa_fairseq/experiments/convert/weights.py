@@ -45,7 +45,7 @@ def default_values(
     if fewest <= shared < max(heads.values()):
         numbers = " and ".join(f"the {side} has {number} heads" for side, number in heads.items())
         raise UserError(
-            f"--moh-shared-heads {shared} leaves heads to choose on one side only: {numbers}. Give at most "
+            f"--moh-shared-heads {shared} leaves routed heads on one side only: {numbers}. Give at most "
             f"{fewest - 1}."
         )
     if fewest > shared:
@@ -77,14 +77,14 @@ def fill(model: nn.Module, dense: State) -> str | None:
         rows = dense.get(f"{attention.name}.q_proj.weight")
         if rows is None:
             raise UserError(
-                f"The checkpoint lacks {attention.name}.q_proj.weight: its attention is not fairseq's."
+                f"The checkpoint lacks {attention.name}.q_proj.weight, so its attention is not fairseq's."
             )
         for part, flag in (("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")):
             name = f"{attention.name}.{part}.weight"
             if dense[name].size(0) != attention.embed_dim:
                 raise UserError(
-                    f"{name} has {dense[name].size(0)} rows in place of {attention.embed_dim}: models with "
-                    f"{flag} are not converted."
+                    f"{name} has {dense[name].size(0)} rows instead of {attention.embed_dim}: models with "
+                    f"{flag} cannot be converted."
                 )
     load(model, dense, may_lack=OF_ROUTING)
     reason = None
@@ -97,7 +97,7 @@ def fill(model: nn.Module, dense: State) -> str | None:
             elif isinstance(attention, MixtureOfHeads):
                 reason = _fill_heads(attention) or reason
             else:
-                raise UserError(f"{type(attention).__name__}: no conversion of dense attention is known.")
+                raise UserError(f"{type(attention).__name__} cannot be converted from dense attention.")
     return reason
 
 
@@ -113,7 +113,7 @@ def _fill_heads(attention: MixtureOfHeads) -> str | None:
     if every_head:
         return None
     active = attention.active_heads
-    return f"{active} of {attention.num_heads} heads work for a token; the others' results are left out."
+    return f"{active} of {attention.num_heads} heads are active per token; the others' outputs are left out."
 
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:
@@ -190,8 +190,8 @@ def _constant_gates(attention: Attention) -> Tensor:
     elif isinstance(attention, MixtureOfHeads):
         if attention.active_heads != attention.num_heads:
             reason = (
-                f"{name} has {attention.active_heads} of {attention.num_heads} heads at work, which differ "
-                "between tokens, but in dense attention all heads work: only 100 % can become dense."
+                f"{name} has {attention.active_heads} of {attention.num_heads} active heads, which differ "
+                "between tokens, but in dense attention all heads are active: only 100 % can become dense."
             )
         elif not attention.router.reads_queries:
             if not attention.router.projection.weight.any():

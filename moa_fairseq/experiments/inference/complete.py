@@ -1,7 +1,7 @@
-"""Let a trained causal language model go on with a text.
+"""Continue a text with a trained causal language model.
 
 echo "The game was released in" | moa-fairseq complete runs/wikitext2_lm_moa_tiny --tokens 40
-moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      draws among the 10 likeliest symbols
+moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      samples from the 10 likeliest symbols
 """
 
 from __future__ import annotations
@@ -15,16 +15,18 @@ from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_model import answers, hypotheses, lines_of, shown, status_of
 
-ANY_ORDER = True  # FILE may stand behind the flags
+ANY_ORDER = True  # FILE may be after the flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complete`."""
-    text_model.add_arguments(parser, "one beginning a line")
-    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="how many symbols to add (40)")
-    parser.add_argument("--sample", type=int, metavar="N", help="draw among the N likeliest (the likeliest)")
-    parser.add_argument("--temperature", type=float, metavar="X", help="of --sample (1)")
-    parser.add_argument("--seed", type=int, metavar="N", help="of --sample (1)")
+    text_model.add_arguments(parser, "text file with one beginning per line")
+    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="number of symbols to add (40)")
+    parser.add_argument(
+        "--sample", type=int, metavar="N", help="sample from the N likeliest (default: greedy)"
+    )
+    parser.add_argument("--temperature", type=float, metavar="X", help="sampling temperature of --sample (1)")
+    parser.add_argument("--seed", type=int, metavar="N", help="random seed of --sample (1)")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -32,16 +34,16 @@ def run(args: argparse.Namespace) -> int:
     text_model.resolve_model(args)
     for flag, value in (("--tokens", args.tokens), ("--sample", args.sample or 1)):
         if value < 1:
-            raise UserError(f"{flag} {value}: give at least 1.")
+            raise UserError(f"{flag} {value} is less than 1.")
     for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
         if value is not None and not args.sample:
-            raise UserError(f"{flag} has no effect where nothing is drawn: add --sample N.")
+            raise UserError(f"{flag} has no effect without sampling. Add --sample N.")
     if args.temperature is None:
         temperature = 1.0
     else:
         temperature = args.temperature
     if temperature <= 0:
-        raise UserError(f"--temperature {temperature} must be positive.")
+        raise UserError(f"--temperature {temperature} is not positive.")
     torch.manual_seed(1 if args.seed is None else args.seed)
     model = text_model.load(args, LANGUAGE_MODELING)
     room = model.models[0].max_positions() - args.tokens

@@ -3,8 +3,8 @@
 moa-fairseq export runs/tatoeba_ende_moa_tiny moa-tiny-en-de
 moa-fairseq translate moa-tiny-en-de english.txt
 
-The folder is read like the run itself, by every verb. README.md is the card: data and its terms of use, the
-score with its signature, how it was trained. Scores are those of the run, before its weights were rounded.
+Every verb reads the folder like the run itself. README.md is the card: data and its terms of use, the
+score with its signature, the training. Scores are those of the run, before its weights were rounded.
 
 With --transformers the folder is for Hugging Face's transformers instead, in the weights' own precision.
 """
@@ -63,24 +63,24 @@ def named_model(name: str) -> Path:
         UserError: for a path, and for a model that is not there: where it is looked for, and what makes it.
     """
     if name in ("", "..") or Path(name).name != name:
-        raise UserError(f"--model {name} is no name: give a path as RUN.")
+        raise UserError(f"--model {name} is a path, not a name. Give a path as RUN.")
     folder = models_folder() / name
     if (folder / "average.pt").is_file():
         return folder
     there = sorted(path.parent.name for path in models_folder().glob("*/average.pt"))
     raise UserError(
-        f"--model {name}: there is no {folder / 'average.pt'}. Models lie in $MOA_FAIRSEQ_MODELS, else in "
-        f"{user_cache() / 'models'}; here: {', '.join(there) or 'none'}. "
+        f"--model {name}: there is no {folder / 'average.pt'}. Models are in $MOA_FAIRSEQ_MODELS, else in "
+        f"{user_cache() / 'models'}; available: {', '.join(there) or 'none'}. "
         f"`moa-fairseq export RUN {folder}` "
-        "puts one there; `bash scripts/tiny_models.sh deu.txt` trains and exports moa-, moh- and "
+        "adds a model; `bash scripts/tiny_models.sh deu.txt` trains and exports moa-, moh- and "
         "dense-tiny-en-de."
     )
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq export`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="a run folder of `moa-fairseq recipe`")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="the new folder; its name is the model's")
+    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder of `moa-fairseq recipe`")
+    parser.add_argument("folder", type=Path, metavar="DIR", help="new folder; its name becomes the model's")
     parser.add_argument(
         "--transformers", action="store_true", help="for Hugging Face's transformers, which need no fairseq"
     )
@@ -94,18 +94,18 @@ def run(args: argparse.Namespace) -> int:
             and for a folder that is there.
     """
     if os.path.lexists(args.folder):
-        raise UserError(f"{args.folder} exists already: name a new folder, or delete it first.")
+        raise UserError(f"{args.folder} already exists. Give a new folder, or delete this one first.")
     checkpoint = trained_checkpoint(args.run_dir)
     path = args.run_dir / "recipe.yaml"
     for copied in (checkpoint, path, args.run_dir / _RESULT, args.run_dir / KEPT / BINARISED):
         refuse_link_out(copied, args.run_dir)
     if not checkpoint.is_file():
-        raise UserError(f"{args.run_dir} holds no trained model: {checkpoint} is missing.")
+        raise UserError(f"{args.run_dir} has no trained model: {checkpoint} is missing. Train it first.")
     text = kept_text(checkpoint)
     if text is None:
         raise UserError(
-            f"{args.run_dir / KEPT} is missing, without which nobody can give the model text. Only runs of "
-            "`moa-fairseq recipe` keep it: train with a recipe, or run its command again to add it."
+            f"{args.run_dir / KEPT} is missing, but the model needs it to read text. Only runs of "
+            "`moa-fairseq recipe` keep it. Train with a recipe, or run its command again to add it."
         )
     mapping = read_mapping(path, "recipe")
     recipe = build(Recipe, mapping, str(path))

@@ -105,8 +105,8 @@ class HarnessModel(TemplateLM):
         for texts, context, continuation in requests:
             if not continuation:
                 raise UserError(
-                    f"A task has the continuation {texts[1]!r} behind a context that ends in "
-                    f"{texts[0][-40:]!r}: together they have no symbol more than the context, in the model's "
+                    f"A task has the continuation {texts[1]!r} after a context that ends in "
+                    f"{texts[0][-40:]!r}, but it adds no symbol to the context in the model's "
                     "segmentation. Begin the continuation with a space (target_delimiter)."
                 )
             if context[:1] != [self.eot_token_id]:
@@ -115,7 +115,8 @@ class HarnessModel(TemplateLM):
             if not self.carries_context:
                 if len(continuation) > self.chunk:
                     raise UserError(
-                        f"A task has a continuation of {len(continuation)} symbols, the model reads "
+                        f"A task has a continuation of {len(continuation)} symbols, but the model reads at "
+                        f"most "
                         f"{self.chunk}: {texts[1][:60]!r}. Leave the task out."
                     )
                 inputs = inputs[-self.chunk :]
@@ -165,7 +166,7 @@ class HarnessModel(TemplateLM):
         prompts = [self.tok_decode(row[1:]) for row in rows]
         settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
         if any(each["do_sample"] for each in settings):
-            raise UserError("A task draws what it generates (do_sample), and here generation is greedy only.")
+            raise UserError("A task samples its text (do_sample), but only greedy generation is supported.")
         texts = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
         for batch in self._batches(rows):

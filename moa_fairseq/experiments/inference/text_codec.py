@@ -26,29 +26,29 @@ def codec_of(data: Path, kind: str) -> Any:
         UserError: for a folder of another origin or kind of data, and where its merges or pieces are missing.
     """
     root = data.parent
-    remedy = "Give text that is tokenised and segmented as the model's, with --segmented."
+    remedy = "Give text that is tokenised and segmented like the model's, with --segmented."
     rules = rules_of(read_manifest(root))
     if not rules:
-        raise UserError(f"No {MANIFEST} beside {data} says how its text was prepared. {remedy}")
+        raise UserError(f"There is no {MANIFEST} next to {data} with its text preparation. {remedy}")
     if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
         if rules.get("kind") == TRANSLATION:
             verb = "translate"
         else:
             verb = "complete"
         other = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
-        raise UserError(f"{root / MANIFEST} is not of data for {kind}: {other}")
+        raise UserError(f"{root / MANIFEST} is not for {kind} data: {other}")
     found = text_files(data)
 
     def pieces_of(name: str) -> PieceCodec:
         if f"model/{name}" not in found:
-            raise UserError(f"{root}/model/{name} is missing, by which the text was segmented. {remedy}")
+            raise UserError(f"{root}/model/{name} is missing, but it segmented the text. {remedy}")
         return PieceCodec(pieces.processor(str(found[f"model/{name}"])))
 
     if kind == TRANSLATION:
         steps = tuple((name, options) for name, options in rules.get("steps", ()))
         codes = next((str(found[name]) for name in (f"bpe/{CODES}", CODES) if name in found), "")
         if rules.get("merges") and not codes:
-            raise UserError(f"{root}/bpe/{CODES} is missing, by which the text was segmented. {remedy}")
+            raise UserError(f"{root}/bpe/{CODES} is missing, but it segmented the text. {remedy}")
         pair: tuple[Any, Any] = (WordCodec(), WordCodec())
         if rules.get("encoder") == SENTENCEPIECE:
             names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in found)

@@ -31,12 +31,12 @@ BATCH = 64  # lines that are read before the first of them is answered, where no
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The run, its text, and how it is read."""
-    text = "a run folder, an exported one, or a checkpoint with --data"
+    text = "run folder, exported model, or checkpoint with --data"
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help=text)
     parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
-    text = "in place of RUN: an exported model's name, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
+    text = "exported model by name instead of RUN, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
     parser.add_argument("--model", metavar="NAME", help=text)
-    parser.add_argument("--output", type=Path, metavar="FILE", help="write here instead of standard output")
+    parser.add_argument("--output", type=Path, metavar="FILE", help="output file (standard output)")
     add_reading(parser)
 
 
@@ -44,7 +44,7 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
     """How a run's text is read, and where."""
     parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     parser.add_argument(
-        "--segmented", action="store_true", help="the text is tokenised and segmented, as fairseq reads it"
+        "--segmented", action="store_true", help="the text is already tokenised and segmented for fairseq"
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
 
@@ -53,10 +53,12 @@ def resolve_model(args: argparse.Namespace) -> None:
     """Let --model stand for RUN, whose place FILE has then. Raises UserError for both, and for neither."""
     if args.model is None:
         if args.run_dir is None:
-            raise UserError("Name a run folder, or an exported model with --model NAME.")
+            raise UserError("Give a run folder, or an exported model by --model NAME.")
         return
     if args.file is not None:
-        raise UserError(f"--model {args.model} stands in place of RUN: leave {args.run_dir} out.")
+        raise UserError(
+            f"Give either a run folder or --model {args.model}, not both: leave {args.run_dir} out."
+        )
     args.file = args.run_dir
     args.run_dir = named_model(args.model)
 
@@ -95,7 +97,7 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     if args.output and args.file:
         refuse_overwriting(args.output, [args.file], "--output")
     if not args.run_dir.exists():
-        raise UserError(f"{args.run_dir} does not exist: name a run folder or a checkpoint.")
+        raise UserError(f"{args.run_dir} does not exist. Give a run folder or a checkpoint.")
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
     if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
         data = data / "binarised"
@@ -106,8 +108,8 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
         if missing:
             gone = f"{missing} is not a folder"
         else:
-            gone = f"{args.run_dir} does not tell its data"
-        raise UserError(f"{gone}: name the binarised folder that it was trained on with --data.")
+            gone = f"{args.run_dir} has no record of its data"
+        raise UserError(f"{gone}. Give the binarised folder of its training by --data.")
     warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
     data = kept or data.resolve()
     if args.segmented:
@@ -128,9 +130,9 @@ def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
             why = "is a folder"
         else:
             why = "does not exist"
-        raise UserError(f"{args.file} {why}: name a text file, or none for standard input.")
+        raise UserError(f"{args.file} {why}. Give a text file, or none for standard input.")
     if args.file is None and sys.stdin is None:  # `<&-`
-        raise UserError("Standard input is closed: name a text FILE, or redirect one with `< FILE`.")
+        raise UserError("Standard input is closed. Give a text FILE, or redirect a file with `< FILE`.")
     typed = args.file is None and sys.stdin.isatty()
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
     # nor does a byte that is no UTF-8: its line alone is left out
@@ -151,7 +153,7 @@ def answers(args: argparse.Namespace) -> Any:
     if args.output:
         return atomic_write(args.output)
     if sys.stdout is None:  # `>&-`
-        raise UserError("Standard output is closed: name a file with --output.")
+        raise UserError("Standard output is closed. Give a file by --output.")
     return contextlib.nullcontext(sys.stdout)
 
 
@@ -163,9 +165,9 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 where lines were left out, which is said again at the end."""
     if left_out:
-        what = "1 line was left out; an empty line stands for it"
+        what = "1 line was skipped; its output line is empty"
         if left_out > 1:
-            what = f"{left_out:,} lines were left out; an empty line stands for each"
+            what = f"{left_out:,} lines were skipped; their output lines are empty"
         log.warning(what)
     return int(left_out > 0)
 
@@ -199,17 +201,17 @@ def hypotheses(
         try:
             line.encode("utf-8")
         except UnicodeEncodeError:
-            log.warning("line %d is left out: it is not UTF-8; convert it with iconv", number)
+            log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
             left_out[number] = torch.empty(0, dtype=torch.long)
             continue
         symbols = model.encode(line)
         story = ""
         if len(symbols) > most:
-            story = f"it has {len(symbols)} symbols, the model reads {most}; split it"
+            story = f"it has {len(symbols)} symbols, but the model reads at most {most}; split it"
         elif borders.intersection(symbols[:-1].tolist()):
-            story = "a word in it, <s>, <pad> or </s>, is a symbol of the model; write &lt;s&gt;, say"
+            story = "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
         if story:
-            log.warning("line %d is left out: %s", number, story)
+            log.warning("line %d is skipped: %s", number, story)
         (left_out if story else tokens)[number] = symbols
     found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
     for number, _ in batch:

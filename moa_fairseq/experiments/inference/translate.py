@@ -1,4 +1,4 @@
-"""Translate raw text with a trained run, which knows its tokeniser, BPE, languages and model.
+"""Translate raw text with a trained run; it has the tokeniser, BPE, languages and model.
 
 moa-fairseq translate runs/quickstart_moa english.txt > german.txt
 echo "The file was not saved." | moa-fairseq translate runs/quickstart_moa --n-best 3
@@ -46,22 +46,20 @@ _NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight"
 # Of the terminal's 256 colours, those that differ most on dark and on light.
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
 
-ANY_ORDER = True  # FILE may stand behind the flags
+ANY_ORDER = True  # FILE may be after the flags
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq translate`."""
-    text_model.add_arguments(parser, "one sentence a line")
-    parser.add_argument(
-        "--beam", type=int, metavar="N", help="width of the beam search (the recipe's, else 5)"
-    )
+    text_model.add_arguments(parser, "text file with one sentence per line")
+    parser.add_argument("--beam", type=int, metavar="N", help="beam size (default: the recipe's, else 5)")
     parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (the recipe's, else 1)")
-    parser.add_argument("--n-best", type=int, default=1, metavar="N", help="translations of a sentence (1)")
+    parser.add_argument("--n-best", type=int, default=1, metavar="N", help="translations per sentence (1)")
     parser.add_argument(
-        "--show-experts", action="store_true", help="below each translation: the experts of each token"
+        "--show-experts", action="store_true", help="show the experts of each token below each translation"
     )
     parser.add_argument(
-        "--layer", type=int, metavar="N", help="of --show-experts; the first is 1 (default: the last)"
+        "--layer", type=int, metavar="N", help="layer of --show-experts, from 1 (default: the last)"
     )
 
 
@@ -70,9 +68,9 @@ def run(args: argparse.Namespace) -> int:
     text_model.resolve_model(args)
     settings = _generation(args)
     if args.layer is not None and not args.show_experts:
-        raise UserError(f"--layer {args.layer} goes with --show-experts.")
+        raise UserError(f"--layer {args.layer} needs --show-experts.")
     if not 1 <= args.n_best <= settings["beam"]:
-        raise UserError(f"--n-best {args.n_best} must lie between 1 and --beam {settings['beam']}.")
+        raise UserError(f"--n-best {args.n_best} is not between 1 and --beam {settings['beam']}.")
     model = text_model.load(args, TRANSLATION)
     if args.show_experts and not any(isinstance(part, Attention) for part in model.modules()):
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
@@ -110,7 +108,7 @@ def _generation(args: argparse.Namespace) -> dict[str, Any]:
         found = {key: value for key, value in by_field.items() if key in _OF_THE_SEARCH}
         found.update(beam=section.beam, lenpen=section.lenpen)
         if others := sorted(by_field.keys() & _NOT_HERE):
-            log.warning("generate.flags of %s: %s cannot be applied here", recipe, ", ".join(others))
+            log.warning("generate.flags of %s: translate ignores %s", recipe, ", ".join(others))
     given = {"beam": args.beam, "lenpen": args.lenpen}
     used = {"beam": 5, "lenpen": 1.0, **found}
     used.update({key: value for key, value in given.items() if value is not None})

@@ -3,13 +3,13 @@
   moa-fairseq zero-shot runs/wikitext103_lm_switchhead_47m --tasks lambada_openai,blimp,cbt
   moa-fairseq zero-shot RUN --tasks my_task --include-path my_tasks --limit 100
 
-The text goes through the run's own segmentation: SentencePiece's pieces, bytes, or words between spaces. A
+The run's own segmentation applies to the text: SentencePiece's pieces, bytes, or words between spaces. A
 word or letter that the dictionary lacks is <unk>, and counted. An answer with <unk> has the probability of
-<unk>, and is never taken for the likeliest text.
+<unk>, and never counts as the likeliest text.
 
 All numbers go into RUN/zero_shot.json, and the accuracies of SwitchHead's tables into the metrics of
-RUN/result.json, where `moa-fairseq compare` finds them. After an interruption the same command goes on, with
-the answers that it keeps in ~/.cache/moa_fairseq/zero-shot until it ends.
+RUN/result.json for `moa-fairseq compare`. After an interruption the same command resumes, with
+the answers saved in ~/.cache/moa_fairseq/zero-shot until it ends.
 
 lm_eval is not installed with this project: pip install '.[zero-shot]', or bash scripts/setup.sh --zero-shot.
 It fetches a task's data from Hugging Face's hub. cbt, the Children's Book Test, is a task of this package.
@@ -40,20 +40,20 @@ from moa_fairseq.files import DISK_FULL, as_user_error, private_folder, refuse_o
 
 TASKS = Path(__file__).parent / "zero_shot_tasks"
 _BOOTSTRAP = 1000  # draws for the standard error of a perplexity
-_REMEDY = "It should be what a recipe wrote: restore it, or name a checkpoint instead of the run."
+_REMEDY = "A recipe should have written it. Restore it, or give a checkpoint instead of the run."
 log = logging.getLogger(__name__)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq zero-shot`."""
     add = parser.add_argument
-    add("run_dir", type=Path, metavar="RUN", help="a run folder, or a checkpoint with --data")
-    add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, with commas between them")
-    own = "a folder with task files (YAML) of your own; `!function` in them runs code"
+    add("run_dir", type=Path, metavar="RUN", help="run folder, or checkpoint with --data")
+    add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, separated by commas")
+    own = "folder with your own task files (YAML); `!function` in them runs code"
     add("--include-path", type=Path, metavar="DIR", help=own)
-    add("--limit", type=int, metavar="N", help="only the first N documents of each task, for a trial")
-    add("--max-tokens", type=int, default=4096, metavar="N", help="symbols of a batch (4096)")
-    add("--output", type=Path, metavar="FILE.json", help=f"write here (RUN/{OUTPUT})")
+    add("--limit", type=int, metavar="N", help="number of documents per task, for a trial (default: all)")
+    add("--max-tokens", type=int, default=4096, metavar="N", help="symbols per batch (4096)")
+    add("--output", type=Path, metavar="FILE.json", help=f"output file (RUN/{OUTPUT})")
     text_model.add_reading(parser)
     add("--json", action="store_true", help="print the file's content instead of a table")
     parser.set_defaults(file=None)
@@ -63,7 +63,7 @@ def run(args: argparse.Namespace) -> int:
     """Evaluate, write, and print. Returns the exit status."""
     for flag, value in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
         if value is not None and value < 1:
-            raise UserError(f"{flag} {value}: give at least 1.")
+            raise UserError(f"{flag} {value} is less than 1.")
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     manager = _task_manager(names, args.include_path)
     from lm_eval.evaluator import simple_evaluate
@@ -96,7 +96,7 @@ def run(args: argparse.Namespace) -> int:
         if error.errno in DISK_FULL:
             raise as_user_error(error, output) from error
         raise UserError(
-            f"--tasks {args.tasks}: a task's data cannot be read ({shortened(error)}). lm_eval fetches it "
+            f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
     assert found is not None  # of the first process, and this is the only one
@@ -137,9 +137,9 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path {include_path} is not a folder: name the one with the task files.")
+        raise UserError(f"--include-path {include_path} is not a folder. Give the folder of the task files.")
     if not names:
-        raise UserError("--tasks names no task: give names with commas between them, such as blimp,cbt.")
+        raise UserError("--tasks is empty. Give names separated by commas, such as blimp,cbt.")
     folders = [str(folder) for folder in (TASKS, include_path) if folder is not None]
     manager = TaskManager(include_path=folders, include_defaults=False)
     if not set(names) <= set(manager.all_tasks):

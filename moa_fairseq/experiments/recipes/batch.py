@@ -24,8 +24,8 @@ from moa_fairseq.experiments.recipes.schema import CLASSIFICATION, MASKED_LM, TR
 from moa_fairseq.experiments.scoring.meta_model import quiet
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
-SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, beside the lines of dict.*.txt
-# fairseq's default of --max-source-positions and --max-target-positions: it skips what is longer anyway.
+SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, in addition to the lines of dict.*.txt
+# fairseq's default of --max-source-positions and --max-target-positions: it skips longer sentences.
 MAX_POSITIONS = 1024
 LOUD_DEVIATION = 0.01
 # Of the way from the minimum to the peak: more than this at the last update is worth a warning.
@@ -70,9 +70,12 @@ class BatchPlan:
         else:
             deviation = 0.0
         if deviation:
-            line += f" ({self.wanted:,} asked for, {deviation:+.2%} by rounding)"
+            line += f" (recipe: {self.wanted:,}, {deviation:+.2%} by rounding)"
         if abs(deviation) > LOUD_DEVIATION:
-            line = f"WARNING: {line}. Another number of devices or --set train.max_tokens=... comes nearer."
+            line = (
+                f"WARNING: {line}. Use another number of devices, or --set train.max_tokens=... to come "
+                "nearer."
+            )
         return line
 
 
@@ -126,8 +129,8 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
         f"longest sentence or sample {train.min_tokens:,}"
     )
     if hardware.shared:
-        remedy = f"start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
-        raise UserError(f"{hardware.devices} devices are too many: {why}; {remedy}.")
+        remedy = f"Start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
+        raise UserError(f"{hardware.devices} devices are too many: {why}. {remedy}.")
     if world and most > 1:
         smaller = dataclasses.replace(world, size=most, here=most)
     else:
@@ -137,8 +140,8 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
         assumed = ""
     else:
         assumed = " (That length is assumed until the data is prepared.)"
-    left_out = f"{most} of {hardware.devices} devices are used: {why}"
-    return recipe, fewer, f"{left_out}. A smaller share would leave sentences out.{assumed}"
+    left_out = f"using {most} of {hardware.devices} devices: {why}"
+    return recipe, fewer, f"{left_out}. With smaller shares, sentences would be left out.{assumed}"
 
 
 def _longest(recipe: Recipe, data: Path | None) -> int | None:
@@ -226,7 +229,7 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     if (warmup := getattr(args, key, 0) or 0) >= updates:
         flag = f"train.flags.{key.replace('_', '-')}"
         rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
-        return f"WARNING: {rising} ({flag}). Set that to a part of the updates, or train longer."
+        return f"WARNING: {rising} ({flag}). Set it to a part of the updates, or train longer."
     if args.lr_scheduler not in SCHEDULES:
         return None
     import torch
@@ -308,14 +311,14 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:  # it says why
-        raise UserError(f"--data {folder}: {dictionary.name} cannot be read ({error.strerror}).") from error
+        raise UserError(f"--data {folder}: cannot read {dictionary.name} ({error.strerror}).") from error
     batches = None
     total = int(target.sum())
     if language or recipe.kind == CLASSIFICATION:
         longer = numpy.maximum(source, target)
         if longer.max(initial=0) > max_tokens:
             problem = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
-            raise UserError(f"{problem}: raise it, or leave long sentences out of the data.")
+            raise UserError(f"{problem}. Increase it, or remove long sentences from the data.")
         order = numpy.lexsort((target, source))
         cut = data_utils.batch_by_size(
             order,
@@ -356,7 +359,7 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
     sizes = []
     for stem in stems if languages else stems[:1]:
         if not stem.with_name(stem.name + ".idx").is_file():
-            raise UserError(f"{stem}.idx is missing: the folder is not as fairseq-preprocess makes it.")
-        dataset = MMapIndexedDataset(str(stem))  # its memory map goes with it: copy before it does
+            raise UserError(f"{stem}.idx is missing, so fairseq-preprocess did not make this folder.")
+        dataset = MMapIndexedDataset(str(stem))  # its memory map is closed with it: copy before
         sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
     return sizes[0], sizes[-1]

@@ -77,7 +77,7 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
         log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
     if candidates:
         raise UserError(
-            f"No checkpoint in {folder} is whole: start again with --restart, which moves it aside."
+            f"All checkpoints in {folder} are damaged. Start over with --restart, which moves the run aside."
         )
     return None
 
@@ -94,10 +94,10 @@ def complete_the_last(folder: Path) -> None:
     found = checkpoint_to_resume(folder)
     if found is None or found.name == LAST:
         return
-    log.info("train: %s is damaged or missing; going on from %s", LAST, found.name)
+    log.info("train: %s is damaged or missing; resuming from %s", LAST, found.name)
     state = load_checkpoint(found).get("extra_state") or {}
     better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
-    for name in [BEST] * (better and found.name != BEST) + [LAST]:  # the last one says that all is done
+    for name in [BEST] * (better and found.name != BEST) + [LAST]:  # LAST at the end: it marks completion
         copy_whole(shutil.copy, str(found), str(folder / name))
 
 
@@ -128,8 +128,9 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
     checkpoint = trained_checkpoint(model)
     if not checkpoint.is_file():
         raise UserError(
-            f"{model} holds neither average.pt nor a checkpoint_best.pt, in checkpoints/ or by itself: train "
-            "first, or name a checkpoint file (such as checkpoint_last.pt, of a training without validation)."
+            f"There is no average.pt or checkpoint_best.pt in {model} or its checkpoints/. Train first, or "
+            f"give "
+            "a checkpoint file (checkpoint_last.pt if the training had no validation)."
         )
     return checkpoint, data or prepared_data(model)
 
@@ -197,26 +198,25 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
     checkpoint = pretrained_checkpoint(pretrained)
     if not is_whole(checkpoint):
         raise UserError(
-            f"pretrained: {checkpoint} is missing or cut off. Train that model first, or name a checkpoint "
-            "or another run folder: --set pretrained=runs/NAME."
+            f"pretrained: {checkpoint} is missing or cut off. Train that model first, or give a checkpoint "
+            "or another run folder by --set pretrained=runs/NAME."
         )
     original = prepared_data(Path(pretrained))
     if original is None:
         log.warning(
-            f"{recipe.pretrained} does not tell what it was trained on; {data} must have its dictionaries"
+            f"{recipe.pretrained} has no record of its training data; {data} must have its dictionaries"
         )
         return
     same_text(checkpoint, original.resolve(), named=False)
     if recipe.data.codes is None and recipe.data.recipe != "binarised":
         if recipe.data.bpe:
             log.warning(
-                f"data.bpe learns merges anew, which may not be those of {original}: "
-                "--set data.bpe=null takes the model's own"
+                f"data.bpe learns new merges, which may differ from those of {original}; "
+                "--set data.bpe=null uses the model's own"
             )
         else:
             log.warning(
-                f"no BPE merges were found with {original}: name those of the model with "
-                "--set data.codes=FILE"
+                f"there are no BPE merges with {original}: give those of the model by --set data.codes=FILE"
             )
     for language in (recipe.data.source, recipe.data.target):
         there, here = (folder / f"dict.{language}.txt" for folder in (original, data))

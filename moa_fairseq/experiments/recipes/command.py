@@ -1,16 +1,16 @@
-"""Run one experiment: prepare its data, train, average, translate and score, as its YAML file says.
+"""Run one experiment from its YAML file: prepare its data, train, average, translate and score.
 
   moa-fairseq recipe multi30k_ende_moa_tiny --data multi30k/data/task1/raw
   moa-fairseq recipe wmt14_ende_moa_base --dry-run --gpus 8
   moa-fairseq recipe quickstart_moa --set train.max_epoch=2 --save-dir runs/try
 
-Prints the plain fairseq commands that it runs; they also stand in <save-dir>/commands.sh, which makes the
-same run again in another folder. Run the same line again after an interruption: finished stages are
-skipped, training goes on from its last checkpoint. --gpus says how many GPUs to use (all that torch sees;
-0: the CPU); --update-freq follows, so that one update has the recipe's number of tokens on any machine.
+Prints the plain fairseq commands that it runs, and saves them in <save-dir>/commands.sh, which repeats the
+run in another folder. After an interruption run the same command again: finished stages are
+skipped, and training resumes from its last checkpoint. --gpus sets the number of GPUs (default: all visible;
+0: the CPU); --update-freq follows, so that an update has the recipe's number of tokens on any machine.
 
   moa-fairseq recipe wmt14_ende_moa_big --plan                    what it will cost
-  bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh beside it
+  bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh are next to it
 """
 
 from __future__ import annotations
@@ -56,30 +56,30 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
     add = parser.add_argument
-    add("config", type=Path, help="the experiment's YAML file, or the name of one in configs/")
+    add("config", type=Path, help="YAML file of the experiment, or the name of a recipe in configs/")
     add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     add(
         "--plan",
         action="store_true",
         help=f"print parameters, MACs, updates, memory and hours for {', '.join(DEVICES)} "
-        "(or --gpus N --device-name NAME), and do nothing; sizes are measured where --data is binarised",
+        "(or --gpus N --device-name NAME), and do nothing; sizes are measured if --data is binarised",
     )
     add("--json", action="store_true", help="with --plan: print JSON")
-    add("--gpus", type=int, metavar="N", help="how many GPUs to use; 0 for the CPU (default: all)")
+    add("--gpus", type=int, metavar="N", help="number of GPUs; 0 for the CPU (default: all)")
     add(
         "--device-name",
         choices=sorted(DEVICES),
-        help="for --dry-run and --plan: the kind of GPU, which need not be at hand",
+        help="type of GPU for --dry-run and --plan; it need not be in this machine",
     )
-    add("--nodes", type=int, metavar="N", help="how many machines train together (default: 1)")
+    add("--nodes", type=int, metavar="N", help="number of machines that train together (default: 1)")
     add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
-    add("--master", metavar="HOST[:PORT]", help="machine number 0, as the others reach it")
+    add("--master", metavar="HOST[:PORT]", help="address of machine number 0 for the others")
     add(
         "--data",
         type=Path,
         metavar="DIR",
-        help="raw data or archives as the recipe's data section wants them (what is public and lacking is "
+        help="raw data or archives for the recipe's data section (missing public files are "
         "downloaded to data/downloads), or a folder made by fairseq-preprocess or `moa-fairseq prepare`",
     )
     add("--save-dir", type=Path, metavar="DIR", help="run folder (default: runs/<experiment>)")
@@ -94,37 +94,37 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add(
         "--row",
         metavar="ROW",
-        help="another row of the paper, which the file has under `rows`, in a folder of its own; all: the "
-        "file's own row, and then each of them",
+        help="another row of the paper, listed in the file under `rows`; it gets a separate folder (all: the "
+        "file's own row, then each of them)",
     )
     add(
         "--seeds",
         metavar="N,N,...",
-        help="one run after another, each with its seed (train.seed) and a folder and record of its own",
+        help="seeds (train.seed) of several runs, one after another, each with a separate folder and record",
     )
     add(
         "--user-dir",
         default=argparse.SUPPRESS,
         metavar="DIR",
-        help="a fairseq plugin of your own, which imports moa_fairseq: every command of the run gets it",
+        help="your own fairseq plugin, which imports moa_fairseq; passed to every command of the run",
     )
     add(
         "--restart",
         action="store_true",
-        help="move an existing run folder aside and start from the beginning",
+        help="move an existing run folder aside and start over",
     )
     add(
         "--record",
         nargs="?",
         const="",
         metavar="NAME",
-        help="copy result.json to results/measured/NAME.json beside configs/ or an own recipe (default: the "
-        "experiment); with --stage train, write the speed to results/throughput/NAME.json, for --plan",
+        help="copy result.json to results/measured/NAME.json next to configs/ or your own recipe (default: "
+        "the experiment's name); with --stage train, write its speed to results/throughput/NAME.json",
     )
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run one recipe, with each of --seeds, or tell what it would do. Returns the exit status."""
+    """Run one recipe, with each of --seeds, or show what it would do. Returns the exit status."""
     config = find_recipe(args.config)
     headlines = []
     rows = [args] if args.row is None else _with_rows(args, config)
@@ -142,7 +142,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Namespace]:
-    """The arguments of a run of --row, or of each row that the file has; those of `rows` have own folders."""
+    """The arguments for --row, or for each row in the file; those of `rows` have separate folders."""
     recipe = load_recipe(config)
     if args.row == ALL_ROWS:
         yield args
@@ -159,13 +159,13 @@ def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Name
 
 
 def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.Namespace]:
-    """The arguments of one run for each of --seeds, with a folder and a record of its own."""
+    """The arguments of one run for each of --seeds, with a separate folder and record."""
     try:
         seeds = dict.fromkeys(map(int, args.seeds.split(",")))
     except ValueError:  # of int
-        raise UserError(f"--seeds {args.seeds}: write whole numbers with commas, such as 1,2,3.") from None
+        raise UserError(f"--seeds {args.seeds}: give whole numbers with commas, such as 1,2,3.") from None
     if args.plan or args.stage != "all":
-        raise UserError("--seeds goes through all stages: leave --plan and --stage out.")
+        raise UserError("--seeds needs all stages: leave --plan and --stage out.")
     folder = args.save_dir or Path("runs") / experiment
     for seed in seeds:
         own = {"overrides": [*args.overrides, f"train.seed={seed}"], "save_dir": Path(f"{folder}_seed{seed}")}
@@ -175,10 +175,10 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
 
 
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
-    """Run or show one recipe, or print its plan. Returns result.json where it was scored."""
+    """Run or show one recipe, or print its plan. Returns result.json if it was scored."""
     recipe = load_recipe(config, args.overrides)
-    # The row of a paper is what the file says of it, with any seed, and with whatever it is fine-tuned from
-    # unless that is what rows differ in.
+    # The file determines the row of a paper, with any seed, and with any pretrained model
+    # unless the rows differ in it.
     free = ["train.seed"]
     if not any("pretrained" in values for values in recipe.rows.values()):
         free.append("pretrained")
@@ -187,7 +187,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
     if recipe.reproduces and not stands:
         log.warning(
-            "pretrained is %s, and not the row's %s: it stands for none", recipe.pretrained, row.pretrained
+            "pretrained is %s, not the row's %s: the run reproduces no row", recipe.pretrained, row.pretrained
         )
     if recipe.finetune:
         recipe = finetuned(recipe)
@@ -202,7 +202,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         _check_plugin(plugin)
     training = check_flags(recipe)
     data = args.data
-    if data and is_binarised(data / "binarised"):  # where `moa-fairseq prepare` made it
+    if data and is_binarised(data / "binarised"):  # made by `moa-fairseq prepare`
         data = data / "binarised"
     if args.plan:
         _print_plan(args, recipe, hardware, data or prepared_data(folder), _results_of(config))
@@ -210,7 +210,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     record = None
     if args.record is not None:
         record = _place_of_record(args, config)
-    here = str(Path.cwd()) + os.sep  # scripts/ name configs in full
+    here = str(Path.cwd()) + os.sep  # scripts/ give configs by full paths
     options = Options(
         stage=args.stage,
         data=data,
@@ -228,18 +228,18 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
 
 
 def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
-    """Raise UserError for arguments that do not go together, or a folder that fairseq cannot use."""
+    """Raise UserError for conflicting arguments, or a folder that fairseq cannot use."""
     if ":" in str(folder):
-        why = "fairseq takes a ':' in the path of a model for the end of that path"
-        raise UserError(f"--save-dir {folder} cannot be used: {why}. Give the folder another name or place.")
+        why = "fairseq takes the ':' in a model's path for the end of the path"
+        raise UserError(f"fairseq cannot use --save-dir {folder}: {why}. Rename or move the folder.")
     if args.json and not args.plan:
-        raise UserError("--json goes with --plan.")
+        raise UserError("--json needs --plan.")
     if args.device_name and not (args.dry_run or args.plan):
-        raise UserError("--device-name goes with --dry-run or --plan: a run uses the GPUs it has.")
+        raise UserError("--device-name needs --dry-run or --plan: a run uses this machine's GPUs.")
 
 
 def _hardware(args: argparse.Namespace) -> Hardware:
-    """The devices that the arguments ask for, and this machine's place among several."""
+    """The devices requested by the arguments, and this machine's number among several."""
     if args.device_name:
         hardware = assumed_hardware(args.device_name, args.gpus)
     else:
@@ -249,7 +249,7 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 
 
 def _results_of(config: Path) -> Path:
-    """results/ beside configs/, or beside a recipe that lies elsewhere."""
+    """results/ next to configs/, or next to a recipe in another place."""
     folders = config.resolve().parents
     return next((folder.parent for folder in folders if folder.name == "configs"), folders[0]) / "results"
 
@@ -257,7 +257,7 @@ def _results_of(config: Path) -> Path:
 def _print_plan(
     args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None, results: Path
 ) -> None:
-    """What the run will cost on this machine or, where it has no GPU and none is named, on every kind."""
+    """The cost of the run on this machine or, if it has no GPU and none is given, on every type of GPU."""
     from moa_fairseq.experiments.recipes import planner
 
     machines = [hardware]
@@ -273,7 +273,7 @@ def _print_plan(
 
 
 def _place_of_record(args: argparse.Namespace, config: Path) -> Path:
-    """Where --record copies the result, or the speed of --stage train."""
+    """The file to which --record copies the result, or the speed of --stage train."""
     results = _results_of(config)
     installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
     if installed:
@@ -285,7 +285,7 @@ def _place_of_record(args: argparse.Namespace, config: Path) -> Path:
 
 
 def _preparation(args: argparse.Namespace, config: Path, folder: Path, plugin: Path | None) -> str:
-    """The line that makes the data alone, for commands.sh."""
+    """The command line that makes only the data, for commands.sh."""
     given = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
     words = ["moa-fairseq", *flags({"user-dir": plugin}), "recipe", str(config.absolute())]
     words += [*flags({**given, "stage": "prepare"}), *(f"--set={text}" for text in args.overrides)]
@@ -293,7 +293,7 @@ def _preparation(args: argparse.Namespace, config: Path, folder: Path, plugin: P
 
 
 def _check_plugin(user_dir: Path) -> None:
-    """Raise UserError unless fairseq, given this folder as --user-dir, imports moa_fairseq along with it."""
+    """Raise UserError unless fairseq also imports moa_fairseq when this folder is its --user-dir."""
     code = (
         "import argparse, sys; from fairseq.utils import import_user_module; "
         "import_user_module(argparse.Namespace(user_dir=sys.argv[1])); print('moa_fairseq' in sys.modules)"
@@ -306,5 +306,5 @@ def _check_plugin(user_dir: Path) -> None:
             why = done.stderr.splitlines()[-1]
         else:
             why = "it does not import this package"
-        problem = f"--user-dir {user_dir} cannot stand for this package in fairseq's commands: {why}"
+        problem = f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {why}"
         raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")

@@ -55,7 +55,7 @@ def unmet(
     epochs = min(ends, default=None)
     if train.max_epoch and train.max_epoch % every:
         why = f"the end of the training, epoch {train.max_epoch} (train.max_epoch), would not be saved"
-        yield "train.flags.save-interval", f"{why}: use a divisor of it, or leave the flag out."
+        yield "train.flags.save-interval", f"{why}. Use a divisor of it, or leave the flag out."
     if average is None:
         by_epochs_alone = train.max_epoch and not train.max_update and not interval
         reasons = {
@@ -64,10 +64,10 @@ def unmet(
             "validate-after-updates": updates and number("validate-after-updates") > updates,
         }
         for flag in (flag for flag, holds in reasons.items() if holds):
-            why = "no validation would choose the best checkpoint, which is evaluated"
+            why = "without validation there is no best checkpoint to evaluate"
             yield (
                 f"train.flags.{flag}",
-                f"{why}: leave the flag out, or average checkpoints (average.epochs).",
+                f"{why}. Leave the flag out, or average checkpoints (average.epochs).",
             )
     elif average.epochs:
         if epochs is None:
@@ -75,16 +75,18 @@ def unmet(
         else:
             saved = epochs // every
         if flags.get("no-epoch-checkpoints"):
-            why = f"no epoch would leave a checkpoint, and {average.epochs} are averaged (average.epochs)"
-            yield "train.flags.no-epoch-checkpoints", f"{why}: leave the flag out; {_BEST}."
+            why = f"no epoch would leave a checkpoint, but average.epochs needs {average.epochs}"
+            yield "train.flags.no-epoch-checkpoints", f"{why}. Leave the flag out; {_BEST}."
         elif saved < average.epochs:
             if updates and per_epoch:
                 size = f" ({updates:,} updates, {per_epoch:,} in an epoch)"
             else:
                 size = ""
-            why = f"{average.epochs} checkpoints are averaged, and the training would leave {saved}{size}"
+            why = (
+                f"the average needs {average.epochs} checkpoints, but the training would leave {saved}{size}"
+            )
             if saved > 1:
-                fewer = f"--set average.epochs={saved} averages these; "
+                fewer = f"--set average.epochs={saved} averages those; "
             else:
                 fewer = ""
             yield "average.epochs", f"{why}. Train longer; {fewer}{_BEST}."
@@ -103,7 +105,7 @@ def unmet(
         if written(interval) < average.updates:
             widths = [updates // (average.updates + more) for more in range(3)]
             enough = next((width for width in widths if width and written(width) >= average.updates), None)
-            why = f"{average.updates} checkpoints are averaged, and of {updates:,} updates one every "
+            why = f"the average needs {average.updates} checkpoints, but of {updates:,} updates one every "
             why += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
             if enough:
                 oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; "
@@ -124,8 +126,8 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         UserError: with the key.
     """
     size = None
-    if recipe.kind == TRANSLATION:  # of other kinds the updates of an epoch are only estimated
-        # of a sentence that is too long for a batch fairseq says what becomes of it
+    if recipe.kind == TRANSLATION:  # for other types the updates per epoch are only estimated
+        # fairseq itself reports a sentence that is too long for a batch
         with contextlib.suppress(UserError):
             size = measured_size(recipe, data, batch.max_tokens)
     updates = planned_updates(recipe.train, batch, size)
@@ -134,8 +136,8 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
         if missing := [name for name in recipe.score.subsets if name not in counted]:
-            why = f"{data} has no manifest.json that counts the words of {', '.join(missing)}"
-            raise UserError(f"score.headline: {why}: say masked_lm_ppl, or let the recipe make the data.")
+            why = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
+            raise UserError(f"score.headline: {why}. Set masked_lm_ppl, or let the recipe make the data.")
 
 
 def check_files(recipe: Recipe, first_start: bool) -> None:

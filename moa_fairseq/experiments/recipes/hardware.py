@@ -193,7 +193,7 @@ def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
     """
     count = 1 if gpus is None else gpus
     if count < 1:
-        raise UserError(f"--gpus {count} --device-name {device_name}: say at least one GPU.")
+        raise UserError(f"--gpus {count} --device-name {device_name} needs at least one GPU.")
     visible = tuple(str(index) for index in range(count))
     return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
@@ -212,7 +212,7 @@ def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hard
     if wanted is None or wanted == present.gpus:
         return present
     if wanted < 0:
-        raise UserError(f"--gpus {wanted}: say how many GPUs to use; 0 means the CPU.")
+        raise UserError(f"--gpus {wanted}: give the number of GPUs to use; 0 means the CPU.")
     if wanted == 0:
         return _cpu("CPU")
     if wanted < present.gpus:
@@ -250,7 +250,7 @@ def find_world(
             size, rank, local, here = (int(environment[name]) for name in _TORCHRUN[:4])
             if gpus and here > gpus:
                 what = f"torchrun started {here} processes on this machine for {gpus} GPU(s)"
-                raise UserError(f"{what}: --nproc-per-node {gpus}.")
+                raise UserError(f"{what}. Start it with --nproc-per-node {gpus}.")
             return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
         job = environment.get("SLURM_JOB_ID", "")
         if gpus < 2 or not job.isdigit():
@@ -259,15 +259,15 @@ def find_world(
         # processes of this training.
         return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
     if "TORCHELASTIC_RUN_ID" in environment:
-        raise UserError("torchrun knows --nodes, --node-rank and --master: leave them out under torchrun.")
+        raise UserError("torchrun sets --nodes, --node-rank and --master: leave them out under torchrun.")
     nodes = nodes or 1
     node_rank = node_rank or 0
     here = max(1, gpus)
     if not 0 <= node_rank < nodes:
-        numbers = f"{nodes} machine(s) have the numbers 0 to {nodes - 1} (--nodes)"
-        raise UserError(f"--node-rank {node_rank}: {numbers}.")
+        numbers = f"the numbers of {nodes} machine(s) are 0 to {nodes - 1} (--nodes)"
+        raise UserError(f"--node-rank {node_rank} is out of range: {numbers}.")
     if master is None and nodes > 1:
-        raise UserError("--nodes needs --master HOST[:PORT], the machine with --node-rank 0.")
+        raise UserError("--nodes needs --master HOST[:PORT], the address of the machine with --node-rank 0.")
     if here * nodes == 1:
         return None
     # A port must be the same on all machines, so it is never chosen at random.
@@ -277,7 +277,7 @@ def find_world(
     else:
         port = 0
     if not address or not 0 < port < 65536:
-        raise UserError(f"--master {master}: write HOST or HOST:PORT, for example --master node01:29500.")
+        raise UserError(f"--master {master}: give HOST or HOST:PORT, for example --master node01:29500.")
     meeting = f"tcp://{address.group(1)}:{port}"
     return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
 
@@ -308,7 +308,7 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
         widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
         adaptive = getattr(args, "adaptive_input", False)
         if adaptive and precision == "amp":
-            raise UserError("train.precision amp fails with adaptive inputs: use fp32, fp16 or bf16.")
+            raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
         if on_cpu:
             if max(widths) >= _AMP_WIDTH and not adaptive:
                 return "amp"
@@ -320,9 +320,9 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
             return "fp16"
         return "fp32"
     if precision in ("fp16", "bf16") and not hardware.gpus:
-        raise UserError(f"train.precision {precision} needs a GPU: use fp32, amp or auto on the CPU.")
+        raise UserError(f"train.precision {precision} needs a GPU. Use fp32, amp or auto on the CPU.")
     if precision == "bf16" and capability < (8, 0):
-        raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}: use fp16.")
+        raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}. Use fp16.")
     return precision
 
 
@@ -343,25 +343,25 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
     flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
     for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
         if asked.get(name) and precision != name[-4:]:
-            has = f"this run has {precision} on {hardware.describe()}: change one of them"
-            raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}; {has}.")
+            has = f"this run has {precision} on {hardware.describe()}. Change one of them"
+            raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}, but {has}.")
     if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
         if sharded:
             what = "zero-sharding os"
         else:
             what = f"ddp-backend {backend}"
         raise UserError(
-            f"train.flags.{what} needs the package fairscale: pip install fairscale, or save memory with "
+            f"train.flags.{what} needs the package fairscale. Run pip install fairscale, or save memory with "
             "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
         )
     if sharded and precision == "fp16" and flattened:
         remedy = "--set train.flags.fp16-no-flatten-grads=true, or memory-efficient-fp16"
         raise UserError(f"train.flags.zero-sharding os with fp16 needs {remedy}.")
     if backend == "fully_sharded" and precision == "bf16":
-        remedy = "add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
-        raise UserError(f"fairseq's fully_sharded knows fp32 and fp16 only: {remedy}.")
+        remedy = "Add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
+        raise UserError(f"fairseq's fully_sharded supports fp32 and fp16 only. {remedy}.")
     if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
-        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only: leave it out on the CPU.")
+        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only. Leave it out on the CPU.")
 
 
 def _cpu(cores: str) -> Hardware:
@@ -369,7 +369,7 @@ def _cpu(cores: str) -> Hardware:
     try:
         with open("/proc/cpuinfo", encoding="utf-8") as lines:
             pairs = [line.partition(":") for line in lines]
-    except OSError:  # only Linux has it; the name of the processor is for people
+    except OSError:  # the file exists only on Linux; the name of the processor is for people
         pairs = []
     facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
     model = facts.get("model name") or platform.processor() or platform.machine()

@@ -22,7 +22,7 @@ from moa_fairseq.plugin.patches.lengths import DEFAULT_BLOCK
 
 # Values of --sample-break-mode that keep a line whole, however long it is.
 WHOLE_LINES = ("complete", "complete_doc", "eos")
-JOINED = "@@ "  # the value of --post-process that fairseq-eval-lm really knows
+JOINED = "@@ "  # the only value of --post-process that fairseq-eval-lm supports
 BREAK_MODE = "sample-break-mode"
 
 
@@ -41,7 +41,7 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
     if evaluation.post_process not in (None, JOINED):
         raise UserError(
             "score.flags.post-process (or remove-bpe): fairseq-eval-lm joins sub-words that end with @@, "
-            f"and for {JOINED!r} alone: say \"score.flags.post-process='{JOINED}'\", or leave it out."
+            f"for {JOINED!r} only. Set \"score.flags.post-process='{JOINED}'\", or leave it out."
         )
     limit = getattr(training, "max_target_positions", None) or training.tokens_per_sample
     block = evaluation.tokens_per_sample
@@ -50,18 +50,18 @@ def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argpa
         if window:
             raise UserError(
                 f"score.flags.context-window: {window} and train.task {recipe.train.task} are two ways to "
-                "look back: leave context-window out, or say train.task: language_modeling."
+                "look back. Leave context-window out, or set train.task: language_modeling."
             )
         return  # chunks may have any length
     if block > limit and block != DEFAULT_BLOCK:
         raise UserError(
-            f"score.flags.tokens-per-sample: blocks of {block:,} tokens are longer than the model reads "
-            f"({limit:,}, train.flags.tokens-per-sample): say score.flags.tokens-per-sample={limit}."
+            f"score.flags.tokens-per-sample: blocks of {block:,} tokens are longer than the model's limit "
+            f"({limit:,}, train.flags.tokens-per-sample). Set score.flags.tokens-per-sample={limit}."
         )
     if window >= min(block, limit):
         raise UserError(
             f"score.flags.context-window: {window:,} leaves no token to evaluate in a block of "
-            f"{min(block, limit):,}: choose a smaller one."
+            f"{min(block, limit):,}. Use a smaller value."
         )
 
 
@@ -85,9 +85,9 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
             too_long = numpy.flatnonzero(sizes > limit)
             if len(too_long):
                 raise UserError(
-                    f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, and "
-                    f"at most {limit:,} are read; {len(too_long):,} of {len(sizes):,} are too long. Take "
-                    f"them out of the text, or {remedy.format(int(sizes.max()))}."
+                    f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, but "
+                    f"the model reads at most {limit:,}; {len(too_long):,} of {len(sizes):,} are too long. "
+                    f"Remove them from the text, or {remedy.format(int(sizes.max()))}."
                 )
 
 
@@ -113,8 +113,8 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
         flags = [f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}" for name in words]
         if getattr(training, "truncate_source", False):
             source = LARGEST
-        before = f"say {' and '.join(flags)} before the training"
-        rest = f"generate.flags.{SKIP}=true, which scores the others and stands for no row of a paper"
+        before = f"set {' and '.join(flags)} before the training"
+        rest = f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
         for subset in dict.fromkeys(subsets):
             if recipe.generate and subset in recipe.subsets:
                 leave_out = f", or at any time {rest}"
@@ -126,9 +126,7 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
     for subset in dict.fromkeys(subsets):
         section = "train"
         flags_of_mode = recipe.training_flags
-        if (
-            subset in recipe.subsets and recipe.score
-        ):  # a masked LM's text is cut as in training unless it says
+        if subset in recipe.subsets and recipe.score:  # a masked LM's text is cut as in training by default
             if recipe.kind == MASKED_LM:
                 as_trained = flags_of_mode
             else:
@@ -136,4 +134,4 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
             section = "score"
             flags_of_mode = {**as_trained, **recipe.score.flags}
         if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
-            yield subset, (block, block), f"say {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"
+            yield subset, (block, block), f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

@@ -35,8 +35,8 @@ _NOT_YAML = (*_ODD, RecursionError, OverflowError)
 _OTHER_FOLDERS = (
     "parts",
     "studies",
-)  # of configs/: what several recipes share; studies
-MOST_LAYERS = 64  # files of one recipe: a base that is named twice at every step would be read 2^n times
+)  # of configs/: parts of several recipes; studies
+MOST_LAYERS = 64  # files of one recipe: a base that is listed twice at every step would be read 2^n times
 _IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
 
 
@@ -60,14 +60,14 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
-            raise UserError(f"--set {text}: write section.key=value, for example --set train.max_epoch=5.")
+            raise UserError(f"--set {text}: give section.key=value, for example --set train.max_epoch=5.")
     said = _said(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, said], file)
     # A row matches if its values change nothing but the printed number.
     names = recipe.rows if recipe.reproduces else ()
     own = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
-    for name in sorted(own, key=lambda name: len(own[name])):  # the one that says most wins
+    for name in sorted(own, key=lambda name: len(own[name])):  # the row with the most values wins
         cell = ["reproduces.value=null", *own[name]]
         other = _built(Recipe, [*layers, said, _said([*cell, f"reproduces.row={json.dumps(name)}"])], file)
         if dataclasses.replace(other, reproduces=None) == dataclasses.replace(recipe, reproduces=None):
@@ -107,7 +107,7 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
         fail(file, name, f"{recipe.experiment} has no such row{did_you_mean(name, recipe.rows)}.")
     values = recipe.rows[name]
     if not isinstance(values, dict) or not values.keys() - {"reproduces.value"}:
-        fail(file, f"rows.{name}", "must say what differs: a mapping of section.key to values.")
+        fail(file, f"rows.{name}", "must be a mapping of section.key to the values that differ.")
     return [
         f"{key}={json.dumps(value)}"
         for key, value in values.items()
@@ -122,7 +122,7 @@ def _layers(
     mapping = read_mapping(path, "recipe")
     layers = [] if layers is None else layers
     names = mapping.pop("base", [])
-    if above:  # the rows of a base are its own
+    if above:  # a base's rows are not inherited
         mapping.pop("rows", None)
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
@@ -136,12 +136,12 @@ def _layers(
             fail(
                 str(path),
                 "base",
-                f"makes a recipe of more than {MOST_LAYERS} files: write some into one.",
+                f"makes a recipe of more than {MOST_LAYERS} files: merge some of them.",
             )
         _layers(found, (path.resolve(), *above), layers)
-    if mapping.get("experiment") is None:  # that of a base is another one
+    if mapping.get("experiment") is None:  # a base has another name
         mapping["experiment"] = path.stem
-    if names:  # whose summary tells of another experiment
+    if names:  # their summaries describe other experiments
         mapping.setdefault("summary", path.stem.replace("_", " "))
     layers.append(mapping)
     return layers
@@ -199,12 +199,12 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
     OmegaConf.set_readonly(config, False)
     try:
         for layer in layers:
-            for key, value in layer.items():  # one by one, so that an error knows its key
+            for key, value in layer.items():  # one by one, so that an error has its key
                 where = f"{dot}{key}"[:100]
                 text = json.dumps(value, ensure_ascii=False, default=str)
-                text.encode("utf-8")  # half a letter is an error
+                text.encode("utf-8")  # a lone surrogate is an error
                 if "${" in text:
-                    fail(file, where, "`${...}` is not looked up: write out what it stands for.")
+                    fail(file, where, "`${...}` is not expanded: write the value itself.")
                 config.merge_with({key: value})
         plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
         missing = sorted(OmegaConf.missing_keys(config))
@@ -229,7 +229,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
             why + str(error.msg).partition("\n")[0][:200],
         )
     except _NOT_YAML as error:
-        fail(file, where, f"cannot be used: {str(error).partition(chr(10))[0][:200]}.")
+        fail(file, where, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
     if missing:
         fail(file, f"{dot}{missing[0]}", "is missing.")
     return _objects(cls, plain)
@@ -277,8 +277,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
         for name in (name for name, value in values.flags.items() if value is not None) if values else ():
             if f"--{name}" not in known:
                 near = near_or_all(name, [word[2:] for word in known if word.startswith("--")])
-                raise UserError(f"{section}.flags.{name}: its program has no such flag{near}.")
-            if problem := reserved(section, known[f"--{name}"].dest):  # of a flag that has two names
+                raise UserError(f"{section}.flags.{name}: the section's program has no such flag{near}.")
+            if problem := reserved(section, known[f"--{name}"].dest):  # for a flag with two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
     if recipe.kind == CAUSAL_LM and recipe.score:
         words = flags({**asked, **recipe.score.flags})
@@ -287,8 +287,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
     if per_token and experts and per_token > experts:
         raise UserError(
-            f"model.experts_per_token: K = {per_token} experts per token cannot be chosen from E = {experts} "
-            f"(model.num_experts, where the recipe does not say it {args.arch}): lower K or raise E."
+            f"model.experts_per_token: K = {per_token} experts per token exceed E = {experts} "
+            f"(model.num_experts, by default that of {args.arch}). Lower K or raise E."
         )
     return args
 
@@ -312,7 +312,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
     except FileNotFoundError:
         near = {file.stem for file in path.parent.glob("*.yaml")}
-        if kind == "recipe":  # those are known by name in any folder
+        if kind == "recipe":  # recipes are found by name in any folder
             near.update(shipped_recipes())
         if near:
             hint = near_or_all(path.stem, near)
@@ -320,7 +320,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
             hint = ""
         raise UserError(f"There is no {kind} file {path}{hint}.") from None
     if not isinstance(mapping, dict):
-        raise UserError(f"{path} must hold a mapping of keys to values.")
+        raise UserError(f"{path} must be a mapping of keys to values.")
     return mapping
 
 

@@ -42,7 +42,7 @@ from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.tables import Column, Table
 
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
-OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # of a parameter; of others Adam's 8
+OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # per parameter; for others Adam's 8
 OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
 # Measured fractions of the peak speed: MoA base and a dense Transformer big in
 # results/benchmarks/training-cuda.json, both on an H200 and bound by the host. fairseq's own log of a dense
@@ -54,11 +54,11 @@ HOST_SECONDS = (0.0039, 0.0077)
 # Bytes that a batch in half precision holds for a token, fitted to the four peaks there: for a MAC of the
 # attention and of the feed-forward, divided by the model's width, and for a symbol of the vocabulary.
 BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
-MASKED = 0.15  # of the tokens of a masked language model, which alone have outputs
-USABLE = 0.9  # of a device's memory: the rest goes lost between blocks
+MASKED = 0.15  # fraction of a masked language model's tokens that have outputs
+USABLE = 0.9  # fraction of a device's memory: the rest is lost between blocks
 _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
 log = logging.getLogger(__name__)
-FALLBACK_VOCABULARY = 32000  # where neither table, data nor recipe says how many symbols there are
+FALLBACK_VOCABULARY = 32000  # if table, data and recipe do not give the number of symbols
 
 
 class Workload(NamedTuple):
@@ -175,7 +175,7 @@ def _plan_for(
         entry.update(_origin(record, kind, batch))
     elif device:
         shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
-        entry["speed_origin"] = f"rough: {shares} of the peak, and what the host takes"
+        entry["speed_origin"] = f"rough: {shares} of the peak, and the host's time"
     if work.size and updates and per_epoch:
         tokens = updates / per_epoch * work.size.target_tokens
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
@@ -249,7 +249,7 @@ def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
         return True
     if "batch_tokens" not in row or row["experiment"] not in ARCH_MODEL_REGISTRY:
         return False
-    if not 0.5 < row["parameters"] / work.cost.total_parameters < 2:  # whatever the vocabularies are
+    if not 0.5 < row["parameters"] / work.cost.total_parameters < 2:  # for any vocabularies
         return False
     return _sizes(work.cost) == _sizes_of(row["experiment"], work.vocabulary, tuple(work.lengths))
 

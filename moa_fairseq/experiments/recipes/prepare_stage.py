@@ -34,7 +34,7 @@ def prepare(run: Run, executor: Executor) -> Prepared:
     """
     job, corpus = _job_of(run, executor)
     require_source(job.settings, job.source)
-    if corpus:  # a second time that does nothing
+    if corpus:  # the second time it does nothing
         shown = to_shell(corpus, executor.environment)
         log.info("$ %s", shown)
         keep_command(shown, run.folder / COMMANDS)
@@ -45,7 +45,7 @@ def prepare(run: Run, executor: Executor) -> Prepared:
     else:
         depends_on = list(BINARISED_KEYS)
         trained = (marks(run.folder).get("train", {}).get("inputs") or {}).get("data")
-        if trained == (sizes := size_digest(prepared.folder)):  # by a version that knew no more of given data
+        if trained == (sizes := size_digest(prepared.folder)):  # recorded by an older version
             prepared = dataclasses.replace(prepared, fingerprint=sizes)
     facts = {
         "folder": str(prepared.folder.resolve()),
@@ -89,7 +89,7 @@ def recall(run: Run) -> Prepared:
     now = dataclasses.asdict(run.recipe.data)
     place = prepared_data(folder)
     if "sentences" not in known or place is None:
-        raise UserError(f"No prepared data is known in {folder}: run --stage prepare first, or give --data.")
+        raise UserError(f"No prepared data in {folder}. Run --stage prepare first, or give --data.")
     settings = known.get("settings", {})
     if "recipe" in settings:
         settings = {**LATER, **settings}
@@ -99,7 +99,7 @@ def recall(run: Run) -> Prepared:
     found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if found:
         problem = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
-        raise UserError(f"{problem}: run --stage prepare with the new ones first.")
+        raise UserError(f"{problem}. Run --stage prepare with the new settings first.")
     return Prepared(place, sentences, known["fingerprint"])
 
 

@@ -98,7 +98,7 @@ def _done(
     section: Any,
     scoring: Mapping[str, Any],
 ) -> dict[str, Any]:
-    flags = {key: value for key, value in scoring.items() if key != "also"}  # one number more
+    flags = {key: value for key, value in scoring.items() if key != "also"}  # only an additional number
     done: dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
     if interval:  # of checkpoints of updates
         done["averaged_every"] = interval

@@ -67,7 +67,7 @@ def run_recipe(
     _check_record(run)
     key = options.stage.replace("-", "_")
     if options.stage in STAGES[2:] and not getattr(recipe, key):
-        log.info("%s: the recipe has no %s section; there is nothing to do", options.stage, key)
+        log.info("%s: the recipe has no %s section; nothing to do", options.stage, key)
 
     def wanted(step: Step) -> bool:
         return options.wants(step.name.partition("-")[0].replace("_", "-"))
@@ -102,7 +102,7 @@ def run_recipe(
         if run.hardware.world and run.hardware.world.rank:
             _take_part(run, executor, run.hardware.world.rank)
             return None
-        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that left nothing to go on from
+        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that cannot be resumed
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
             made = [step for step in steps(run) if step.name != ZERO_SHOT]
@@ -111,7 +111,7 @@ def run_recipe(
         mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
         goal = (
             marks(folder).get("train", {}).get("goal", {})
-        )  # of what is trained: this call may name another
+        )  # the trained recipe: this call may give another
         mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
         write_yaml(folder / "recipe.yaml", mapping)
         result = record(run, started)
@@ -134,12 +134,12 @@ def _check_record(run: Run) -> None:
         why = f"--stage {options.stage} does not score"
     else:
         why = "the recipe has no score section"
-    raise UserError(f"--record copies a scored result, but {why}: leave --record out.")
+    raise UserError(f"--record copies a scored result, but {why}. Leave --record out.")
 
 
 def _move_aside(folder: Path) -> None:
-    """For --restart: the run folder gets a name that is free."""
-    with locked(folder):  # nobody may be at work in it
+    """For --restart: rename the run folder to an unused name."""
+    with locked(folder):  # no other process may be using it
         pass
     number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
     log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
@@ -160,7 +160,7 @@ def _take_part(run: Run, executor: Executor, rank: int) -> None:
     name = f"train.process{rank}"
     log.info("$ %s", to_shell(command, executor.environment))
     executor.run(command, run.folder / f"{name}.log")
-    log.info("%s is done; the machine of process 0 has the results", name)
+    log.info("%s is done; the results are on the machine of process 0", name)
 
 
 def _check_shared(run: Run) -> None:
@@ -169,19 +169,21 @@ def _check_shared(run: Run) -> None:
     options = run.options
     if options.stage != "train":
         raise UserError(
-            f"--stage {options.stage}: several processes share the train stage only. Run --stage prepare on "
-            "one machine, --stage train on all, the others on one, as scripts/launch/ does."
+            f"--stage {options.stage}: several processes can share the train stage only. Run --stage "
+            f"prepare on "
+            "one machine, --stage train on all, the other stages on one, as scripts/launch/ does."
         )
     if options.restart:
-        raise UserError("--restart moves the run folder aside under the others: give it to --stage prepare.")
+        raise UserError("--restart would move the run folder of other processes. Give it to --stage prepare.")
     known = prepare_facts(folder)
     if not known:
         raise UserError(
-            f"No prepared data is known in {folder}, which all machines must share: run --stage prepare with "
+            f"No prepared data in {folder} (all machines must share this folder). Run --stage prepare with "
             "the same --save-dir first."
         )
     if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
-        raise UserError(f"{folder} was prepared from {known.get('source')}, not from --data {options.data}.")
+        problem = f"{folder} was prepared from {known.get('source')}, not from --data {options.data}"
+        raise UserError(f"{problem}. Give the former, or run --stage prepare again.")
 
 
 def _fitted(run: Run, prepared: Prepared) -> Run:
@@ -203,7 +205,7 @@ def _fitted(run: Run, prepared: Prepared) -> Run:
     if known and recipe.reproduces and options.published:
         _say_what_it_stands_for(run, known)
     elif known and options.data and (other := data_differences(recipe, known, {})):
-        log.warning("%s is not what the recipe says: %s", known, "; ".join(map(": ".join, other.items())))
+        log.warning("%s differs from the recipe: %s", known, "; ".join(map(": ".join, other.items())))
     return run
 
 
@@ -214,8 +216,9 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
     options = run.options
     if recipe.train.precision == "amp" and not hardware.gpus and not hardware.bfloat16_units:
         log.warning(
-            "train.precision amp: this processor has no units for bfloat16, and trains many times as "
-            "fast with --set train.precision=fp32"
+            "train.precision amp: this processor has no units for bfloat16; --set train.precision=fp32 "
+            "trains "
+            "many times as fast"
         )
     batch = plan_batch(recipe.train, hardware.devices)
     log.info(batch.describe())
@@ -239,12 +242,12 @@ def _say_what_it_stands_for(run: Run, known: Path) -> None:
     assert cell and published
     sentences = run.prepared.sentences
     if not sentences:
-        with contextlib.suppress(UserError):  # of subsets that are not there: then nothing can be told
+        with contextlib.suppress(UserError):  # for missing subsets: then the numbers stay unknown
             sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
     done = settings(recipe)
     data = data_differences(published, known, sentences, claim=True)
     if found := differences(published, done, data):
-        log.warning("this run does not stand for %s: %s", row, "; ".join(found[:5]))
+        log.warning("this run does not reproduce %s: %s", row, "; ".join(found[:5]))
     else:
-        log.info("stands for %s", row)
+        log.info("reproduces %s", row)

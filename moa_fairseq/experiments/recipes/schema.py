@@ -1,4 +1,4 @@
-"""What a recipe file may say: the sections, their keys and types, and the rules that tie keys together."""
+"""The contents of a recipe file: the sections, their keys and types, and the rules that connect keys."""
 
 from __future__ import annotations
 
@@ -31,22 +31,22 @@ HEADLINE_METRICS = (
     *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
     "accuracy",
 )
-FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # what `finetune` may say (MAE, section 5.2)
-# The kinds of recipes by the beginning of train.task; any other task is a translation.
+FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # values of `finetune` (MAE, section 5.2)
+# The types of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
 
-# Models that are scored straight from checkpoints: the beginning of their headline metrics, their name.
+# Models that are scored directly from checkpoints: the beginning of their headline metrics, their name.
 _SCORED = {
     MASKED_LM: ("masked_lm_", "a masked language model"),
     CAUSAL_LM: ("lm_", "a causal language model"),
     CLASSIFICATION: ("accuracy", "a classifier"),
 }
-# What no section may set: recipes are passed on, and the reader of one expects its run folder to be written.
+# Forbidden in all sections: recipes are shared, and their users expect them to write only the run folder.
 REFUSED = (
     *("post-save-script", "use-plasma-view", "plasma-path"),
     *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
 )
-# What the runner sets itself, and for whole sections: what their keys say.
+# Flags that the runner sets itself, and the key to use instead.
 OWN = (
     *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
     *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
@@ -54,26 +54,26 @@ OWN = (
     *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
 )
 _INSTEAD = {
-    **dict.fromkeys(("fp16", "bf16", "amp"), "say train.precision"),
+    **dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision"),
     "update-freq": "it follows from train.effective_batch_tokens",
-    "gen-subset": "say generate.subsets",
-    "subset": "say score.subsets",
+    "gen-subset": "set generate.subsets",
+    "subset": "set score.subsets",
 }
-# With these an evaluation is one of fewer sentences, or none changes what the model reads. Of a translation
-# the first one is free: its result tells how many are left out.
+# With these flags an evaluation reads fewer sentences, or none of them changes what the model reads. For a
+# translation the first flag is free: its result gives the number of skipped sentences.
 SKIP = "skip-invalid-size-inputs-valid-test"
 PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
 POSITIONS = ("max-source-positions", "max-target-positions")
-LARGEST = 2**63 - 1  # what fits into the whole numbers of torch
+LARGEST = 2**63 - 1  # largest whole number in torch
 SECTIONS = ("data", "model", "train", "generate", "score")
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-FILE_NAME = re.compile(r"\w[\w.-]*")  # what stands in the names of files: a language, a subset
+FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subset
 Problems = Iterator[Tuple[str, str]]
-# What says how a training is carried out and not what it computes. A run may change it between two starts,
-# and with it still stands for its row of the paper: keys of `train`, and flags of fairseq-train.
+# Settings of how a training runs, not of what it computes. A run may change them between two starts
+# and still reproduce its row of the paper: keys of `train`, and flags of fairseq-train.
 EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
 EXECUTION_FLAGS = (
-    # how processes talk and what each of them holds
+    # communication between processes, and the share of each
     *("ddp-backend", "ddp-comm-hook", "bucket-cap-mb", "gradient-as-bucket-view", "find-unused-parameters"),
     *("heartbeat-timeout", "zero-sharding", "cpu-offload", "no-reshard-after-forward", "fp32-reduce-scatter"),
     "min-params-to-wrap",
@@ -82,45 +82,45 @@ EXECUTION_FLAGS = (
     *("fp16-init-scale", "fp16-scale-window"),
     # data loading and logs
     *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
-    # which checkpoints are written: what they are needed for comes after the training
+    # saved checkpoints: their requirements are checked elsewhere
     *("save-interval", "save-interval-updates", "keep-interval-updates", "keep-interval-updates-pattern"),
     *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
     *("no-kernel-check", "compile-layers"),
 )
 INTERVAL = "save-interval-updates"
-# How far a training goes, beside its max_epoch and max_update: it may go further at its next start.
+# The end of a training, in addition to its max_epoch and max_update: it may be later at the next start.
 STOP_FLAGS = ("patience", "stop-time-hours", "stop-min-lr")
-# What fairseq-train would do again at each start, or would not find there: no run of a recipe could go on.
-_ONCE = "it would be done again at every start, and what was trained be lost"
-_FROM = "to begin with the weights of a model, say train.flags.finetune-from-model, which does it once"
-_NOTHING = "a run goes on from the last checkpoint and is evaluated by what it saved"
+# fairseq-train would repeat these at each start, or lack their files: no run of a recipe could resume.
+_ONCE = "fairseq would repeat it at every start and lose the training"
+_FROM = "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
+_NOTHING = "a run resumes from its last checkpoint and evaluates saved checkpoints"
 CANNOT_GO_ON = {
     "restore-file": f"{_ONCE}; {_FROM}",
-    "reset-optimizer": f"{_ONCE}; {_FROM}, with an optimizer of its own",
-    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a schedule of its own",
+    "reset-optimizer": f"{_ONCE}; {_FROM}, with a new optimizer",
+    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a new schedule",
     "reset-meters": f"{_ONCE}; {_FROM}",
     "reset-dataloader": f"{_ONCE}; {_FROM}, and with the first epoch",
-    "optimizer-overrides": "a run that was interrupted would train otherwise than one that was not; say the "
+    "optimizer-overrides": "an interrupted run would train differently from an uninterrupted run; set the "
     "values themselves, such as train.flags.lr",
-    "no-save": f"{_NOTHING}; for fewer files say train.flags.no-epoch-checkpoints",
-    "no-last-checkpoints": f"{_NOTHING}; for fewer files say train.flags.no-epoch-checkpoints",
-    "use-sharded-state": f"{_NOTHING}, one file; leave it out, and fairseq gathers the shards",
-    "use-bmuf": "its momentum is in no checkpoint, and lost at every start",
+    "no-save": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
+    "no-last-checkpoints": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
+    "use-sharded-state": f"{_NOTHING} in one file; without the flag, fairseq gathers the shards",
+    "use-bmuf": "no checkpoint has its momentum, so it would be lost at every start",
 }
 
 
 def _key(text: str, example: Any = None, choices: Iterable[str] = (), **default: Any) -> Any:
-    """A key of a section. text, choices: what docs/recipe.yaml says of it; example: its value there."""
+    """A key of a section. text, choices: its description in docs/recipe.yaml; example: its value there."""
     metadata = {"text": text, "example": example, "choices": tuple(choices)}
     return dataclasses.field(metadata=metadata, **default)
 
 
 @dataclasses.dataclass
 class Reproduces:
-    """The published number that the recipe stands for: which cell of which table of which paper."""
+    """The published number that the recipe reproduces: paper, table and cell."""
 
     paper: str = _key("file of results/papers/", "moa")
-    table: str = _key("its number there", "1")
+    table: str = _key("number of the table", "1")
     row: str = _key("the row's name", "MoA Base (8K8E128D)")
     column: str = _key("the column's name", "WMT14 EnDe BLEU")
     value: Optional[float] = _key("the printed number", 28.4, default=None)
@@ -128,57 +128,58 @@ class Reproduces:
 
 @dataclasses.dataclass
 class Data:
-    """Which text, and how it becomes a binarised folder."""
+    """The text, and its way to a binarised folder."""
 
-    recipe: str = _key("where the text comes from", "parallel", DATA_RECIPES)
+    recipe: str = _key("source of the text", "parallel", DATA_RECIPES)
     source: Optional[str] = _key("language; not for language models and classifiers", "fr", default=None)
     target: Optional[str] = _key("language; not for language models and classifiers", "en", default=None)
     bpe: Optional[int] = _key(
-        "joint merges to learn on the training text (of text_sp and sentencepiece: pieces); null where it is "
-        "segmented already",
+        "number of joint BPE merges to learn on the training text (text_sp and sentencepiece: of pieces); "
+        "null "
+        "for segmented text",
         8000,
         default=None,
     )
     codes: Optional[str] = _key(
-        "a file of merges, or SentencePiece's model, learned elsewhere, in place of bpe", default=None
+        "file of BPE merges, or a SentencePiece model, learned elsewhere; replaces bpe", default=None
     )
     segmentation: str = _key(
-        "of parallel and binarised text; sentencepiece takes raw text and needs no tokeniser",
+        "segmentation of parallel and binarised text; sentencepiece reads raw text without a tokeniser",
         choices=SEGMENTATIONS,
         default=SUBWORD_NMT,
     )
-    piece_model: str = _key("of sentencepiece", choices=PIECE_MODELS, default="unigram")
+    piece_model: str = _key("SentencePiece model type", choices=PIECE_MODELS, default="unigram")
     byte_fallback: bool = _key(
-        "of sentencepiece: letters without a piece become bytes, and none is unknown", default=True
+        "sentencepiece: split letters without a piece into bytes, so that none is unknown", default=True
     )
     character_coverage: Optional[float] = _key(
-        "of text_sp and sentencepiece: share of the letters of the training text that get a piece; null: "
-        "0.9995, without bytes 1",
+        "text_sp and sentencepiece: character coverage, the share of the training text's letters that get a "
+        "piece; null: 0.9995, without byte fallback 1",
         default=None,
     )
     allow_unknown: bool = _key(
-        "take training text of which more than 5 % of the pieces are <unk>", default=False
+        "accept training text in which more than 5 % of the pieces are <unk>", default=False
     )
     joined_dictionary: bool = _key(
-        "one dictionary for both languages, of sentencepiece one model", default=True
+        "one dictionary for both languages; with sentencepiece one model", default=True
     )
-    lowercase: bool = _key("the text in lower case", default=False)
+    lowercase: bool = _key("convert the text to lower case", default=False)
     tokenize: Optional[bool] = _key(
-        "of text of your own: whether it is raw; unless said, raw text is an error", True, default=None
+        "whether your own text is raw and must be tokenised; null: raw text is an error", True, default=None
     )
     train_fraction: Optional[float] = _key(
-        "part of the training pairs that is used, in (0, 1]; a smaller part lies in a larger", default=None
+        "fraction of the training pairs to use, in (0, 1]; smaller fractions are subsets", default=None
     )
-    train_fraction_seed: int = _key("draws the part", default=1)
+    train_fraction_seed: int = _key("random seed of the fraction", default=1)
     tokens: Optional[int] = _key(
-        "of c4 and pes2o: tokens of the training text, from its beginning; null: the data set's number",
+        "c4 and pes2o: number of training tokens, from the beginning; null: the data set's number",
         default=None,
     )
     flags: Dict[str, Any] = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
 
     @property
     def running_text(self) -> bool:
-        """True where decoded text is as it was before any tokeniser: it is scored as it stands."""
+        """True if decoded text equals the text before any tokeniser: it is scored without changes."""
         return self.segmentation == SENTENCEPIECE and not self.tokenize
 
 
@@ -189,9 +190,9 @@ class Model:
     arch: str = _key(
         "fairseq-train's --arch: docs/flags.md lists those of this package", "moa_transformer_tiny"
     )
-    num_experts: Optional[int] = _key("E: experts of a layer", 8, default=None)
-    experts_per_token: Optional[int] = _key("K: experts chosen for a token", 4, default=None)
-    expert_dim: Optional[int] = _key("D: width of an expert's head", 48, default=None)
+    num_experts: Optional[int] = _key("E: experts per layer", 8, default=None)
+    experts_per_token: Optional[int] = _key("K: experts selected per token", 4, default=None)
+    expert_dim: Optional[int] = _key("D: head width of an expert", 48, default=None)
     share_all_embeddings: bool = _key("one embedding for encoder, decoder and output", True, default=False)
     flags: Dict[str, Any] = _key(
         "flags of fairseq-train (docs/flags.md)", {"dropout": 0.3}, default_factory=dict
@@ -207,21 +208,21 @@ class Model:
 class Train:
     """Optimisation."""
 
-    max_tokens: int = _key("most tokens on one device at once, padding included", 4096)
+    max_tokens: int = _key("most tokens per device and step, including padding", 4096)
     criterion: str = _key("fairseq-train's --criterion", "label_smoothed_cross_entropy_with_routing")
     task: str = _key("fairseq-train's --task", default="translation")
     effective_batch_tokens: Optional[int] = _key(
-        "tokens of one update over all devices and accumulation steps, padding included", 4096, default=None
+        "tokens per update over all devices and accumulation steps, including padding", 4096, default=None
     )
     min_tokens: Optional[int] = _key(
-        "fewest tokens on one device at once; null: as many as the longest sentence has", default=None
+        "fewest tokens per device and step; null: the length of the longest sentence", default=None
     )
-    max_epoch: Optional[int] = _key("where the training ends; at least one of the two", default=None)
-    max_update: Optional[int] = _key("where the training ends; at least one of the two", 4000, default=None)
-    seed: int = _key("of initial values, order and dropout", default=1)
-    precision: str = _key("auto: what suits the hardware", choices=PRECISIONS, default="auto")
-    keep_last_epochs: int = _key("checkpoints that stay", default=10)
-    log_interval: int = _key("updates between two lines of the log", default=100)
+    max_epoch: Optional[int] = _key("last epoch; give this or max_update, or both", default=None)
+    max_update: Optional[int] = _key("last update; give this or max_epoch, or both", 4000, default=None)
+    seed: int = _key("random seed of initial values, order and dropout", default=1)
+    precision: str = _key("numeric precision; auto: by the hardware", choices=PRECISIONS, default="auto")
+    keep_last_epochs: int = _key("number of epoch checkpoints to keep", default=10)
+    log_interval: int = _key("updates between two log lines", default=100)
     flags: Dict[str, Any] = _key(
         "flags of fairseq-train",
         {"optimizer": "adam", "lr": 0.001, "label-smoothing": 0.1},
@@ -231,10 +232,10 @@ class Train:
 
 @dataclasses.dataclass
 class Average:
-    """Which checkpoints are averaged, the last ones; null as the whole section: the best one is used."""
+    """The number of last checkpoints to average; null as the whole section: the best one is used."""
 
-    epochs: Optional[int] = _key("how many of epochs", 5, default=None)
-    updates: Optional[int] = _key("or how many of train.flags.save-interval-updates", default=None)
+    epochs: Optional[int] = _key("number of epoch checkpoints", 5, default=None)
+    updates: Optional[int] = _key("or number of train.flags.save-interval-updates checkpoints", default=None)
 
     @property
     def count(self) -> int:
@@ -246,21 +247,21 @@ class Average:
 class Generate:
     """Beam search; for translations only."""
 
-    subsets: List[str] = _key("what is translated; the first is the recipe's result", ["test"])
-    beam: int = _key("hypotheses kept a sentence", 5)
-    lenpen: float = _key("exponent of the length that a score is divided by", default=1.0)
-    max_tokens: int = _key("most tokens at once", default=4096)
-    remove_bpe: bool = _key("whether sub-words are joined", default=True)
+    subsets: List[str] = _key("subsets to translate; the first is the recipe's result", ["test"])
+    beam: int = _key("beam size (hypotheses per sentence)", 5)
+    lenpen: float = _key("length penalty (exponent of the length that a score is divided by)", default=1.0)
+    max_tokens: int = _key("most tokens per batch", default=4096)
+    remove_bpe: bool = _key("join sub-words", default=True)
     flags: Dict[str, Any] = _key("flags of fairseq-generate", default_factory=dict)
 
 
 @dataclasses.dataclass
 class Score:
-    """What is compared with the paper."""
+    """The numbers compared with the paper."""
 
     headline: str = _key("the metric", choices=HEADLINE_METRICS, default="multi_bleu")
     subsets: List[str] = _key(
-        "of a language model or classifier: what is scored, the first being the recipe's result",
+        "language models and classifiers: subsets to score; the first is the recipe's result",
         default_factory=list,
     )
     flags: Dict[str, Any] = _key(
@@ -270,25 +271,25 @@ class Score:
 
 @dataclasses.dataclass
 class Recipe:
-    """One experiment, from data to score. A section that is null is a stage left out."""
+    """One experiment, from data to score. A null section leaves its stage out."""
 
     experiment: str = _key(
-        "the file's own name, also where it is not said; runs/ has a folder of that name",
+        "the file's own name, which is also the default; runs/ has a folder of that name",
         "recipe",
         default="",
         kw_only=True,
     )
-    summary: str = _key("one line that a reader sees", "every key of a recipe")
+    summary: str = _key("one line for readers", "every key of a recipe")
     data: Data = _key("")
     model: Model = _key("")
     train: Train = _key("")
     reproduces: Optional[Reproduces] = _key("", default=None)
     rows: Dict[str, Any] = _key(
-        "other rows that the file stands for: the row's name and what differs, `section.key: value` (--row)",
+        "other rows in this file: the row's name and the values that differ, `section.key: value` (--row)",
         default_factory=dict,
     )
-    pretrained: Optional[str] = _key("a run folder or a checkpoint to fine-tune", default=None)
-    finetune: Optional[str] = _key("how it is fine-tuned (MAE, Table 7)", choices=FINETUNING, default=None)
+    pretrained: Optional[str] = _key("run folder or checkpoint to fine-tune", default=None)
+    finetune: Optional[str] = _key("fine-tuning method (MAE, Table 7)", choices=FINETUNING, default=None)
     average: Optional[Average] = _key("", default=None)
     generate: Optional[Generate] = _key("", default=None)
     score: Optional[Score] = _key("", default=None)
@@ -300,14 +301,14 @@ class Recipe:
 
     @property
     def row(self) -> Optional[str]:
-        """Which of `rows` it is; None for the file's own row."""
+        """Its name in `rows`; None for the file's own row."""
         if self.reproduces and self.reproduces.row in self.rows:
             return self.reproduces.row
         return None
 
     @property
     def kind(self) -> str:
-        """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION: it decides which stages there are."""
+        """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION, which determines the stages."""
         task = self.train.task
         return next((kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION)
 
@@ -324,7 +325,7 @@ class Recipe:
 
     @property
     def training_inputs(self) -> Dict[str, Any]:
-        """What must not change between two starts of one training, its data aside."""
+        """The settings that must not change between two starts of one training, except its data."""
         sections = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
         for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
             del sections["train"][key]
@@ -332,21 +333,21 @@ class Recipe:
 
     @property
     def goal(self) -> Dict[str, Any]:
-        """How far the training goes."""
+        """The end of the training."""
         said = self.training_flags
         stops = {name: said[name] for name in STOP_FLAGS if said.get(name) is not None}
         return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update, **stops}
 
     @property
     def averaged_interval(self) -> Optional[int]:
-        """Updates between two of the checkpoints that are averaged, where these are not of epochs."""
+        """Updates between two of the checkpoints to average; None for epoch checkpoints."""
         if self.average and self.average.updates:
             return self.train.flags.get(INTERVAL)
         return None
 
     @property
     def subsets(self) -> List[str]:
-        """What is evaluated, the recipe's result first."""
+        """The evaluated subsets, the recipe's result first."""
         if self.generate:
             return self.generate.subsets
         return self.score.subsets if self.score else []
@@ -358,7 +359,7 @@ class Recipe:
 
 
 def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
-    """What state.json says of a training, also where an earlier version counted more among its inputs."""
+    """A training's entry in state.json, converted if an earlier version counted more among its inputs."""
     if not isinstance(mark.get("inputs"), dict):
         return dict(mark)
     inputs = dict(mark["inputs"])
@@ -377,13 +378,13 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
 
 
 def problems(recipe: Recipe) -> Problems:
-    """(key, what is wrong with it), where keys contradict each other or a value is not allowed."""
+    """(key, problem) if keys contradict each other or a value is not allowed."""
     for rule in (_values, _average, _kind, _flags):
         yield from rule(recipe)
 
 
 def reserved(section: str, flag: str) -> str:
-    """Why a section's free flags must not hold this one; "" if they may.
+    """Why a section's free flags must not include a flag; "" if they may.
 
     Args:
         section: one of SECTIONS.
@@ -391,15 +392,15 @@ def reserved(section: str, flag: str) -> str:
     """
     flag, key = flag.replace("_", "-"), flag.replace("-", "_")
     if flag in REFUSED:
-        why = "fairseq would run a program for it, or write outside of the run folder"
-        return f"{why}, which a recipe must not decide: leave it out."
+        why = "with it fairseq would run a program, or write outside the run folder"
+        return f"is forbidden: {why}. Leave it out."
     if section in ("model", "train") and flag in CANNOT_GO_ON:
-        return f"{CANNOT_GO_ON[flag]}. Leave it out."
+        return f"prevents resuming: {CANNOT_GO_ON[flag]}. Leave it out."
     evaluates = section in ("generate", "score")
     if evaluates and flag in PARTIAL and (section, flag) != ("generate", SKIP):
-        return "would make the score one of a part of the subset: leave it out."
+        return "would limit the score to a part of the subset. Leave it out."
     if evaluates and flag in POSITIONS:
-        return f"changes nothing in a trained model: say model.flags.{flag} before the training."
+        return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
     owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
     owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
     if owner:
@@ -432,60 +433,60 @@ def _values(recipe: Recipe) -> Problems:
             if isinstance(value, float) and not math.isfinite(value):
                 yield f"{section}.{name}", f"must be a number, not {value}."
     if not 0 <= train.seed < 2**32:  # as numpy takes them
-        yield "train.seed", f"must lie between 0 and {2**32 - 1:,}, not {train.seed}."
+        yield "train.seed", f"must be between 0 and {2**32 - 1:,}, not {train.seed}."
     names = [("data.source", data.source), ("data.target", data.target)]
     for section in ("generate", "score"):
         names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
     names += [("zero_shot", name) for name in recipe.zero_shot or ()]
     for key, name in names:
         if name in ("True", "False"):
-            yield key, "must be text: put it in quotes, as YAML takes no, yes, on and off for a truth value."
+            yield key, "must be text. Quote it: YAML takes no, yes, on and off for truth values."
         if name is not None and not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
             said = reprlib.repr(name)
-            yield key, f"{said} is not a name: use letters, digits, '_', '-' and '.' (files bear it)."
+            yield key, f"{said} is not a valid name. Use letters, digits, '_', '-' and '.' (for file names)."
     if model.share_all_embeddings and not data.joined_dictionary:
-        remedy = "set data.joined_dictionary: true, or model.share_all_embeddings: false."
-        why = f"one embedding for both languages needs one dictionary for both: {remedy}"
+        remedy = "Set data.joined_dictionary: true, or model.share_all_embeddings: false."
+        why = f"one embedding for both languages needs one dictionary for both. {remedy}"
         yield "model.share_all_embeddings", why
     if data.tokenize and not (data.recipe in datasets() and datasets()[data.recipe].takes_raw):
         if data.recipe in datasets():
             other = datasets()[data.recipe].raw
         else:
             other = ""
-        remedy = f"use data.recipe {other or 'parallel'}"
-        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text: {remedy}, or leave it out."
+        remedy = f"Use data.recipe {other or 'parallel'}"
+        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out."
     yield from _pieces(data)
     if data.bpe and data.codes:
-        yield "data.codes", "the merges are learned (data.bpe) or given (data.codes), not both."
+        yield "data.codes", "gives merges, but data.bpe learns them. Set only one of the two keys."
     if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
-        yield "data.train_fraction", f"must lie above 0 and not above 1, not {data.train_fraction}."
+        yield "data.train_fraction", f"must be above 0 and at most 1, not {data.train_fraction}."
     if data.tokens and not (data.recipe in datasets() and datasets()[data.recipe].tokens):
-        yield "data.tokens", f"data.recipe {data.recipe} is used whole: leave it out."
+        yield "data.tokens", f"data.recipe {data.recipe} is always used whole. Leave the key out."
     if train.max_epoch is None and train.max_update is None:
-        yield "train.max_epoch", "is missing: say max_epoch or max_update, or training never ends."
+        yield "train.max_epoch", "is missing. Set max_epoch or max_update, otherwise training never ends."
     if recipe.generate and not recipe.generate.subsets:
-        yield "generate.subsets", "is empty: name at least one subset, such as [test]."
+        yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
 
 
 def _pieces(data: Data) -> Problems:
-    """What SentencePiece needs, and what is not read without it."""
+    """SentencePiece's settings, and keys that have no effect without it."""
     takes = ("parallel", "binarised")
     if (share := data.character_coverage) is not None:
         if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
-            yield "data.character_coverage", f"is of text_sp and of data.segmentation: {SENTENCEPIECE} alone."
+            yield "data.character_coverage", f"needs text_sp or data.segmentation: {SENTENCEPIECE}."
         elif not LEAST_COVERAGE <= share <= 1:
-            yield "data.character_coverage", f"must lie between {LEAST_COVERAGE} and 1, not {share}."
+            yield "data.character_coverage", f"must be between {LEAST_COVERAGE} and 1, not {share}."
     if data.segmentation != SENTENCEPIECE:
         for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
             if getattr(data, key) != default:
-                yield f"data.{key}", f"is read with data.segmentation: {SENTENCEPIECE} alone: leave it out."
+                yield f"data.{key}", f"needs data.segmentation: {SENTENCEPIECE}. Leave it out."
     elif data.recipe not in takes:
-        why = f"{data.recipe} has a segmentation of its own"
+        why = f"{data.recipe} has a fixed segmentation"
         yield "data.segmentation", f"{why}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}."
     elif data.recipe == "parallel" and not (data.bpe or data.codes):
-        yield "data.bpe", f"is missing: {SENTENCEPIECE} needs the number of pieces, such as 8000."
+        yield "data.bpe", f"is missing. {SENTENCEPIECE} needs the number of pieces, such as 8000."
     elif data.codes and not data.joined_dictionary:
-        yield "data.codes", "is one model for both languages: leave data.joined_dictionary: false out."
+        yield "data.codes", "is one model for both languages. Leave data.joined_dictionary: false out."
 
 
 def _average(recipe: Recipe) -> Problems:
@@ -496,11 +497,11 @@ def _average(recipe: Recipe) -> Problems:
     epochs = average.epochs
     updates = average.updates
     if (epochs is None) == (updates is None):
-        yield "average.epochs", "say either average.epochs or average.updates."
+        yield "average.epochs", "excludes average.updates. Set only one of them."
     if average.count < 2:
-        remedy = "use 2 or more, or average: null to evaluate the best checkpoint."
+        remedy = "Use 2 or more, or average: null to evaluate the best checkpoint."
         key = f"average.{'epochs' if epochs else 'updates'}"
-        yield key, f"one checkpoint is not an average: {remedy}"
+        yield key, f"one checkpoint is not an average. {remedy}"
     cannot = f"cannot average {epochs} epochs"
     if epochs and epochs > train.keep_last_epochs:
         yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
@@ -513,7 +514,7 @@ def _average(recipe: Recipe) -> Problems:
 
 
 def _kind(recipe: Recipe) -> Problems:
-    """What a translation needs and other models have no use for, and the other way round."""
+    """Required keys of translations, which have no meaning for other models, and the reverse."""
     data = recipe.data
     score = recipe.score
     task = recipe.train.task
@@ -540,21 +541,21 @@ def _kind(recipe: Recipe) -> Problems:
         unused = {f"data.{key}": getattr(data, key) for key in keys}
         for key, value in {**unused, "generate": recipe.generate}.items():
             if value:
-                yield key, f"has no meaning for {name}: leave it out."
+                yield key, f"has no meaning for {name}. Leave it out."
         if score and not score.subsets:
-            yield "score.subsets", "is empty: name at least one subset, such as [test]."
+            yield "score.subsets", "is empty. Give at least one subset, such as [test]."
     else:
         for key in ("source", "target"):
             if getattr(data, key) is None:
-                yield f"data.{key}", "is missing: name the language, such as en."
+                yield f"data.{key}", "is missing. Give the language, such as en."
         if data.source == data.target:
             yield "data.target", f"source and target are both {data.source!r}."
         if score and not recipe.generate:
             yield "score", "needs a generate section."
         if score and score.subsets:
-            yield "score.subsets", "say generate.subsets."
+            yield "score.subsets", "has no meaning for a translation. Set generate.subsets."
     if (recipe.pretrained is None) != (method is None):
-        why = "is missing: `pretrained` names the model and `finetune` says how it is fine-tuned."
+        why = "is missing. `pretrained` gives the model and `finetune` the fine-tuning method."
         yield "finetune" if method is None else "pretrained", why
     if method is not None and method not in FINETUNING:
         yield "finetune", f"{method!r} is not one of {', '.join(FINETUNING)}."
@@ -563,7 +564,7 @@ def _kind(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    """What holds of any flag; `loading.check_flags` asks the programs about their own."""
+    """Rules for all flags; `loading.check_flags` checks each program's own flags."""
     free = {section: values.flags for section in SECTIONS if (values := getattr(recipe, section))}
     for section, name, value in ((s, name, value) for s in free for name, value in free[s].items()):
         key = f"{section}.flags.{name}"
@@ -585,7 +586,7 @@ def _flags(recipe: Recipe) -> Problems:
         else:
             path = Path("/")
         if name == "tensorboard-logdir" and (path.is_absolute() or ".." in path.parts):
-            yield key, f"{reprlib.repr(value)} is not a folder inside of the run folder, such as logs."
+            yield key, f"{reprlib.repr(value)} is not a folder inside the run folder, such as logs."
         for item in value if isinstance(value, list) else [value]:
             if isinstance(item, int) and abs(item) > LARGEST:
                 yield key, f"must not be above {LARGEST:,}."
@@ -593,11 +594,11 @@ def _flags(recipe: Recipe) -> Problems:
                 yield key, "must be a number, not nan."
             if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
                 kinds = "text, a number, true, false, null or a flat list of these"
-                yield key, f"a flag's value is {kinds}, not {reprlib.repr(item)}."
+                yield key, f"a flag's value must be {kinds}, not {reprlib.repr(item)}."
         if problem := unsafe_value(value):
             yield key, problem
     for name in recipe.model.flags.keys() & recipe.train.flags.keys():
         model, train = (reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags))
         if model != train:
-            why = f"{model}, and train.flags.{name} {train}, which would be taken"
-            yield f"model.flags.{name}", f"{why}: say the flag in one of the two."
+            why = f"is {model}, but train.flags.{name}, which has precedence, is {train}"
+            yield f"model.flags.{name}", f"{why}. Set the flag in one of the two."

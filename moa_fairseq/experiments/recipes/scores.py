@@ -78,20 +78,20 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
     said = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
-    if block := _OWN_BLOCK.search(text):  # in place of a default that is too long
+    if block := _OWN_BLOCK.search(text):  # replaces a default that is too long
         evaluation["tokens_per_sample"] = int(block.group(1))
     if tokens:
         evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
         if count < wanted:
             length = recipe.training_flags.get("tokens-per-sample")
             raise UserError(
-                f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens; it leaves out what is "
-                f"longer than the model. Run the recipe again with --set "
+                f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens, because it skips text "
+                f"longer than the model's limit. Run the recipe again with --set "
                 f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
             )
     return {
         "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
-        "lm_bits": {"score": float(found.group(1))},  # of a token, which is a byte of enwik8
+        "lm_bits": {"score": float(found.group(1))},  # per token, which is a byte in enwik8
         "meta": {"evaluation": evaluation},
     }
 
@@ -103,7 +103,7 @@ def read_scores(path: Path) -> dict[str, Any]:
         UserError: for a damaged file.
         FileNotFoundError: if there is no file.
     """
-    remedy = "It should hold what moa-fairseq score --json prints: delete it and run --stage score again."
+    remedy = "It should be the output of moa-fairseq score --json. Delete it and run --stage score again."
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
     check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
@@ -113,10 +113,10 @@ def read_scores(path: Path) -> dict[str, Any]:
     )
     for name in metrics.keys() & scores.keys():
         check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
-        for key in ("score", "sd"):  # that of a diverged model is a float, too, though no number
+        for key in ("score", "sd"):  # for a diverged model also a float, though not a number
             value = scores[name].get(key)
             if not (value is None or isinstance(value, float) or is_number(value)):
-                raise UserError(f"{path}: {name}.{key} must be a number. {remedy}")
+                raise UserError(f"{path}: {name}.{key} is not a number. {remedy}")
     return scores
 
 
@@ -152,7 +152,9 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
     if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
         signature = str(scores.get("sacrebleu", {}).get("signature"))
         if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
-            log.warning("no spaces part the references' words, which %s counts: see sacrebleu", headline)
+            log.warning(
+                "the references have no spaces between words, but %s counts words: see sacrebleu", headline
+            )
             return "sacrebleu"
     dataset = datasets().get(published.data.recipe)
     split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}

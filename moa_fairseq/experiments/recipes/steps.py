@@ -49,7 +49,7 @@ from moa_fairseq.experiments.scoring.zero_shot import OUTPUT
 from moa_fairseq.files import checksum
 from moa_fairseq.process import flags, positional
 
-LEFT_OUT = "left_out"  # sentences that were not translated
+LEFT_OUT = "left_out"  # number of sentences without a translation
 ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
 UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)
@@ -236,13 +236,13 @@ def _train(run: Run) -> Step:
         before = next((data for session in sessions if (data := session.get("data"))), digest())
         if before != digest():
             why = f"the files in {run.prepared.folder} have another content (digest {before} → {digest()})"
-            remedy = "Give --data what it was trained on, or --restart to move it aside and start again."
-            raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
+            remedy = "Give --data its original data, or --restart to move the run aside and start over."
+            raise UserError(f"The training in {run.checkpoints} cannot resume: {why}. {remedy}")
         complete_the_last(run.checkpoints)
         if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
             why = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
-            remedy = "Start again with --restart; without the flag a run can go on."
-            raise UserError(f"The training in {run.checkpoints} cannot go on: {why}. {remedy}")
+            remedy = "Start over with --restart; without the flag a run can resume."
+            raise UserError(f"The training in {run.checkpoints} cannot resume: {why}. {remedy}")
 
     def conditions() -> dict[str, Any]:
         known = {**run.conditions, "precision": precision, "threads": torch.get_num_threads()}
@@ -265,13 +265,13 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "num-epoch-checkpoints": average.epochs,
         "num-update-checkpoints": average.updates,
         "output": OUT,
-        "force": True,  # for whoever runs the commands again: here it writes beside
+        "force": True,  # for repeated commands; here it writes a temporary file next to the output
     }
 
     def inputs() -> dict[str, Any]:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
-        except UserError as error:  # too few checkpoints, of which the recipe's key says the remedy
+        except UserError as error:  # too few checkpoints; the remedy is a key of the recipe
             key = "average.epochs"
             kept = len(numbered_checkpoints(run.checkpoints, by_updates))
             key = "average.updates" if by_updates else key
@@ -283,8 +283,8 @@ def _average(run: Run, average: Average, train: Step) -> Step:
             raise UserError(f"{key}: {error} {fewer}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:
-            remedy = "delete it and run the train stage on, or average fewer checkpoints"
-            raise UserError(f"{damaged} is cut off and cannot be averaged: {remedy}.")
+            remedy = "Delete it and resume the train stage, or average fewer checkpoints"
+            raise UserError(f"{damaged} is cut off, so it cannot be averaged. {remedy}.")
         return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
 
     line = ["moa-fairseq", "average", *flags(values)]
@@ -300,10 +300,10 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
                 missing = "average"
             else:
                 missing = "train"
-            remedy = f"run --stage {missing} first"
-            if missing == "train" and (run.checkpoints / LAST).exists():  # which would find itself done
-                remedy = "if the training is done, average its checkpoints: --set average.epochs=N"
-            raise UserError(f"{run.model} is missing or cut off: {remedy}.")
+            remedy = f"Run --stage {missing} first"
+            if missing == "train" and (run.checkpoints / LAST).exists():  # the stage would do nothing
+                remedy = "If the training is done, average its checkpoints by --set average.epochs=N"
+            raise UserError(f"{run.model} is missing or cut off. {remedy}.")
         said = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
         return {**said, "made": made[-1] if made else None, "model": run.model}
 
@@ -324,7 +324,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
         **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
         **section.flags,
     }
-    translated: set[str] = set()  # ids of sentences, which have --nbest lines
+    translated: set[str] = set()  # ids of sentences, each with --nbest lines
     known = run.prepared.sentences.get(subset, 0)
     pace = max(100, (known or 1000) // 10)
     goal = f" of {known:,}" if known else ""
@@ -340,12 +340,13 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
         total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
         left_out = total - len(translated)
         if not translated:
-            where = f"see {run.folder / f'generate-{subset}.log'} and {made}"
-            raise UserError(f"fairseq-generate translated nothing of subset {subset}; {where}.")
+            where = f"See {run.folder / f'generate-{subset}.log'} and {made}"
+            raise UserError(f"fairseq-generate translated nothing of subset {subset}. {where}.")
         if left_out > 0 and not section.flags.get(SKIP):
             raise UserError(
-                f"fairseq-generate translated {len(translated):,} of {total:,} sentences of subset {subset}: "
-                f"a score would be one of these. It says why in {run.folder / f'generate-{subset}.log'}."
+                f"fairseq-generate translated only {len(translated):,} of {total:,} sentences of {subset}, "
+                f"so "
+                f"there is no score of the subset. {run.folder / f'generate-{subset}.log'} has the reason."
             )
         if left_out > 0:
             return {LEFT_OUT: left_out}
@@ -363,9 +364,11 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
     values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
-    if run.recipe.data.running_text:  # which has no tokens for the other chains
+    if run.recipe.data.running_text:  # without tokens for the other pipelines
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
-    if run.recipe.generate and run.recipe.generate.remove_bpe:  # by fairseq-generate: @@ is of the text now
+    if (
+        run.recipe.generate and run.recipe.generate.remove_bpe
+    ):  # by fairseq-generate: any @@ belongs to the text
         values["remove-bpe"] = "none"
     values.update({**section.flags, "json": True})
     if run.recipe.generate and run.recipe.generate.flags.get(SKIP):

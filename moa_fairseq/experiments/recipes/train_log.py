@@ -29,7 +29,7 @@ _LOADED = re.compile(r" \(epoch [0-9]{1,18} @ ([0-9]{1,18}) updates\)")
 _NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_updates")
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
 _BEGINS = "Start iterating over samples"
-_CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that says what it does to the kernels
+_CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that reports on the kernels
 
 
 def parse_record(line: str) -> dict[str, Any] | None:
@@ -40,7 +40,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
         return None
     try:
         record = json.loads(text)
-    except (ValueError, RecursionError):  # all that JSON raises for a text
+    except (ValueError, RecursionError):  # all errors of JSON for a text
         return None
     if isinstance(record, dict) and "epoch" in record:
         return record
@@ -59,7 +59,7 @@ def finite(value: Any) -> float | None:
             number = float(value)
         else:
             number = math.nan
-    except (ValueError, OverflowError):  # of float
+    except (ValueError, OverflowError):  # from float
         return None
     return number if math.isfinite(number) else None
 
@@ -77,7 +77,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 if record is None:
                     continue
                 if wrong := wrong_number(record):
-                    what = f"{wrong} is {reprlib.repr(record[wrong])}, and not a number"
+                    what = f"{wrong} is {reprlib.repr(record[wrong])}, which is not a number"
                     raise UserError(f"{path}, line {number}: {what}. Delete this damaged line.")
                 yield record
 
@@ -157,8 +157,8 @@ class TrainLog:
     max_epoch: int | None
     max_update: int | None
     parameters: list[int] = dataclasses.field(default_factory=list)
-    updated: int | None = None  # of them, where the task says it
-    started: tuple[float, float] | None = None  # when, and which part of the training was done
+    updated: int | None = None  # trained parameters, if the task logs it
+    started: tuple[float, float] | None = None  # time, and the fraction of the training done
     goes_on: bool = False
     # Messages about skipped sentences: fairseq repeats them in every epoch.
     skipped: set[str] = dataclasses.field(default_factory=set)
@@ -167,7 +167,7 @@ class TrainLog:
         """Take one line of standard output."""
         record = parse_record(line)
         if record is not None and wrong_number(record):
-            return  # none of fairseq's; a training does not end for a line of its log
+            return  # not fairseq's; a line of the log never ends a training
         if record is not None:
             with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
                 stream.write(json.dumps(record) + "\n")
@@ -190,7 +190,7 @@ class TrainLog:
             prune(self.path, int(match.group(1)))
             self.goes_on = int(match.group(1)) > 0
             if self.goes_on:  # a pretrained model counts from 0
-                print(f"  going on from update {int(match.group(1)):,}", flush=True)
+                print(f"  resuming from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: dict[str, Any]) -> None:
         epoch = int(finite(record["epoch"]) or 0)

@@ -1,16 +1,16 @@
-"""Train several systems with several seeds, and say what their differences allow to say.
+"""Train several systems with several seeds, and test their differences for significance.
 
-  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512 --tune     first, where it tunes
+  moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512 --tune     first, if it tunes
   moa-fairseq study configs/studies/language.yaml --data data/wikitext2_sp512
   moa-fairseq study configs/studies/language.yaml --data DIR --jobs 2        two runs at a time
-  sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       of a cluster
+  sbatch --array=1-8 --wrap "moa-fairseq study configs/studies/language.yaml --data DIR"       on a cluster
   moa-fairseq study configs/studies/language.yaml --report
   moa-fairseq study configs/studies/translation.yaml --report --references DIR/tokens/test.de
   moa-fairseq study configs/studies/translation.yaml --pack    single files into one
 
 All systems of one seed run back to back, then those of the next seed. Each run is a run folder below
 --runs and leaves a record, a line of results/studies/STUDY/records.jsonl. A run that has a record is never
-made again, so an interrupted study goes on where it stopped; a training that diverged counts as the worst.
+repeated, so an interrupted study resumes; a diverged training counts as the worst.
 Several workers may share one study, on one machine or on several with a common file system.
 """
 
@@ -44,51 +44,53 @@ log = logging.getLogger(__name__)
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq study`."""
-    parser.add_argument("study", type=Path, metavar="STUDY.yaml", help="systems, seeds and contrasts")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="--data of every recipe")
+    parser.add_argument(
+        "study", type=Path, metavar="STUDY.yaml", help="study file: systems, seeds, contrasts"
+    )
+    parser.add_argument("--data", type=Path, metavar="DIR", help="data folder, the --data of every recipe")
     parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)")
     parser.add_argument(
         "--records",
         type=Path,
         metavar="DIR",
-        help="records lie in DIR/STUDY (results/studies beside configs/)",
+        help="folder of the records, DIR/STUDY (results/studies next to configs/)",
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs of each run (0: the CPU)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="runs at a time on this machine (1)")
-    parser.add_argument("--tune", action="store_true", help="the runs of its tuning, which must come first")
-    parser.add_argument("--dry-run", action="store_true", help="print the runs that are left, and do nothing")
+    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs per run (0: the CPU)")
+    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel runs on this machine (1)")
+    parser.add_argument("--tune", action="store_true", help="run the tuning, which must come first")
+    parser.add_argument("--dry-run", action="store_true", help="print the remaining runs, and do nothing")
     parser.add_argument(
         "--pack",
         action="store_true",
-        help="take records and translations that are files of their own into records.jsonl, outputs.tar.xz",
+        help="move records and translations from separate files into records.jsonl, outputs.tar.xz",
     )
     parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
-    parser.add_argument("--seeds", type=int, metavar="N", help="with --report: of the first N seeds alone")
+    parser.add_argument("--seeds", type=int, metavar="N", help="with --report: only the first N seeds")
     parser.add_argument(
         "--references",
         type=Path,
         metavar="FILE",
-        help="with --report: BLEU and chrF, too; the test set's target side in words, without subwords",
+        help="with --report: also BLEU and chrF; the test set's target side in words, without subwords",
     )
     parser.add_argument("--json", action="store_true", help="with --report: print JSON")
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out a study, or report it. Returns the exit status."""
+    """Run a study, or report it. Returns the exit status."""
     above = args.study.resolve().parents  # of configs/studies/NAME.yaml, or of a file near the root
     root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
     study = load_study(args.study, root, args.tune)
     name = "report"
     if args.seeds is not None:
         if not args.report or not 0 < args.seeds <= study.seeds:
-            raise UserError(f"--seeds {args.seeds} goes with --report, and the study has {study.seeds}.")
+            raise UserError(f"--seeds {args.seeds} needs --report, and at most the study's {study.seeds}.")
         study = dataclasses.replace(study, seeds=args.seeds)
         name = f"report-{args.seeds}-seeds"
     if args.references and not args.report:
-        raise UserError("--references goes with --report.")
+        raise UserError("--references needs --report.")
     if args.pack:
         packed = pack_study(root / study.study)
-        log.info("%s: %d records and %d translations were packed", root / study.study, *packed)
+        log.info("%s: packed %d records and %d translations", root / study.study, *packed)
         return 0
     runs = runs_of(study, args.study.parent, root)
     if args.report:
@@ -102,7 +104,7 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(content, indent=1) if args.json else as_text(study, content))
         return 0
     if args.jobs < 1:
-        raise UserError(f"--jobs {args.jobs} says how many workers there are: give at least 1.")
+        raise UserError(f"--jobs {args.jobs} is less than 1. Give the number of workers.")
     place = Place(study, args.runs / study.study, args.data, args.gpus)
     left = open_runs(runs, place)
     log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
@@ -117,9 +119,9 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _work_together(jobs: int, devices: Hardware) -> None:
-    """Workers on this machine, each with GPUs of its own; one that fails, or Ctrl-C, ends all of them.
+    """Workers on this machine, each with separate GPUs; a failing worker, or Ctrl-C, ends all of them.
 
-    Where there are fewer GPUs than they need together, they share them in turn.
+    If there are too few GPUs for that, the workers share them in turn.
     """
     workers: list[subprocess.Popen[bytes]] = []
     command = to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])
@@ -143,4 +145,4 @@ def _work_together(jobs: int, devices: Hardware) -> None:
             for worker in workers:
                 worker.wait()
     if any(worker.returncode for worker in workers):
-        raise UserError("A run failed, for the reason above. What is done is kept: mend it, run this again.")
+        raise UserError("A run failed (see above). Finished runs are kept: fix the cause, run this again.")

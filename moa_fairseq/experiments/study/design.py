@@ -38,9 +38,9 @@ _LIMITS = {
     "levels": (0, 10_000),
 }
 _NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
-_ANEW = "Take the change back, or give the study another name: it is run anew under that."
-# What is no part of a record's settings: the seed and the precision, which it says beside them, and how a
-# training is carried out.
+_ANEW = "Take the change back, or give the study another name, under which it starts over."
+# Not part of a record's settings: the seed and the precision, which it has in separate fields, and how a
+# training runs.
 _FREE = (
     *("train.seed", "train.precision", "train.keep_last_epochs"),
     *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
@@ -208,14 +208,14 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         found = fitting_records(trial, runs)
         if missing := len(runs) - len(found):
             raise UserError(
-                f"{path}: {missing} of {len(runs)} tuning runs are left. Run it with --tune first."
+                f"{path}: {missing} of {len(runs)} tuning runs are missing. Run it with --tune first."
             )
         losses = losses_of(trial, runs, found)
         diverged = Counter(run.system for run in runs if _has_diverged(trial, found[run.name]))
         for key, grid in grids.items():
             best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
             if diverged[best] == tuning.seeds:
-                why = f"every tuning run of system {key} diverged, so no point of its grid can be chosen"
+                why = f"every tuning run of system {key} diverged, so there is no best point of its grid"
                 remedy = "Give lower values, and run it with --tune again."
                 fail(file, "tuning.grid", f"{why}. {remedy}")
             rows[key] = dataclasses.replace(rows[key], set={**rows[key].set, **grid[best][1]})
@@ -243,7 +243,7 @@ def _with_base(path: Path) -> dict[str, Any]:
         fail(str(path), "base", "must be the path of a study file.")
     below = read_mapping(path.parent / name, "study")
     if "base" in below:
-        fail(str(path), "base", f"names {name}, which has a base itself: a study has one.")
+        fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
     for key, value in below.items():
         above = mapping.get(key, value)
         if isinstance(value, dict) and isinstance(above, dict):
@@ -262,30 +262,30 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
         for name, (low, high) in _LIMITS.items():
             value = getattr(values, name, low)
             if not (is_number(value) and low <= value <= high):
-                fail(file, key + name, f"must lie between {low} and {high:,}, not {value}.")
+                fail(file, key + name, f"must be between {low} and {high:,}, not {value}.")
     if study.stage not in STAGES:
         fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
     names = {"study": study.study, **{f"systems.{key}": key for key in study.systems}}
     if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
-        why = "names files: begin with a letter or digit, and use at most 64 letters, digits, and ._+- only."
+        why = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
         fail(file, bad, why)
     if not study.systems:
-        fail(file, "systems", "is empty: name at least one.")
+        fail(file, "systems", "is empty. Give at least one.")
     runs = {"seeds": study.seeds * len(study.systems)}
     if tuning:
         points = math.prod(map(len, tuning.grid.values()))
         if not points or not tuning.grid:
-            fail(file, "tuning.grid", "has no point: give each key at least one value.")
+            fail(file, "tuning.grid", "has no point. Give each key at least one value.")
         runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
         shared = max(study.first_seed, tuning.first_seed)
         end = study.first_seed + study.seeds
         if shared < min(end, tuning.first_seed + tuning.seeds):
-            why = f"makes seed {shared} one that chooses, and it is one of those that count, too"
-            remedy = f"Give {end} or more, or the study another first_seed."
+            why = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
+            remedy = f"Give {end} or more, or give the study another first_seed."
             fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {why}. {remedy}")
     for key, number in runs.items():
         if number > MOST_RUNS:
-            fail(file, key, f"makes {number:,} runs, and a study has at most {MOST_RUNS:,}: name fewer.")
+            fail(file, key, f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.")
 
 
 def _grid(key: str, row: System, tuning: Tuning, file: str) -> dict[str, tuple[System, dict[str, Any]]]:
@@ -296,7 +296,9 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> dict[str, tuple[S
         texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
         name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
         if name in found:
-            fail(file, "tuning.grid", f"has {name.partition(' ')[2]} twice: its runs would share a record.")
+            fail(
+                file, "tuning.grid", f"has {name.partition(' ')[2]} twice, so its runs would share a record."
+            )
         label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
         values_of_trial = {**row.set, **tuning.set, **point}
         found[name] = dataclasses.replace(row, label=label, set=values_of_trial), point
@@ -395,18 +397,18 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
     if others and strict:
         first, (why, remedy) = next(iter(others.items()))
         raise UserError(
-            f"{len(others)} of {len(found) + len(others)} records are of other settings than the study says "
+            f"{len(others)} of {len(found) + len(others)} records have other settings than the study has "
             f"now, such as {first} ({why}). {remedy}"
         )
     for where, (why, _) in others.items():
-        log.warning("%s does not count, for it is of other settings (%s)", where, why)
+        log.warning("%s is ignored: its settings differ from the study's (%s)", where, why)
     return found
 
 
 def _settings_in(command: str) -> dict[str, Any]:
     """Recipe, stage and values in the command of a run."""
     found: dict[str, Any] = {}
-    with contextlib.suppress(ValueError):  # a command that was edited
+    with contextlib.suppress(ValueError):  # an edited command
         words = shlex.split(command)
         for flag, word in itertools.pairwise(words):
             key, _, value = word.partition("=")

@@ -124,7 +124,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     complete = _complete_runs(runs, records)
     rows = [records[run.name] for run in complete]
     if not rows:
-        raise UserError(f"{runs[0].records} has no complete seed of this study: run it without --report.")
+        raise UserError(f"{runs[0].records} has no complete seed of this study. Run it without --report.")
     _warn_of_unequal_runs(complete, records)
     losses = losses_of(study, complete, records)
     systems = _systems(study, complete, records, losses)
@@ -147,7 +147,7 @@ def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[
     left = Counter(run.block for run in runs if run.name not in records)
     for block, number in left.items():
         if number < sum(run.block == block for run in runs):
-            log.warning("seed %d %s does not count: %d of its runs are left", *block, number)
+            log.warning("seed %d %s is ignored: %d of its runs are missing", *block, number)
     return [run for run in runs if run.block not in left]
 
 
@@ -226,7 +226,7 @@ def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -
     for (whole, key), values in found.items():
         if len(values) > 1:
             what = f"unequal {key} ({'; '.join(sorted(values))})"
-            log.warning("%s counts, but its runs have %s: differences may come from that", whole, what)
+            log.warning("the runs of %s have %s: differences may come from that", whole, what)
 
 
 def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
@@ -303,7 +303,7 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
         found = read_json(path, remedy)
         check_kinds(found, kinds, str(path), remedy, required=("device", "seconds_per_token"))
         device = f"{found['device']} {found.get('dtype') or 'float32'}"
-        if device == "cpu float32":  # the dtype goes without saying
+        if device == "cpu float32":  # the default dtype is not shown
             device = "cpu"
         for texts, seconds in found["seconds_per_token"].items():
             where = f"{path}: seconds_per_token.{texts[:20]}"
@@ -335,13 +335,13 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
     for run in runs:
         recipe = run.load()
         if not recipe.generate:
-            raise UserError(f"{run.recipe} translates nothing: leave --references out.")
+            raise UserError(f"{run.recipe} translates nothing. Leave --references out.")
         name = f"{run.name}.{recipe.subsets[0]}.txt"
         if name not in outputs:  # not run, or diverged
             continue
         if len(lines := lines_of(outputs[name], name)) != len(target):
-            problem = f"--references {references} has {len(target)} lines, {name} has {len(lines)}"
-            raise UserError(f"{problem}: give the target side of subset {recipe.subsets[0]}.")
+            problem = f"--references {references} has {len(target)} lines, but {name} has {len(lines)}"
+            raise UserError(f"{problem}. Give the target side of subset {recipe.subsets[0]}.")
         texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
     rows = []
     for name, contrast in study.contrasts.items():

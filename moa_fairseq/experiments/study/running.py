@@ -88,7 +88,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     if prepared and (prepared / "manifest.json").is_file():
         for run in {run.recipe: run for run in runs}.values():
             if found := data_differences(run.load(), prepared, {}):
-                problem = f"--data {place.data} is not what {run.recipe} says"
+                problem = f"--data {place.data} differs from the data of {run.recipe}"
                 remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
                 raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
     records = fitting_records(place.study, runs, strict=True)
@@ -128,14 +128,14 @@ def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None)
     folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
     if there and re.fullmatch(r"[0-9a-f]{40}", there):
         remedy = (
-            f"To go on, make a worktree (git worktree add ../study {there}), run `bash scripts/setup.sh` "
+            f"To resume, make a worktree (git worktree add ../study {there}), run `bash scripts/setup.sh` "
             f"there without an active environment, and give its moa-fairseq {folders}. "
         )
     else:
-        remedy = "It cannot be gone on with, for no commit alone has made it. "
+        remedy = "It cannot be resumed, because no single commit made it. "
     raise UserError(
-        f"{run.name} of {place.study.study} was trained at commit {there or 'unknown'}, and this is {now}: "
-        f"all runs of a study need one commit. {remedy}To begin anew, give other folders to --runs and "
+        f"{run.name} of {place.study.study} was trained at commit {there or 'unknown'}, but this is {now}: "
+        f"all runs of a study need one commit. {remedy}To start over, give other folders to --runs and "
         "--records."
     )
 
@@ -173,7 +173,7 @@ def work(runs: list[Run], place: Place) -> None:
         for number, run in enumerate(runs, 1):
             with _alone(place.folders / f"{run.name}.lock") as alone:
                 if not alone:
-                    log.info("%d of %d: %s is another worker's", number, len(runs), run.name)
+                    log.info("%d of %d: another worker runs %s", number, len(runs), run.name)
                     continue
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
@@ -199,7 +199,7 @@ def _alone(file: Path) -> Iterator[bool]:
             with disk_errors(file):
                 held.enter_context(portalocker.Lock(file, "a", timeout=0))
             alone = True
-        except portalocker.LockException as error:  # held, or no locks at all: told apart
+        except portalocker.LockException as error:  # held by another, or no locks at all
             refuse_without_locks(file, error)
             alone = False
         yield alone
@@ -222,7 +222,7 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
         if before != here:
             elsewhere.add(run.block)
             words = [", ".join(each.values()) for each in (before, here)]
-            log.warning("seed %d %s was begun on %s: not gone on with on %s", *run.block, *words)
+            log.warning("seed %d %s was started on %s and is not continued on %s", *run.block, *words)
     return elsewhere
 
 
@@ -245,8 +245,8 @@ def _carry_out(run: Run, place: Place) -> None:
         Executor(environment).run(command, folder / "study.log")
     except Diverged:
         diverged = True
-    except UserError as error:  # of the recipe, and complete: a study adds what to do with the run
-        remedy = f"To begin {run.name} anew, delete {folder}, or give another folder to --runs."
+    except UserError as error:  # of the recipe; a study adds the remedy for the run
+        remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
     made_by = _made_by(maker(folder, run.load()))
     _check_commit(run, made_by, place, began)
@@ -256,8 +256,8 @@ def _carry_out(run: Run, place: Place) -> None:
             _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or diverged):
-        problem = f"{folder / 'train.jsonl'} has no validation, by which the runs of a study are compared"
-        raise UserError(f"{problem}. Give the file back, or begin this run anew without {folder}.")
+        problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"
+        raise UserError(f"{problem}. Restore the file, or start this run over without {folder}.")
     scored = place.study.stage == "all" and not diverged
     scores = saved_json(folder / "result.json") if scored else {}
     data = prepared_data(folder)

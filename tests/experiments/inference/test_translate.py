@@ -281,7 +281,7 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
     found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
     assert [bool(answer) for answer in found] == [True, False, False, False, True, True, True, False]
     assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
-    assert all(f"line {number} is left out" in caplog.text for number in (2, 3, 4, 8))
+    assert all(f"line {number} is skipped" in caplog.text for number in (2, 3, 4, 8))
 
 
 def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():

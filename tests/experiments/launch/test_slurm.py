@@ -133,14 +133,14 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     output = second.communicate(timeout=240)[0]
     assert second.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
     log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
-    assert "checkpoint_last.pt is damaged" in log and "going on from checkpoint" in log
+    assert "checkpoint_last.pt is damaged" in log and "resuming from checkpoint" in log
     saved = load_checkpoint(last)["optimizer_history"][-1]["num_updates"]
 
     third = job()
     output = third.communicate(timeout=240)[0]
     assert third.returncode == 0 and "train: done before" in output, output[-3000:]
     log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
-    assert f"going on from update {saved:,}" in log
+    assert f"resuming from update {saved:,}" in log
     sessions = marks(tmp_path / "run")["train"]["made_by"]
     assert all(session["hardware"].startswith("2 processes, ") for session in sessions)
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]

@@ -57,7 +57,7 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
     line = ["recipe", str(path), "--data", str(data), "--dry-run", "--device-name", "A100"]
     assert main([*line, "--gpus", str(devices)]) == 0
     out = capsys.readouterr().out
-    assert f"WARNING: 7 of {devices} devices" in out
+    assert f"7 of {devices} devices" in out
     assert "--max-tokens 146 --update-freq 1" in out and "--distributed-world-size 7" in out
 
     class Caught(Exception):
@@ -75,12 +75,12 @@ def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, ca
     options = Options(stage="train", data=data, save_dir=tmp_path / "run")
     with pytest.raises(Caught):
         run_recipe(recipe, gpus(devices), options, Executor)
-    assert any(line.startswith(f"WARNING: 7 of {devices} devices") for line in said)
+    assert any(line.startswith("WARNING: ") and f"7 of {devices} devices" in line for line in said)
 
 
 def test_machines_that_train_together_are_told_how_many_may(quick):
     together = dataclasses.replace(gpus(8), world=find_world(8, 2, 0, "head", {}))
-    with pytest.raises(UserError, match=r"16 devices .* 141; .* at most 7"):
+    with pytest.raises(UserError, match=r"16 devices .* 141\. .* at most 7"):
         fit(quick[0], together, quick[1])
 
 
@@ -89,7 +89,7 @@ def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_pat
     line = ["recipe", "iwslt14_deen_base", "--gpus", "32", "--device-name", "A100"]
     assert main([*line, "--dry-run"]) == 0
     out = capsys.readouterr().out
-    assert "WARNING: 16 of 32 devices" in out and "--max-tokens 256 " in out
+    assert "16 of 32 devices" in out and "--max-tokens 256 " in out
     assert main([*line, "--plan", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["hardware"]
     assert (entry["count"], entry["batch"]["devices"], entry["batch"]["max_tokens"]) == (32, 16, 256)

@@ -163,8 +163,8 @@ def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsy
     monkeypatch.chdir(tmp_path)
     line = ["recipe", "iwslt14_deen_mae7", "--dry-run", "--data"]
     for lines, word in (
-        (MULTI30K, "WARNING: this run does not stand for mae, table 3"),
-        (IWSLT, "\nstands for"),
+        (MULTI30K, "WARNING: this run does not reproduce mae, table 3"),
+        (IWSLT, "\nreproduces mae, table 3"),
     ):
         data = make_lines(tmp_path / f"{lines['train']}", lines)
         manifest(data, **made_by(shipped("iwslt14_deen_mae7")))

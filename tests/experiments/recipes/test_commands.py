@@ -246,8 +246,8 @@ def test_a_machine_inside_of_a_slurm_job_keeps_to_itself():
     [
         ((8, 2, 2, "a"), {}, "--node-rank 2"),
         ((8, 2, 0, None), {}, "needs --master"),
-        ((8, 2, 0, "a b"), {}, "write HOST or HOST:PORT"),
-        ((8, 2, 0, "a:99999"), {}, "write HOST or HOST:PORT"),
+        ((8, 2, 0, "a b"), {}, "HOST or HOST:PORT"),
+        ((8, 2, 0, "a:99999"), {}, "HOST or HOST:PORT"),
         ((8, 2, 0, "a"), TORCHRUN, "leave them out"),
         ((4, None, None, None), TORCHRUN, "--nproc-per-node 4"),
     ],
@@ -277,7 +277,7 @@ def test_the_papers_batch_on_any_world(small, write_config, tmp_path, shown):
     [
         ({"stage": "all"}, "share the train stage only"),
         ({"stage": "train", "restart": True}, "--stage prepare"),
-        ({"stage": "train"}, "No prepared data is known"),
+        ({"stage": "train"}, "--stage prepare"),
     ],
 )
 def test_what_several_programs_cannot_share(options, message, small, write_config, tmp_path):

@@ -114,7 +114,7 @@ def test_the_newest_readable_checkpoint_is_taken(tmp_path, said):
         damage(tmp_path / f"checkpoint{name}.pt")
     assert checkpoint_to_resume(tmp_path).name == "checkpoint_best.pt"
     (tmp_path / "checkpoint_best.pt").unlink()
-    with pytest.raises(UserError, match="No checkpoint"):
+    with pytest.raises(UserError, match="--restart"):
         checkpoint_to_resume(tmp_path)
     (tmp_path / "checkpoint_last.pt").write_bytes(b"PK half")
     with pytest.raises(UserError, match="--restart"):

@@ -43,16 +43,16 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
         ("data", "source", False, ["data.source", "text"]),  # `source: no` in YAML
         ("average", "epochs", 1, ["average.epochs", "one checkpoint"]),
         ("average", "epochs", 5, ["average.epochs", "keep_last_epochs"]),
-        ("average", "updates", 2, ["average.epochs", "either"]),
+        ("average", "updates", 2, ["average.epochs", "average.updates"]),
         ("generate", "subsets", [], ["generate.subsets", "empty"]),
         ("generate", "subsets", "test", ["generate.subsets", "list"]),
         ("score", "headline", "meteor", ["score.headline", "multi_bleu"]),
         ("train", "max_epoch", None, ["train.max_epoch", "max_update"]),
         ("train", "task", "audio_finetuning", ["train.task", "is not a task"]),
         ("train", "task", "--user-dir=x", ["train.task", "is not a task"]),
-        *(("data", "source", name, ["data.source", "is not a name"]) for name in ("../../x", "-x")),
-        ("generate", "subsets", ["test", "../../x"], ["generate.subsets", "is not a name"]),
-        ("score", "subsets", ["../x"], ["score.subsets", "is not a name"]),
+        *(("data", "source", name, ["data.source", "is not a valid name"]) for name in ("../../x", "-x")),
+        ("generate", "subsets", ["test", "../../x"], ["generate.subsets", "is not a valid name"]),
+        ("score", "subsets", ["../x"], ["score.subsets", "is not a valid name"]),
     ],
 )
 def test_bad_values_are_refused_by_name(small, write_config, section, key, value, words):
@@ -341,7 +341,7 @@ def test_a_row_is_made_of_what_it_says(rows):
 @pytest.mark.parametrize("said", [7, {}, {"reproduces.value": 7.0}, None, ["train.max_epoch"]])
 def test_a_row_that_says_nothing_is_refused(small, write_config, said):
     path = write_config({**small, "reproduces": CELL, "rows": {"seven": said}})
-    with pytest.raises(UserError, match=r"rows\.seven: must say what differs"):
+    with pytest.raises(UserError, match=r"rows\.seven: must be a mapping"):
         load_recipe(path)
 
 

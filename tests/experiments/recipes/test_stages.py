@@ -382,7 +382,7 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     values = json.loads(result.read_text())
     assert values["metrics"]["sacrebleu_signature"] == "nrefs:1" and values["checkpoints_averaged"] == 2
     assert values["generation"] == {"beam": 2, "lenpen": 1.0} and values["reproduces"]["row"] == "a row"
-    assert "the paper prints 1.0" in said[-2] and "stands for moa, table 1, a row, BLEU: 1.0" in said
+    assert "the paper prints 1.0" in said[-2] and "reproduces moa, table 1, a row, BLEU: 1.0" in said
     assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
 
 
@@ -614,7 +614,7 @@ def test_a_translation_of_a_part_is_no_result_unless_asked_for(go, tmp_path, mon
     go(stage="average")
     monkeypatch.setattr(FakeExecutor, "left_out", 3)
     FakeExecutor.programs()
-    with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of subset test"):
+    with pytest.raises(UserError, match=r"3,000 of 3,003 sentences of test"):
         go()
     values = json.loads(go(flag, "generate.subsets=[test,valid]")[1].read_text())
     assert "--allow-partial" in next(
@@ -684,7 +684,7 @@ def test_a_run_folder_whose_models_fairseq_could_not_find_is_refused_first(
     folder = tmp_path / "runs" / "12:30"
     line = ["recipe", str(write_config(small)), "--data", str(binarised), "--gpus", "0", *mode]
     assert main([*line, "--save-dir", str(folder)]) == 2
-    assert "12:30 cannot be used: fairseq takes a ':'" in capsys.readouterr().err and not folder.exists()
+    assert "12:30: fairseq takes the ':'" in capsys.readouterr().err and not folder.exists()
 
 
 def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(

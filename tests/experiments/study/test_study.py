@@ -1004,7 +1004,7 @@ def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
         assert study(seeds=1)[0] == 0
     assert Player.ran == ["B-seed1"]
     said = capsys.readouterr()
-    assert "A-seed1 is another worker's" in said.out + said.err
+    assert "another worker runs A-seed1" in said.out + said.err
     Player.ran = []
     assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], "its lock was left behind, and is nobody's"
 
