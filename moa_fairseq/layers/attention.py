@@ -19,6 +19,7 @@ from typing import (
 )
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
@@ -30,6 +31,7 @@ from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS, Que
 from moa_fairseq.layers.rope_scaling import RopeScaling
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights
+from moa_fairseq.layers.static_cache import StaticCache
 from moa_fairseq.layers.torch_compat import autocast_dtype
 
 _instances = itertools.count()
@@ -459,8 +461,30 @@ class Attention(nn.Module, abc.ABC):
         assert weights is not None
         return out, weights
 
-    def new_cache(self) -> KVCache:
-        """An empty cache for one generation by this attention."""
+    def new_cache(self, *, batch: int | None = None, max_length: int | None = None) -> KVCache:
+        """An empty cache for one generation by this attention.
+
+        Args:
+            batch, max_length: B, and how many positions there may be, of a cache that is written in place;
+                None: the cache grows.
+
+        Raises:
+            UserError: for one of the two without the other, and where an attention cannot have such a cache.
+        """
+        if batch is not None or max_length is not None:
+            if not (batch and max_length and min(batch, max_length) > 0):
+                raise UserError(
+                    f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
+                )
+            if not self.can_trim_cache or self.keys_by_expert:
+                kept = (
+                    "the heads that tokens chose" if self.keys_by_expert else "a running sum over positions"
+                )
+                raise UserError(
+                    f"max_length={max_length}: a cache of {type(self).__name__} also holds {kept}, which has "
+                    "no place in a cache of one size. Take new_cache() without arguments."
+                )
+            return StaticCache(self._instance, batch, max_length)
         return KVCache(self._instance, self.can_trim_cache, None if self.window is None else self.window - 1)
 
     def attend(
@@ -512,19 +536,21 @@ class Attention(nn.Module, abc.ABC):
         """
         bias = None
         cache = call.cache
-        held = dropped = 0
+        held = dropped = first_query = 0
         if cache is not None:
             if k is not None:
                 cache.slide()
             held = cache.length
             dropped = cache.dropped
+        if k is not None:
+            first_query = held + (k.size(2) - q.size(2))  # an int; of a cache in place a new tensor
         norm = self.query_key_norm
         if norm is not None and not norm.after_rotation:
             q, k = norm(q, k)
         if self.positions is not None and k is not None:
-            key_length = held + k.size(2)
-            first_query = key_length - q.size(2)
-            bias = self.positions.bias(q, key_length - dropped, first_query - dropped)
+            static = None if cache is None else cache.max_length
+            keys = held + k.size(2) - dropped if static is None else static
+            bias = self.positions.bias(q, keys, first_query - dropped)
             q, k = self.positions.rotate(q, k, first_query)
         if norm is not None and norm.after_rotation:
             q, k = norm(q, k)
@@ -539,7 +565,7 @@ class Attention(nn.Module, abc.ABC):
             v = cache.values
         assert k is not None and v is not None
         if self.window is not None:
-            masks = _in_window(masks, q, k, self.window)
+            masks = _in_window(masks, q, k, self.window, first_query - dropped)
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -639,8 +665,9 @@ class Attention(nn.Module, abc.ABC):
             if memory is not None and cache.length:
                 memory = None  # its keys are there
         held = 0 if cache is None else cache.length
+        static = None if cache is None else cache.max_length
         if is_self:
-            src_len = held + tgt_len
+            src_len = held + tgt_len if static is None else static
             lengths = [(batch, tgt_len), (batch, src_len)]
         else:
             if memory is None:
@@ -648,6 +675,11 @@ class Attention(nn.Module, abc.ABC):
             else:
                 src_len = memory.size(1)
             lengths = [(batch // beam, src_len)]
+        if static is not None:  # whether a mask is of all positions so far, only the GPU knows
+            if padding is not None and tgt_len < padding.size(-1) < static:
+                lengths.append((batch, padding.size(-1)))
+            if mask is not None and tgt_len <= mask.size(-1) < static:
+                mask = F.pad(mask, (0, static - mask.size(-1)))
         if padding is not None:
             _check_mask("padding", padding, lengths, False)
         if query_padding is not None:
@@ -661,8 +693,10 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         if self.window is not None and not causal and (cache is None or tgt_len > 1):
             raise ValueError("this attention was built with a window: give causal=True")
-        is_causal = causal and mask is None and is_self and not held
-        if causal and not (is_self and tgt_len == 1):
+        is_causal = causal and mask is None and is_self and static is None and not held
+        if isinstance(cache, StaticCache):
+            mask = _blocked(mask, cache.hidden(tgt_len, causal, x.device))
+        elif causal and not (is_self and tgt_len == 1):
             first = held if is_self else 0
             later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=x.device).triu(1 + first)
             mask = _blocked(mask, later)
@@ -739,14 +773,10 @@ class Attention(nn.Module, abc.ABC):
             )
         if self.is_non_causal:
             raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
-        if cache.keys is None:
-            rows = None
-        else:
-            rows = cache.keys.size(0) * cache.beam_size
-        if rows not in (None, x.size(0)):
+        if cache.rows not in (None, x.size(0)):
             raise ValueError(
-                f"cache holds {rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a new "
-                "one"
+                f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
+                "new one"
             )
         if memory is None:
             if not (causal or cache.holds_memory or mask is not None or x.size(1) < 2):
@@ -754,6 +784,8 @@ class Attention(nn.Module, abc.ABC):
                     "x has several positions, and during generation earlier positions must not see later "
                     "ones: give causal=True or a mask"
                 )
+        elif cache.max_length is not None:
+            raise ValueError("the keys of a memory do not grow: take new_cache() without max_length")
         elif not cache.length:
             cache.of_memory(memory)
         elif not cache.is_of(memory):
@@ -794,16 +826,20 @@ def _rotary_options(common: FamilySettings) -> dict[str, Any]:
     return {name: value for name, value in given.items() if value is not None}
 
 
-def _in_window(masks: Masks, q: Tensor, k: Tensor, window: int) -> Masks:
-    """Masks that also hide keys before a query's window; the last of k [B, G, S, D] is the last query's."""
+def _in_window(masks: Masks, q: Tensor, k: Tensor, window: int, first_query: int | Tensor) -> Masks:
+    """Masks that also hide the keys [B, G, S, D] before a query's window.
+
+    Args:
+        first_query: the place of the first query's own key among the S.
+    """
     keys = k.size(2)
     mask = masks.mask
     if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
         mask = mask[..., mask.size(-1) - keys :]
     if keys <= window and not is_compiling():
         return masks._replace(mask=mask)
-    place = torch.arange(keys, device=q.device)
-    before = place <= place[keys - q.size(2) :, None] - window  # [T, S]
+    query = first_query + torch.arange(q.size(2), device=q.device)
+    before = torch.arange(keys, device=q.device) <= query[:, None] - window  # [T, S]
     return masks._replace(mask=_blocked(mask, before), is_causal=False)
 
 

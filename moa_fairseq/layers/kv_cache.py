@@ -2,6 +2,7 @@
 
 import weakref
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -24,6 +25,7 @@ class KVCache:
         self.can_trim = can_trim
         self.needed = needed
         self.dropped = 0  # positions before those that it holds
+        self.max_length: int | None = None  # of a `StaticCache`
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None  # [B, G, S, D]
         self.padding: Tensor | None = None  # [B, S] bool, True = padding; None while there is none
@@ -35,7 +37,12 @@ class KVCache:
         self._memory: weakref.ref[Tensor] | None = None
 
     @property
-    def length(self) -> int:
+    def rows(self) -> int | None:
+        """For how many rows of queries it is, B; None while that is open."""
+        return None if self.keys is None else self.keys.size(0) * self.beam_size
+
+    @property
+    def length(self) -> Any:
         """How many positions there have been, S, with those that it has dropped."""
         if self.keys is None:
             return 0

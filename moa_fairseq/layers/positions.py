@@ -35,27 +35,27 @@ class Positions(nn.Module):
         """
         return cls(head_dim, **rotary)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int | Tensor) -> tuple[Tensor, Tensor]:
         """Queries and new keys at their positions, before keys are cached.
 
         Args:
             q: [B, H, T, D].
             k: [B, G, T + M, D]: the last T keys stand where the queries stand, and M keys of a carried
                 context before them.
-            first_query: the position of the first query.
+            first_query: the position of the first query, a scalar tensor with a `StaticCache`.
 
         Returns:
             Both in their shapes.
         """
         return q, k
 
-    def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor | None:
+    def bias(self, q: Tensor, key_length: int, first_query: int | Tensor) -> Tensor | None:
         """What is added to the scaled scores.
 
         Args:
             q: [B, H, T, D], as projected, not yet rotated.
             key_length: S, how many keys there are with those of the cache.
-            first_query: the position of the first query.
+            first_query: the position of the first query, a scalar tensor with a `StaticCache`.
 
         Returns:
             [B or 1, H or 1, T, S], or None where nothing is added.
@@ -114,10 +114,10 @@ class RotaryPositions(Positions):
         self.base = base
         self.scaling = scaling
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int | Tensor) -> tuple[Tensor, Tensor]:
         carried = k.size(2) - q.size(2)
         first = first_query - carried
-        position = torch.arange(first, first + k.size(2), device=q.device, dtype=torch.float64)
+        position = first + torch.arange(k.size(2), device=q.device, dtype=torch.float64)
         angle = position[:, None] * self._speed(first + k.size(2), q.device)
         cos = angle.cos()
         sin = angle.sin()
@@ -126,12 +126,12 @@ class RotaryPositions(Positions):
             sin = sin * self.scaling.magnitude
         return _rotate_pairs(q, cos[carried:], sin[carried:]), _rotate_pairs(k, cos, sin)
 
-    def _speed(self, length: int, device: torch.device) -> Tensor:
+    def _speed(self, length: int | Tensor, device: torch.device) -> Tensor:
         """The angle per position of each pair in a text of so many positions, [R / 2] float64."""
         if not self.is_dynamic:
             return _speed(self.rotary_dim, self.base, self.scaling, device=device)
         assert self.scaling is not None
-        positions = torch.full((), length, dtype=torch.float64, device=device)
+        positions = length + torch.zeros((), dtype=torch.float64, device=device)
         return _powers(self.scaling.base_at(self.base, self.rotary_dim, positions), self.rotary_dim, device)
 
 
@@ -230,18 +230,17 @@ class RelativePositions(Positions):
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
 
-    def rotate(self, q: Tensor, k: Tensor, first_query: int) -> tuple[Tensor, Tensor]:
+    def rotate(self, q: Tensor, k: Tensor, first_query: int | Tensor) -> tuple[Tensor, Tensor]:
         return (self._by_key_head(q) + self.content_bias.to(q.dtype)[:, None]).view_as(q), k
 
-    def bias(self, q: Tensor, key_length: int, first_query: int) -> Tensor:
+    def bias(self, q: Tensor, key_length: int, first_query: int | Tensor) -> Tensor:
         tgt_len = q.size(2)
         if not tgt_len:
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest = first_query + tgt_len - 1
-        smallest = first_query - key_length + 1
-        columns = largest, smallest, self.embed_dim, q.device, self.content_bias.dtype
-        if is_compiling():  # which looks into no cache, and knows no inference mode
+        columns = largest, key_length + tgt_len - 1, self.embed_dim, q.device, self.content_bias.dtype
+        if is_compiling() or isinstance(largest, Tensor):  # a graph looks into no cache of Python's
             encoded = _sinusoids(*columns)
         else:
             encoded = _kept_sinusoids(*columns, inference=torch.is_inference_mode_enabled())
@@ -270,9 +269,11 @@ class RelativePositions(Positions):
         return by_key_head
 
 
-def _sinusoids(largest: int, smallest: int, dim: int, device: torch.device, dtype: torch.dtype) -> Tensor:
-    """R of the distances from the largest down to the smallest, [L, dim]."""
-    distance = torch.arange(largest, smallest - 1, -1, device=device, dtype=torch.float64)
+def _sinusoids(
+    largest: int | Tensor, count: int, dim: int, device: torch.device, dtype: torch.dtype
+) -> Tensor:
+    """R of the L = count distances from the largest down, [L, dim]."""
+    distance = largest - torch.arange(count, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = distance[:, None] * speed
     return torch.cat([angle.sin(), angle.cos()], dim=1)[:, :dim].to(dtype)

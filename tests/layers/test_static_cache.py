@@ -1,0 +1,146 @@
+"""A cache that is written in place gives what the growing one gives, whatever the steps are."""
+
+import random
+from functools import partial
+
+import pytest
+import torch
+from equations import drawn
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.layers import (
+    DenseAttention,
+    GroupedQueryExperts,
+    LatentAttention,
+    MixtureOfAttention,
+    MixtureOfAttentiveExperts,
+    MixtureOfHeads,
+    NativeMixtureOfHeads,
+    SwitchHeadAttention,
+)
+
+C, B, LONGEST = 12, 3, 24
+EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 6}
+MOH = partial(MixtureOfHeads, 24, 4, moh_shared_heads=1, experts_per_token=2)
+FAMILIES = {
+    "MoA": partial(MixtureOfAttention, C, **EXPERTS),
+    "MoA, two heads each": partial(MixtureOfAttention, C, heads_per_expert=2, **EXPERTS),
+    "SwitchHead": partial(SwitchHeadAttention, C, switchhead_heads=2, **EXPERTS),
+    "GQE": partial(GroupedQueryExperts, C, gqe_groups=2, **EXPERTS),
+    "MoH": MOH,
+    "MoH, skipping": partial(MOH, moh_skip="always"),
+    "dense": partial(DenseAttention, 32, 4, key_heads=2),
+    "latent": partial(LatentAttention, C, 2, attention_head_dim=8),
+}
+YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 40}
+DYNAMIC = {"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 5}
+SETTINGS = [
+    {},
+    {"positions": "rope"},
+    {"positions": "rope", "rope_scaling": DYNAMIC, "window": 5},
+    {"positions": "rope", "rope_scaling": YARN, "rope_base": 500.0, "window": 2},
+    {"positions": "xl", "query_key_norm": "head"},
+    {"window": 1, "query_key_norm": "head"},
+]
+
+
+def build(family, options):
+    torch.manual_seed(3)
+    if family == "latent":
+        options = {name: value for name, value in options.items() if name != "query_key_norm"}
+    if family == "latent" or (family == "GQE" and options.get("positions") == "xl"):
+        options = {**options, "positions": "rope"}
+    return drawn(FAMILIES[family](self_attention=True, **options).double().eval())
+
+
+def steps(module, seed):
+    """Calls of both caches with one random pattern: tokens, padding, masks, orders, lengths to go back to."""
+    choose = random.Random(seed)
+    random_rows = torch.Generator().manual_seed(seed)
+    growing, static = module.new_cache(), module.new_cache(batch=B, max_length=LONGEST)
+    padding = torch.zeros(B, 0, dtype=torch.bool)
+    calls = 0
+    while calls < 5:
+        size = choose.randint(1, 7)
+        end = padding.size(1) + size
+        if end > LONGEST:
+            return
+        calls += 1
+        x = torch.randn(B, size, module.embed_dim, generator=random_rows, dtype=torch.float64)
+        now = torch.rand(B, size, generator=random_rows) < choose.choice((0.0, 0.0, 0.4))
+        if calls == 1 and choose.random() < 0.5:  # on the left
+            now = torch.arange(size) < torch.randint(size, (B, 1), generator=random_rows)
+        padding = torch.cat([padding, now], 1)
+        options = {"causal": size > 1 or choose.random() < 0.7}
+        if now.any() or choose.random() < 0.3:
+            options["padding"] = now if choose.random() < 0.5 else padding
+        if choose.random() < 0.3:
+            mask = torch.rand(size, end, generator=random_rows) < 0.2
+            additive = torch.zeros(size, end, dtype=torch.float64).masked_fill(mask, -torch.inf)
+            options["mask"] = choose.choice((mask, mask.expand(B, -1, -1), additive))
+        one, other = (module(x, cache=cache, **options) for cache in (growing, static))
+        torch.testing.assert_close(other[~now], one[~now], rtol=0, atol=1e-12)
+        assert int(static.length) == growing.length == end
+        if choose.random() < 0.4:
+            order = torch.randint(B, (B,), generator=random_rows)
+            growing.reorder(order)
+            static.reorder(order)
+            padding = padding[order]
+        if choose.random() < 0.3:
+            first = 0 if not growing.dropped else growing.dropped + growing.needed
+            length = choose.randint(min(first, end), end)
+            growing.trim(length)
+            static.trim(length)
+            padding = padding[:, :length]
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_any_steps_equal_those_of_the_growing_cache(family):
+    """1,008 patterns in all."""
+    for place, options in enumerate(SETTINGS):
+        module = build(family, options)
+        for seed in range(21):
+            steps(module, 100 * place + seed)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+def test_it_takes_the_bytes_that_are_stated(family):
+    module = FAMILIES[family](self_attention=True).eval()
+    cache = module.new_cache(batch=B, max_length=LONGEST)
+    places = set()
+    for _ in range(3):
+        module(torch.randn(B, 1, module.embed_dim), cache=cache)
+        places.add((cache.keys.data_ptr(), cache.values.data_ptr(), cache.length.data_ptr()))
+    assert len(places) == 1  # written in place
+    size = sum(tensor.nbytes for tensor in (cache.keys, cache.values))
+    assert size == B * LONGEST * module.cache_bytes(number_bytes=4)
+    assert sum(tensor.nbytes for tensor in cache.tensors()) == size + 8
+
+
+def test_what_it_cannot_hold_is_refused():
+    module, x = build("MoA", {}), torch.randn(B, 2, C, dtype=torch.float64)
+    for attention in (MixtureOfAttentiveExperts(C, 4, causal=True), NativeMixtureOfHeads(C, **EXPERTS)):
+        with pytest.raises(UserError, match=f"max_length=9.*{type(attention).__name__}"):
+            attention.new_cache(batch=B, max_length=9)
+    for sizes in ({"batch": 2}, {"max_length": 3}, {"batch": 2, "max_length": 0}):
+        with pytest.raises(UserError, match=r"batch=.*max_length="):
+            module.new_cache(**sizes)
+    cache = module.new_cache(batch=B, max_length=5)
+    with pytest.raises(ValueError, match="no_grad"):
+        module(x, causal=True, cache=cache)
+    cache = module.new_cache(batch=B, max_length=5)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="3 sequences"):
+            module(x[:2], causal=True, cache=cache)
+        module(x.repeat(1, 2, 1), causal=True, cache=cache)
+        with pytest.raises(ValueError, match="max_length=5"):
+            module(x, causal=True, cache=cache)
+        with pytest.raises(ValueError, match="order"):
+            cache.reorder(torch.tensor([0, 1]))
+        with pytest.raises(ValueError, match="length 5"):
+            cache.trim(5)
+        cross = MixtureOfAttention(C, **EXPERTS).double()
+        with pytest.raises(ValueError, match="max_length"):
+            cross(x, x, cache=cross.new_cache(batch=B, max_length=5))
