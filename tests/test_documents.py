@@ -146,6 +146,43 @@ def test_what_is_linked_or_named_is_there(document):
     assert not missing
 
 
+@pytest.mark.parametrize("document", [name for name in DOCUMENTS if not name.startswith("results/studies")])
+def test_names_of_the_package_are_there(document):
+    """moa_fairseq.MODULE, or a name in it."""
+    missing = []
+    for name in re.findall(r"(?<![\w./-])moa_fairseq(?:\.[a-z]\w*)+", DOCUMENTS[document]):
+        path = ROOT.joinpath(*name.split("."))
+        parent = importlib.import_module("moa_fairseq")
+        if not (path.is_dir() or path.with_suffix(".py").is_file() or hasattr(parent, path.name)):
+            missing.append(name)
+    assert not missing
+
+
+@pytest.mark.parametrize(
+    "document, words",
+    [
+        ("docs/huggingface.md", ["AutoModel", "before"]),  # a saved mixture needs the import first
+        ("docs/fairseq.md", ["--include-path", "!function"]),  # runs code
+    ],
+)
+def test_a_document_warns(document, words):
+    assert all(word in DOCUMENTS[document] for word in words)
+
+
+@pytest.mark.parametrize(
+    "verb, words",
+    [
+        ([], ["mixtures of attention heads"]),
+        (["analyze", "induction-heads"], ["2209.11895", "four times", "least common"]),
+    ],
+)
+def test_help_says_what_it_is_for(verb, words, capsys):
+    with pytest.raises(SystemExit):
+        main([*verb, "--help"])
+    text = " ".join(capsys.readouterr().out.split())
+    assert all(word in text for word in words)
+
+
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_verbs_are_verbs(document):
     text = DOCUMENTS[document]
