@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from equations import drawn
+from torch._dynamo.testing import CompileCounter
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers import (
@@ -144,3 +145,24 @@ def test_what_it_cannot_hold_is_refused():
         cross = MixtureOfAttention(C, **EXPERTS).double()
         with pytest.raises(ValueError, match="max_length"):
             cross(x, x, cache=cross.new_cache(batch=B, max_length=5))
+
+
+@torch.no_grad()
+@pytest.mark.thorough(keep="-1-MoA]")
+@pytest.mark.parametrize("family", ["MoA", "SwitchHead", "GQE", "MoH", "dense"])
+@pytest.mark.parametrize("batch", [1, 8])
+def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
+    """fullgraph: nothing in it asks for a tensor's content, or it would break."""
+    torch.compiler.reset()
+    module = build(family, {"positions": "rope", "query_key_norm": "head", "window": 50})
+    counter = CompileCounter()
+    step = torch.compile(module, backend=counter, fullgraph=True)
+    growing, static = module.new_cache(), module.new_cache(batch=batch, max_length=210)
+    x = torch.randn(batch, 7, module.embed_dim, dtype=torch.float64)
+    for cache in (growing, static):
+        module(x, causal=True, cache=cache)
+    for _ in range(200):
+        x = torch.randn(batch, 1, module.embed_dim, dtype=torch.float64)
+        expected = module(x, causal=True, cache=growing)
+        torch.testing.assert_close(step(x, causal=True, cache=static), expected, rtol=0, atol=1e-12)
+    assert counter.frame_count == 1
