@@ -62,7 +62,9 @@ def named_model(name: str) -> Path:
     Raises:
         UserError: for a path, and for a model that is not there: where it is looked for, and what makes it.
     """
-    if name in ("", "..") or Path(name).name != name:
+    if not name:
+        raise UserError("--model is empty. Give the name of an exported model.")
+    if name == ".." or Path(name).name != name:
         raise UserError(f"--model {name} is a path, not a name. Give a path as RUN.")
     folder = models_folder() / name
     if (folder / "average.pt").is_file():

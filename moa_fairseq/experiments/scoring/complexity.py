@@ -10,7 +10,7 @@ attention counts as the full square that a GPU computes.
                        printed MACs of MoA's Tables 1 and 3 and of Table 2's dense row contain
   attention twice      the plain count with scores and values once more: what the MoA rows of Table 2
                        contain (within 0.7 %; give --vocab-size 50265 --src-len 128)
-  attention in all     projections, routers, scores and values of every attention: half of a small model's
+  attention, total     projections, routers, scores and values of every attention: half of a small model's
                        total may be its output layer, which hides what an attention costs
   cache                what a generated token leaves behind in each layer of a decoder: keys and values of its
                        self-attention, two bytes a number, and indices of keys' experts where there are any
@@ -358,7 +358,7 @@ def as_text(title: str, cost: Cost) -> str:
     rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
     rows += [
         ("total", report["parameters"], report["macs"]),
-        ("  of it attention in all", report["attention_parameters"], report["attention_macs"]),
+        ("  attention, total", report["attention_parameters"], report["attention_macs"]),
         ("  without the output layer", *rest),
     ]
     table = [

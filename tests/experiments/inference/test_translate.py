@@ -178,7 +178,7 @@ def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys
         (["--model", "none"], str(tmp_path / "none")),
         (["--model", "../none"], "../none"),
         (["--model", ".."], "--model .. "),
-        (["--model", ""], "--model  "),
+        (["--model", ""], "--model is empty"),
         ([], "--model"),
         (["--model", "none", str(run), "text"], str(run)),
     ):
