@@ -90,13 +90,13 @@ def writer(place):
 
 @pytest.fixture(scope="module")
 def data(tmp_path_factory, preprocess):
-    """Text in 30 SentencePiece pieces."""
+    """Text in 34 SentencePiece pieces."""
     source = tmp_path_factory.mktemp("text")
     for seed, split in enumerate(("train", "valid", "test")):
         (source / f"{split}.txt").write_text(
             "\n".join(sentences(120 if split == "train" else 20, seed)) + "\n"
         )
-    settings = {"recipe": "text_sp", "bpe": 30, "flags": {}}
+    settings = {"recipe": "text_sp", "bpe": 34, "flags": {}}
     root = tmp_path_factory.mktemp("prepared")
     return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
 
