@@ -1,4 +1,4 @@
-"""Draws the four mixtures side by side: docs/mixtures-light.svg and docs/mixtures-dark.svg.
+"""Draws the four mixtures, two in a row so that a telephone shows them legibly: docs/mixtures-light.svg and docs/mixtures-dark.svg.
 
 python docs/drawing.py
 """
@@ -30,10 +30,10 @@ class Panel:
         self.axes, self.ink, self.faint = axes, INK[theme], FAINT[theme]
         axes.set(xlim=(0, WIDTH), ylim=(0, 12.4), aspect="equal")
         axes.axis("off")
-        self.text(WIDTH / 2, 11.9, name, size=13, weight="bold")
-        self.text(WIDTH / 2, 10.95, routed, size=9)
+        self.text(WIDTH / 2, 11.9, name, size=14, weight="bold")
+        self.text(WIDTH / 2, 10.95, routed, size=10)
 
-    def text(self, x: float, y: float, words: str, size: float = 8, weight: str = "normal") -> None:
+    def text(self, x: float, y: float, words: str, size: float = 9.5, weight: str = "normal") -> None:
         self.axes.text(x, y, words, size=size, weight=weight, color=self.ink, ha="center", va="center")
 
     def box(self, x: float, y: float, width: float, height: float, colour: str = "", words: str = "") -> None:
@@ -45,7 +45,7 @@ class Panel:
         )
         if words:
             self.axes.text(
-                x + width / 2, y + height / 2, words, size=8, color=INK["light"], ha="center", va="center"
+                x + width / 2, y + height / 2, words, size=9.5, color=INK["light"], ha="center", va="center"
             )
 
     def row(self, left: float, y: float, width: float, colours: Sequence[str], height: float = 1.0) -> None:
@@ -73,7 +73,7 @@ def moa(axes: Axes, theme: str) -> None:
     panel.row(0.4, 7.6, 9.2, on)
     panel.text(5, 7.1, "output projections")
     panel.arrow(6.0, 6.7)
-    panel.box(0.4, 4.7, 9.2, 1.1, ALWAYS, "keys and values: one head for all experts")
+    panel.box(0.4, 4.7, 9.2, 1.1, ALWAYS, "keys and values, shared by all")
     panel.arrow(3.8, 4.5)
     panel.row(0.4, 2.6, 9.2, on)
     panel.text(5, 2.0, "query projections")
@@ -85,11 +85,11 @@ def mae(axes: Axes, theme: str) -> None:
     weights = (0.2, 0.35, 1.0, 0.3, 0.5, 0.25)
     heads, step = len(weights), 1.1
     for expert, weight in enumerate(weights):
-        y = 7.7 - expert * step
+        y = 7.75 - expert * step
         panel.row(0.4, y, 6.2, [ALWAYS if head != expert else "" for head in range(heads)], 0.8)
         panel.box(7.0, y + 0.2, 2.6 * weight, 0.4, CHOSEN)
-    panel.text(3.5, 1.85, "a row: one expert")
-    panel.text(8.3, 1.85, "its weight")
+    panel.text(2.5, 1.72, "a row: one expert")
+    panel.text(8.3, 1.72, "its weight")
 
 
 def switchhead(axes: Axes, theme: str) -> None:
@@ -97,19 +97,19 @@ def switchhead(axes: Axes, theme: str) -> None:
     panel.ends("sum of few heads")
     for left, values, outputs in ((0.3, (0, 2), (1, 2)), (5.3, (1, 3), (0, 3))):
         panel.row(left, 7.6, 4.4, [CHOSEN if expert in outputs else "" for expert in range(4)])
-        panel.box(left + 0.1, 5.0, 4.2, 1.1, ALWAYS, "one attention map")
+        panel.box(left + 0.1, 5.0, 4.2, 1.1, ALWAYS, "attention")
         panel.row(left, 2.6, 4.4, [CHOSEN if expert in values else "" for expert in range(4)])
         panel.arrow(3.8, 4.8, left + 2.2)
         panel.arrow(6.2, 6.8, left + 2.2)
-    panel.text(5, 7.1, "experts of the output projection")
-    panel.text(5, 2.0, "experts of the value projection")
+    panel.text(5, 7.1, "experts: output projection")
+    panel.text(5, 2.0, "experts: value projection")
 
 
 def moh(axes: Axes, theme: str) -> None:
     panel = Panel(axes, theme, "MoH", "chooses heads; some always work")
     panel.ends("sum, weighted by the router")
     on = [ALWAYS, ALWAYS, CHOSEN, "", CHOSEN, CHOSEN, "", CHOSEN]
-    for y, words in ((7.6, "output projections"), (5.0, "attention, own keys and values"), (2.6, "queries")):
+    for y, words in ((7.6, "output projections"), (5.0, "attention: keys and values per head"), (2.6, "queries")):
         panel.row(0.4, y, 9.2, on)
         panel.text(5, y - 0.5, words)
     panel.arrow(3.75, 4.25)
@@ -119,15 +119,16 @@ def moh(axes: Axes, theme: str) -> None:
 def draw(theme: str) -> bytes:
     """The picture as SVG; the same bytes for the same code."""
     matplotlib.rcParams.update({"svg.hashsalt": "mixtures", "svg.fonttype": "none"})
-    figure = Figure(figsize=(13, 4.3), layout="constrained")
-    for axes, family in zip(figure.subplots(1, 4), (moa, mae, switchhead, moh)):
+    figure = Figure(figsize=(5.4, 7.2), layout="constrained")
+    figure.get_layout_engine().set(rect=(0, 0.05, 1, 0.95))
+    for axes, family in zip(figure.subplots(2, 2).flat, (moa, mae, switchhead, moh)):
         family(axes, theme)
     legend = ((CHOSEN, "chosen for this token"), (ALWAYS, "works for every token"), ("", "rests"))
     for place, (colour, words) in enumerate(legend):
-        x = 0.3 + 0.15 * place
+        x = 0.04 + 0.36 * place
         edge = colour or FAINT[theme]
         figure.text(x, 0.005, "■" if colour else "□", color=edge, size=13, va="bottom")
-        figure.text(x + 0.015, 0.012, words, color=INK[theme], size=9, va="bottom")
+        figure.text(x + 0.035, 0.009, words, color=INK[theme], size=9.5, va="bottom")
     stream = io.BytesIO()
     figure.savefig(stream, format="svg", transparent=True, metadata={"Date": None})
     return stream.getvalue()
