@@ -1,4 +1,6 @@
-"""Draws the four mixtures, two in a row so that a telephone shows them legibly: docs/mixtures-light.svg and docs/mixtures-dark.svg.
+"""Draws the four mixtures: docs/mixtures-light.svg and docs/mixtures-dark.svg.
+
+Two stand in a row, so that a telephone shows legible letters.
 
 python docs/drawing.py
 """
@@ -109,7 +111,11 @@ def moh(axes: Axes, theme: str) -> None:
     panel = Panel(axes, theme, "MoH", "chooses heads; some always work")
     panel.ends("sum, weighted by the router")
     on = [ALWAYS, ALWAYS, CHOSEN, "", CHOSEN, CHOSEN, "", CHOSEN]
-    for y, words in ((7.6, "output projections"), (5.0, "attention: keys and values per head"), (2.6, "queries")):
+    for y, words in (
+        (7.6, "output projections"),
+        (5.0, "attention: keys and values per head"),
+        (2.6, "queries"),
+    ):
         panel.row(0.4, y, 9.2, on)
         panel.text(5, y - 0.5, words)
     panel.arrow(3.75, 4.25)
