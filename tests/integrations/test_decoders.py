@@ -11,6 +11,7 @@ from integrations.tiny_models import (
     KINDS,
     SEPARATE,
     VERSION,
+    cache_keyword,
     dense,
     mixture,
     mixtures_of,
@@ -167,11 +168,10 @@ def test_stepwise_is_whole(kind, router):
         pytest.skip("the dense model fails, too: IndexError in its mask")
     model, ids = mixture(kind, router=router), tokens()
     whole = logits(model, ids)
-    name = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
     cache, steps = None, []
     with torch.no_grad():
         for t in range(ids.size(1)):
-            out = model(ids[:, t : t + 1], use_cache=True, **{name: cache})
+            out = model(ids[:, t : t + 1], use_cache=True, **{cache_keyword(model): cache})
             cache = out.past_key_values
             steps.append(out.logits)
     close(torch.cat(steps, 1), whole, EAGER if kind == "gemma2" else EXACT)

@@ -1,5 +1,7 @@
 """Random decoders of a few thousand weights, in float64: 8 heads, 2 for keys, two layers or three."""
 
+import inspect
+
 import pytest
 
 try:
@@ -89,6 +91,11 @@ def mixture(kind="llama", shared_heads=2, active=5, router="query-norm", seed=0,
 def mixtures_of(model):
     """Its mixtures, by depth."""
     return [module for module in model.modules() if type(module).__name__ == "HeadMixture"]
+
+
+def cache_keyword(model):
+    """By which name its call takes a cache."""
+    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
 
 
 def tokens(batch=2, length=11, seed=1):
