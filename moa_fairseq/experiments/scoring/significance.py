@@ -17,7 +17,7 @@ POWER = 0.8
 BETTER = "better"
 WORSE = "worse"
 EQUIVALENT = "equivalent"
-NOT_SIGNIFICANT = "no significant difference"
+NOT_SIGNIFICANT = "equivalent before correction"
 INCONCLUSIVE = "inconclusive"
 
 

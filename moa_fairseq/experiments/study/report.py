@@ -81,7 +81,7 @@ CONTRAST_HEADINGS = {
     "better. p: paired t test, two-sided, after Holm's correction for all contrasts. Intervals and the "
     "minimum detectable effect (MDE) are those of a single test. MDE: the smallest difference that a test "
     "with this many seeds finds with a power of 80 %. Better, worse: p below 0.05. Equivalent: within ± "
-    "{margin} bits (TOST, after Holm's correction). No significant difference: none of these, but a "
+    "{margin} bits (TOST, after Holm's correction). Equivalent before correction: none of these, but a "
     "single TOST excludes a difference beyond ± {margin} bits. Inconclusive: neither a difference nor its "
     "absence is shown.",
     "at_equal_training_loss": "The validation loss of a run is read at several training losses and "

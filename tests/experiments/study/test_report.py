@@ -45,7 +45,7 @@ def test_the_verdict_is_that_of_the_corrected_p():
     (row,) = (row for row in rows if row["contrast"] == "BA")
     assert (
         row["p_equivalent"] < 0.05 < row["p_equivalent_holm"]
-        and row["verdict"] == "no significant difference"
+        and row["verdict"] == "equivalent before correction"
     )
 
 
