@@ -308,6 +308,30 @@ def launches() -> list[str]:
 
 
 _PARTS = ("forward", "backward")
+_WAYS = ("growing", "static", "compiled")
+
+
+def decoding_steps() -> list[str]:
+    """What benchmarks/decoding_step.py counted, as Markdown lines."""
+    path = RESULTS / "decoding_step-cpu.json"
+    if not path.exists():
+        return []
+    found = json.loads(path.read_text(encoding="utf-8"))
+    calls = found["python_calls"]
+    before = found.get("before", {"commit": NOT_RUN, "python_calls": {}})
+    lines = [
+        f"Python calls of one decoding step of a Llama of {found['layers']} layers with each attention: the "
+        f"cache grows, or has one size, or the whole decoder is compiled. Before: {before['commit']}, which "
+        "has no rotary settings, norms or windows. MoA, settings: with all three.",
+        "",
+        "| attention | before, growing | growing | one size | compiled |",
+        "| --- | --- | --- | --- | --- |",
+    ]
+    for name in dict.fromkeys(key.rpartition(", ")[0] for key in calls):
+        cells = [before["python_calls"].get(f"{name}, growing", "")]
+        cells += [calls.get(f"{name}, {way}", NOT_RUN) for way in _WAYS]
+        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
+    return [*lines, ""]
 
 
 def sources() -> list[str]:
@@ -338,6 +362,7 @@ def document() -> str:
         *table(),
         "",
         *launches(),
+        *decoding_steps(),
         *sources(),
         "",
         *pictures,

@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
-# Everything that only a GPU can tell, most valuable first: what bounds an update, are the kernels right and fast, do the
-# papers' comparisons hold at a small budget, how fast are whole models. The first half hour tells most of it.
+# Everything that only a GPU can tell, most valuable first: decoding by CUDA graphs, what bounds an update, are the
+# kernels right and fast, do the papers' comparisons hold at a small budget, how fast are whole models. The first half
+# hour tells most of it.
 #
 #   bash scripts/gpu_check.sh [--minutes N] [--device cuda|cpu] [--multi30k DIR] [--wikitext DIR] [--output DIR]
 #
@@ -20,7 +21,7 @@ while [ $# -gt 0 ]; do
     --minutes | --device | --multi30k | --wikitext | --output)
       [ $# -ge 2 ] || { echo "gpu_check.sh: error: $1 needs a value." >&2; exit 2; }
       declare "${1#--}=$2"; shift 2 ;;
-    --help | -h) sed -n '2,15s/^# \{0,1\}//p' "$0"; exit 0 ;;
+    --help | -h) sed -n '2,16s/^# \{0,1\}//p' "$0"; exit 0 ;;
     *) echo "gpu_check.sh: error: unknown argument $1; see --help." >&2; exit 2 ;;
   esac
 done
@@ -145,7 +146,9 @@ else
 fi
 fixed=("train.max_update=$many" train.max_epoch=null train.flags.patience=null)
 
-# 0. Nine minutes that say what bounds a user: updates eager, compiled and as graphs, each with its JSON.
+# 0. A decoding step of each attention, eager and as a CUDA graph, and of transformers' Llama.
+benchmark 300 decoding_step
+# 1. Nine minutes that say what bounds a user: updates eager, compiled and as graphs, each with its JSON.
 whole=$deadline
 [ $deadline -lt $((SECONDS + longest)) ] || deadline=$((SECONDS + longest))
 for part in eager:60 profile:20 compiled:270 graph:30 overhead:60; do # seconds on an H200
@@ -155,13 +158,13 @@ done
 step benchmark-training-compiled 90 "$python" benchmarks/training.py --device "$device" --compiled \
   --output "$output/benchmarks" "${miniature[@]}"
 deadline=$whole
-# 1. Right? Every tile configuration; `auto` takes the kernels in what follows because of it.
+# 2. Right? Every tile configuration; `auto` takes the kernels in what follows because of it.
 step kernels-validate 30 "$python" -m moa_fairseq.layers.experts.validate --device "$device" "${checked[@]}"
-# 2. Fast? By replayed graphs; with the profile of one step.
+# 3. Fast? By replayed graphs; with the profile of one step.
 benchmark 90 attention
 benchmark 45 sdpa
 benchmark 120 kernels
-# 3. Does it hold? Fixed updates, side by side: small models leave most of a GPU to each other.
+# 4. Does it hold? Fixed updates, side by side: small models leave most of a GPU to each other.
 if [ -n "$multi30k" ]; then
   step multi30k-data 60 "$python" -m moa_fairseq.cli recipe multi30k_ende_transformer_tiny \
     --data "$multi30k" --save-dir "$scratch/multi30k-data" --stage prepare
@@ -172,11 +175,11 @@ if [ -n "$multi30k" ]; then
   done
   gather
 fi
-# 4. Whole models beside fairseq's dense ones.
+# 5. Whole models beside fairseq's dense ones.
 benchmark 90 training
 benchmark 90 generation
 updates $([ "$device" = cuda ] && echo --bf16 || echo --amp --cpu)
-# 5. The rest.
+# 6. The rest.
 benchmark 120 language_models
 benchmark 90 training --dtype amp
 benchmark 90 coordinate_descent

@@ -19,6 +19,7 @@ from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode
 from fairseq.dataclass import utils as dataclass_utils
 from fairseq.trainer import Trainer
 from fairseq_cli import preprocess as fairseq_preprocess
+from host_waits import TRITON
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from omegaconf import OmegaConf
 
@@ -28,6 +29,7 @@ from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.experiments.data import language_model_steps
 from moa_fairseq.experiments.data.gpt2_files import Gpt2Files
 from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.layers.experts import projection
 from moa_fairseq.process import Executor, flags
 
 moa_fairseq.register()  # a folder's conftest.py may have imported the package before fairseq was there
@@ -285,3 +287,9 @@ def build_trainer(toy_data):
         return trainer, list(batches)
 
     return build
+
+
+@pytest.fixture
+def as_by_triton(monkeypatch):
+    """`expert_backend="triton"` on a CPU, by what waits as little."""
+    monkeypatch.setattr(projection, "triton", TRITON)

@@ -66,7 +66,7 @@ def test_the_order_and_the_one_folder(check, tmp_path):
     caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
     tests = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "triton"
     assert caches == {f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)}
-    marks = ("--steps eager", "--steps overhead", "/training.py --device cuda --compiled")
+    marks = ("decoding_step.py", "--steps eager", "--steps overhead", "/training.py --device cuda --compiled")
     marks += ("validate --device cuda --dtypes bfloat16 float16", "attention.py", "sdpa.py", "/kernels.py")
     marks += ("--stage prepare", "train.seed=3", "/training.py --device cuda --output", "generation.py")
     marks += ("dtypes float32",)
@@ -92,7 +92,7 @@ def test_what_is_done_is_done_for_this_machine_and_these_sources(check, tmp_path
 
 def test_what_failed_or_had_no_time_is_done_next_time(check):
     done, notes = check("--minutes", 0)
-    assert notes == [] and re.search(r"not finished: benchmark-host-eager.* kernels-validate", done.stdout)
+    assert notes == [] and re.search(r"not finished: benchmark-decoding_step .*kernels-validate", done.stdout)
     done, first = check(BREAKS="benchmarks/sdpa.py")
     assert done.returncode == 1 and "failed: benchmark-sdpa" in done.stderr
     done, again = check()

@@ -6,6 +6,7 @@ from functools import partial
 import pytest
 import torch
 from equations import drawn
+from host_waits import host_waits, listed
 from torch._dynamo.testing import CompileCounter
 
 from moa_fairseq.errors import UserError
@@ -33,6 +34,7 @@ FAMILIES = {
     "dense": partial(DenseAttention, 32, 4, key_heads=2),
     "latent": partial(LatentAttention, C, 2, attention_head_dim=8),
 }
+BY_KERNELS = ("MoA", "MoA, two heads each", "SwitchHead", "GQE")
 YARN = {"rope_type": "yarn", "factor": 4, "original_max_position_embeddings": 40}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4, "original_max_position_embeddings": 5}
 SETTINGS = [
@@ -145,6 +147,30 @@ def test_what_it_cannot_hold_is_refused():
         cross = MixtureOfAttention(C, **EXPERTS).double()
         with pytest.raises(ValueError, match="max_length"):
             cross(x, x, cache=cross.new_cache(batch=B, max_length=5))
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("options", SETTINGS[2:5], ids=("dynamic", "yarn", "xl"))
+def test_no_step_waits_for_a_gpu(as_by_triton, family, options):
+    """After the first call, which makes the tensors: one token, and three with padding.
+
+    moh_skip="always" asks how many tokens chose each head.
+    """
+    if family in BY_KERNELS:
+        options = {**options, "expert_backend": "triton"}
+    module = build(family, options)
+    for cache in (module.new_cache(), module.new_cache(batch=B, max_length=LONGEST)):
+        x = torch.randn(B, 3, module.embed_dim, dtype=torch.float64)
+        padding = torch.tensor([[True, False, False]] * B)
+        module(x, causal=True, cache=cache, padding=padding)
+        with host_waits() as places:
+            for _ in range(4):
+                module(x[:, :1], causal=True, cache=cache)
+                module(x, causal=True, cache=cache, padding=padding)
+        waiting = {place.split(":")[0] for place in places}
+        skips = family == "MoH, skipping" and options.get("positions") != "xl"
+        assert waiting == ({"selected.py"} if skips else set()), listed(places)
 
 
 @torch.no_grad()

@@ -10,6 +10,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.scoring.complexity import PARTS, as_json, complexity, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
+from moa_fairseq.layers.attention import Attention
 
 
 def test_one_moa_layer_by_hand():
@@ -100,6 +101,30 @@ def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
 )
 def test_bytes_of_cache(arch, flags, numbers):
     assert complexity(arch, 100, model_flags=flags.split()).cache_bytes == 2 * numbers
+
+
+@torch.no_grad()
+@pytest.mark.parametrize(
+    ("arch", "flags"),
+    [
+        ("dense_transformer_lm_base", "--attention-head-dim 48 --key-heads 2 --positions rope --window 3"),
+        ("latent_transformer_lm_base", "--latent-dim 20"),
+        ("moa_lm_base", "--query-key-norm head --positions rope"),
+        ("moh_transformer_lm_base", ""),
+        ("switchhead_lm_base", "--switchhead-heads 3 --expert-dim 20"),
+        ("gqe_lm_base", "--gqe-groups 3 --expert-dim 40"),
+    ],
+)
+def test_a_cache_of_one_size_has_these_bytes(arch, flags, capsys):
+    flags = ["--decoder-layers", "1", *flags.split()]
+    assert main(["complexity", "--arch", arch, "--vocab-size", "100", "--json", "--", *flags]) == 0
+    stated = json.loads(capsys.readouterr().out)["cache_bytes"]
+    model = build_meta_model(arch, 100, "shared", flags, weights=True)
+    attention = model.decoder.layers[0].self_attn.bfloat16().eval()
+    cache = attention.new_cache(batch=3, max_length=7)
+    x = torch.zeros(3, 2, attention.embed_dim, dtype=torch.bfloat16)
+    Attention.forward(attention, x, causal=True, cache=cache)
+    assert sum(tensor.nbytes for tensor in cache.tensors() if tensor.dim()) == 3 * 7 * stated
 
 
 def test_an_encoder_has_no_cache():
