@@ -10,9 +10,12 @@ is that of transformers, where it is installed.
 """
 
 import argparse
+import inspect
 import json
+import sys
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -24,10 +27,13 @@ from moa_fairseq import layers
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
 from moa_fairseq.files import atomic_write
 
-LAYERS = 6
-PROMPT, STEPS = 32, 64
+HEADS = 8
+# by --miniature
+SIZES = {
+    False: SimpleNamespace(layers=6, width=512, symbols=32000, prompt=32, steps=64),
+    True: SimpleNamespace(layers=2, width=32, symbols=50, prompt=4, steps=4),
+}
 TEXTS = {"cpu": (1, 8), "cuda": (1, 32)}
-WIDTH, HEADS, SYMBOLS = {False: 512, True: 32}, 8, {False: 32000, True: 50}
 SETTINGS = {"query_key_norm": "head", "rope_base": 500_000.0, "window": 48}
 Step = Callable[[Tensor], Tensor]
 
@@ -74,12 +80,12 @@ class Block(nn.Module):
 class Decoder(nn.Module):
     """Token ids [B, T] and a cache for each layer → logits [B, T, symbols]."""
 
-    def __init__(self, symbols: int, width: int, attention: Callable[[], nn.Module]):
+    def __init__(self, sizes: SimpleNamespace, attention: Callable[[], nn.Module]):
         super().__init__()
-        self.embed = nn.Embedding(symbols, width)
-        self.blocks = nn.ModuleList(Block(width, attention()) for _ in range(LAYERS))
-        self.norm = nn.RMSNorm(width)
-        self.head = nn.Linear(width, symbols, bias=False)
+        self.embed = nn.Embedding(sizes.symbols, sizes.width)
+        self.blocks = nn.ModuleList(Block(sizes.width, attention()) for _ in range(sizes.layers))
+        self.norm = nn.RMSNorm(sizes.width)
+        self.head = nn.Linear(sizes.width, sizes.symbols, bias=False)
 
     def forward(self, tokens: Tensor, caches: list[Any]) -> Tensor:
         x = self.embed(tokens)
@@ -92,11 +98,12 @@ class Decoder(nn.Module):
 class Generation:
     """A prompt that is read, and steps behind it; a call goes back to the prompt and takes all steps."""
 
-    def __init__(self, step: Step, back: Callable[[], None], tokens: Tensor, graphs: bool):
+    def __init__(self, step: Step, back: Callable[[], None], tokens: Tensor, args: argparse.Namespace):
         self.step = step
         self.back = back
         self.tokens = tokens
-        self.graphs = graphs
+        self.steps = args.sizes.steps
+        self.graphs = args.device == "cuda"
 
     @torch.no_grad()
     def one(self) -> None:
@@ -107,7 +114,7 @@ class Generation:
 
     def __call__(self) -> None:
         self.back()
-        for _ in range(STEPS):
+        for _ in range(self.steps):
             self.one()
 
 
@@ -121,18 +128,18 @@ def compiled(call: Callable[..., Any], args: argparse.Namespace) -> Callable[...
 @torch.no_grad()
 def of_layers(attention: Callable[[], nn.Module], prompt: Tensor, way: str, args: Any) -> Generation:
     """A decoder of layers here."""
-    model = Decoder(SYMBOLS[args.miniature], WIDTH[args.miniature], attention)
-    model = model.to(args.device, args.torch_dtype).eval()
-    sizes = {"batch": len(prompt), "max_length": PROMPT + STEPS} if way != "growing" else {}
+    length = args.sizes.prompt
+    model = Decoder(args.sizes, attention).to(args.device, args.torch_dtype).eval()
+    sizes = {"batch": len(prompt), "max_length": length + args.sizes.steps} if way != "growing" else {}
     caches = [block.attention.new_cache(**sizes) for block in model.blocks]
     tokens = model(prompt, caches)[:, -1:].argmax(-1)
     call = compiled(model, args) if way == "compiled" else model
 
     def back() -> None:
         for cache in caches:
-            cache.trim(min(PROMPT, int(cache.length)))
+            cache.trim(min(length, int(cache.length)))
 
-    return Generation(lambda tokens: call(tokens, caches), back, tokens, args.device == "cuda")
+    return Generation(lambda tokens: call(tokens, caches), back, tokens, args)
 
 
 @torch.no_grad()
@@ -140,36 +147,36 @@ def of_transformers(prompt: Tensor, way: str, args: Any) -> Generation:
     """transformers' Llama of the dense decoder's size, with its own caches."""
     from transformers import DynamicCache, LlamaConfig, LlamaForCausalLM, StaticCache
 
+    sizes = args.sizes
     config = LlamaConfig(
-        vocab_size=SYMBOLS[args.miniature],
-        hidden_size=WIDTH[args.miniature],
-        intermediate_size=11 * WIDTH[args.miniature] // 4,
-        num_hidden_layers=LAYERS,
+        vocab_size=sizes.symbols,
+        hidden_size=sizes.width,
+        intermediate_size=11 * sizes.width // 4,
+        num_hidden_layers=sizes.layers,
         num_attention_heads=HEADS,
-        max_position_embeddings=PROMPT + STEPS,
+        max_position_embeddings=sizes.prompt + sizes.steps,
     )
     model = LlamaForCausalLM(config).to(args.device, args.torch_dtype).eval()
     if way == "growing":
         cache = DynamicCache(config=config)
     else:
-        cache = StaticCache(config=config, max_cache_len=PROMPT + STEPS)
-    tokens = model(prompt, past_key_values=cache).logits[:, -1:].argmax(-1)
+        cache = StaticCache(config=config, max_cache_len=sizes.prompt + sizes.steps)
+    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    tokens = model(prompt, **{keyword: cache}).logits[:, -1:].argmax(-1)
     call = compiled(model, args) if way == "compiled" else model
 
     def back() -> None:
-        if surplus := int(cache.get_seq_length()) - PROMPT:
+        if surplus := int(cache.get_seq_length()) - sizes.prompt:
             cache.crop(-surplus)
 
-    return Generation(
-        lambda tokens: call(tokens, past_key_values=cache).logits, back, tokens, args.device == "cuda"
-    )
+    return Generation(lambda tokens: call(tokens, **{keyword: cache}).logits, back, tokens, args)
 
 
 def generations(prompt: Tensor, args: argparse.Namespace) -> dict[str, Callable[[], Generation]]:
     """How to make each: "MoA, growing", …"""
     ways = ("growing",) if args.before else ("growing", "static", "compiled")
     made: dict[str, Callable[[], Generation]] = {}
-    for name, attention in attentions(WIDTH[args.miniature]).items():
+    for name, attention in attentions(args.sizes.width).items():
         if args.before and name == "MoA, settings":
             continue
         for way in ways:
@@ -188,6 +195,7 @@ def main() -> None:
             "--before": {"metavar": "COMMIT", "help": "these calls are an older commit's: keep them"},
         },
     )
+    args.sizes = SIZES[args.miniature]
     try:
         import transformers
 
@@ -197,9 +205,9 @@ def main() -> None:
         print("Llama: transformers is not installed here")
     calls: dict[str, int] = {}
     seconds: dict[int, dict[str, float]] = {}
-    for texts in (1,) if args.calls else TEXTS[args.device]:
+    for texts in (1,) if args.calls or args.miniature else TEXTS[args.device]:
         torch.compiler.reset()
-        prompt = torch.randint(SYMBOLS[args.miniature], (texts, PROMPT), device=args.device)
+        prompt = torch.randint(args.sizes.symbols, (texts, args.sizes.prompt), device=args.device)
         made = {name: make() for name, make in generations(prompt, args).items()}
         for name, generation in made.items() if texts == 1 else ():
             generation.one()
@@ -207,7 +215,7 @@ def main() -> None:
             print(f"{name:24s} {calls[name]:5d} Python calls per step", flush=True)
         if not args.calls:
             times = take_turns(made, args.rounds, args.device)
-            seconds[texts] = {name: found / STEPS for name, found in times.items()}
+            seconds[texts] = {name: found / args.sizes.steps for name, found in times.items()}
             for name, found in seconds[texts].items():
                 print(f"{texts:3d} {name:24s} {1000 * found:8.3f} ms per step", flush=True)
         write(args, calls, seconds)
@@ -222,13 +230,14 @@ def write(args: argparse.Namespace, calls: dict[str, int], seconds: dict[int, di
     else:
         record |= {
             "benchmark": "decoding_step",
+            "command": " ".join(["python", "benchmarks/decoding_step.py", *sys.argv[1:]]),
             "hardware": detect_hardware().describe(),
             "threads": torch.get_num_threads(),
             "dtype": args.dtype,
             "rounds": args.rounds,
             "auto": args.auto,
             "llama": args.llama or "not run: transformers is not installed",
-            "layers": LAYERS,
+            "layers": args.sizes.layers,
             **args.made_by,
             "python_calls": calls,
         }

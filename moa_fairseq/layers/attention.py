@@ -836,7 +836,7 @@ def _in_window(masks: Masks, q: Tensor, k: Tensor, window: int, first_query: int
     mask = masks.mask
     if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
         mask = mask[..., mask.size(-1) - keys :]
-    if keys <= window and not is_compiling():
+    if not is_compiling() and keys <= window:  # a graph is for any length
         return masks._replace(mask=mask)
     query = first_query + torch.arange(q.size(2), device=q.device)
     before = torch.arange(keys, device=q.device) <= query[:, None] - window  # [T, S]

@@ -164,6 +164,7 @@ def as_mae(settings, q, k, v, o):
     return module
 
 
+STATIC = {"NAMOH": {}, "MAE": {}}  # which have no cache of one size
 # by family: how many key heads the model of transformers has, and the layer of its weights
 FAMILIES = {
     "dense": (2, lambda *given: as_dense(*given, key_heads=2, attention_head_dim=D)),
@@ -218,3 +219,31 @@ def test_whole_and_step_by_step(monkeypatch, decoder, family):
             out = module(x, causal=True, cache=cache)
             torch.testing.assert_close(out, expected, rtol=0, atol=tolerance)
         calls.clear()
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decoder", ["Qwen3", "Mistral", "Llama, yarn"])
+def test_adapters_of_linear_maps_are_what_merged_weights_are(decoder, family):
+    """peft's LoRA on every linear map, the router's included; whole and step by step."""
+    peft = pytest.importorskip("peft")
+    key_heads, make = FAMILIES[family]
+    model, settings = theirs(decoder, key_heads)
+    module = copied(model.model.layers[0].self_attn, make, settings)
+    x = torch.randn(2, LENGTH, C, dtype=torch.float64)
+    before = module(x, causal=True)
+    linear = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=linear), module)
+    for name, weight in module.named_parameters():
+        if "lora_" in name:
+            torch.nn.init.normal_(weight, std=0.3)
+    adapted = module(x, causal=True)
+    cache = module.new_cache(**STATIC.get(family, {"batch": 2, "max_length": LENGTH}))
+    assert (adapted - before).abs().max() > 1e-3
+    steps = [module(x[:, t : t + 1], cache=cache) for t in range(LENGTH)]
+    torch.testing.assert_close(torch.cat(steps, 1), adapted, rtol=0, atol=EXACT)
+    layers = [part for part in module.modules() if isinstance(part, peft.tuners.lora.LoraLayer)]
+    assert len(layers) == len(linear)
+    for layer in layers:
+        layer.merge()
+    torch.testing.assert_close(module(x, causal=True), adapted, rtol=0, atol=EXACT)
