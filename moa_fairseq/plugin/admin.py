@@ -76,5 +76,5 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], No
                 shortcut.omega.fill_(1)
             raise
     for stack, shortcuts in stacks.items():
-        found = ", ".join(f"{shortcut.omega.item():.3f}" for shortcut in shortcuts)
-        logger.info("Admin: ω of the %s's residual sums, by the first batch: %s", stack, found)
+        omegas = ", ".join(f"{shortcut.omega.item():.3f}" for shortcut in shortcuts)
+        logger.info("Admin: ω of the %s's residual sums, by the first batch: %s", stack, omegas)

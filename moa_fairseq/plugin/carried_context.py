@@ -19,6 +19,10 @@ class ChunkContext(NamedTuple):
     chunk: int
     inputs: list[Tensor]  # of each layer, [M, B, C]
 
+    def sizes(self) -> tuple[int, list[tuple[int, ...]]]:
+        """The chunk and the shapes of the inputs, which other processes need to receive them."""
+        return self.chunk, [tuple(x.shape) for x in self.inputs]
+
 
 class _Reading(NamedTuple):
     """A pass: the inputs that its layers had in earlier chunks, if any is kept, and those they have now."""
@@ -90,38 +94,32 @@ class CarriedContext:
         if reading is None or len(reading.now) != index:
             return None
         x = args[0]
-        if reading.before is None:
-            before = None
-        else:
-            before = reading.before[index]
-        if before is None:
-            read = x.detach()
-        else:
-            read = torch.cat([before, x.detach()])
+        before = None if reading.before is None else reading.before[index]
+        read = x.detach() if before is None else torch.cat([before, x.detach()])
         reading.now.append(read[-self.chunks * x.size(0) :])
-        return args, {**kwargs, "context": before}
+        return args, kwargs | {"context": before}
 
 
-def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
+def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | None:
     """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
 
     Every process calls it. A part whose texts have ended lacks the chunk of the first part, and is left out:
     only the last texts of an epoch end early.
 
     Args:
-        own: of this process's parts, in order; None for a part without a context.
+        contexts: of this process's parts, in order; None for a part without a context.
 
     Returns:
         The result in the first process, None in the others; None in all if the very first part has none.
     """
     group = distributed.get_data_parallel_group()
-    mine: Any = [None if one is None else (one.chunk, [tuple(x.shape) for x in one.inputs]) for one in own]
+    local_sizes: Any = [None if context is None else context.sizes() for context in contexts]
     rank = 0
-    sizes = [mine]
+    sizes = [local_sizes]
     if distributed.get_world_size(group) > 1:
         rank = distributed.get_rank(group)
         sizes = sizes * distributed.get_world_size(group)
-        dist.all_gather_object(sizes, mine, group=group)
+        dist.all_gather_object(sizes, local_sizes, group=group)
     first = sizes[0][0]
     if first is None:
         return None
@@ -133,7 +131,9 @@ def gather_contexts(own: Sequence[ChunkContext | None]) -> ChunkContext | None:
     shapes = [shape[::2] for shape in first[1]]
     inputs = []
     for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
-        parts = [one.inputs[layer] for one, size in zip(own, mine) if one is not None and fits(size)]
+        parts = [
+            context.inputs[layer] for context in contexts if context is not None and fits(context.sizes())
+        ]
         if rank:
             for part in parts:
                 dist.send(part.contiguous(), 0, group=group)

@@ -38,12 +38,10 @@ else:
 
 def use_rms_norms(module: nn.Module, cfg: Any) -> None:
     """--rms-norm: put RMSNorm (arXiv 1910.07467) in the place of the layer norms of `module` itself."""
-    parts: dict[str, Any]
-    if getattr(cfg, "rms_norm", False):
-        parts = dict(module.named_children())
-    else:
-        parts = {}
-    for name, norm in parts.items():
+    if not getattr(cfg, "rms_norm", False):
+        return
+    norms: list[tuple[str, Any]] = list(module.named_children())
+    for name, norm in norms:
         if name.endswith("layer_norm"):  # torch's, or apex's
             setattr(module, name, nn.RMSNorm(norm.normalized_shape, eps=norm.eps))
 
@@ -80,7 +78,7 @@ class MixtureFeedForward(Extended):
         context = current_context()
         is_causal = mask is not None and mask is context.causal_mask
         # whether there is padding would make two graphs, and a mask costs little in one
-        own = dataclasses.replace(
+        layer_context = dataclasses.replace(
             context,
             causal_mask=options["self_attn_mask"] if is_causal else None,
             unpadded=False,
@@ -89,7 +87,7 @@ class MixtureFeedForward(Extended):
             residual_sums=0,
             routings=(),
         )
-        out, routings = run(self, own, x, options)
+        out, routings = run(self, layer_context, x, options)
         for module, routing in routings:
             context.record(module, routing)
         return out
@@ -106,7 +104,7 @@ class MixtureFeedForward(Extended):
             The output of `forward`, and a list of (module, routing).
         """
         routings: list[Any] = []
-        with forward_context(**{**vars(context), "routings": (routings,)}):
+        with forward_context(**(vars(context) | {"routings": (routings,)})):
             out = type(self).forward(self, x, **options)
         return out, routings
 
@@ -251,11 +249,11 @@ class MixtureEncoder(TransformerEncoderBase):
         fc_results = []
         with forward_context(token_ids=src_tokens):
             for layer in self.layers:
-                found = layer(x, encoder_padding_mask=padding if is_padded else None)
-                if isinstance(found, tuple):
-                    x, fc_result = found
+                layer_output = layer(x, encoder_padding_mask=padding if is_padded else None)
+                if isinstance(layer_output, tuple):
+                    x, fc_result = layer_output
                 else:
-                    x = found
+                    x = layer_output
                     fc_result = None
                 if return_all_hiddens:
                     states.append(x)
@@ -286,19 +284,16 @@ class MixtureEncoder(TransformerEncoderBase):
         wait, nothing is copied then.
         """
         rows = encoder_out["encoder_out"][0].size(1)
-        kept = _BEAM in encoder_out
-        if kept:
-            beam = encoder_out[_BEAM][0].size(0)
-        else:
-            beam = new_order.numel() // max(rows, 1)
-        if beam < 2 or (kept and new_order.is_cuda):
+        has_beam = _BEAM in encoder_out
+        beam = encoder_out[_BEAM][0].size(0) if has_beam else new_order.numel() // max(rows, 1)
+        if beam < 2 or (has_beam and new_order.is_cuda):
             return super().reorder_encoder_out(encoder_out, new_order)
         numbers = torch.arange(new_order.numel(), device=new_order.device)
-        if not kept:
+        if not has_beam:
             result = super().reorder_encoder_out(encoder_out, new_order)
             is_beam = torch.equal(new_order, numbers // beam) and new_order.numel() == rows * beam
             if is_beam:
-                return {**result, _BEAM: [new_order.new_empty(beam, 0)]}
+                return result | {_BEAM: [new_order.new_empty(beam, 0)]}
             return result
         sentence = new_order // beam
         if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
@@ -307,7 +302,7 @@ class MixtureEncoder(TransformerEncoderBase):
         # a sentence that is finished leaves with all of its hypotheses
         together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
         if together:
-            return {**result, _BEAM: encoder_out[_BEAM]}
+            return result | {_BEAM: encoder_out[_BEAM]}
         return result
 
 
@@ -368,10 +363,7 @@ class MixtureDecoder(TransformerDecoderBase):
                 "--carried-chunks keeps a context for each layer, but --decoder-layerdrop skips layers "
                 "at random: leave one of the two flags out."
             )
-        if chunks:
-            self.context = CarriedContext(self.layers, chunks)
-        else:
-            self.context = None
+        self.context = CarriedContext(self.layers, chunks) if chunks else None
 
     def forward(
         self,
@@ -407,15 +399,12 @@ class MixtureDecoder(TransformerDecoderBase):
         *args,
         **kwargs,
     ):
-        if encoder_out and _BEAM in encoder_out:
-            beam = encoder_out[_BEAM][0].size(0)
-        else:
-            beam = 1
+        beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
         changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
-        whole = incremental_state is None
-        if whole and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
+        is_full_pass = incremental_state is None
+        if is_full_pass and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
             changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)
-        if whole and host_tokens.on_host(prev_output_tokens) is not None:
+        if is_full_pass and host_tokens.on_host(prev_output_tokens) is not None:
             changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
             changes["makes_mask"] = True  # fairseq asks nothing of the device then
         with forward_context(**changes):

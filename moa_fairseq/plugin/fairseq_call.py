@@ -68,94 +68,67 @@ class FairseqCall(Attention):
         tgt_len, batch, _ = query.shape
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()
-        if key_padding_mask is None:
-            padding = None
-        else:
-            padding = key_padding_mask.bool()
-        own = padding if self.self_attention else None
-        query_padding = self._query_padding(query_padding_mask, context.padding, own, batch, tgt_len)
+        padding = None if key_padding_mask is None else key_padding_mask.bool()
+        self_padding = padding if self.self_attention else None
+        query_padding = _query_padding(query_padding_mask, context.padding, self_padding, batch, tgt_len)
         # Batch first from here on: queries and attention results then change shape without a copy.
         rows = query.transpose(0, 1).contiguous()
         x = without_padding(rows, query_padding)
         cache = self.cache_in(incremental_state)
+        is_causal = attn_mask is not None and attn_mask is context.causal_mask
+        is_carried = False
         memory = values = None
-        is_carried = self.self_attention and context.carried is not None
         if cache is not None and static_kv and cache.length:
             padding = None  # the cache has it
         elif self.self_attention:
-            memory = values = x if query_padding is own else without_padding(rows, own)
+            memory = x if query_padding is self_padding else without_padding(rows, self_padding)
             if context.carried is not None:
-                carried = context.carried.transpose(0, 1).to(x.dtype)
-                memory = values = torch.cat([carried, memory], dim=1)
-                before = (carried.size(1), 0)  # all of it may be seen, none of it is padding
-                if attn_mask is not None:
-                    attn_mask = F.pad(attn_mask, before)
-                if padding is not None:
-                    padding = F.pad(padding, before)
+                is_carried = True
+                memory, attn_mask, padding = _after_context(context.carried, memory, attn_mask, padding)
+            values = memory
         else:
             assert key is not None, "no keys are given, and none are cached"
-            memory = key.transpose(0, 1)
-            if self.encoder_decoder_attention and cache is not None and static_kv and context.beam_size > 1:
-                cache.beam_size = context.beam_size
-                memory = memory[:: cache.beam_size]
-                if padding is not None:
-                    padding = padding[:: cache.beam_size]
-            memory = values = without_padding(memory, padding)
-            if not self.encoder_decoder_attention:
-                assert value is not None, "keys are given without values"
-                values = without_padding(value.transpose(0, 1), padding)
-        masks = Masks(
-            attn_mask,
-            padding,
-            is_causal=attn_mask is not None and attn_mask is context.causal_mask,
-            right_padded=context.right_padded,
-        )
-        if context.token_ids is None:
-            token_ids = None
-        else:
-            token_ids = context.token_ids[:, -tgt_len:]
-        if token_ids is not None and token_ids.shape != (batch, tgt_len):
-            token_ids = None  # of another pass
+            beam_size = context.beam_size if cache is not None and static_kv else 1
+            memory, values, padding = self._source(key, value, padding, cache, beam_size)
         out, weights, routings = self.scaled(
             Call(
                 x,
                 memory,
                 values,
-                masks,
+                Masks(attn_mask, padding, is_causal=is_causal, right_padded=context.right_padded),
                 query_padding,
                 same_tokens=self.self_attention and not is_carried,
                 cache=cache,
                 need_weights=need_weights or need_head_weights,
-                token_ids=token_ids,
+                token_ids=_latest_token_ids(context.token_ids, batch, tgt_len),
                 draw=context.draw,
             )
         )
         for routing in routings:
             context.record(self, routing)
         if weights is not None:  # [B, H, T, S] → [H, B, T, S] or [B, T, S]
-            if need_head_weights:
-                weights = weights.transpose(0, 1)
-            else:
-                weights = weights.mean(dim=1)
+            weights = weights.transpose(0, 1) if need_head_weights else weights.mean(dim=1)
         return out.transpose(0, 1), weights  # no copy: the residual sum reads any layout
 
-    def _query_padding(
+    def _source(
         self,
-        given: Tensor | None,
-        of_context: Tensor | None,
-        of_keys: Tensor | None,
-        batch: int,
-        tgt_len: int,
-    ) -> Tensor | None:
-        """The first of the three that there is, [B, T] bool; one of another shape is of another pass."""
-        if given is not None and given.shape != (batch, tgt_len):
-            raise ValueError(
-                f"query_padding_mask is {list(given.shape)}, the queries are [B, T] = {[batch, tgt_len]}"
-            )
-        found = next((mask for mask in (given, of_context, of_keys) if mask is not None), None)
-        if found is None or found.shape != (batch, tgt_len):
-            return None
-        return found.bool()
+        key: Tensor,
+        value: Tensor | None,
+        padding: Tensor | None,
+        cache: KVCache | None,
+        beam_size: int,
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
+        """What cross-attention reads, batch first: keys, values and padding, a sentence once for its beam."""
+        memory = key.transpose(0, 1)
+        if self.encoder_decoder_attention and cache is not None and beam_size > 1:
+            cache.beam_size = beam_size
+            memory = memory[::beam_size]
+            padding = None if padding is None else padding[::beam_size]
+        memory = without_padding(memory, padding)
+        if self.encoder_decoder_attention:
+            return memory, memory, padding
+        assert value is not None, "keys are given without values"
+        return memory, without_padding(value.transpose(0, 1), padding), padding
 
     def cache_in(self, incremental_state: IncrementalState | None) -> KVCache | None:
         """This module's cache, empty before the first step; None when nothing is generated."""
@@ -184,14 +157,52 @@ class FairseqCall(Attention):
         return incremental_state
 
 
+def _query_padding(
+    query_padding_mask: Tensor | None,
+    of_context: Tensor | None,
+    of_keys: Tensor | None,
+    batch: int,
+    tgt_len: int,
+) -> Tensor | None:
+    """The first of the three that there is, [B, T] bool; one of another shape is of another pass."""
+    if query_padding_mask is not None and query_padding_mask.shape != (batch, tgt_len):
+        raise ValueError(
+            f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
+            f"{[batch, tgt_len]}"
+        )
+    for mask in (query_padding_mask, of_context, of_keys):
+        if mask is not None:
+            return mask.bool() if mask.shape == (batch, tgt_len) else None
+    return None
+
+
+def _after_context(
+    carried: Tensor, memory: Tensor, mask: Tensor | None, padding: Tensor | None
+) -> tuple[Tensor, Tensor | None, Tensor | None]:
+    """Memory, mask and padding with the context [M, B, C] before them: all visible, none of it padding."""
+    memory = torch.cat([carried.transpose(0, 1).to(memory.dtype), memory], dim=1)
+    width = (carried.size(0), 0)
+    mask = None if mask is None else F.pad(mask, width)
+    padding = None if padding is None else F.pad(padding, width)
+    return memory, mask, padding
+
+
+def _latest_token_ids(token_ids: Tensor | None, batch: int, tgt_len: int) -> Tensor | None:
+    """The ids of the queries, [B, T]; None where there are none, or only those of another pass."""
+    if token_ids is None:
+        return None
+    latest = token_ids[:, -tgt_len:]
+    return latest if latest.shape == (batch, tgt_len) else None
+
+
 def with_fairseq_call(attention: type[Attention]) -> type[FairseqCall]:
     """The class of an attention with fairseq's call in place of the plain one; the same one each time."""
     name = attention.__name__
-    found: type[FairseqCall] | None = globals().get(name)
-    if found is None or attention not in found.__bases__:
-        found = type(name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__})
-        globals()[name] = found  # so that modules can be pickled
-    return found
+    wrapped: type[FairseqCall] | None = globals().get(name)
+    if wrapped is None or attention not in wrapped.__bases__:
+        wrapped = type(name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__})
+        globals()[name] = wrapped  # so that modules can be pickled
+    return wrapped
 
 
 class FairseqSigmaMoE(SigmaMoE):
@@ -201,10 +212,7 @@ class FairseqSigmaMoE(SigmaMoE):
         context = current_context()
         tgt_len, batch, _ = x.shape
         padding = context.padding
-        if padding is not None and padding.shape == (batch, tgt_len):
-            padding = padding.bool().t()
-        else:
-            padding = None
+        padding = padding.bool().t() if padding is not None and padding.shape == (batch, tgt_len) else None
         out, (routing,) = super().forward(x, padding, with_routing=True)
         context.record(self, routing)
         return out

@@ -71,10 +71,7 @@ class _Named(list[tuple[str, Routing]]):
 
     def append(self, found: tuple[Any, Routing]) -> None:
         module, routing = found
-        if routing.side == "queries":
-            side = ""
-        else:
-            side = f".{routing.side}"
+        side = "" if routing.side == "queries" else f".{routing.side}"
         super().append((f"{module.name}{side}", routing))
 
 

@@ -42,10 +42,7 @@ def mean_values(prefix: str, logging_outputs: Sequence[dict[str, Any]]) -> tuple
     for log in logging_outputs:
         for key in log:
             if key.startswith(prefix):
-                if key in sums:
-                    sums[key] = sums[key] + log[key]
-                else:
-                    sums[key] = log[key]
+                sums[key] = sums.get(key, 0) + log[key]
     numbers = iter(torch.cat(list(sums.values())).tolist() if sums else ())
     totals: dict[str, float] = {}
     counts: dict[str, float] = {}

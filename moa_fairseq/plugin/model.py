@@ -123,16 +123,16 @@ class MixtureModel(Extended):
         args.attention_family = cls.attention_family
         _set_positions(args)
         if args.initialization == "admin":
-            other = ("normalize-before", "layerdrop")
-            names = [f"--{side}-{name}" for name in other for side in ("encoder", "decoder")]
-            given = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
+            names_of_sides = ("normalize-before", "layerdrop")
+            names = [f"--{side}-{name}" for name in names_of_sides for side in ("encoder", "decoder")]
+            conflicts = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
             fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
-            if given or not fits:
-                found = " and ".join(given)
+            if conflicts or not fits:
+                subject = " and ".join(conflicts)
                 if not fits:  # an architecture may set such a flag itself
-                    found = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
+                    subject = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
                 raise UserError(
-                    f"--initialization admin does not fit {found}: it is for post-norm dense translation "
+                    f"--initialization admin does not fit {subject}: it is for post-norm dense translation "
                     "models (dense_transformer_base) without layer dropout. Choose another --initialization."
                 )
         for name, off in cls.refused.items():

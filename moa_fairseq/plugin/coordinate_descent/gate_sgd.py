@@ -144,10 +144,7 @@ def sgd_step(
         The norm before clipping.
     """
     norm = torch.linalg.vector_norm(torch.stack([torch.linalg.vector_norm(g) for g in gradients]))
-    if clip_norm:
-        factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0)
-    else:
-        factor = 1.0
+    factor = (clip_norm / (norm + 1e-6)).clamp_max(1.0) if clip_norm else 1.0
     for parameter, gradient in zip(parameters, gradients):
         parameter.sub_(lr * factor * gradient)
     return norm

@@ -97,8 +97,8 @@ class BlockCoordinateDescent(Extended):
     @property
     def steps_jointly(self) -> bool:
         """Whether gates take a step of plain SGD along with fairseq's update."""
-        wanted = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
-        return wanted == "sgd" and not self.alternates and self.finetune != "ftg"
+        optimizer_name = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
+        return optimizer_name == "sgd" and not self.alternates and self.finetune != "ftg"
 
     @property
     def optimizer_remedy(self) -> str:
@@ -127,12 +127,15 @@ class BlockCoordinateDescent(Extended):
         Raises:
             UserError: for a model without mixtures of attentive experts, or impossible flags.
         """
-        own = self.cfg_of_bcd
-        if own.bcd_g_every < 1:
+        settings = self.cfg_of_bcd
+        if settings.bcd_g_every < 1:
             raise UserError(
-                f"--bcd-g-every {own.bcd_g_every} must be at least 1: it is an interval in epochs."
+                f"--bcd-g-every {settings.bcd_g_every} must be at least 1: it is an interval in epochs."
             )
-        for flag_name, value in (("--gate-lr", own.gate_lr), ("--gate-clip-norm", own.gate_clip_norm)):
+        for flag_name, value in (
+            ("--gate-lr", settings.gate_lr),
+            ("--gate-clip-norm", settings.gate_clip_norm),
+        ):
             if not 0 <= value < math.inf:
                 raise UserError(f"{flag_name} is {value}: give a finite number, 0 or more.")
         model = super().build_model(cfg, from_checkpoint)
@@ -163,18 +166,12 @@ class BlockCoordinateDescent(Extended):
         if self.finetune == "ftg":
             steps = "G steps by fairseq's optimizer (FTG)"
         elif not self.alternates:
-            if self.steps_jointly:
-                by = "plain SGD"
-            else:
-                by = "fairseq's optimizer"
+            by = "plain SGD" if self.steps_jointly else "fairseq's optimizer"
             steps = f"joint updates of gates and experts (NOBCD), gates by {by}"
         elif not parameters:
             steps = "F steps (uniform gates)"
         else:
-            if self.takes_g_steps(epoch):
-                steps = "G and F steps"
-            else:
-                steps = "F steps"
+            steps = "G and F steps" if self.takes_g_steps(epoch) else "F steps"
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
     def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:
@@ -190,8 +187,8 @@ class BlockCoordinateDescent(Extended):
         gates = gates_of(trainer.get_model())
         if self.steps_jointly and gates:
             if self._joint_step is None:
-                own = self.cfg_of_bcd
-                self._joint_step = JointStep(trainer.get_model(), own.gate_lr, own.gate_clip_norm)
+                settings = self.cfg_of_bcd
+                self._joint_step = JointStep(trainer.get_model(), settings.gate_lr, settings.gate_clip_norm)
             self._joint_step.begin()
         if not self.alternates or not gates:
             return
@@ -220,14 +217,14 @@ class BlockCoordinateDescent(Extended):
         **kwargs: Any,
     ):
         """fairseq's forward and backward pass of one micro-batch, as an F step if steps alternate."""
-        rest = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
+        arguments = (model, GateEntropyLog(criterion), optimizer, update_num, ignore_grad)
         with contextlib.ExitStack() as stack:
             if self.alternates:
                 draw = ExpertDraw(sample["id"], self.cfg_of_bcd.seed, update_num)
                 stack.enter_context(forward_context(draw=draw))
             if self._joint_step is not None:
                 stack.enter_context(self._joint_step.passing())
-            loss, sample_size, logging_output = super().train_step(sample, *rest, **kwargs)
+            loss, sample_size, logging_output = super().train_step(sample, *arguments, **kwargs)
         if self._joint_step is not None and not ignore_grad:
             self._joint_step.sample_size += float(sample_size)
         return loss, sample_size, logging_output

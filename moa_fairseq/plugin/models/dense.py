@@ -47,10 +47,7 @@ def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "x
         Values of flags, for `register_models`.
     """
     # App. A.5
-    if embed_dim >= 1024:
-        dropout = 0.2
-    else:
-        dropout = 0.1
+    dropout = 0.2 if embed_dim >= 1024 else 0.1
     return {
         "decoder_layers": layers,
         "decoder_embed_dim": embed_dim,
@@ -81,7 +78,7 @@ register_models(
         "dense_transformer_base": {},
         "dense_transformer_big": {},
         "dense_transformer_iwslt_de_en": IWSLT,
-        "dense_transformer_tiny": {**TINY, **FOUR_HEADS},
+        "dense_transformer_tiny": TINY | FOUR_HEADS,
     },
     {"dense_transformer_big": transformer_vaswani_wmt_en_de_big},
 )

@@ -6,7 +6,7 @@ from moa_fairseq.plugin.models.dense import IWSLT, TINY
 
 def _sizes(groups: int, per_token: int, num_experts: int, dim: int) -> dict:
     sizes = {"experts_per_token": per_token, "num_experts": num_experts, "expert_dim": dim}
-    return {"gqe_groups": groups, **sizes}
+    return {"gqe_groups": groups} | sizes
 
 
 # 16 query heads, of which each token has 8 and the shared one, as in the paper. The projections of a layer of
@@ -18,14 +18,13 @@ register_models(
     "gqe_transformer",
     {
         "gqe_transformer_base": BASE,
-        "gqe_transformer_iwslt_de_en": {**BASE, **IWSLT},
-        "gqe_transformer_tiny": {**_sizes(2, 2, 4, 32), **TINY},
+        "gqe_transformer_iwslt_de_en": BASE | IWSLT,
+        "gqe_transformer_tiny": _sizes(2, 2, 4, 32) | TINY,
     },
 )
 # The paper's language model has 16 query heads in 8 groups, one chosen in each, and about 250M parameters.
 # It does not print width and layers; these make 254M with 50,257 symbols.
-PAPER = {
-    **_sizes(8, 1, 2, 64),
+PAPER = _sizes(8, 1, 2, 64) | {
     "decoder_layers": 18,
     "decoder_embed_dim": 1024,
     "decoder_ffn_embed_dim": 4096,

@@ -18,7 +18,7 @@ register_models(
         "mae_transformer_iwslt_de_en": IWSLT,
         # 8 heads of 16 dimensions, where Transformer-Tiny has 4 of 32; the gates' hidden layer is narrower in
         # the same proportion as the model
-        "mae_transformer_tiny": {**TINY, "gate_hidden_dim": 64},
+        "mae_transformer_tiny": TINY | {"gate_hidden_dim": 64},
     },
 )
 # The paper has no masked language model; a dense one can be converted to these.

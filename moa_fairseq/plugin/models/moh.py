@@ -17,8 +17,8 @@ register_models(
     {
         "moh_transformer_base": _heads(2, 4),
         "moh_transformer_big": _heads(4, 8),
-        "moh_transformer_iwslt_de_en": {**IWSLT, **_heads(2, 4)},  # 8 heads, as the other families have
-        "moh_transformer_tiny": {**TINY, **FOUR_HEADS, **_heads(2, 1)},
+        "moh_transformer_iwslt_de_en": IWSLT | _heads(2, 4),  # 8 heads, as the other families have
+        "moh_transformer_tiny": TINY | FOUR_HEADS | _heads(2, 1),
     },
     {"moh_transformer_big": transformer_vaswani_wmt_en_de_big},
 )
@@ -26,8 +26,8 @@ register_models(
     "moh",
     "moh_roberta",
     {
-        "moh_roberta_medium": {**MEDIUM_ROBERTA, **_heads(2, 4)},
-        "moh_roberta_tiny": {**TINY_ROBERTA, **_heads(2, 1)},
+        "moh_roberta_medium": MEDIUM_ROBERTA | _heads(2, 4),
+        "moh_roberta_tiny": TINY_ROBERTA | _heads(2, 1),
     },
 )
 
@@ -50,7 +50,7 @@ register_models(
     "moh_transformer_lm",
     {
         "moh_transformer_lm_base": _heads(2, 4),
-        "moh_transformer_lm_small": {**_llm(12, 768, 2048, 12), **_heads(4, 5)},  # LLM-S
-        "moh_transformer_lm_large": {**_llm(24, 1536, 4096, 16), **_heads(6, 6)},  # LLM-B
+        "moh_transformer_lm_small": _llm(12, 768, 2048, 12) | _heads(4, 5),  # LLM-S
+        "moh_transformer_lm_large": _llm(24, 1536, 4096, 16) | _heads(6, 6),  # LLM-B
     },
 )

@@ -16,8 +16,8 @@ register_models(
     "namoh_transformer",
     {
         "namoh_transformer_base": BASE,
-        "namoh_transformer_iwslt_de_en": {**BASE, **IWSLT},
-        "namoh_transformer_tiny": {**_sizes(8, 4, 32), **TINY},
+        "namoh_transformer_iwslt_de_en": BASE | IWSLT,
+        "namoh_transformer_tiny": _sizes(8, 4, 32) | TINY,
     },
 )
 register_models("namoh", "namoh_lm", {"namoh_lm_base": BASE})

@@ -9,45 +9,45 @@ from moa_fairseq.plugin.models.dense import TINY, lm_body
 
 def _heads(heads: int, dim: int, num_experts: int = 1, per_token: int = 1) -> dict:
     sizes = {"switchhead_heads": heads, "expert_dim": dim}
-    return {**sizes, "num_experts": num_experts, "experts_per_token": per_token}
+    return sizes | {"num_experts": num_experts, "experts_per_token": per_token}
 
 
 def _dense(heads: int, dim: int) -> dict:
-    return {**_heads(heads, dim), "switchhead_experts": "none"}
+    return _heads(heads, dim) | {"switchhead_experts": "none"}
 
 
 def _sigma_moe(num_experts: int, dim: int, dropout: float = 0.0) -> dict:
     sizes = {"sigma_moe_num_experts": num_experts, "sigma_moe_expert_dim": dim}
-    return {**sizes, "sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
+    return sizes | {"sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
 
 
 # Causal language models, with or without sigma-MoE (SwitchAll). Table 9: the body's layers, width,
 # feed-forward and positions, and the attention's heads, D, E and k.
 LANGUAGE_MODELS = {
-    "switchhead_lm_47m": {**lm_body(16, 412, 2080), **_heads(2, 76, 5, 2)},
-    "switchhead_lm_262m": {**lm_body(18, 1024, 4147), **_heads(2, 132, 8, 4)},
-    "switchhead_lm_262m_h4": {**lm_body(18, 1024, 4188), **_heads(4, 112, 4, 2)},  # C4 and peS2o
-    "switchhead_lm_enwik8": {**lm_body(12, 512, 2088), **_heads(2, 112, 4, 2)},
-    "switchhead_rope_lm_45m": {**lm_body(16, 412, 2092, "rope-half"), **_heads(2, 64, 5, 3)},
-    "switchhead_rope_lm_243m": {**lm_body(18, 1024, 4136, "rope-half"), **_heads(4, 100, 4, 2)},
+    "switchhead_lm_47m": lm_body(16, 412, 2080) | _heads(2, 76, 5, 2),
+    "switchhead_lm_262m": lm_body(18, 1024, 4147) | _heads(2, 132, 8, 4),
+    "switchhead_lm_262m_h4": lm_body(18, 1024, 4188) | _heads(4, 112, 4, 2),  # C4 and peS2o
+    "switchhead_lm_enwik8": lm_body(12, 512, 2088) | _heads(2, 112, 4, 2),
+    "switchhead_rope_lm_45m": lm_body(16, 412, 2092, "rope-half") | _heads(2, 64, 5, 3),
+    "switchhead_rope_lm_243m": lm_body(18, 1024, 4136, "rope-half") | _heads(4, 100, 4, 2),
     # The feed-forward's experts replace --decoder-ffn-embed-dim, and have no dropout inside (App. A.5).
-    "switchall_lm_47m": {**lm_body(16, 412, 2048), **_heads(2, 76, 5, 2), **_sigma_moe(16, 128)},
+    "switchall_lm_47m": lm_body(16, 412, 2048) | _heads(2, 76, 5, 2) | _sigma_moe(16, 128),
     "switchall_lm_259m": {
         **lm_body(18, 1024, 4096),
         **_heads(4, 112, 4, 2),
         **_sigma_moe(32, 128, dropout=0.1),
         "expert_dropout": 0.1,  # the attention's, too
     },
-    "transformer_xl_lm_47m": {**lm_body(16, 412, 2053), **_dense(10, 41)},
-    "transformer_xl_lm_262m": {**lm_body(18, 1024, 4110), **_dense(16, 64)},
-    "transformer_xl_lm_enwik8": {**lm_body(12, 512, 2053), **_dense(8, 64)},
-    "transformer_rope_lm_45m": {**lm_body(16, 412, 2053, "rope-half"), **_dense(10, 41)},
-    "transformer_rope_lm_244m": {**lm_body(18, 1024, 4110, "rope-half"), **_dense(16, 64)},
+    "transformer_xl_lm_47m": lm_body(16, 412, 2053) | _dense(10, 41),
+    "transformer_xl_lm_262m": lm_body(18, 1024, 4110) | _dense(16, 64),
+    "transformer_xl_lm_enwik8": lm_body(12, 512, 2053) | _dense(8, 64),
+    "transformer_rope_lm_45m": lm_body(16, 412, 2053, "rope-half") | _dense(10, 41),
+    "transformer_rope_lm_244m": lm_body(18, 1024, 4110, "rope-half") | _dense(16, 64),
     # For small data and small machines: all attentions have 128,000 parameters, W_R included.
-    "transformer_xl_lm_tiny": {**lm_body(4, 160, 640), **_dense(10, 16)},
-    "switchhead_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2)},
+    "transformer_xl_lm_tiny": lm_body(4, 160, 640) | _dense(10, 16),
+    "switchhead_lm_tiny": lm_body(4, 160, 640) | _heads(2, 30, 5, 2),
     "switchhead_lm_base": _heads(2, 101, 4, 2),  # parameters of dense_transformer_lm_base
-    "switchall_lm_tiny": {**lm_body(4, 160, 640), **_heads(2, 30, 5, 2), **_sigma_moe(16, 40)},
+    "switchall_lm_tiny": lm_body(4, 160, 640) | _heads(2, 30, 5, 2) | _sigma_moe(16, 40),
 }
 register_models("switchhead", "switchhead_lm", LANGUAGE_MODELS)
 
@@ -59,7 +59,7 @@ register_models(
     "switchhead_transformer",
     {
         "switchhead_transformer_base": _heads(2, 100, 4, 2),
-        "switchhead_transformer_tiny": {**TINY, **_heads(2, 42, 2, 1)},
+        "switchhead_transformer_tiny": TINY | _heads(2, 42, 2, 1),
     },
 )
 
@@ -77,8 +77,8 @@ _LISTOPS = {
     "initialization": "depth-scaled",  # of the attention; RoBERTa's for the rest
 }
 ENCODERS = {
-    "switchhead_roberta_listops": {**_heads(2, 28, 4, 2), "encoder_ffn_embed_dim": 517},
+    "switchhead_roberta_listops": _heads(2, 28, 4, 2) | {"encoder_ffn_embed_dim": 517},
     "transformer_xl_roberta_listops": _dense(8, 16),
     "transformer_xl_roberta_listops_2heads": _dense(2, 64),
 }
-register_models("switchhead", "switchhead_roberta", {arch: {**_LISTOPS, **v} for arch, v in ENCODERS.items()})
+register_models("switchhead", "switchhead_roberta", {arch: _LISTOPS | v for arch, v in ENCODERS.items()})

@@ -73,7 +73,7 @@ class WholeAdaptiveLoss(AdaptiveLoss):
             if target is not None:
                 ignored = target.eq(self.padding_idx)
                 loss = loss + F.cross_entropy(logits[ignored], target[ignored], reduction="sum")
-        return loss, sample_size, {**entries, "loss": loss.data}
+        return loss, sample_size, entries | {"loss": loss.data}
 
 
 @patch(

@@ -103,7 +103,7 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict
     part of the epoch twice, and one on more GPUs would skip part of it.
     """
     numbers = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
-    return {**state_dict(iterator), **numbers}
+    return state_dict(iterator) | numbers
 
 
 @patch(_ITERATOR + ".load_state_dict", _EPOCHS + "test_converted_place")
@@ -123,7 +123,7 @@ def restore_the_place_of_all_processes(
                 f"resumes after {now * iterator.num_shards:,} of {batches:,}; in this epoch some sentences "
                 "are seen twice, or not at all if the batches were rebuilt"
             )
-        state = {**state, "iterations_in_epoch": now}
+        state = state | {"iterations_in_epoch": now}
     load_state_dict(iterator, state)
 
 
@@ -139,10 +139,10 @@ def converted_place(place: int, shards: int, batches: int, new_shards: int, new_
         batches: of the epoch, those of all processes together.
         new_shards, new_batches: the same two numbers now.
     """
-    seen = min(place * shards, batches)
+    batches_before = min(place * shards, batches)
     if new_batches != batches:
-        seen = seen * new_batches // batches
-    return seen // new_shards
+        batches_before = batches_before * new_batches // batches
+    return batches_before // new_shards
 
 
 @patch("fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place")

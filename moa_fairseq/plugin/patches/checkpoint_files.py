@@ -96,9 +96,9 @@ def _load_plain(source: Any, **options: Any) -> Any:
 
 def _offender(error: pickle.UnpicklingError) -> str:
     """The name of what torch's reader refused."""
-    found = _GLOBAL_PATTERN.search(str(error))
-    if found:
-        return found.group(1)
+    match = _GLOBAL_PATTERN.search(str(error))
+    if match:
+        return match.group(1)
     return str(error).splitlines()[0]
 
 

@@ -72,7 +72,7 @@ class TimedDist(Proxy):
             UserError: if another program has taken the port.
         """
         try:
-            return dist.init_process_group(*args, **{"timeout": self.limit, **options})
+            return dist.init_process_group(*args, **({"timeout": self.limit} | options))
         except RuntimeError as error:  # torch's only kind: by its text, and raised again if it is another
             if "EADDRINUSE" not in str(error):
                 raise
@@ -87,7 +87,7 @@ class TimedDist(Proxy):
             ) from error
 
     def new_group(self, *args: Any, **options: Any) -> Any:
-        return dist.new_group(*args, **{"timeout": self.limit, **options})
+        return dist.new_group(*args, **({"timeout": self.limit} | options))
 
 
 def time_limit(cfg: Any) -> int:
@@ -116,17 +116,17 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
             raise
         silent = _silent_ranks()
         text = str(error).lower()
-        who = " and ".join(map(str, silent)) or "another process"
+        names = " and ".join(map(str, silent)) or "another process"
         if any(sign in text for sign in _CUT_OFF):
             raise UserError(
-                f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {who}, which failed or was "
+                f"Rank {dist.get_rank()} (of {dist.get_world_size()}) lost rank {names}, which failed or was "
                 f"killed: look at its log, and at the memory of its machine. Start the same training again; "
                 f"it resumes from the last checkpoint."
             ) from error
         if not any(sign in text for sign in ("timed out", "timeout")):
             raise
         raise UserError(
-            f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {who}, "
+            f"Rank {dist.get_rank()} (of {dist.get_world_size()}) waited {limit} seconds for rank {names}, "
             f"which did not answer: it hangs, was stopped, or its machine is down. Look at its log, end its "
             f"remaining processes, and start the same training again; it resumes from the last checkpoint. "
             f"If the rank was only slow, raise --heartbeat-timeout SECONDS."
@@ -152,10 +152,10 @@ def _silent_ranks() -> list[int]:
     def ask() -> None:
         store = dist.distributed_c10d._get_default_store()
         store.set(f"moa_fairseq/waited/{rank}", "1")
-        missing = [other for other in range(size) if other != rank]
+        missing = [peer for peer in range(size) if peer != rank]
         waiting = threading.Event()
         for _ in range(10):
-            missing = [other for other in missing if not store.check([f"moa_fairseq/waited/{other}"])]
+            missing = [peer for peer in missing if not store.check([f"moa_fairseq/waited/{peer}"])]
             if not missing:
                 break
             waiting.wait(ANSWER_SECONDS / 10)
@@ -179,10 +179,7 @@ def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distr
     Raises:
         UserError: for processes that would train apart, and for backends that do not work on CPUs.
     """
-    if all(name in os.environ for name in _TORCHRUN):
-        size = int(os.environ["WORLD_SIZE"])
-    else:
-        size = 1
+    size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
     if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
         return infer_init_method(cfg, force_distributed)
     on_cpu = not torch.cuda.is_available()

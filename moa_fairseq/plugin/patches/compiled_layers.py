@@ -77,11 +77,11 @@ def compile_for_training(
     begin: Callable, trainer: Any, cfg: Any, task: Any, model: nn.Module, *args: Any, **options: Any
 ) -> None:
     """Only a training compiles, and only a training builds a trainer."""
-    wanted = getattr(cfg.optimization, "compile_layers", False)
-    if wanted:
+    compiles = getattr(cfg.optimization, "compile_layers", False)
+    if compiles:
         check(cfg, task, model)
     begin(trainer, cfg, task, model, *args, **options)
-    if wanted and can_compile(trainer.device):
+    if compiles and can_compile(trainer.device):
         compile_layers(model)
 
 
@@ -219,14 +219,14 @@ class _Compiled:
             return kind.forward(layer, x, **options)
         try:
             # a graph is for one layout: the first layer gets another, and a mask is a part of a larger one
-            given = {name: _dense(value) for name, value in options.items()}
-            _pad_both(x, given)
-            if given.get("encoder_out") is None:  # these are for the last layer, of the attention to it
-                given.pop("need_attn", None)
-                given.pop("need_head_weights", None)
+            inputs = {name: _dense(value) for name, value in options.items()}
+            _pad_both(x, inputs)
+            if inputs.get("encoder_out") is None:  # these are for the last layer, of the attention to it
+                inputs.pop("need_attn", None)
+                inputs.pop("need_head_weights", None)
             if hasattr(layer, "whole"):
-                return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), given)
-            return self.run(layer, _dense(x), given)
+                return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), inputs)
+            return self.run(layer, _dense(x), inputs)
         except self.failures as error:
             self.failed.add(kind)
             _warn(f"{kind.__name__} cannot be compiled, and runs as without the flag", error)

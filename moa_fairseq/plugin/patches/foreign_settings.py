@@ -31,10 +31,7 @@ def forget_outputs(state: Any) -> Any:
     configuration = state.get("cfg")
     groups = configuration.values() if isinstance(configuration, dict) else ()
     for part in (state.get("args"), *groups):
-        if isinstance(part, argparse.Namespace):
-            settings = vars(part)
-        else:
-            settings = part
+        settings = vars(part) if isinstance(part, argparse.Namespace) else part
         if isinstance(settings, dict):
             settings.update({name: None for name in OUTPUTS if name in settings})
     return state

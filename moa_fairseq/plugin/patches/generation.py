@@ -37,22 +37,20 @@ def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any =
     Raises:
         UserError: unless the named layers are some of that side's, each named once.
     """
-    named = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
-    texts = {side: "" if kept is None else str(kept) for side, kept in named.items()}  # may be a number
+    layers_to_keep = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
+    texts = {
+        side: "" if layers is None else str(layers) for side, layers in layers_to_keep.items()
+    }  # may be a number
     if not any(texts.values()):
         return prune(state, model_cfg)
     for side, text in texts.items():
         matches = (re.match(rf"{side}\..*?\blayers\.(\d+)\.", key) for key in state)
-        known = sorted({int(match.group(1)) for match in matches if match})
-        if text:
-            words = [word.strip() for word in text.split(",")]
-        else:
-            words = [*map(str, known)]
-        if len(set(words)) < len(words) or not {*words} <= {*map(str, known)}:
-            if known:
-                choice = f"write some of {known}, each once, with commas"
-            else:
-                choice = "that side has no layers"
+        numbers = sorted({int(match.group(1)) for match in matches if match})
+        words = [word.strip() for word in text.split(",")] if text else [*map(str, numbers)]
+        if len(set(words)) < len(words) or not {*words} <= {*map(str, numbers)}:
+            choice = "that side has no layers"
+            if numbers:
+                choice = f"write some of {numbers}, each once, with commas"
             raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
         with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
             setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
@@ -112,7 +110,7 @@ def count_rows_not_sentences(
     """
     ids = sample.get("id")
     if ids is not None and isinstance(generator.search, DiverseBeamSearch):
-        sample = {**sample, "id": torch.arange(ids.numel(), device=ids.device)}
+        sample = sample | {"id": torch.arange(ids.numel(), device=ids.device)}
     return generate(generator, models, sample, **options)
 
 

@@ -24,20 +24,20 @@ def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: b
     prepared, is_filler = prepare(trainer, sample, is_dummy)
     before: dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
     after: dict[str, Any] = (prepared or {}).get("net_input") or {}
-    for name, made in before.items():
+    for name, source in before.items():
         moved = after.get(name)
-        if not isinstance(moved, Tensor) or moved is made or moved.is_floating_point():
+        if not isinstance(moved, Tensor) or moved is source or moved.is_floating_point():
             continue
-        if made.device.type == "cpu":
-            _copies[moved] = (moved._version, made)
+        if source.device.type == "cpu":
+            _copies[moved] = (moved._version, source)
     return prepared, is_filler
 
 
 def on_host(tokens: Tensor) -> Tensor | None:
     """The same ids in the host's memory; None where only the device has them, as they are now."""
-    known: tuple[int, Tensor] | None = _copies.get(tokens)
-    if known is not None and known[0] == tokens._version:
-        return known[1]
+    copied: tuple[int, Tensor] | None = _copies.get(tokens)
+    if copied is not None and copied[0] == tokens._version:
+        return copied[1]
     return tokens if tokens.device.type == "cpu" else None
 
 
@@ -49,10 +49,10 @@ def is_padded(tokens: Tensor, padding_idx: int) -> bool:
 def is_right_padded(tokens: Tensor, padding_idx: int) -> bool:
     """Whether padding only follows real tokens in ids [B, T]. Waits as `is_padded`."""
     padding = _padding(tokens, padding_idx)
-    other = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
-    return not bool(other)
+    left_padded = (padding[:, :-1] & ~padding[:, 1:]).any() | padding[:, :1].any()
+    return not bool(left_padded)
 
 
 def _padding(tokens: Tensor, padding_idx: int) -> Tensor:
-    known = on_host(tokens)
-    return (tokens if known is None else known).eq(padding_idx)
+    host_copy = on_host(tokens)
+    return (tokens if host_copy is None else host_copy).eq(padding_idx)

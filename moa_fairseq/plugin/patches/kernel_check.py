@@ -51,10 +51,7 @@ def takes_kernels(cfg: Any) -> bool:
 
     What evaluates has no model in its settings: it is the checkpoint's.
     """
-    if getattr(cfg.model, "sigma_moe_num_experts", 0):
-        sigma_moe = "auto"
-    else:
-        sigma_moe = None
+    sigma_moe = "auto" if getattr(cfg.model, "sigma_moe_num_experts", 0) else None
     backend = getattr(cfg.model, "expert_backend", None) or sigma_moe
     may = backend == "auto" and not getattr(cfg.model, "no_kernel_check", False)
     return may and not cfg.common.cpu and torch.cuda.is_available() and not triton.why_not()
@@ -87,22 +84,20 @@ def _check(dtype: str) -> None:
             outcome, _ = validation.read()
             outcome.failed[f"{dtype}, the check itself"] = [f"ended by signal {-status}, see {log}"]
             validation.write(outcome)
-        trusted, why = validation.verdict()
+        trusted, reason = validation.verdict()
         if dtype in trusted:
-            logger.info(f"checked the Triton kernels: {why}")
+            logger.info(f"checked the Triton kernels: {reason}")
         else:
-            if validation.is_open(dtype):
-                left = f"; the check ended with status {status}, see {log}"
-            else:
-                left = ""
-            logger.warning(f"the Triton kernels stay off: {why}{left}")
+            is_open = validation.is_open(dtype)
+            suffix = f"; the check ended with status {status}, see {log}" if is_open else ""
+            logger.warning(f"the Triton kernels stay off: {reason}{suffix}")
 
 
 def _run(dtype: str, log: Path) -> int:
     """Run the check to its end, which SIGTERM to this process hastens. Returns its exit status."""
     words = [sys.executable, "-u", "-m", "moa_fairseq.layers.experts.validate", "--dtypes", dtype]
     with open(log, "ab") as stream:
-        with signals_held() as told:
+        with signals_held() as received:
             process = subprocess.Popen(
                 words,
                 stdin=subprocess.DEVNULL,
@@ -112,7 +107,7 @@ def _run(dtype: str, log: Path) -> int:
                 preexec_fn=die_with_parent(),
             )
         try:
-            for number in told:
+            for number in received:
                 signal.raise_signal(number)
             while process.poll() is None:
                 if save_on_sigterm.was_asked():

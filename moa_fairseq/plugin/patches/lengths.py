@@ -62,11 +62,8 @@ def evaluate_every_token(
             dataset = task.dataset(subset)
             logger.info(f"--tokens-per-sample {max_positions}: the model's own")
         if longest() > max_positions and not getattr(task, "reads_any_length", False):
-            whole = str(task.args.sample_break_mode or "none") == "none"
-            if whole:
-                remedy = ""
-            else:
-                remedy = "--sample-break-mode none, which cuts lines to fit, and "
+            unbroken = str(task.args.sample_break_mode or "none") == "none"
+            remedy = "" if unbroken else "--sample-break-mode none, which cuts lines to fit, and "
             raise UserError(
                 f"--gen-subset {subset}: a block has {longest():,} tokens, but the model accepts "
                 f"{max_positions:,}, and fairseq would skip such blocks. Give {remedy}"
@@ -94,7 +91,7 @@ def name_the_sentence_that_is_too_long(
         UserError: names the first sentence that is too long, unless such sentences are to be left out.
     """
     if not ignore_invalid_inputs:
-        kept, left_out = dataset.filter_indices_by_size(indices, max_positions)
+        fitting, left_out = dataset.filter_indices_by_size(indices, max_positions)
         if len(left_out):
             first = min(left_out)
             raise UserError(
@@ -104,5 +101,5 @@ def name_the_sentence_that_is_too_long(
                 "--max-target-positions (for a language model --tokens-per-sample). With "
                 "--skip-invalid-size-inputs-valid-test the result covers fewer sentences."
             )
-        return kept
+        return fitting
     return filter_indices_by_size(task, indices, dataset, max_positions, ignore_invalid_inputs)

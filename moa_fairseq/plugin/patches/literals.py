@@ -47,12 +47,9 @@ def literal(text: Any, *_: Any) -> Any:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
     # as literal_eval documents
     except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
-        if len(text) <= 80:
-            shown = text
-        else:
-            shown = f"{text[:77]}..."
+        excerpt = text if len(text) <= 80 else f"{text[:77]}..."
         raise UserError(
-            f"The setting {_setting_name(text)} is refused: {shown!r} is not a plain value. "
+            f"The setting {_setting_name(text)} is refused: {excerpt!r} is not a plain value. "
             "fairseq would run it as Python code, and it may come from somebody else's checkpoint, "
             "so nothing was run. Give numbers, strings, lists, tuples, dictionaries, or sums "
             "and repetitions such as [(512, 3)] * 20."
@@ -65,18 +62,20 @@ class _Sums(ast.NodeTransformer):
     items = MAX_ITEMS
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Constant:
-        left, right = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
-        lengths = [len(side) if isinstance(side, (list, tuple, str, bytes)) else 0 for side in (left, right)]
+        first, second = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
+        lengths = [
+            len(side) if isinstance(side, (list, tuple, str, bytes)) else 0 for side in (first, second)
+        ]
         if isinstance(node.op, ast.Mult):
             if any(lengths):
-                self.items -= max(lengths) * max(left if lengths[1] else right, 0)
+                self.items -= max(lengths) * max(first if lengths[1] else second, 0)
         else:
             self.items -= sum(lengths)
         if self.items < 0:
             raise ValueError(f"more than {MAX_ITEMS} items")
         if type(node.op) not in _OPERATORS:
             raise ValueError(f"{type(node.op).__name__} is not allowed")
-        return ast.Constant(_OPERATORS[type(node.op)](left, right))
+        return ast.Constant(_OPERATORS[type(node.op)](first, second))
 
 
 def _setting_name(text: str) -> str:
@@ -87,10 +86,10 @@ def _setting_name(text: str) -> str:
             break
         if frame.f_globals.get("__name__") != "fairseq.utils":  # whose parameters are all called x
             values = list(frame.f_locals.values())
-            values += [
-                own for value in values for name, own in _own(value).items() if name in ("cfg", "args")
-            ]
-            for holder in (frame.f_locals, *map(_own, values)):
+            for value in list(values):
+                fields = _fields(value)
+                values += [fields[name] for name in ("cfg", "args") if name in fields]
+            for holder in (frame.f_locals, *map(_fields, values)):
                 for name, value in holder.items():
                     if isinstance(value, str) and value == text:
                         return str(name)
@@ -98,10 +97,10 @@ def _setting_name(text: str) -> str:
     return "of the configuration"
 
 
-def _own(value: Any) -> Mapping[Any, Any]:
+def _fields(value: Any) -> Mapping[Any, Any]:
     """What a configuration or an object itself holds; no property and no `__getattr__` is called."""
     if isinstance(value, DictConfig):
-        own: Any = OmegaConf.to_container(value, resolve=False)
+        fields: Any = OmegaConf.to_container(value, resolve=False)
     else:
-        own = getattr(value, "__dict__", {})
-    return own if isinstance(own, dict) else {}
+        fields = getattr(value, "__dict__", {})
+    return fields if isinstance(fields, dict) else {}

@@ -93,10 +93,7 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
         if weight.is_floating_point() and weight.element_size() == 1:  # float8 lacks isfinite
             weight = weight.float()
         if not weight.isfinite().all():
-            if weight.isnan().any():
-                kind = "NaN"
-            else:
-                kind = "infinity"
+            kind = "NaN" if weight.isnan().any() else "infinity"
             raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
 
 
@@ -113,7 +110,7 @@ def _parts(value: Any) -> list[Any]:
 
 def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
     """All tensors together are no larger than the file: none repeats a number, or was made without one."""
-    seen: set[int] = set()
+    visited: set[int] = set()
     pending: list[Any] = [state]
     while pending:
         value = pending.pop()
@@ -122,13 +119,13 @@ def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoR
             if not dense or value.device.type == "meta":
                 refuse(f"it holds a tensor that is not dense ({value.layout}, on {value.device})")
             storage = value.untyped_storage()
-            if storage.data_ptr() not in seen:
+            if storage.data_ptr() not in visited:
                 size -= storage.nbytes()
-            seen.add(storage.data_ptr())
+            visited.add(storage.data_ptr())
             if value.numel() * value.element_size() > storage.nbytes() or size < 0:
                 refuse(f"a tensor of the shape {list(value.shape)} is larger than what the file holds")
-        elif id(value) not in seen and (parts := _parts(value)):
-            seen.add(id(value))
+        elif id(value) not in visited and (parts := _parts(value)):
+            visited.add(id(value))
             pending += parts
 
 
@@ -181,10 +178,7 @@ class Allowance(TorchDispatchMode):
             self.tensors += self.TIMES
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
-        if args and isinstance(args[0], (list, tuple)):
-            sizes = args[0]
-        else:
-            sizes = args[-1:]
+        sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args[-1:]
         needed = 0
         if args and not isinstance(args[0], Tensor) and all(isinstance(size, (int, float)) for size in sizes):
             # a new tensor: empty([3, 4]), arange(7)
@@ -227,10 +221,10 @@ def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Ite
     except Exception as error:  # settings of unknown origin can cause any error
         frames = traceback.extract_tb(error.__traceback__)
         place = next((f for f in reversed(frames) if "/torch/" not in f.filename), frames[-1])
-        where = "/".join(Path(place.filename).parts[-3:])
+        origin = "/".join(Path(place.filename).parts[-3:])
         reason = " ".join(str(error).split())[:400]
         raise UserError(
-            f"{what}: {type(error).__name__}: {reason} (in {where}, line {place.lineno}). {remedy}"
+            f"{what}: {type(error).__name__}: {reason} (in {origin}, line {place.lineno}). {remedy}"
         ) from error
 
 
@@ -257,10 +251,10 @@ def explain_models(load: Callable, filenames: list[str], *args: Any, **options: 
     Raises:
         UserError: for these, for a model far larger than its weights, and for one that could not be used.
     """
-    given = options.get("state") or {}
+    state = options.get("state") or {}
     names = ", ".join(map(str, filenames))
     with explaining(f"The model of {names} cannot be loaded", names):
-        with Allowance(given.get("model", {}).values()):
+        with Allowance(state.get("model", {}).values()):
             models, cfg, task = load(filenames, *args, **options)
         _check_use(task, models)
         with open_dict(cfg):
@@ -296,8 +290,8 @@ def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args:
     for name, parameter in model.named_parameters():
         weight = state.get(name)
         if isinstance(weight, Tensor) and weight.is_floating_point() != parameter.is_floating_point():
-            why = f"is made of {weight.dtype}, and no training saves that"
-            raise UserError(f"The weight {name[:80]} {why}. {_REMEDY}")
+            reason = f"is made of {weight.dtype}, and no training saves that"
+            raise UserError(f"The weight {name[:80]} {reason}. {_REMEDY}")
     return load(model, state, *args, **options)
 
 
@@ -338,7 +332,7 @@ def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, 
 def _check_place(updates: Any, extra: dict[str, Any]) -> None:
     """Raises ValueError for a count or a best loss that would end the training only when it is used."""
     place = extra["train_iterator"]
-    counts = {"num_updates": updates, **{key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")}}
+    counts = {"num_updates": updates} | {key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")}
     for name, value in counts.items():
         if not isinstance(value, int) or not 0 <= value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}")

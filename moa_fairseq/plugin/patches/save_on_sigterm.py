@@ -67,11 +67,11 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
 
-        where = f"at update {trainer.get_num_updates()}"
+        place = f"at update {trainer.get_num_updates()}"
         if cfg.checkpoint.no_save:
-            logger.info(f"SIGTERM: ending {where}; nothing is saved, because of --no-save")
+            logger.info(f"SIGTERM: ending {place}; nothing is saved, because of --no-save")
         else:
-            logger.info(f"SIGTERM: saving a checkpoint {where} and ending")
+            logger.info(f"SIGTERM: saving a checkpoint {place} and ending")
             settings = copy.deepcopy(cfg.checkpoint)
             settings.no_last_checkpoints = False  # without one, the same command would begin anew
             settings.save_interval_updates = 0  # validate_and_save writes that one

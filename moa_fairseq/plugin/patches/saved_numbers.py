@@ -21,34 +21,34 @@ MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens
 _TYPES = {"b1", "f2", "f4", "f8", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8))}
 
 
-def plain(value: Any, known: dict[int, Any] | None = None) -> Any:
+def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy with plain numbers, and lists of them, in place of NumPy's.
 
     Args:
         value: dictionaries, lists, tuples and namespaces are copied; all else that is not NumPy's stays.
-        known: for the function's own calls, the copies of containers by the id of the original.
+        copies: for the function's own calls, the copies of containers by the id of the original.
     """
-    known = {} if known is None else known
-    if id(value) in known:
-        return known[id(value)]
+    copies = {} if copies is None else copies
+    if id(value) in copies:
+        return copies[id(value)]
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, dict):
-        same = known[id(value)] = copy.copy(value)  # with the attributes of a model's OrderedDict
-        same.clear()
-        same.update({plain(key, known): plain(item, known) for key, item in value.items()})
-        return same
+        copied = copies[id(value)] = copy.copy(value)  # with the attributes of a model's OrderedDict
+        copied.clear()
+        copied.update({plain(key, copies): plain(item, copies) for key, item in value.items()})
+        return copied
     if isinstance(value, list):
         items: list[Any] = []
-        known[id(value)] = items
-        items += [plain(item, known) for item in value]
+        copies[id(value)] = items
+        items += [plain(item, copies) for item in value]
         return items
     if type(value) is tuple:
-        known[id(value)] = tuple(plain(item, known) for item in value)
-        return known[id(value)]
+        copies[id(value)] = tuple(plain(item, copies) for item in value)
+        return copies[id(value)]
     if type(value) is Namespace:
-        settings = known[id(value)] = Namespace()
-        vars(settings).update(plain(vars(value), known))
+        settings = copies[id(value)] = Namespace()
+        vars(settings).update(plain(vars(value), copies))
         return settings
     return value
 
@@ -59,17 +59,14 @@ def numpy_stand_ins() -> list[type]:
     A scalar becomes a number, and an array a list; one without dimensions a list of one. They raise
     UnpicklingError for other contents than numbers and truth values, and for more than MAX_BYTES.
     """
-    left = MAX_BYTES
+    budget = MAX_BYTES
 
     def refuse(what: str) -> NoReturn:
         raise pickle.UnpicklingError(f"GLOBAL numpy.{what}")
 
     class Dtype:
         def __init__(self, code: str, *_: Any) -> None:
-            if code in _TYPES:
-                self.code = code
-            else:
-                self.code = refuse("dtype")
+            self.code = code if code in _TYPES else refuse("dtype")
 
         def __setstate__(self, state: Any) -> None:
             _, order, *fields = state
@@ -78,10 +75,10 @@ def numpy_stand_ins() -> list[type]:
             self.code = order + self.code
 
     def numbers(dtype: Any, raw: Any) -> np.ndarray:
-        nonlocal left
-        if not isinstance(dtype, Dtype) or not isinstance(raw, bytes) or len(raw) > left:
+        nonlocal budget
+        if not isinstance(dtype, Dtype) or not isinstance(raw, bytes) or len(raw) > budget:
             refuse("ndarray")
-        left -= len(raw)
+        budget -= len(raw)
         if raw:
             return np.frombuffer(raw, dtype.code)
         return np.empty(0, dtype.code)
@@ -91,12 +88,12 @@ def numpy_stand_ins() -> list[type]:
             """Empty, whatever the arguments say; its state follows."""
 
         def __setstate__(self, state: Any) -> None:
-            nonlocal left
+            nonlocal budget
             _, shape, dtype, by_columns, raw = state
             values = numbers(dtype, raw)
             rows = math.prod(size for size in shape if size)  # an empty array has them, too
-            left -= 0 if len(values) else rows
-            if math.prod(shape) != len(values) or left < 0:
+            budget -= 0 if len(values) else rows
+            if math.prod(shape) != len(values) or budget < 0:
                 refuse("ndarray")
             self[:] = values.reshape(shape or (1,), order="F" if by_columns else "C").tolist()
 

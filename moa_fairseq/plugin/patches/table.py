@@ -44,8 +44,8 @@ class Patch(NamedTuple):
             for module, owner in list(sys.modules.items()):
                 if module == "__main__":  # the command that runs, with python -m
                     module = getattr(getattr(owner, "__spec__", None), "name", None) or module
-                wanted = hasattr(owner, name) != hasattr(builtins, name)
-                if fnmatch.fnmatch(module, pattern) and isinstance(owner, types.ModuleType) and wanted:
+                is_defined = hasattr(owner, name) != hasattr(builtins, name)
+                if fnmatch.fnmatch(module, pattern) and isinstance(owner, types.ModuleType) and is_defined:
                     yield owner, name
 
     def install(self) -> None:

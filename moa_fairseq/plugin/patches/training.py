@@ -182,10 +182,7 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
     save = checkpoint_utils.save_checkpoint
     if not _can_be_best(getattr(save, "best", 0.0), cfg):
         path = os.path.join(cfg.save_dir, f"checkpoint_best{trainer.checkpoint_suffix}.pt")
-        if os.path.exists(path):
-            state = load_checkpoint(path)
-        else:
-            state = {}
+        state = load_checkpoint(path) if os.path.exists(path) else {}
         del save.best
         best = state.get("extra_state", {}).get("val_loss")
         if best is not None and _can_be_best(best, cfg):
@@ -197,10 +194,7 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
 def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
     """If the first validation is NaN, no later one is better: --patience ends the training."""
     if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
-        if cfg.checkpoint.maximize_best_checkpoint_metric:
-            valid_loss = -math.inf
-        else:
-            valid_loss = math.inf
+        valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
     return should_stop_early(cfg, valid_loss)
 
 
@@ -242,13 +236,13 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
             raise
         differences = _differences(load_checkpoint(filename), trainer.cfg.model)
         torchs_reason = " ".join(str(error.__context__).split())
-        other = "choose another --save-dir"
+        remedy = "choose another --save-dir"
         if trainer.cfg.checkpoint.finetune_from_model == filename:
-            other = "leave --finetune-from-model out"
+            remedy = "leave --finetune-from-model out"
         raise UserError(
             f"{filename} holds a different model from this command's, and cannot be loaded: "
             f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags of the training that "
-            f"saved it; or, to train another model, {other}."
+            f"saved it; or, to train another model, {remedy}."
         ) from error
 
 
@@ -352,10 +346,7 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
     moments = ("exp_avg", "exp_avg_sq", "max_exp_avg_sq", "momentum_buffer")
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
-            if torch.is_tensor(value):
-                shape = value.shape
-            else:
-                shape = None
+            shape = value.shape if torch.is_tensor(value) else None
             if isinstance(value, str) or (name in moments and value is not None and shape != parameter.shape):
                 return False
             # flattened parameters (--fp16) have whatever length the model's have together
@@ -380,12 +371,11 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
     if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
         error = UserError(str(error))
     if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
+        ending = f"ended with {error.exit_code}"
         if error.signal_name:
-            how = f"was killed ({error.signal_name})"
-        else:
-            how = f"ended with {error.exit_code}"
+            ending = f"was killed ({error.signal_name})"
         remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
-        error = UserError(f"Process {error.error_index} of this machine {how}. {remedy} checkpoint.")
+        error = UserError(f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint.")
     if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
         error = UserError(f"{error}.")
     if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):

@@ -142,7 +142,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
         if ignore_grad:
             inputs = {key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")}
-            sample = {**sample, "net_input": inputs}
+            sample = sample | {"net_input": inputs}
         return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
     def before_save(self, trainer: Any, epoch_itr: iterators.EpochBatchIterator) -> None:
@@ -151,9 +151,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
         self._carried = None
         if context is None or epoch_itr.end_of_epoch():
             return
-        whole = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
-        if whole is not None:
-            self._carried = {**self._texts(epoch_itr), "chunk": whole.chunk, "inputs": whole.inputs}
+        gathered = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
+        if gathered is not None:
+            self._carried = self._texts(epoch_itr) | {"chunk": gathered.chunk, "inputs": gathered.inputs}
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """fairseq's hook: what the first process adds to a checkpoint."""
@@ -178,22 +178,19 @@ class TruncatedBPTTTask(LanguageModelingTask):
         place = epoch_itr.iterations_in_epoch
         if context is None or place == 0:
             return
-        own = self._own_parts(epoch_itr)
+        parts = self._own_parts(epoch_itr)
         texts = self._texts(epoch_itr)
-        here = {**texts, "chunk": place / len(own) - 1}
-        if not isinstance(carried, dict) or {key: carried.get(key) for key in here} != here:
-            if carried is None:
-                why = "holds none"
-            else:
-                why = "holds that of texts which were cut otherwise"
+        position = texts | {"chunk": place / len(parts) - 1}
+        if not isinstance(carried, dict) or {key: carried.get(key) for key in position} != position:
+            state = "holds none" if carried is None else "holds that of texts which were cut otherwise"
             logger.warning(
-                f"the next chunk is read without the --carried-chunks before it: the checkpoint {why}. The "
+                f"the next chunk is read without the --carried-chunks before it: the checkpoint {state}. The "
                 "training will differ a little from one that was not interrupted"
             )
             return
         rows = texts["texts"] // epoch_itr.dataset.parts
         longest = context.chunks * texts["length"]
-        for part in own:
+        for part in parts:
             mine = (slice(-longest, None), slice(part * rows, (part + 1) * rows))
             inputs = [x[mine].to(trainer.device, copy=True) for x in carried["inputs"]]
             if inputs[0].size(1):
@@ -248,10 +245,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
             raise UserError(
                 f"--max-tokens {max_tokens} is less than one chunk of --tokens-per-sample {length}: raise it."
             )
-        if dataset is self.datasets.get(self.args.train_subset):
-            steps = self._micro_batches()
-        else:
-            steps = 1
+        steps = self._micro_batches() if dataset is self.datasets.get(self.args.train_subset) else 1
         parts = num_shards * steps
         per_part = max(1, min(per_shard, len(dataset) // parts))
         ordered = OrderedChunks(dataset, per_part * parts, parts)
