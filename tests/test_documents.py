@@ -211,7 +211,11 @@ def test_a_line_is_understood_by_its_program(document, words):
     if "--wrap" in words:  # Slurm's: what a job does
         words = shlex.split(words[words.index("--wrap") + 1])
     if words[0] == "moa-fairseq":
-        build_parser(words[1:]).parse_args(words[1:])
+        args = build_parser(words[1:]).parse_args(words[1:])
+        if words[1] == "study" and args.records is None and not (args.report or args.pack):
+            study = args.study.stem + "_tuning" * args.tune
+            records = ROOT / "results" / "studies" / study / "records.jsonl"
+            assert not records.exists(), "the study stops: these runs have another commit"
         if words[1] == "recipe" and not words[2].startswith("my_"):
             assert find_recipe(Path(words[2])).is_file(), words[2]
     elif words[0] in ("bash", "sbatch"):
