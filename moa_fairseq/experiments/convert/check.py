@@ -104,7 +104,8 @@ def mean_losses(
     try:
         task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
     except Exception as error:  # fairseq raises bare ones, too
-        raise UserError(f"--data {data} cannot be read: {shortened(error)}") from error
+        remedy = "Give the folder that fairseq-preprocess wrote: binarised/ in a prepared data set"
+        raise UserError(f"--data {data} cannot be read: {shortened(error)}. {remedy}.") from error
     rows = {p.size(0) for name, p in models[0].named_parameters() if name.endswith("embed_tokens.weight")}
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not rows <= symbols:

@@ -145,7 +145,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "of --to fairseq: a checkpoint of the run that was exported, whose settings OUT has"
     parser.add_argument("--like", type=Path, metavar="CHECKPOINT", help=text)
     parser.add_argument(
-        "--data", type=Path, metavar="DIR", help="binarised data folder: print the loss before and after"
+        "--data", type=Path, metavar="DATA-BIN", help="binarised data folder: print the loss before and after"
     )
     parser.add_argument("--subset", default="valid", help="subset of the data (valid)")
     parser.add_argument("--max-tokens", type=int, default=2048, help="tokens per batch of the data (2048)")
@@ -198,7 +198,7 @@ def run(args: argparse.Namespace) -> int:
         before, after = mean_losses([source, result.model], checkpoint, result.job, *limits)
         print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
     elif result.reason is not None:
-        print("To measure the change in loss, give --data DIR.")
+        print("To measure the change in loss, give --data DATA-BIN.")
     models.write(result.checkpoint, args.output, made_by)
     print(f"wrote {args.output}")
     return 0

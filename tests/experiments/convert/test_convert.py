@@ -284,6 +284,7 @@ def test_bad_inputs_are_refused_and_nothing_is_written(kind, words, dense, conve
         (("--to", "dense"), "--to dense: "),
         (("--to", "moh", "--experts-per-token", 3), "between 1 and 2"),
         (("--to", "moh", "--data", "/nowhere"), "--data /nowhere is not a folder"),
+        (("--to", "moh", "--data", "/"), "binarised/ in a prepared data set"),
     ],
 )
 def test_flags_that_make_no_sense(flags, words, dense, convert, tmp_path):
