@@ -60,9 +60,9 @@ class AdaptiveEmbedding(nn.Module):
         out: Tensor | None = None
         first = 0
         for cutoff, embed in zip(self.cutoffs, self.embeddings):
-            held = (ids >= first) & (ids < cutoff)
-            found = embed((ids - first).clamp(0, cutoff - first - 1)).masked_fill(~held.unsqueeze(-1), 0)
-            out = found if out is None else out + found
+            in_band = (ids >= first) & (ids < cutoff)
+            rows = embed((ids - first).clamp(0, cutoff - first - 1)).masked_fill(~in_band.unsqueeze(-1), 0)
+            out = rows if out is None else out + rows
             first = cutoff
         assert out is not None
         return out
@@ -120,13 +120,13 @@ class AdaptiveSoftmax(nn.Module):
         x = self.dropout_module(x)
         first = self.cutoffs[0]
         if embedding is None:
-            found = self.head(x)
+            log_probs = self.head(x)
         else:
             classes = self.head.class_proj
             assert isinstance(classes, nn.Linear)
-            found = torch.cat([F.linear(x, embedding.weights(0)[0]), classes(x)], -1)
-        found = found.log_softmax(-1)
-        bands = [found[..., :first]]
+            log_probs = torch.cat([F.linear(x, embedding.weights(0)[0]), classes(x)], -1)
+        log_probs = log_probs.log_softmax(-1)
+        bands = [log_probs[..., :first]]
         for band, parts in enumerate(self.tail):
             assert isinstance(parts, nn.ModuleDict)
             narrow: Tensor
@@ -137,5 +137,5 @@ class AdaptiveSoftmax(nn.Module):
                 words, projection = embedding.weights(band + 1)
                 narrow = parts["0"](x) if "0" in parts else F.linear(x, projection.t())
                 scores = F.linear(self.dropout_module(narrow), words)
-            bands.append(scores.log_softmax(-1) + found[..., first + band, None])
+            bands.append(scores.log_softmax(-1) + log_probs[..., first + band, None])
         return torch.cat(bands, -1)

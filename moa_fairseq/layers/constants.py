@@ -25,20 +25,20 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
     Returns:
         The same function with a table; nobody may write to the tensors that it returns.
     """
-    kept: dict[tuple[Hashable, ...], Tensor] = {}
+    table: dict[tuple[Hashable, ...], Tensor] = {}
 
     @functools.wraps(make)
-    def found(*sizes: Any, device: torch.device) -> Tensor:
+    def lookup(*sizes: Any, device: torch.device) -> Tensor:
         if is_compiling():
             return make(*sizes, device=device)
-        tensor = kept.get((sizes, device))
+        tensor = table.get((sizes, device))
         if tensor is None:
             tensor = make(*sizes, device=device)
             if type(tensor) is Tensor and not tensor.is_inference():  # a fake tensor would be of no use later
-                kept[(sizes, device)] = tensor
+                table[(sizes, device)] = tensor
         return tensor
 
-    return found
+    return lookup
 
 
 @constant

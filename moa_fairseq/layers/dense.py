@@ -95,9 +95,9 @@ class DenseHeadsAttention(Attention):
 
     def reset_parameters(self) -> None:
         """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
-        same = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
+        is_square = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
         for projection in (self.k_proj, self.v_proj, self.q_proj):
-            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if same else 1.0)
+            nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if is_square else 1.0)
         nn.init.xavier_uniform_(self.out_proj.weight)
         if self.out_proj.bias is not None:
             nn.init.zeros_(self.out_proj.bias)

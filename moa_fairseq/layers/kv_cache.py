@@ -99,18 +99,20 @@ class KVCache:
             return padding
         batch = self.keys.size(0)
         length = self.keys.size(2)
-        known = self.padding
+        cached_padding = self.padding
         if padding is not None and padding.size(1) > length:
             padding = padding[:, padding.size(1) - length :]
         elif padding is not None and padding.size(1) < length:
             before = length - padding.size(1)
-            if known is None:
+            if cached_padding is None:
                 earlier = padding.new_zeros(batch, before)
             else:
-                earlier = known[:, :before]
+                earlier = cached_padding[:, :before]
             padding = torch.cat([earlier, padding], dim=1)
-        elif padding is None and known is not None:
-            padding = torch.cat([known, known.new_zeros(batch, length - known.size(1))], dim=1)
+        elif padding is None and cached_padding is not None:
+            padding = torch.cat(
+                [cached_padding, cached_padding.new_zeros(batch, length - cached_padding.size(1))], dim=1
+            )
         self.padding = padding
         return padding
 
@@ -147,13 +149,13 @@ class KVCache:
             raise ValueError(
                 f"length {length} must be between 0 and the {self.length} positions in the cache"
             )
-        kept = length - self.dropped
-        if self.needed is not None and self.dropped and kept < self.needed:
+        remaining = length - self.dropped
+        if self.needed is not None and self.dropped and remaining < self.needed:
             raise ValueError(
                 f"length {length} is too short: this attention has a window, and its cache has dropped the "
                 f"first {self.dropped} positions, some of which the next query would see"
             )
-        self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, kept))
+        self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, remaining))
 
     def _of_keys(self, change: Callable[[Tensor, int], Tensor]) -> None:
         """Change every tensor that has a row for each sentence of the keys and a place for each position."""
@@ -164,8 +166,8 @@ class KVCache:
 
     def tensors(self) -> tuple[Tensor, ...]:
         """All that it holds."""
-        held = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
-        return tuple(tensor for tensor in held if tensor is not None)
+        tensors = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
+        return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _version(tensor: Tensor) -> int:

@@ -178,8 +178,10 @@ class LatentAttention(DenseHeadsAttention):
         # `attend` divides by the root of the width that it sees
         factor = math.sqrt((self.rotary_dim + self.latent_dim) / (self.rotary_dim + self.head_dim))
         q = torch.cat([rotary, content], -1) * factor
-        found, weights = self.attend(call, q, latent, latent, masks)
-        heads = torch.einsum("bhtc,hdc->bhtd", found[..., self.rotary_dim :], self.v_proj.weight.view(shape))
+        latents, weights = self.attend(call, q, latent, latent, masks)
+        heads = torch.einsum(
+            "bhtc,hdc->bhtd", latents[..., self.rotary_dim :], self.v_proj.weight.view(shape)
+        )
         return heads, weights
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -190,7 +192,7 @@ class LatentAttention(DenseHeadsAttention):
     def macs(self, queries: int, keys: int) -> dict[str, int]:
         """As the base class counts, of a whole sequence, where the keys and values of all heads are built."""
         scores = queries * keys * self.num_heads * (2 * self.head_dim + self.rotary_dim)
-        return {**super().macs(queries, keys), "scores": scores}
+        return super().macs(queries, keys) | {"scores": scores}
 
     def cache_bytes(self, number_bytes: int = 2) -> int:
         """Bytes that a token leaves in the cache of a generation: the latent and the rotary key.

@@ -54,7 +54,7 @@ class MAESettings(FamilySettings):
     mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
 
     def check(self, attentions: Sequence[Attention]) -> None:
-        mixtures = [one for one in attentions if isinstance(one, MixtureOfAttentiveExperts)]
+        mixtures = [attention for attention in attentions if isinstance(attention, MixtureOfAttentiveExperts)]
         gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
         if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
             raise UserError(
@@ -138,10 +138,9 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         self.gate: SequenceGate | None = None
         if settings.mae_gate == "learned":
             # a causal gate must not see later positions
+            norm = settings.gate_norm
             if causal:
                 norm = "earlier"
-            else:
-                norm = settings.gate_norm
             sizes = (self.num_experts, settings.gate_hidden_dim, settings.gate_dropout)
             self.gate = SequenceGate(embed_dim, *sizes, norm)
         self.reset_parameters()
@@ -181,25 +180,22 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
+            wide = torch.float32
             if x.dtype == torch.float64:
                 wide = torch.float64
-            else:
-                wide = torch.float32
             logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
         if self.causal:
             mean = running_mean(x, padding, self.gate_window, None if call.cache is None else call.cache.sums)
             length = tgt_len
-            if padding is None:
-                real = None
-            else:
+            real = None
+            if padding is not None:
                 real = ~padding.reshape(-1)
         else:
             mean = sequence_mean(x, padding)
             length = 1
-            if padding is None:
-                real = None
-            else:
+            real = None
+            if padding is not None:
                 real = ~padding.all(1)
         probs, logits = self.gate(mean.reshape(-1, width), real)
         shape = (batch, length, self.num_experts)
@@ -226,10 +222,9 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return favourite
 
     def _routing(self, probs: Tensor, logits: Tensor, chosen: Tensor | None, real: Tensor | None) -> Routing:
+        scope = "sequences"
         if self.causal and self.gate is not None:
             scope = "tokens"
-        else:
-            scope = "sequences"
         probs = probs.flatten(0, 1)  # [B, T or 1, E] → [N, E]
         if chosen is None:
             expert_ids = every_index(self.num_experts, device=probs.device).expand(probs.size(0), -1)
@@ -268,7 +263,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         if self.gate is not None:  # it sees one mean of a sequence, or one for each position
             hidden = self.gate.fc1.out_features
             gate = (queries if self.causal else 1) * hidden * (self.embed_dim + self.num_experts)
-        return {**super().projection_macs(queries, keys), "router": gate}
+        return super().projection_macs(queries, keys) | {"router": gate}
 
 
 @constant

@@ -194,9 +194,8 @@ class MixtureOfAttention(Attention):
         pays = pays and memory is values and is_plain(self.k_proj, nn.Linear)
         if pays and is_plain(self.v_proj, nn.Linear):
             weight = torch.cat([self.k_proj.weight, self.v_proj.weight])
-            if self.k_proj.bias is None:
-                bias = None
-            else:
+            bias = None
+            if self.k_proj.bias is not None:
                 bias = torch.cat([self.k_proj.bias, self.v_proj.bias])
             both = F.linear(memory, weight, bias)  # [B, S, 2·G·D]
             k, v = both.view(*shape[:2], 2, *shape[2:]).unbind(2)

@@ -149,10 +149,9 @@ class MixtureOfHeads(DenseHeadsAttention):
     def compute(self, call: Call) -> Computed:
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         # of every head, [N, H·D]
+        queries = None
         if self.router.reads_queries:
             queries = self.q_proj(rows)
-        else:
-            queries = None
         routed_by = rows if queries is None else queries
         routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
@@ -291,14 +290,13 @@ class MixtureOfHeads(DenseHeadsAttention):
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         learned = not self.router.reads_queries
         inputs = self.k_proj.in_features + self.v_proj.in_features
+        working = self.num_heads
         if self._may_skip:
             working = self.active_heads
-        else:
-            working = self.num_heads
-        asked = working if learned else self.num_heads
+        query_heads = working if learned else self.num_heads
         return {
             "router": queries * self.router.projection.weight.numel() if learned else 0,
-            "projections": queries * self.embed_dim * self.head_dim * (asked + working)
+            "projections": queries * self.embed_dim * self.head_dim * (query_heads + working)
             + keys * inputs * self.num_heads * self.head_dim,
         }
 
@@ -307,7 +305,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         if not self._may_skip:
             return super().macs(queries, keys)
         scores = 2 * queries * keys * self.active_heads * self.head_dim
-        return {**super().macs(queries, keys), "scores": scores}
+        return super().macs(queries, keys) | {"scores": scores}
 
     def _by_head(self, weight: Tensor) -> Tensor:
         """[H·D] or [H·D, C] → the routed heads', [h − h_s, D] or [h − h_s, D, C]."""

@@ -229,10 +229,9 @@ class QueryNormRouter(_Router):
         """
         queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):
+            dtype = torch.float32
             if queries.dtype == torch.float64:
                 dtype = torch.float64
-            else:
-                dtype = torch.float32
             heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
             logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
             if self.routed_heads > 1 and logits.numel():
@@ -242,11 +241,11 @@ class QueryNormRouter(_Router):
             probs = torch.softmax(logits, -1)
             routed_gate, routed_index = self._top_heads(logits, probs)
             routed_gate = 1.0 + (routed_gate - routed_gate.detach())
-            ones = logits.new_ones(logits.size(0), self.shared_heads)
+            shared_gates = logits.new_ones(logits.size(0), self.shared_heads)
             return self._routing(
-                [ones, routed_gate],
+                [shared_gates, routed_gate],
                 routed_index,
-                [ones, probs],
-                [torch.zeros_like(ones), logits],
+                [shared_gates, probs],
+                [torch.zeros_like(shared_gates), logits],
                 padding,
             )

@@ -131,12 +131,15 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             source = self._route_keys(call, routing)
             if source.side == "keys":
                 routings = (routing, source)
-            if source is routing:
-                own = order
-            else:
-                own = source.order()
-            k = self._heads(self.k_proj(call.memory.reshape(-1, call.memory.size(2)), own), call.memory)
-            v = self._heads(self.v_proj(call.values.reshape(-1, call.values.size(2)), own), call.values)
+            source_order = order
+            if source is not routing:
+                source_order = source.order()
+            k = self._heads(
+                self.k_proj(call.memory.reshape(-1, call.memory.size(2)), source_order), call.memory
+            )
+            v = self._heads(
+                self.v_proj(call.values.reshape(-1, call.values.size(2)), source_order), call.values
+            )
             key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])  # [B·S, K] → [B, S, K]
         q, k, v, masks, _ = self.place(call, q, k, v, key_experts)
         if call.cache is not None:
@@ -154,20 +157,20 @@ class NativeMixtureOfHeads(MixtureOfAttention):
 
     def _route_keys(self, call: Call, routing: Routing) -> Routing:
         """The routing of keys: in self-attention the queries' own, unless a context was carried."""
-        own = self.source_router
+        source_router = self.source_router
         memory = call.memory
         assert memory is not None
-        if own is None and call.same_tokens:
+        if source_router is None and call.same_tokens:
             return routing
         padding = call.masks.padding
         if padding is not None:
             padding = padding[:, padding.size(1) - memory.size(1) :]
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
         # without a router of its own it is the text again, behind its context: its tokens are counted already
-        found: Routing = (own or self.router)(rows, padding, observed=own is not None)
-        if own is None:
-            return found
-        return replace(found, side="keys")
+        source: Routing = (source_router or self.router)(rows, padding, observed=source_router is not None)
+        if source_router is None:
+            return source
+        return replace(source, side="keys")
 
     def _attend_by_head(
         self,
@@ -206,19 +209,18 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         # [n·B, K, T, D] → [B, K, n·T, D]
         folded = q.unflatten(0, (rows, beam)).transpose(1, 2).flatten(2, 3)
         blocks = (of_queries.gather(folded), of_keys.gather(k), of_keys.gather(v))
-        found, weights = self.attend(call, *blocks, Masks(mask, of_keys.empty))
+        blocks_out, weights = self.attend(call, *blocks, Masks(mask, of_keys.empty))
 
         def unfolded(x: Tensor) -> Tensor:
             slots: Tensor = of_queries.scatter(x).unflatten(2, (beam, q.size(2)))
             return slots.transpose(1, 2).flatten(0, 1)
 
-        return unfolded(found), None if weights is None else unfolded(of_keys.spread(weights))
+        return unfolded(blocks_out), None if weights is None else unfolded(of_keys.spread(weights))
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         inputs = sum(self.key_widths.values())
-        if self.source_router is None:
-            of_keys = 0
-        else:
+        of_keys = 0
+        if self.source_router is not None:
             of_keys = keys * self.source_router.projection.weight.numel()
         return {
             "router": queries * self.embed_dim * self.num_experts + of_keys,
@@ -228,7 +230,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
     def macs(self, queries: int, keys: int) -> dict[str, int]:
         """As the base class counts; scores if each head has K / E of the queries and of the keys."""
         scores = 2 * queries * keys * self.num_heads**2 * self.head_dim // self.num_experts
-        return {**super().macs(queries, keys), "scores": scores}
+        return super().macs(queries, keys) | {"scores": scores}
 
 
 NAMOHSettings.attention = NativeMixtureOfHeads

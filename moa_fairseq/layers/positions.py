@@ -191,8 +191,8 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     cos = cos.to(wide.dtype)
     sin = sin.to(wide.dtype)
     pairs = cos.size(-1)
-    first, second, rest = wide.split([pairs, pairs, x.size(-1) - 2 * pairs], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, rest], dim=-1).to(x.dtype)
+    first, second, unrotated = wide.split([pairs, pairs, x.size(-1) - 2 * pairs], dim=-1)
+    return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1).to(x.dtype)
 
 
 class RelativePositions(Positions):

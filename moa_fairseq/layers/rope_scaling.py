@@ -69,10 +69,10 @@ class RopeScaling:
         kind = given.get("rope_type")
         check_choice("rope_scaling: rope_type", kind, _NEEDED)
         needed = _NEEDED[str(kind)]
-        known = {"rope_type", *needed, *(_OF_YARN if kind == "yarn" else ())}
+        allowed = {"rope_type", *needed, *(_OF_YARN if kind == "yarn" else ())}
         for name in given:
-            if name not in known:
-                hint = " (it is rope_base here)" if name == "rope_theta" else did_you_mean(str(name), known)
+            if name not in allowed:
+                hint = " (it is rope_base here)" if name == "rope_theta" else did_you_mean(str(name), allowed)
                 raise UserError(f"rope_scaling: {kind} has no {name}{hint}: leave it out.")
         for name in sorted(needed):
             value = given.get(name)

@@ -116,12 +116,13 @@ class RoutingSums:
         places: dict[int, list[int]] = defaultdict(list)
         for place, decision in enumerate(decisions):
             places[decision.probs.size(0)].append(place)
-        self.order = [place for same in places.values() for place in same]
+        self.order = [place for indices in places.values() for place in indices]
         self.groups = decisions[0].groups
         self.auxiliary = decisions[0].auxiliary
         self.family = decisions[0].family
         self._decisions = [decisions[place] for place in self.order]
-        self._runs = [(len(same), tokens) for tokens, same in places.items()]  # (decisions, tokens of each)
+        # (decisions, tokens of each)
+        self._runs = [(len(indices), tokens) for tokens, indices in places.items()]
         self._padding = self._joint_padding()
         self._real = _real_tokens(self._decisions, self._padding)
         # no cached_property: torch.compile cannot enter its lock
@@ -260,9 +261,8 @@ class _SquaredLogSumExp(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, padding: Tensor | None) -> Tensor:
-        if padding is None:
-            filled = x
-        else:
+        filled = x
+        if padding is not None:
             filled = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(filled, -1)
         lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
@@ -278,14 +278,13 @@ class _SquaredLogSumExp(Function):
         if torch.is_grad_enabled():
 
             def plain(x: Tensor) -> Tensor:
-                if padding is None:
-                    filled = x
-                else:
+                filled = x
+                if padding is not None:
                     filled = x.masked_fill(padding[:, None, None], 0.0)
                 return torch.logsumexp(filled, -1).square().mean(-1)
 
-            (found,) = differentiable_gradients(plain, (x,), (True,), grad)
-            return found, None
+            (grad_x,) = differentiable_gradients(plain, (x,), (True,), grad)
+            return grad_x, None
         scale = lse * (grad * (2.0 / lse.size(1))).unsqueeze(1)
         return log_probs.exp() * scale.unsqueeze(-1), None
 

@@ -199,10 +199,9 @@ def attend_with_weights(
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))  # [B, H, T, S]
     if mask is not None:
         scores = scores + mask
+    wide = torch.float32
     if q.dtype == torch.float64:
         wide = torch.float64
-    else:
-        wide = torch.float32
     weights = torch.softmax(scores, dim=-1, dtype=wide)
     if fully_masked is not None:
         weights = weights.masked_fill(fully_masked, 0.0)
@@ -217,10 +216,10 @@ def _for_beams(
     batch, heads, tgt_len, dim = q.shape
     if bias is not None:
         bias = bias.expand(batch, heads, -1, -1).reshape(k.size(0), -1, tgt_len, k.size(2))
-    found = attends(q.reshape(k.size(0), -1, tgt_len, dim), k, v, masks, dropout, bias)
-    if isinstance(found, Tensor):
-        return found.reshape(batch, heads, tgt_len, dim)
-    out, weights = found
+    results = attends(q.reshape(k.size(0), -1, tgt_len, dim), k, v, masks, dropout, bias)
+    if isinstance(results, Tensor):
+        return results.reshape(batch, heads, tgt_len, dim)
+    out, weights = results
     return out.reshape(batch, heads, tgt_len, dim), weights.reshape(batch, heads, tgt_len, -1)
 
 

@@ -61,13 +61,13 @@ def attend_selected(
     for head, width in enumerate(widths):
         if width:
             end = start + batch * width
-            own = mask
+            block_mask = mask
             if mask_rows is not None:
-                own = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
+                block_mask = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
             block = blocks[start:end].view(batch, 1, width, dim)  # [B·M, D] → [B, 1, M, D]
             keys = k[:, head : head + 1]
             values = v[:, head : head + 1]
-            out = fused_attention(block, keys, values, own, dropout)
+            out = fused_attention(block, keys, values, block_mask, dropout)
             parts.append(out.reshape(-1, dim))
             start = end
     place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)

@@ -131,14 +131,14 @@ class StaticCache(KVCache):
         Raises:
             ValueError: for a length that is not held.
         """
-        held = int(self.length)
-        if not 0 <= length <= held:
-            raise ValueError(f"length {length} must be between 0 and the {held} positions in the cache")
+        filled = int(self.length)
+        if not 0 <= length <= filled:
+            raise ValueError(f"length {length} must be between 0 and the {filled} positions in the cache")
         if self._filled is not None:
             self._filled.fill_(length)
         for tensor, axis in ((self.keys, 2), (self.values, 2), (self.padding, 1)):
             if tensor is not None:  # a weight of zero does not hide a NaN
-                tensor.narrow(axis, length, held - length).zero_()
+                tensor.narrow(axis, length, filled - length).zero_()
         self._written = length
 
     def tensors(self) -> tuple[Tensor, ...]:

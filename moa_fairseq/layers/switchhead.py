@@ -146,10 +146,9 @@ class SwitchHeadAttention(Attention):
             return ExpertLinear(
                 self.num_heads * self.num_experts, *sizes, is_up, expert_backend=self._backend, fan_in=fan_in
             )
+        sizes = (width, model_dim)
         if is_up:
             sizes = (model_dim, width)
-        else:
-            sizes = (width, model_dim)
         return nn.Linear(*sizes, bias=False)
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
@@ -197,16 +196,15 @@ class SwitchHeadAttention(Attention):
         self, memory: Tensor, padding: Tensor | None
     ) -> tuple[Routing | None, ExpertPermutation | None]:
         """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
+        router = self.source_router
         if self.shares_selection:
             router = self.router
-        else:
-            router = self.source_router
         if router is None:
             return None, None
         if padding is not None:
             padding = padding[:, padding.size(1) - memory.size(1) :]
-        found: Routing = router(memory, padding)
-        source = replace(found, side="keys")
+        decision: Routing = router(memory, padding)
+        source = replace(decision, side="keys")
         return source, source.order()
 
     def _into_heads(
@@ -237,10 +235,9 @@ class SwitchHeadAttention(Attention):
             model_dim = module.weight.size(
                 0 if module is self.out_proj and letter not in self.experts else -1
             )
+            used = 1
             if letter in self.experts:
                 used = self.experts_per_token
-            else:
-                used = 1
             projections += tokens * model_dim * self.num_heads * self.head_dim * used
         routers = ((self.router, queries), (self.source_router, keys))
         macs = sum(

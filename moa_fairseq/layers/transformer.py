@@ -254,14 +254,14 @@ class TransformerLayer(nn.Module):
             return out
 
         def attend_to_itself(x: Tensor) -> Tensor:
-            held = cache and cache.self_attn
-            return attend(self.self_attn, x, padding=padding, causal=self.causal, cache=held)
+            layer_cache = cache and cache.self_attn
+            return attend(self.self_attn, x, padding=padding, causal=self.causal, cache=layer_cache)
 
         def attend_to_memory(x: Tensor) -> Tensor:
             assert self.encoder_attn is not None
-            held = cache and cache.encoder_attn
+            layer_cache = cache and cache.encoder_attn
             masks = {"padding": memory_padding, "query_padding": queries}
-            return attend(self.encoder_attn, x, memory, cache=held, **masks)
+            return attend(self.encoder_attn, x, memory, cache=layer_cache, **masks)
 
         def feed_forward(x: Tensor) -> Tensor:
             if isinstance(self.fc1, SigmaMoE):

@@ -51,9 +51,8 @@ def run(product: "Product") -> Tensor:
     weight = product.weight
     order = product.order
     num_experts, dim, _ = weight.shape
-    if product.gates is None:
-        gates = None
-    else:
+    gates = None
+    if product.gates is not None:
         gates = product.gates.to(product.rows.dtype).unsqueeze(1)
     if product.is_up:
         matrix = weight.flatten(0, 1).t()  # [E, D, C] → [C, E·D]

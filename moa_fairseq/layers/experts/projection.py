@@ -17,10 +17,9 @@ from moa_fairseq.layers.experts.grouped import dense, expert_loop, placed_rows, 
 
 logger = logging.getLogger(__name__)
 
+_GROUPED_BY = "one mm per expert"
 if hasattr(F, "grouped_mm"):
     _GROUPED_BY = "torch grouped_mm where it applies"
-else:
-    _GROUPED_BY = "one mm per expert"
 _KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
@@ -90,9 +89,9 @@ def _announce(asked: str, chosen: str, reason: str) -> str:
         "grouped": f"{_GROUPED_BY}; one dense GEMM when K = E",
         "auto": "and every expert at once for few tokens; one dense GEMM when K = E",
     }
-    named = "triton" if chosen == "auto" else chosen
+    backend = "triton" if chosen == "auto" else chosen
     text = "; ".join(filter(None, [details.get(chosen), reason]))
-    logger.info(f"expert backend: {named}{f' ({text})' if text else ''} (--expert-backend {asked})")
+    logger.info(f"expert backend: {backend}{f' ({text})' if text else ''} (--expert-backend {asked})")
     return chosen
 
 
@@ -182,10 +181,9 @@ def project(
     if bias is not None:
         bias = bias.to(rows.dtype)
     product = Product(rows, weight, bias, gates, order, is_up, fan)
+    ways = _WAYS
     if order.in_order and fan == 1 and not (is_up and gates is not None):
         ways = _IN_ORDER
-    else:
-        ways = _WAYS
     sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
     way: Way | None = order.ways.get(sizes)
     if way is None:  # asked once for the products of a routing
@@ -196,10 +194,9 @@ def project(
         order.ways[sizes] = way
     run = way.run
     # last of all the numbers, which an exported length must not be compared with
+    keeps_less = None
     if torch.is_grad_enabled() and not _no_function(product):
         keeps_less = way.keeps_less
-    else:
-        keeps_less = None
     if keeps_less is not None and order.tokens * experts * dim > _KEPT_RESULTS:
         run = keeps_less
     out = run(product)

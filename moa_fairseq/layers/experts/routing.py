@@ -39,14 +39,12 @@ class _WideProduct(Function):
 
 def _product_grads(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
+    grad_x = None
     if ctx.needs_input_grad[0]:
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
-    else:
-        grad_x = None
+    grad_weight = None
     if ctx.needs_input_grad[1]:
         grad_weight = (grad.t() @ x.to(grad.dtype)).to(weight.dtype)
-    else:
-        grad_weight = None
     return grad_x, grad_weight
 
 
@@ -72,8 +70,8 @@ class _Route(Function):
         ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         normalizes, detached = FUSED[renormalize]
-        found = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
-        logits, probs, gate, index = found
+        outputs = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
+        logits, probs, gate, index = outputs
         ctx.save_for_backward(x, weight, probs, index, padding)
         ctx.options = per_token, normalizes, detached
         ctx.set_materialize_grads(False)

@@ -27,6 +27,8 @@ def differentiable_gradients(
     Returns:
         A gradient for each input, None where none is needed.
     """
-    wanted = [x for x, need in zip(inputs, needs) if need and x is not None]
-    found = iter(torch.autograd.grad(function(*inputs), wanted, grad, create_graph=True, allow_unused=True))
-    return [next(found) if need and x is not None else None for x, need in zip(inputs, needs)]
+    inputs_with_grad = [x for x, need in zip(inputs, needs) if need and x is not None]
+    gradients = iter(
+        torch.autograd.grad(function(*inputs), inputs_with_grad, grad, create_graph=True, allow_unused=True)
+    )
+    return [next(gradients) if need and x is not None else None for x, need in zip(inputs, needs)]

@@ -64,7 +64,7 @@ def _configurations(sample: Tensor, tunes: bool) -> Iterator[tuple[str, dict[Any
         yield "tuned", {}
     for kernel, configs in offered.items():
         for config in configs:
-            yield str(config), {**first, kernel: config}
+            yield str(config), first | {kernel: config}
 
 
 def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
@@ -113,7 +113,7 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
         backend=backend,
     )
     grads = torch.autograd.grad(out, list(leaves.values()), upstream.to(dtype))
-    return {"output": out.detach(), **dict(zip(leaves, grads))}
+    return {"output": out.detach()} | dict(zip(leaves, grads))
 
 
 def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
@@ -128,19 +128,18 @@ def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[st
     Returns:
         A line for each result that is wrong, or not a number.
     """
-    found = []
+    lines = []
     for name, truth in exact.items():
         got = fast[name].double()
         error = (got - truth).abs().max().item()
         allowed = (plain[name].double() - truth).abs().max().item()
+        roundings = 1
         if fast[name].dtype == torch.float32:
             roundings = 8
-        else:
-            roundings = 1
         allowed = 2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
         if not error <= allowed:  # also true for NaN
-            found.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
-    return found
+            lines.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
+    return lines
 
 
 def _check_products(
@@ -159,8 +158,8 @@ def _check_products(
             first = _run(shape, use, inputs, dtype, "triton")
             wrong = complaints(first, plain, exact)
             for _ in range(repeats - 1):
-                again = _run(shape, use, inputs, dtype, "triton")
-                if not all(torch.equal(first[key], again[key]) for key in first):
+                repeated = _run(shape, use, inputs, dtype, "triton")
+                if not all(torch.equal(first[key], repeated[key]) for key in first):
                     wrong.append("not the same each time")
                     break
         except torch.OutOfMemoryError:  # of whoever else uses the GPU: it says nothing about the kernels
@@ -203,16 +202,17 @@ def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
         for dtype in (torch.float32, torch.float64):
             leaves = [leaf.to(dtype).requires_grad_() for leaf in (x, weight)]
             if dtype == torch.float32:
-                found = routing.top_k_routing(leaves[0], leaves[1], per_token, "detached", None, "triton")
-                if found is None:
+                kernel_outputs = routing.top_k_routing(
+                    leaves[0], leaves[1], per_token, "detached", None, "triton"
+                )
+                if kernel_outputs is None:
                     raise RuntimeError("the routing kernel does not take float32")
-                logits, _, gate, index = found
+                logits, _, gate, index = kernel_outputs
             else:
                 logits = leaves[0] @ leaves[1].t()
                 probs = logits.softmax(-1)
-                if index is None:
-                    gate = probs
-                else:
+                gate = probs
+                if index is not None:
                     gate = probs.gather(1, index)
                 if index is not None:
                     gate = gate / gate.sum(1, keepdim=True).detach()
@@ -288,7 +288,7 @@ def main() -> None:
     args = parser.parse_args()
     if args.device == "cpu" and not triton.INTERPRETED:  # Triton reads this when it loads
         arguments = [sys.executable, "-P", "-m", "moa_fairseq.layers.experts.validate", *sys.argv[1:]]
-        os.execve(sys.executable, arguments, {**os.environ, "TRITON_INTERPRET": "1"})
+        os.execve(sys.executable, arguments, os.environ | {"TRITON_INTERPRET": "1"})
     reason = triton.why_not()
     if reason:
         sys.exit(f"The Triton kernels cannot run here: {reason}.")

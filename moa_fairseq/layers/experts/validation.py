@@ -30,12 +30,11 @@ def machine() -> dict[str, str]:
     digest = hashlib.sha256()
     for source in sorted((Path(__file__).parent / "triton").glob("*.py")):
         digest.update(source.read_bytes())
+    gpu = "none, interpreted"
     if torch.cuda.is_available():
         gpu = torch.cuda.get_device_name()
-    else:
-        gpu = "none, interpreted"
     versions = {"torch": torch.__version__, "triton": triton.__version__}
-    return {"gpu": gpu, **versions, "kernels": digest.hexdigest()[:12]}
+    return {"gpu": gpu} | versions | {"kernels": digest.hexdigest()[:12]}
 
 
 def path() -> Path:
@@ -64,9 +63,9 @@ class CheckResult:
 
 def write(outcome: CheckResult) -> Path:
     """Record what is known."""
-    found = {**machine(), "date": datetime.date.today().isoformat(), **dataclasses.asdict(outcome)}
+    record = machine() | {"date": datetime.date.today().isoformat()} | dataclasses.asdict(outcome)
     with atomic_write(path()) as stream:
-        stream.write(json.dumps(found, indent=1) + "\n")
+        stream.write(json.dumps(record, indent=1) + "\n")
     return path()
 
 
@@ -80,17 +79,17 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
         The outcome, empty where the file is missing, broken or about something else; and where and since when
         it is known, or why nothing is.
     """
-    file, where = file or path(), "another machine of this kind" if file else "this machine"
+    file, holder = file or path(), "another machine of this kind" if file else "this machine"
     try:
-        found: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
-        same = all(found[key] == value for key, value in machine().items())
+        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        is_this_machine = all(record[key] == value for key, value in machine().items())
         outcome = CheckResult(
-            dict(found["groups"]),
-            dict(found["failed"]),
-            list(found["dtypes"]),
-            list(found.get("refused", [])),
+            dict(record["groups"]),
+            dict(record["failed"]),
+            list(record["dtypes"]),
+            list(record.get("refused", [])),
         )
-        since = f"on {where} on {found['date']}"
+        since = f"on {holder} on {record['date']}"
         _ = sum(outcome.groups.values())
     except FileNotFoundError:
         return CheckResult(), (
@@ -98,7 +97,7 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
         )
     except (OSError, ValueError, KeyError, TypeError) as error:  # nothing is trusted; the text says why
         return CheckResult(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
-    if not same:
+    if not is_this_machine:
         return CheckResult(), f"{file} is about something else; {COMMAND} writes it anew"
     return outcome, since
 
@@ -115,14 +114,14 @@ def known() -> tuple[CheckResult, str]:
         The outcome, in which this machine's own cases count before the other's; and where and since when it
         is known, or why nothing is.
     """
-    own, since = read()
+    local, since = read()
     theirs, since_theirs = read(shipped_path())
     if not theirs.groups:
-        return own, since
-    failed = {group: wrong for group, wrong in theirs.failed.items() if group not in own.groups}
-    dtypes = list(dict.fromkeys([*own.dtypes, *theirs.dtypes]))
-    both = CheckResult({**theirs.groups, **own.groups}, {**failed, **own.failed}, dtypes, own.refused)
-    return both, f"{since}, and {since_theirs}" if own.groups or own.failed else since_theirs
+        return local, since
+    failed = {group: wrong for group, wrong in theirs.failed.items() if group not in local.groups}
+    dtypes = list(dict.fromkeys([*local.dtypes, *theirs.dtypes]))
+    both = CheckResult(theirs.groups | local.groups, failed | local.failed, dtypes, local.refused)
+    return both, f"{since}, and {since_theirs}" if local.groups or local.failed else since_theirs
 
 
 def _distrusted(outcome: CheckResult) -> tuple[str, ...]:

@@ -62,9 +62,8 @@ def run(product: Any, kind: Any) -> Tensor:
     rows = product.rows
     weight = product.weight
     bias = product.bias if product.is_up else None
-    if product.gates is None:
-        gates = None
-    else:
+    gates = None
+    if product.gates is not None:
         gates = product.gates.to(rows.dtype)
     out: Tensor
     if torch.is_grad_enabled():

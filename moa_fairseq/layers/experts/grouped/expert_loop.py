@@ -105,18 +105,15 @@ class ExpertLoop:
         else:
             matrices = weight.transpose(1, 2)
             per_row = self.per_narrow
+        grad_rows = None
         if needs[0]:
             grad_rows = _target(rows, rows.size(0), rows.size(1), per_row)
-        else:
-            grad_rows = None
+        grad_weight = None
         if needs[1]:
             grad_weight = torch.empty_like(weight)
-        else:
-            grad_weight = None
+        grad_bias = None
         if needs[2]:
             grad_bias = grad.new_empty(weight.shape[:2])
-        else:
-            grad_bias = None
         grad_shares: list[Tensor] = []
         for expert in self.unchosen:  # its gradient is zero, not missing
             for each in (grad_weight, grad_bias):
@@ -125,10 +122,9 @@ class ExpertLoop:
         previous = -1
         for expert, source, target, share in self._pieces(gate, is_up):
             upstream = grad.index_select(0, target)
+            inputs = None
             if needs[3]:
                 inputs = rows.index_select(0, source)
-            else:
-                inputs = None
             if needs[0] or needs[3]:
                 product = upstream @ matrices[expert]  # [rows of the piece, D or C] · [D or C, C or D]
                 if inputs is not None:

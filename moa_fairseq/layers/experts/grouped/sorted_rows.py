@@ -160,10 +160,9 @@ class SortedRows:
         matrices = weight.transpose(1, 2)
         parts = []
         for start, end in _steps(self.slots, wide.size(1), self.slots * weight.size(1) // wide.size(1)):
-            whole = end - start == self.slots
-            if whole:
-                ends = self.offsets
-            else:
+            is_single_step = end - start == self.slots
+            ends = self.offsets
+            if not is_single_step:
                 ends = (self.offsets - start).clamp(0, end - start)
             parts.append(F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends))
         if len(parts) == 1:
