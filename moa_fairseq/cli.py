@@ -58,10 +58,9 @@ class Console(logging.Handler):
 
     def emit(self, record: logging.LogRecord) -> None:
         """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
+        level = ""
         if record.levelno >= logging.WARNING:
             level = f"{record.levelname}: "
-        else:
-            level = ""
         self.write(printable(level + record.getMessage()))
 
 
@@ -138,15 +137,14 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     parser.add_argument(
         "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
     )
+    words = argv
     if argv[:1] == ["--user-dir"]:
         words = argv[2:]
-    else:
-        words = argv
-    named = next((word for word in words if not word.startswith("-")), None)
+    verb_name = next((word for word in words if not word.startswith("-")), None)
     verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
-        if verb == named:
+        if verb == verb_name:
             moa_fairseq.register()
             module = importlib.import_module(f"moa_fairseq.experiments.{module_name}")
             subparser.description = module.__doc__
@@ -240,9 +238,10 @@ def main(argv: list[str] | None = None) -> int:
         return 141
     except OSError as error:  # a file's, which names itself, or the output's
         _give_up_output()
-        where = error.filename or "a standard stream or a file"
+        source = error.filename or "a standard stream or a file"
         print(
-            printable(f"moa-fairseq {args.verb}: error: {where}: {error.strerror or error}."), file=sys.stderr
+            printable(f"moa-fairseq {args.verb}: error: {source}: {error.strerror or error}."),
+            file=sys.stderr,
         )
         return 2
     except KeyboardInterrupt:

@@ -127,10 +127,10 @@ def _lock(handle: int, path: Path) -> int:
     lock = os.dup(handle)  # outlives the closing of `handle`
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        held = path.exists()
+        is_locked = path.exists()
     except OSError as error:  # a file system may have no locks: then nothing is removed there
-        held = error.errno not in (errno.EAGAIN, errno.EACCES)
-    if held:
+        is_locked = error.errno not in (errno.EAGAIN, errno.EACCES)
+    if is_locked:
         return lock
     os.close(lock)
     os.close(handle)
@@ -247,10 +247,10 @@ def refuse_link_out(path: Path, *folders: Path) -> None:
     Raises:
         UserError: for such a link.
     """
-    found = Path(os.path.realpath(path))
-    if not any(found.is_relative_to(os.path.realpath(folder)) for folder in folders):
+    target = Path(os.path.realpath(path))
+    if not any(target.is_relative_to(os.path.realpath(folder)) for folder in folders):
         raise UserError(
-            f"{path} is a link that leads out of its folder, to {found}, and would be copied to be given "
+            f"{path} is a link that leads out of its folder, to {target}, and would be copied to be given "
             "away. Put the file itself there if it belongs to it, or delete the link."
         )
 
@@ -339,7 +339,7 @@ def disk_errors(folder: Path) -> Iterator[None]:
 
 def utf8_environment() -> dict[str, str]:
     """The environment of a Python that reads and writes UTF-8 whatever the locale says, and its children."""
-    environment = {**os.environ, "PYTHONUTF8": "1"}
+    environment = os.environ | {"PYTHONUTF8": "1"}
     environment.pop("PYTHONIOENCODING", None)
     return environment
 
@@ -370,11 +370,11 @@ def checksum(path: PathLike, algorithm: str = "sha256") -> str:
         path: read in pieces, so that it may be large.
         algorithm: as hashlib calls it.
     """
-    found = hashlib.new(algorithm, usedforsecurity=False)
+    digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as stream:
         while block := stream.read(1 << 20):
-            found.update(block)
-    return found.hexdigest()
+            digest.update(block)
+    return digest.hexdigest()
 
 
 def user_cache() -> Path:

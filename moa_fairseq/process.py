@@ -109,10 +109,7 @@ def unsafe_value(value: Any) -> str | None:
     Returns:
         A sentence, or None if it may.
     """
-    if isinstance(value, (list, tuple)):
-        items = value
-    else:
-        items = []
+    items = value if isinstance(value, (list, tuple)) else []
     flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)
     if flag is not None:
         return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
@@ -127,10 +124,9 @@ def to_argv(command: Sequence[str]) -> list[str]:
     Args:
         command: its first word is a name of MODULES; what follows ">" is left out.
     """
+    words = command
     if REDIRECT in command:
         words = command[: command.index(REDIRECT)]
-    else:
-        words = command
     return [sys.executable, "-u", "-m", MODULES[words[0]], *words[1:]]
 
 
@@ -159,7 +155,7 @@ def environment_of_a_child() -> dict[str, str]:
     Output comes at once; texts and names are UTF-8. Nothing is imported from the working directory: `-m`
     would allow it, `fairseq-train` does not. This same package is found though it is not installed.
     """
-    environment = {**utf8_environment(), "PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
+    environment = utf8_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     silent = f"ignore:{moa_fairseq.JIT_WARNING}:FutureWarning"
     # the later one wins
     environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), silent]))
@@ -276,18 +272,17 @@ class Executor:
             UserError: when the command fails otherwise, with the last lines that it wrote to the log, or the
                 disk is full.
         """
-        environment = {**environment_of_a_child(), **self.environment}
+        environment = environment_of_a_child() | self.environment
         locks = held_locks()
         with contextlib.ExitStack() as files:
             errors = _open_for(files, log, "ab", buffering=0)
+            record = errors
             if output:
                 record = _open_for(files, output, "wb")
-            else:
-                record = errors
             with disk_errors(log):
                 errors.write(f"$ {to_shell(command, self.environment)}\n".encode())
                 begin = os.fstat(errors.fileno()).st_size
-            with signals_held() as told:
+            with signals_held() as received:
                 process = subprocess.Popen(
                     to_argv(command),
                     stdout=subprocess.PIPE,
@@ -306,7 +301,7 @@ class Executor:
                     on_line(raw.decode("utf-8", errors="replace").rstrip("\n"))
 
             with _ended_with_us(process, take, saves=command[0] == "fairseq-train") as lines:
-                for number in told:
+                for number in received:
                     signal.raise_signal(number)
                 for raw in lines:
                     take(raw)
@@ -315,21 +310,21 @@ class Executor:
             return
         with open(log, "rb") as stream:
             stream.seek(begin)  # what stands before was another attempt's
-            said = stream.read().decode("utf-8", errors="replace")
-        tail = said.splitlines()[-TAIL_LINES:]
+            log_text = stream.read().decode("utf-8", errors="replace")
+        tail = log_text.splitlines()[-TAIL_LINES:]
         text = "\n".join(tail)
         hint = next((f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), "")
         if status == -signal.SIGKILL and not hint:
             hint = " The system killed it, most often because the machine's memory was full."
         if status < 0:
-            how = f"was killed by signal {-status}"
+            ending = f"was killed by signal {-status}"
         else:
-            how = f"failed with status {status}"
-        shown = "\n".join(f"    {line[:300]}" for line in tail)
-        kept = f"What is done so far is kept. The whole log is {log}; its last lines:"
-        diverged = status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(said)
+            ending = f"failed with status {status}"
+        excerpt = "\n".join(f"    {line[:300]}" for line in tail)
+        location = f"What is done so far is kept. The whole log is {log}; its last lines:"
+        diverged = status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(log_text)
         kind = Diverged if diverged else UserError
-        raise kind(f"{command[0]} {how}.{hint} {kept}\n{shown}")
+        raise kind(f"{command[0]} {ending}.{hint} {location}\n{excerpt}")
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
@@ -381,10 +376,10 @@ def signals_held() -> Iterator[list[int]]:
     Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
     of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
     """
-    told: list[int] = []
+    received: list[int] = []
     numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
-    with _signals_handled_by(lambda number, _: told.append(number), *numbers):
-        yield told
+    with _signals_handled_by(lambda number, _: received.append(number), *numbers):
+        yield received
 
 
 @contextlib.contextmanager

@@ -105,7 +105,7 @@ class TranslationCodec(NamedTuple):
     def encode_target(self, line: str) -> str:
         """The same of the target language, by the same line functions."""
         steps = [
-            (name, {**options, "lang": self.target} if "lang" in options else options)
+            (name, options | {"lang": self.target} if "lang" in options else options)
             for name, options in self.steps
         ]
         return self.segmentations[1].encode(words_of(line, steps))

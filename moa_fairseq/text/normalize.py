@@ -72,14 +72,14 @@ _COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
 # Wide and typographic signs → ASCII. "１" also becomes a quote in Moses: a slip in everyone's scores.
-_UNICODE_PUNCTUATION: dict[str, str] = {
-    **dict.fromkeys("，、", ","),
-    **dict.fromkeys("”“《》１」「", '"'),
-    **dict.fromkeys("∶：", ":"),
-    **dict(zip("？）！（；～’━〈〉【】％", "?)!(;~'-<>[]%")),
-    **dict(zip("０２３４５６７８９", "023456789")),
-    "…": "...",
-}
+_UNICODE_PUNCTUATION: dict[str, str] = (
+    dict.fromkeys("，、", ",")
+    | dict.fromkeys("”“《》１」「", '"')
+    | dict.fromkeys("∶：", ":")
+    | dict(zip("？）！（；～’━〈〉【】％", "?)!(;~'-<>[]%"))
+    | dict(zip("０２３４５６７８９", "023456789"))
+    | {"…": "..."}
+)
 
 
 def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str:
@@ -146,10 +146,9 @@ def _normalization_rules(lang: str, edition: str) -> list[Rule]:
         rows += _COMMA_BEFORE_QUOTE
     elif lang not in ("cs", "cz"):
         rows += _COMMA_AFTER_QUOTE
+    mark = "."
     if lang in ("de", "es", "cz", "cs", "fr"):
         mark = ","
-    else:
-        mark = "."
     rows = [*rows, ("\u00a0", "(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
     return [
         (needed, re.compile(pattern, re.ASCII) if pattern else None, replacement)

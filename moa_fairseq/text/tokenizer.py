@@ -50,12 +50,12 @@ _DOT = "\x00"
 
 def _apostrophe_rules(between_letters: str, after_other: str = _ALPHA) -> list[tuple[regex.Pattern, str]]:
     """Replacement of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
-    other = rf"([^{_ALPHA}])"
+    non_letter = rf"([^{_ALPHA}])"
     letter = rf"([{_ALPHA}])"
     return [
-        (regex.compile(f"{other}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"{non_letter}'{non_letter}"), r"\1 ' \2"),
         (regex.compile(f"([^{after_other}])'{letter}"), r"\1 ' \2"),
-        (regex.compile(f"{letter}'{other}"), r"\1 ' \2"),
+        (regex.compile(f"{letter}'{non_letter}"), r"\1 ' \2"),
         *([(regex.compile(f"{letter}'{letter}"), between_letters)] if between_letters else []),
     ]
 
@@ -93,9 +93,8 @@ def tokenize(
     """
     if edition not in EDITIONS:
         raise UserError(f"Moses' tokenizer has no edition {edition!r}. Choose one of {', '.join(EDITIONS)}.")
-    if line.isprintable():
-        text = line
-    else:
+    text = line
+    if not line.isprintable():
         text = line.translate(_CONTROLS)
     if not text.strip():
         return line if text == line else ""
