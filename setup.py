@@ -42,7 +42,7 @@ setup(
     python_requires=">=3.11,<3.13",  # as scripts/setup.sh: fairseq has wheels for these
     packages=find_packages(include=["moa_fairseq", "moa_fairseq.*"]),
     cmdclass={"build_py": BuildWithShare},
-    package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "py.typed"]},
+    package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "experiments/look/page.*", "py.typed"]},
     install_requires=["torch>=2.5"],  # all that the attention needs
     extras_require={
         # the commands, from the raw data to the score
@@ -56,6 +56,7 @@ setup(
             "regex",
             "PyYAML>=6,<7",
             "matplotlib>=3.7,<4",
+            "jinja2>=3.1,<4",
             "polib>=1.2,<2",
             "portalocker>=2.8,<5",
             "requests>=2.31,<3",
@@ -85,6 +86,8 @@ setup(
         # moa-fairseq zero-shot
         "zero-shot": ["lm_eval==0.4.13"],
         "triton": ["triton>=3.1; platform_system == 'Linux'"],
+        # the tests of moa-fairseq look in an installed chromium
+        "browser": ["playwright>=1.45,<2"],
         "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},

@@ -40,6 +40,10 @@ VERBS = {
         "analysis.command",
         "learning curves, expert load, and what gates and experts of a trained model do",
     ),
+    "look": (
+        "look.command",
+        "one page of a trained run: which expert took which word, loads, training, result",
+    ),
     "study": ("study.command", "systems × seeds: train them, and judge their differences"),
     "corpus": ("corpus.command", "build the embedded English-German corpus"),
 }

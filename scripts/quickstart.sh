@@ -24,6 +24,8 @@ moa_fairseq analyze learning-curve runs/quickstart_transformer runs/quickstart_m
   --output runs/quickstart_learning_curve.png
 moa_fairseq analyze expert-load runs/quickstart_moa --output runs/quickstart_expert_load.png \
   --json runs/quickstart_expert_load.json
+step "page"
+moa_fairseq look runs/quickstart_moa runs/quickstart_transformer --output runs/quickstart.html
 step "comparison"
 moa_fairseq compare runs/quickstart_transformer runs/quickstart_moa
 cat <<END
@@ -35,5 +37,6 @@ Written, under $root:
   runs/quickstart_expert_load.png          which experts the tokens of the validation set chose
   runs/quickstart_{transformer,moa}/       result.json, generate-test.txt, average.pt, commands.sh, train.jsonl
   data/embedded_en_de/SOURCES.json         where each sentence comes from, and its licence
+  runs/quickstart.html                     both runs on a page, to click through: open it in a browser
 END
 step "done"

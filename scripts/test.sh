@@ -38,6 +38,10 @@ if ! "$python" -c 'import triton' 2>/dev/null; then
   "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: \
     -r scripts/requirements-triton.txt || echo "test.sh: no Triton for this platform; its tests will be skipped"
 fi
+if command -v chromium chromium-browser google-chrome >/dev/null && ! "$python" -c 'import playwright' 2>/dev/null; then
+  "$python" -m pip install --quiet --disable-pip-version-check --no-deps --require-hashes --only-binary=:all: \
+    -r scripts/requirements-browser.txt || echo "test.sh: no Playwright; the tests in a browser will be skipped"
+fi
 "$python" -m ruff check .
 "$python" -m ruff format --check .
 # Tests write and delete some 20,000 files: in memory, where there is room for them.

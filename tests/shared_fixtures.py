@@ -30,6 +30,7 @@ from moa_fairseq.experiments.data import language_model_steps
 from moa_fairseq.experiments.data.gpt2_files import Gpt2Files
 from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.layers.experts import projection
+from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.process import Executor, flags
 
 moa_fairseq.register()  # a folder's conftest.py may have imported the package before fairseq was there
@@ -293,3 +294,48 @@ def build_trainer(toy_data):
 def as_by_triton(monkeypatch):
     """`expert_backend="triton"` on a CPU, by what waits as little."""
     monkeypatch.setattr(projection, "triton", TRITON)
+
+
+OF_AN_UNTRAINED_MODEL = {
+    "translation": [
+        *("--source-lang", "en", "--target-lang", "de", "--share-all-embeddings"),
+        *("--encoder-layers", 2, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
+        *("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16),
+    ],
+    "language_modeling": [
+        *("--tokens-per-sample", 12, "--sample-break-mode", "complete", "--decoder-layers", 2),
+        *("--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 16, "--gate-window", 4),
+    ],
+}
+
+
+@pytest.fixture(scope="session")
+def save_model():
+    """save_model(data, path, *flags, task=, arch=) writes a checkpoint as fairseq-train would."""
+
+    def save(data, path, *flags, task="translation", arch="mae_transformer_tiny", gate_scale=40.0):
+        torch.manual_seed(11)
+        words = [data, "--task", task, "--arch", arch, "--cpu", *OF_AN_UNTRAINED_MODEL[task], *flags]
+        args = options.parse_args_and_arch(options.get_training_parser(task), [str(word) for word in words])
+        cfg = dataclass_utils.convert_namespace_to_omegaconf(args)
+        model = tasks.setup_task(cfg.task).build_model(cfg.model)
+        for gate in gates_of(model):
+            torch.nn.init.normal_(gate.fc1.weight, std=gate_scale / 10)
+            torch.nn.init.normal_(gate.fc2.weight, std=1.0)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
+        history = {"criterion_name": "X", "optimizer_name": "X", "lr_scheduler_state": {}, "num_updates": 1}
+        state = {"args": None, "cfg": cfg, "model": model.state_dict(), "optimizer_history": [history]}
+        torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}}, path)
+        return path
+
+    return save
+
+
+@pytest.fixture(scope="session")
+def text_data(tmp_path_factory, toy_data, preprocess):
+    """The source side of `toy_data`, binarised for language models."""
+    folder = tmp_path_factory.mktemp("text") / "bin"
+    texts = {f"{split}pref": str(toy_data.parent / f"{split}.en") for split in ("train", "valid")}
+    preprocess({"only-source": True, "destdir": str(folder), **texts})
+    return folder

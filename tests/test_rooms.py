@@ -41,6 +41,7 @@ ROOMS = (
     ("experiments.recipes",),
     ("experiments.analysis",),
     ("experiments.inference", "experiments.study"),
+    ("experiments.look",),
     ("cli",),
 )
 FAIRSEQ = ("fairseq", "omegaconf", "hydra")

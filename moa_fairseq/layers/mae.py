@@ -247,6 +247,10 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
             family=self.family,
         )
 
+    def heads_of_experts(self) -> Tensor:
+        """1 where an expert has a head, [E, h] float32."""
+        return 1.0 - _dropped(self.num_heads, self.dropped_heads, device=self.q_proj.weight.device)
+
     def _head_weights(self, routing: Routing, shape: Sequence[int]) -> Tensor:
         """h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) of each head j: [B, T or 1, H, 1]."""
         probs = routing.probs

@@ -127,7 +127,7 @@ def measure_attention(
     sample = dataset.collater([dataset[sentence]])
     if device.type == "cuda":
         sample = utils.move_to_cuda(sample)
-    weights_by_name, routings = pass_with_weights(model.to(device).eval(), sample["net_input"])
+    weights_by_name, routings, _ = pass_with_weights(model.to(device).eval(), sample["net_input"])
     tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
     if previous is None:
@@ -161,8 +161,11 @@ def measure_attention(
 
 @torch.no_grad()
 def pass_with_weights(
-    model: nn.Module, net_input: dict[str, Any], watch: Callable[..., None] | None = None
-) -> tuple[dict[str, Tensor], NamedRoutings]:
+    model: nn.Module,
+    net_input: dict[str, Any],
+    watch: Callable[..., None] | None = None,
+    features_only: bool = True,
+) -> tuple[dict[str, Tensor], NamedRoutings, Any]:
     """One forward pass that keeps the weights of every attention.
 
     Args:
@@ -170,9 +173,10 @@ def pass_with_weights(
         net_input: fairseq's arguments of the model.
         watch: called after each attention, before what stands around it goes on, with its name, the module,
             the keywords of its call, and the routings so far.
+        features_only: leave the output layer out.
 
     Returns:
-        Name of the module → weights of each head or slot, [H, B, T, S]; and the routings.
+        Name of the module → weights of each head or slot, [H, B, T, S]; the routings; the model's output.
 
     Raises:
         UserError: for a model without such attention.
@@ -201,13 +205,13 @@ def pass_with_weights(
         hooks.append(module.register_forward_hook(keep, with_kwargs=True))
     try:
         with collect_routings() as routings:
-            model(**net_input, features_only=True)
+            output = model(**net_input, features_only=features_only)
     finally:
         for hook in hooks:
             hook.remove()
     if not weights_by_name:
         raise UserError(f"{type(model).__name__} has no attention that this analysis knows.")
-    return weights_by_name, routings
+    return weights_by_name, routings, output
 
 
 def gates_by_expert(routing: Routing) -> Tensor:

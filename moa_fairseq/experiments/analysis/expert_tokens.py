@@ -24,7 +24,8 @@ from __future__ import annotations
 import argparse
 import math
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -73,41 +74,17 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
             raise UserError(f"{flag} {value} must be at least 1.")
-    spelling = gpt2_pieces(task, args.data)
-    join = args.words
-    if spelling:
-        counter = TokenCounter(spelling.words if join else spelling.pieces)
-    elif any(symbol.startswith(BEGINS) for symbol in task.source_dictionary.symbols):
-        counter = TokenCounter(words_of_pieces if join else pieces)
-    else:
-        counter = TokenCounter(words if join else pieces)
-    masked_out = 0 if hasattr(task, "mask_idx") else None
+    counter = TokenCounter(segmenter(task, args.data, args.words))
+    masked_out = 0
     name = args.module
     for sample, routings in forward_passes(args, model, task):
         named = dict(routings)
         name = name or routings[0][0]  # the first that runs: the first layer's self-attention
         if name not in named:
             raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
-        attention = dict(model.named_modules())[name.removesuffix(".keys")]
-        if isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None:
+        if is_uniform(model, name):
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        tokens = sample["net_input"]["src_tokens"]  # [B, T]
-        dictionary = task.source_dictionary
-        of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
-        if name.startswith("decoder") and not of_memory and "prev_output_tokens" in sample["net_input"]:
-            tokens = sample["net_input"]["prev_output_tokens"]
-            dictionary = task.target_dictionary
-        experts = attributed(named[name], *tokens.shape).cpu()
-        hidden = None
-        if masked_out is not None:
-            hidden = sample["target"].ne(dictionary.pad())
-            tokens = torch.where(hidden, sample["target"], tokens)
-            masked_out += int((hidden & tokens.ge(dictionary.nspecial)).sum())
-        # None: padding, sentence ends and unknown words
-        symbols = [
-            [dictionary[t] if t >= dictionary.nspecial else None for t in row] for row in tokens.tolist()
-        ]
-        counter.add(symbols, experts, hidden)
+        masked_out += count_pass({name: counter}, sample, named, task)
     if not counter.occurrences:
         raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
     report = {
@@ -117,9 +94,76 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         "tokens_counted": sum(counter.occurrences.values()),
         "shares": counter.expert_shares(),
         "tokens": counter.indicative(args.top, args.min_count),
-        "masked_out": masked_out,
+        "masked_out": masked_out if hasattr(task, "mask_idx") else None,
     }
     return Analysis(_lists(report), report=report)
+
+
+def segmenter(task: Any, data: Path, join: bool = False) -> Segmenter:
+    """How the symbols of a task are counted: as they are (GPT-2's ids decoded), or joined into words.
+
+    Args:
+        task: fairseq's, with its dictionaries.
+        data: the binarised folder.
+        join: whether pieces are joined.
+
+    Raises:
+        UserError: as `gpt2_pieces`.
+    """
+    if spelling := gpt2_pieces(task, data):
+        return spelling.words if join else spelling.pieces
+    if not join:
+        return pieces
+    if any(symbol.startswith(BEGINS) for symbol in task.source_dictionary.symbols):
+        return words_of_pieces
+    return words
+
+
+def is_uniform(model: nn.Module, name: str) -> bool:
+    """Whether a router is MAE's uniform gate, which prefers no expert.
+
+    Args:
+        model: that it is part of.
+        name: of the router.
+    """
+    attention = dict(model.named_modules())[name.removesuffix(".keys")]
+    return isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None
+
+
+def count_pass(
+    counters: Mapping[str, TokenCounter], sample: dict[str, Any], routings: Mapping[str, Routing], task: Any
+) -> int:
+    """Count the tokens of a batch for the experts that they met.
+
+    Args:
+        counters: name of a router → its counter.
+        sample: the batch.
+        routings: of the pass, by name.
+        task: fairseq's, with the dictionaries.
+
+    Returns:
+        How many positions were left out for each router: those that a masked language model has to guess.
+    """
+    masked_out = 0
+    for name, counter in counters.items():
+        tokens = sample["net_input"]["src_tokens"]  # [B, T]
+        dictionary = task.source_dictionary
+        of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
+        if name.startswith("decoder") and not of_memory and "prev_output_tokens" in sample["net_input"]:
+            tokens = sample["net_input"]["prev_output_tokens"]
+            dictionary = task.target_dictionary
+        experts = attributed(routings[name], *tokens.shape).cpu()
+        hidden = None
+        if hasattr(task, "mask_idx"):
+            hidden = sample["target"].ne(dictionary.pad())
+            tokens = torch.where(hidden, sample["target"], tokens)
+            masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
+        # None: padding, sentence ends and unknown words
+        symbols = [
+            [dictionary[t] if t >= dictionary.nspecial else None for t in row] for row in tokens.tolist()
+        ]
+        counter.add(symbols, experts, hidden)
+    return masked_out
 
 
 def pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:

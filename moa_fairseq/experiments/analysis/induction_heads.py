@@ -164,7 +164,7 @@ def measure_heads(model: nn.Module, tokens: Tensor, device: torch.device) -> tup
             written[name] = _direct_effects(model, module, call, places, dict(_of(name, routings)))
 
     with torch.no_grad():
-        weights_by_name, routings = pass_with_weights(model, {"src_tokens": tokens}, watch)
+        weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
         likeliest = model(tokens)[0][:, places.queries].argmax(-1)
     heads: list[HeadScore] = []
     for name, weights in weights_by_name.items():

@@ -41,7 +41,7 @@ def forward_passes(
     """
     device = device_for(args.cpu)
     empty = True
-    model = model.to(device).eval()
+    model.to(device).eval()  # in fairseq's hub `eval` returns nothing
     for sample in batches(task, model, args.subset, args.max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
             model(**sample["net_input"], features_only=True)  # there is no router in the output layer

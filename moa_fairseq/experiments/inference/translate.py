@@ -66,7 +66,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Translate line by line. Returns the exit status."""
     text_model.resolve_model(args)
-    settings = _generation(args)
+    settings = generation(args)
     if args.layer is not None and not args.show_experts:
         raise UserError(f"--layer {args.layer} needs --show-experts.")
     if not 1 <= args.n_best <= settings["beam"]:
@@ -95,10 +95,17 @@ def run(args: argparse.Namespace) -> int:
     return status_of(left_out)
 
 
-def _generation(args: argparse.Namespace) -> dict[str, Any]:
+def generation(args: argparse.Namespace) -> dict[str, Any]:
     """How to search: beam and length penalty as they were given, all else as the run's recipe has it.
 
-    Raises UserError for others than numbers, and for a recipe.yaml that is none.
+    Args:
+        args: the flags: run_dir, beam and lenpen.
+
+    Returns:
+        Arguments of fairseq's `generate`.
+
+    Raises:
+        UserError: for others than numbers, and for a recipe.yaml that is none.
     """
     recipe = args.run_dir / "recipe.yaml"
     found: dict[str, Any] = {}

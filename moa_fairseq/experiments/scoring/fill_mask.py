@@ -6,9 +6,12 @@ moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save t
 import argparse
 import json
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
-from fairseq.data.encoders.gpt2_bpe_utils import get_encoder
+from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
+from torch import Tensor
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
@@ -25,6 +28,18 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
+def symbols_of(parts: Sequence[str], encoder: Encoder, dictionary: Dictionary) -> Tensor:
+    """What a masked language model reads of a text: <s>, GPT-2's ids, </s>, as a row of symbols.
+
+    Args:
+        parts: of the text, between which there is a <mask>.
+        encoder: of GPT-2's byte-pair encoding.
+        dictionary: the model's.
+    """
+    ids = " <mask> ".join(" ".join(map(str, encoder.encode(part))) for part in parts)
+    return dictionary.encode_line(f"<s> {ids}", add_if_not_exist=False).long()
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the most probable tokens; </s> and other symbols are left out."""
     if args.text.count("<mask>") != 1 or args.top < 1:
@@ -37,8 +52,7 @@ def run(args: argparse.Namespace) -> int:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
     before, after = (side.rstrip() for side in args.text.split("<mask>"))
-    ids = [*map(str, encoder.encode(before)), "<mask>", *map(str, encoder.encode(after))]
-    tokens = dictionary.encode_line(" ".join(["<s>", *ids]), add_if_not_exist=False).long()
+    tokens = symbols_of([before, after], encoder, dictionary)
     if len(tokens) > (limit := model.max_positions()):
         raise UserError(f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it.")
     logits = model.eval()(tokens[None], masked_tokens=tokens[None].eq(task.mask_idx))[0][0]

@@ -23,7 +23,7 @@ from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.data.text_files import copy_text, text_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import hypotheses, shown
-from moa_fairseq.experiments.inference.translate import _generation
+from moa_fairseq.experiments.inference.translate import generation
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.text.codecs import ByteCodec, MergeCodec, TranslationCodec
 from moa_fairseq.text.steps import detokenize
@@ -304,7 +304,7 @@ def test_only_text_that_was_tokenised_here_is_detokenised():
 def test_a_penalty_of_zero_is_a_penalty(tmp_path, given, used):
     """What is said counts before the recipe, whose other values stay."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"generate": RECIPE["generate"]}))
-    found = _generation(SimpleNamespace(run_dir=tmp_path, beam=given[0], lenpen=given[1]))
+    found = generation(SimpleNamespace(run_dir=tmp_path, beam=given[0], lenpen=given[1]))
     assert (found["beam"], found["lenpen"], found["max_len_b"]) == (*used, 6)
 
 

@@ -1,0 +1,1 @@
+"""One page of a trained run: which expert took which token, loads, training and result."""

@@ -1,0 +1,82 @@
+"""The page itself: what was found as JSON in a template, with its style and its program."""
+
+from __future__ import annotations
+
+import base64
+import hashlib
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jinja2
+
+from moa_fairseq.experiments.look.sentences import SCORE, check_pairing
+from moa_fairseq.experiments.look.trained_run import Found
+from moa_fairseq.experiments.make import changes
+from moa_fairseq.files import atomic_write
+
+HERE = Path(__file__).parent
+
+
+def assemble(runs: Sequence[Found], made_by: dict[str, Any]) -> dict[str, Any]:
+    """Everything that the page shows, as JSON.
+
+    Args:
+        runs: one or two, with what was found.
+        made_by: the page's provenance.
+
+    Raises:
+        UserError: for two runs of different text.
+    """
+    with_text = [run for run in runs if run.sentences]
+    if len(with_text) == 2:
+        check_pairing(with_text[0].sentences, with_text[1].sentences, [run.name for run in runs])
+    empty: list[dict[str, Any]] = [{}] * max((len(run.sentences) for run in runs), default=0)
+    rows = zip(*(run.sentences or empty for run in runs))
+    differences = []
+    if len(runs) == 2:
+        first, second = ({**run.recipe, "experiment": None, "summary": None} for run in reversed(runs))
+        differences = [[key, text] for key, text in changes(first, second).items()]
+    return {
+        "made_by": made_by,
+        "score": SCORE,
+        "runs": [run.facts for run in runs],
+        "differences": differences,
+        "sentences": [list(row) for row in rows],
+    }
+
+
+def write(data: dict[str, Any], path: Path) -> int:
+    """Write the page, whole or not at all.
+
+    The text in it cannot end its element or change its direction: JSON has <, >, &, ' and everything beyond
+    ASCII as escapes.
+
+    Args:
+        data: what it shows.
+        path: of the file.
+
+    Returns:
+        Its size in bytes.
+    """
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
+    )
+    environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
+    style, program = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    text = environment.get_template("page.html").render(
+        data=data,
+        title=" and ".join(run["name"] for run in data["runs"]),
+        style=style,
+        program=program,
+        style_digest=_digest(style),
+        program_digest=_digest(program),
+    )
+    with atomic_write(path) as stream:
+        stream.write(text)
+    return len(text.encode())
+
+
+def _digest(text: str) -> str:
+    """What the page's policy names a style or a program by: no other runs."""
+    return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

@@ -1,0 +1,278 @@
+"""One run of a page: its sentences, its routers' loads, its training and its result."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import logging
+import math
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.analysis.expert_load import summary
+from moa_fairseq.experiments.analysis.expert_tokens import TokenCounter, count_pass, is_uniform, segmenter
+from moa_fairseq.experiments.analysis.learning_curve import Point, read_learning_curve
+from moa_fairseq.experiments.analysis.routed_model import forward_passes, router_uses
+from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING, TRANSLATION
+from moa_fairseq.experiments.data.text_files import kept_text
+from moa_fairseq.experiments.inference import text_model
+from moa_fairseq.experiments.inference.text_codec import codec_of
+from moa_fairseq.experiments.inference.text_model import TextModel
+from moa_fairseq.experiments.inference.translate import generation
+from moa_fairseq.experiments.look.routes import Budget, Routers
+from moa_fairseq.experiments.look.sentences import (
+    Sources,
+    kind_of_model,
+    sentences,
+    settings_of,
+)
+from moa_fairseq.experiments.make import made_by_of, marks
+from moa_fairseq.experiments.provenance import combined
+from moa_fairseq.experiments.recipes.checkpoints import (
+    LAST,
+    checkpoint_and_data,
+    prepared_data,
+)
+from moa_fairseq.experiments.recipes.loading import read_mapping
+from moa_fairseq.experiments.scoring.compare import SCORES, default_results, lines_of, load_comparison
+from moa_fairseq.experiments.scoring.complexity import as_json, count
+from moa_fairseq.plugin.forward_context import NamedRoutings
+
+log = logging.getLogger(__name__)
+# Bytes of a page's sentences: with strongest keys, with experts, with text alone. With both runs' loads and
+# curves the page stays below 20 MB.
+SIZES = (9_000_000, 15_000_000, 18_000_000)
+CURVES = ("loss", "nll_loss", "ppl", "lr", "load_entropy", "dead_experts")
+POINTS = 300  # of a curve
+TYPICAL = 10  # tokens of an expert
+MIN_COUNT = 5  # of a typical token, as in `moa-fairseq analyze expert-tokens`
+LENGTH = 10  # tokens of a sentence whose MACs are counted, as in `moa-fairseq complexity`
+
+
+@dataclasses.dataclass
+class Found:
+    """What a page shows of one run.
+
+    Args:
+        name: of the run.
+        facts: all but the sentences, as JSON.
+        sentences: as JSON.
+        recipe: of the run, or empty.
+    """
+
+    name: str
+    facts: dict[str, Any]
+    sentences: list[dict[str, Any]]
+    recipe: dict[str, Any]
+
+
+def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
+    """Read a run.
+
+    Args:
+        folder: of the run, or a checkpoint.
+        args: the flags: input, sentences, data and cpu.
+        runs: how many share the page.
+
+    Raises:
+        UserError: for a run without a checkpoint and without a log, and as the parts of the page.
+    """
+    name = folder.resolve().name
+    notes: list[str] = []
+    recipe: dict[str, Any] = {}
+    if (folder / "recipe.yaml").is_file():
+        recipe = read_mapping(folder / "recipe.yaml", "recipe")
+    facts: dict[str, Any] = {"name": name, "summary": recipe.get("summary"), "notes": notes}
+    found = Found(name, facts, [], recipe)
+    facts["curves"] = curves(folder)
+    checkpoint = _checkpoint(folder)
+    model = None
+    if checkpoint is None:
+        if not facts["curves"]:
+            raise UserError(
+                f"{folder} has neither a checkpoint nor a train.jsonl. Train first, or name a run."
+            )
+        notes.append("This run has no checkpoint yet, so there are no sentences and no loads.")
+    else:
+        model = _load(folder, checkpoint, args)
+        if checkpoint.name == LAST:
+            notes.append(f"The training is not finished: this is {LAST}, the state at its last save.")
+        _examine_model(folder, model, args, runs, found)
+    facts["result"] = result(folder, model, recipe, notes)
+    return found
+
+
+def _checkpoint(folder: Path) -> Path | None:
+    """The run's result, else the last state of its training; a file is itself."""
+    if not folder.is_dir():
+        return folder
+    last = [place / LAST for place in (folder / "checkpoints", folder)]
+    try:
+        return checkpoint_and_data(folder)[0]
+    except UserError:  # neither average nor best
+        return next((path for path in last if path.is_file()), None)
+
+
+def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
+    """The model with its codec; symbols stand for themselves where nothing says how text was prepared."""
+    data = args.data or (prepared_data(folder) if folder.is_dir() else None)
+    known = kept_text(checkpoint) or data
+    flags = {"run_dir": checkpoint, "data": data, "segmented": True, "cpu": args.cpu}
+    model = text_model.load(argparse.Namespace(**flags, file=None, output=None), TRANSLATION)
+    kind = kind_of_model(model)
+    if kind != "masked" and known is not None:
+        try:
+            model.codec = codec_of(known, TRANSLATION if kind == "translation" else LANGUAGE_MODELING)
+        except UserError as error:  # data of another origin
+            log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
+    if data is not None:  # the text that the model was loaded with may be the run's copy, without the sets
+        settings_of(model).data = str(data)
+    return model
+
+
+def _examine_model(folder: Path, model: TextModel, args: argparse.Namespace, runs: int, found: Found) -> None:
+    facts = found.facts
+    notes = facts["notes"]
+    data = Path(settings_of(model).data)
+    kind = kind_of_model(model)
+    subsets = [name for name in ("test", "valid") if any(data.glob(f"{name}.*"))]
+    if not args.input and not subsets:
+        raise UserError(f"{data} has no test or validation set. Give sentences by --input FILE.")
+    sources = Sources(args.input, subsets[0] if subsets else "", data, args.sentences)
+    settings = {}
+    if kind == "translation":
+        settings = generation(argparse.Namespace(run_dir=folder, beam=None, lenpen=None))
+    routers = Routers(model.models[0], kind == "translation")
+    budget = Budget(*(size // runs for size in SIZES))
+    found.sentences = list(sentences(model, sources, settings, routers, budget))
+    if not found.sentences:
+        raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
+    notes += _cuts(budget, args.sentences if not args.input else budget.count)
+    facts.update({"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"})
+    facts["routers"] = [router.as_json(model.models[0]) for router in routers.all]
+    if any(router["experts"] for router in facts["routers"]):
+        if "valid" in subsets:
+            add_loads(facts["routers"], model, data, args.cpu)
+        else:
+            notes.append("The data has no validation set here, so loads and typical tokens are missing.")
+
+
+def _cuts(budget: Budget, wanted: int) -> list[str]:
+    """What the page leaves out for its size."""
+    notes = []
+    if budget.is_spent:
+        notes.append(f"Only {budget.count - 1:,} of {wanted:,} sentences fit on a page of 20 MB.")
+    if budget.with_experts < budget.count:
+        notes.append(
+            f"A page has at most 20 MB: the first {budget.with_experts:,} sentences have experts, "
+            f"the others only text."
+        )
+    if budget.with_keys < budget.with_experts:
+        notes.append(
+            f"For the same reason only the first {budget.with_keys:,} sentences have strongest keys."
+        )
+    return notes
+
+
+def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: bool) -> None:
+    """Add to each router its load and its experts' typical tokens, as `moa-fairseq analyze` has them.
+
+    Args:
+        routers: as `Router.as_json` gives them.
+        model: of the run.
+        data: the binarised folder, with a validation set.
+        cpu: whether a GPU is left alone.
+    """
+    network = model.models[0]
+    names = [router["name"] for router in routers if router["experts"]]
+    counters = {name: TokenCounter(segmenter(model.task, data)) for name in names}
+    flags = argparse.Namespace(subset="valid", max_tokens=4096, cpu=cpu)
+
+    def counted() -> Iterator[NamedRoutings]:
+        for sample, routings in forward_passes(flags, network, model.task):
+            count_pass(counters, sample, dict(routings), model.task)
+            yield routings
+
+    uses = {use.name: use for use in router_uses(counted())}
+    for router in routers:
+        if use := uses.get(router["name"]):
+            router["load"] = summary(use)
+            router["token_entropy"] = use.total_entropy / use.instances
+            if not is_uniform(network, use.name) and counters[use.name].attributions:
+                router["typical"] = [
+                    [[token["token"], round(token["pmi"], 2)] for token in tokens]
+                    for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT)
+                ]
+
+
+def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
+    """Metric → "train" and "valid" → [updates, value] of each point of a run's log.
+
+    Args:
+        folder: of the run; nothing where it has no train.jsonl.
+    """
+    found: dict[str, dict[str, list[list[float | None]]]] = {}
+    if not (folder / "train.jsonl").is_file():
+        return found
+    for metric in CURVES:
+        try:
+            curve = read_learning_curve(folder, metric)
+        except UserError as error:  # a metric that this training does not log, or a damaged line
+            if "line" in str(error).partition(":")[0]:
+                raise
+            continue
+        found[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
+    return found
+
+
+def _thinned(points: list[Point]) -> list[list[float | None]]:
+    step = math.ceil(len(points) / POINTS) or 1
+    kept = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
+    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in kept]
+
+
+def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+    """Scores, the paper's row, what differs from it, costs, and what made the run.
+
+    Args:
+        folder: of the run.
+        model: for its costs, or None.
+        recipe: of the run, or empty.
+        notes: where a missing result is noted.
+    """
+    found: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
+    facts = found["facts"]
+    made = combined(made_by_of(marks(folder).get("train", {}))) if folder.is_dir() else {}
+    if recipe:
+        facts += [["recipe", recipe.get("experiment")], ["architecture", recipe["model"].get("arch")]]
+    run: dict[str, Any] = {}
+    if (folder / "result.json").is_file():
+        comparison = load_comparison(default_results(), [folder / "result.json"])
+        rows = [(table, row) for table in comparison.tables for row in table.rows]
+        run = next(iter([*comparison.other, *(run for _, row in rows for run in row.runs)]))
+        for table, row in rows:
+            where = f"{table.name}, Table {table.table}"
+            found["paper"] += [{"where": where, **line} for cell in row.cells for line in lines_of(row, cell)]
+        metrics = run["metrics"]
+        names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
+        found["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
+        found["differences"] = run.get("differences") or []
+        made = {
+            **made,
+            **{key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)},
+        }
+    else:
+        notes.append("This run has no result.json yet, so there are no scores of the whole test set.")
+    if model is not None:
+        cost = as_json(count(model.models[0], LENGTH, LENGTH))
+        of_pair = f"MACs of {LENGTH} + {LENGTH} tokens"
+        facts += [["parameters", cost["parameters"]], [of_pair, cost["macs"]]]
+        facts += [["MACs of attention", cost["attention_macs"]]]
+        facts += [["cache, bytes per token and layer", cost["cache_bytes"]]]
+    keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
+    facts += [[key.replace("_", " "), run.get(key)] for key in keys]
+    facts += [[key, made.get(key)] for key in ("hardware", "commit", "date", "command")]
+    found["facts"] = [fact for fact in facts if fact[1] is not None]
+    return found

@@ -1,0 +1,182 @@
+"""A page in chromium: what a click, the mouse and the keyboard show; nothing is asked of a network."""
+
+import shutil
+
+import pytest
+
+from moa_fairseq.cli import main
+
+sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
+CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+pytestmark = [
+    pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
+    pytest.mark.slow,
+]
+HOSTILE = ["w1 </script><b>w2 &amp; w3", "\u202ew4 w5\u202c w6", "שלום w7 w8"]
+
+
+@pytest.fixture(scope="module")
+def chromium():
+    with sync_api.sync_playwright() as playwright:
+        browser = playwright.chromium.launch(executable_path=CHROMIUM, args=["--no-sandbox"])
+        yield browser
+        browser.close()
+
+
+@pytest.fixture(scope="module")
+def pages(moa_run, dense_run, toy_data, tmp_path_factory):
+    """Two runs; lines of a stranger."""
+    folder = tmp_path_factory.mktemp("pages")
+    (folder / "lines").write_text("\n".join(HOSTILE), encoding="utf-8")
+    words = {"two": (moa_run, dense_run), "hostile": (moa_run, "--input", folder / "lines")}
+    for name, runs in words.items():
+        line = ("look", *runs, "--data", toy_data, "--cpu", "--output", folder / f"{name}.html")
+        assert main([*map(str, line)]) == 0
+    return folder
+
+
+@pytest.fixture
+def opened(chromium, pages):
+    """opened(name, **settings) → the page, offline; the test fails on any message, error or request."""
+    trouble = []
+    contexts = []
+
+    def open_page(name, **settings):
+        context = chromium.new_context(**settings)
+        contexts.append(context)
+        context.set_offline(True)
+        page = context.new_page()
+        page.on("console", lambda message: trouble.append(message.text))
+        page.on("pageerror", lambda error: trouble.append(str(error)))
+        url = (pages / f"{name}.html").as_uri()
+        page.on("request", lambda request: request.url == url or trouble.append(request.url))
+        page.set_default_timeout(5000)
+        page.goto(url)
+        return page
+
+    yield open_page
+    for context in contexts:
+        context.close()
+    assert trouble == []
+
+
+def data_of(page):
+    return page.evaluate("JSON.parse(document.getElementById('data').textContent)")
+
+
+def test_a_token_shows_its_experts_and_their_keys(opened):
+    page = opened("two")
+    data = data_of(page)
+    token = page.locator("#list .tokens[data-side=source] .token").nth(1)
+    (sentence, _) = data["sentences"][0]
+    route = sentence["routes"][0]
+    width = data["runs"][0]["routers"][0]["per_token"]
+    experts, gates = (route[key][width : 2 * width] for key in "eg")
+    assert token.locator("sub").inner_text() == str(experts[0])
+    assert f"expert {experts[0]}" in token.get_attribute("aria-label")
+    token.hover()
+    panel = page.locator("#panel")
+    assert panel.locator(".swatch").all_inner_texts() == [str(expert) for expert in experts]
+    assert panel.locator(".meter > span").all_inner_texts() == [f"{gate / 1000:.3f}" for gate in gates]
+    first = route["k"][width * 6 : width * 6 + 2]
+    strongest = panel.locator(".chips").first.locator("li").first
+    assert strongest.locator("small").inner_text() == f"{first[1] / 1000:.3f}"
+    page.mouse.move(1, 1)
+    assert panel.locator(".swatch").count() == 0
+    token.click()
+    page.mouse.move(1, 1)
+    assert panel.locator(".swatch").count() == width
+    assert page.locator(".token[aria-pressed=true]").count() == 1 and page.locator(".token.key").count()
+    page.keyboard.press("Escape")
+    assert page.locator(".token[aria-pressed=true]").count() == 0
+
+
+def test_an_expert_shows_its_tokens_and_its_load(opened):
+    page = opened("two")
+    router = data_of(page)["runs"][0]["routers"][0]
+    button = page.locator("#legend .expert").nth(2)
+    load = router["load"]["load"][2]
+    assert f"{100 * load:.1f} %" in button.inner_text()
+    button.click()
+    assert page.locator("#legend [aria-pressed=true]").get_attribute("data-expert") == "2"
+    assert page.locator(".token[data-expert='2'].dim").count() == 0
+    assert (
+        page.locator(".token.dim").count()
+        == page.locator(".token[data-expert]:not([data-expert='2'])").count()
+    )
+    texts = page.locator("#panel").inner_text()
+    assert f"{100 * load:.1f} % of choices" in texts
+    assert f"{100 * router['load']['gate_share'][2]:.1f} % of weight" in texts
+    cells = page.locator("#loads tbody tr").nth(0).locator("td").all_inner_texts()
+    assert f"{100 * router['load']['evenness']:.1f} %" in cells
+
+
+def test_layers_order_and_text_choose_what_is_shown(opened):
+    page = opened("two")
+    data = data_of(page)
+    page.locator("[name=kind]").select_option("decoder cross-attention")
+    route = data["sentences"][0][0]["routes"][2]["e"]
+    row = page.locator("#list .tokens[data-side=target][data-run='0']").first
+    assert row.locator(".token").nth(1).locator("sub").inner_text() == str(
+        route[data["runs"][0]["routers"][2]["per_token"]]
+    )
+    page.locator("[name=order]").select_option("score")
+    scores = [sentence[0]["score"] for sentence in data["sentences"]]
+    worst = data["sentences"][scores.index(min(scores))][0]["number"]
+    assert page.locator("#list .top b").first.inner_text() == str(worst)
+    assert f"number {worst}" in page.locator("#glance").inner_text()
+    word = data["sentences"][3][0]["source"][0]
+    page.locator("[name=text]").fill(word)
+    shown = page.locator("#list > li").count()
+    assert 0 < shown < 12
+    assert all(word in text for text in page.locator("#list > li").all_inner_texts())
+    page.locator("[name=colour]").select_option("bits")
+    bits = data["sentences"][0][0]["bits"][1]
+    page.locator("[name=text]").fill("")
+    page.locator("[name=order]").select_option("place")
+    assert row.locator(".token").nth(1).locator("sub").inner_text() == f"{bits:.1f}"
+
+
+def test_the_keyboard_reaches_every_token(opened):
+    page = opened("two")
+    row = page.locator("#list .tokens").first
+    row.locator(".token").first.focus()
+    for key, place in (("ArrowRight", 1), ("End", -1), ("Home", 0), ("ArrowLeft", 0)):
+        page.keyboard.press(key)
+        last = row.locator(".token").count() - 1
+        focused = page.evaluate("document.activeElement.dataset.place")
+        assert focused == str(last if place < 0 else place)
+    page.keyboard.press("ArrowDown")
+    assert page.evaluate("document.activeElement.parentElement.dataset.side") == "target"
+    page.keyboard.press("Enter")
+    assert page.locator(".token[aria-pressed=true]").count() == 1
+    tabbable = page.locator("#list .tokens").first.locator(".token[tabindex='0']").count()
+    assert tabbable == 1
+
+
+@pytest.mark.parametrize("scheme", ["light", "dark"])
+def test_a_narrow_page_is_no_wider_than_the_screen(opened, scheme):
+    page = opened("two", viewport={"width": 400, "height": 800}, color_scheme=scheme)
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    page.locator("#list .token").nth(1).click()
+    assert page.locator("#panel").is_visible()
+    assert page.evaluate("document.documentElement.scrollWidth") <= 400
+    ground = page.evaluate("getComputedStyle(document.body).backgroundColor")
+    assert (int(ground.removeprefix("rgb(").split(",")[0]) > 128) == (scheme == "light")
+    unnamed = "[...document.querySelectorAll('button,select,input')].filter(each => !each.labels?.length && "
+    unnamed += "!each.textContent.trim() && !each.getAttribute('aria-label')).length"
+    assert page.evaluate(unnamed) == 0
+
+
+def test_hostile_text_is_shown_as_it_is(opened):
+    page = opened("hostile")
+    rows = page.locator("#list .tokens[data-side=source]")
+    shown = [
+        " ".join(row.locator(".token").evaluate_all("all => all.map(e => e.firstChild.data)"))
+        for row in rows.all()
+    ]
+    assert "</script><b>w2 &amp; w3" in shown[0] or "<unk>" in shown[0]
+    assert page.locator("#list b b, #list script").count() == 0
+    assert page.evaluate("getComputedStyle(document.querySelector('.token')).unicodeBidi") == "isolate"
+    page.emulate_media(media="print")
+    assert not page.locator("#controls").is_visible() and rows.first.is_visible()

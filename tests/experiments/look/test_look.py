@@ -1,0 +1,253 @@
+"""What a page shows equals what the layers compute and what `analyze` finds; hostile text stays text."""
+
+import json
+import math
+import shutil
+
+import pytest
+import torch
+import yaml
+
+from moa_fairseq.cli import main
+from moa_fairseq.experiments.analysis.attention_maps import measure_attention
+from moa_fairseq.experiments.look import trained_run
+from moa_fairseq.experiments.scoring.trained_model import load_trained
+from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
+from moa_fairseq.plugin.forward_context import collect_routings
+
+
+def router_of(page, name, run=0):
+    """(its place, the router)."""
+    return next((at, each) for at, each in enumerate(page["runs"][run]["routers"]) if each["name"] == name)
+
+
+def rows(numbers, width):
+    return torch.tensor(numbers).view(-1, width)
+
+
+def forced(checkpoint, data, sentence):
+    """The model, its input, the routings and log2 p of a sentence of the page, computed anew."""
+    model, task = load_trained(checkpoint, data)
+    model.eval()
+    source, previous = (
+        torch.tensor([[task.source_dictionary.index(text) for text in sentence[side]]])
+        for side in ("source", "target")
+    )
+    with torch.no_grad(), collect_routings() as routings:
+        output = model(source, torch.tensor([source.size(1)]), previous)
+    log_probs = model.get_normalized_probs(output, log_probs=True)[0] / math.log(2)
+    return model, task, previous, dict(routings), log_probs
+
+
+def test_experts_weights_and_surprise_are_the_layers_own(look, moa_run, toy_data):
+    page = look(moa_run, "--data", toy_data)
+    assert page["runs"][0]["kind"] == "translation" and len(page["sentences"]) == 12
+    names = [router["name"] for router in page["runs"][0]["routers"]]
+    assert names == [
+        "encoder.layers.0.self_attn",
+        "decoder.layers.0.self_attn",
+        "decoder.layers.0.encoder_attn",
+    ]
+    for (sentence,) in page["sentences"]:
+        _, _, previous, routings, log_probs = forced(moa_run / "checkpoint_best.pt", toy_data, sentence)
+        for at, name in enumerate(names):
+            _, router = router_of(page, name)
+            gates, order = routings[name].gates.sort(dim=1, descending=True, stable=True)
+            route = sentence["routes"][at]
+            assert rows(route["e"], router["per_token"]).equal(routings[name].expert_ids.gather(1, order))
+            torch.testing.assert_close(
+                rows(route["g"], router["per_token"]) / 1000, gates.detach(), atol=6e-4, rtol=0
+            )
+        surprise = -log_probs[:-1].gather(1, previous[0, 1:, None])[:, 0]
+        assert sentence["bits"][0] is None
+        torch.testing.assert_close(torch.tensor(sentence["bits"][1:]), surprise, atol=6e-3, rtol=1e-4)
+        assert 0 <= sentence["score"] <= 100 and sentence["reference"].split()[0].startswith("w")
+
+
+def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data):
+    """In the encoder, whose input does not depend on the translation."""
+    page = look(moa_run, "--data", toy_data, "--sentences", 2)
+    model, task = load_trained(moa_run / "checkpoint_best.pt", toy_data)
+    at, router = router_of(page, "encoder.layers.0.self_attn")
+    for number, (sentence,) in enumerate(page["sentences"]):
+        found = measure_attention(model, task, "test", number, torch.device("cpu"))[0]
+        assert found.queries == sentence["source"]
+        experts = rows(sentence["routes"][at]["e"], router["per_token"])
+        keys = torch.tensor(sentence["routes"][at]["k"]).view(len(found.queries), router["per_token"], 3, 2)
+        slots = {}  # of each token: expert → slot
+        with torch.no_grad(), collect_routings() as routings:
+            model(**task.dataset("test").collater([task.dataset("test")[number]])["net_input"])
+        for token, chosen in enumerate(routings[0][1].expert_ids.tolist()):
+            slots[token] = {expert: slot for slot, expert in enumerate(chosen)}
+        for token in range(len(found.queries)):
+            for place, expert in enumerate(experts[token].tolist()):
+                weights, places = found.weights[slots[token][expert], token].topk(min(3, len(found.queries)))
+                shown = keys[token, place][: len(places)]
+                assert (shown[:, 1] - 1000 * weights).abs().max() <= 0.51
+                assert shown[:, 0].tolist() == places.tolist() or len(set(shown[:, 1].tolist())) < 3
+
+
+def test_loads_and_typical_tokens_are_those_of_analyze(look, moa_run, toy_data, tmp_path, monkeypatch):
+    page = look(moa_run, "--data", toy_data)
+    common = [moa_run / "checkpoint_best.pt", "--data", toy_data, "--cpu", "--json", tmp_path / "found.json"]
+
+    def analyze(kind, *words):
+        assert main([*map(str, ("analyze", kind, *common, *words))]) == 0
+        return json.loads((tmp_path / "found.json").read_text())
+
+    loads = analyze("expert-load", "--output", tmp_path / "load.png")["modules"]
+    assert len(loads) == 3
+    for load in loads:
+        _, router = router_of(page, load["name"])
+        assert router["load"] == load
+        typical = analyze("expert-tokens", "--module", load["name"])["tokens"]
+        assert router["typical"] == [
+            [[token["token"], round(token["pmi"], 2)] for token in tokens] for tokens in typical
+        ]
+
+
+FAMILIES = {
+    "mae": ("mae_transformer_tiny",),
+    "mae6": ("mae_transformer_tiny", "--mae-dropped-heads", 2),
+    "uniform": ("mae_transformer_tiny", "--mae-gate", "uniform"),
+    "switchhead": ("switchhead_transformer_tiny", "--num-experts", 3, "--experts-per-token", 2),
+    "moh": ("moh_transformer_tiny",),
+    "gqe": ("gqe_transformer_tiny",),
+    "namoh": ("namoh_transformer_tiny",),
+    "dense": ("dense_transformer_tiny",),
+}
+
+
+@pytest.mark.thorough(keep="[mae]")
+@pytest.mark.parametrize("family", FAMILIES)
+def test_every_family_has_a_page(look, save_model, toy_data, tmp_path, family):
+    arch, *flags = FAMILIES[family]
+    save_model(toy_data, tmp_path / "run" / "checkpoint_best.pt", *flags, arch=arch)
+    page = look(tmp_path / "run", "--data", toy_data, "--sentences", 1)
+    sentence = page["sentences"][0][0]
+    model, _, _, routings, _ = forced(tmp_path / "run" / "checkpoint_best.pt", toy_data, sentence)
+    routed = {router["name"] for router in page["runs"][0]["routers"] if router["experts"]}
+    assert routed == routings.keys()
+    for router, route in zip(page["runs"][0]["routers"], sentence["routes"]):
+        tokens = len(sentence[router["on"]])
+        if router["experts"]:
+            routing = routings[router["name"]]
+            expected = routing.gates.sort(dim=1, descending=True, stable=True)
+            assert rows(route["e"], router["per_token"]).equal(routing.expert_ids.gather(1, expected.indices))
+            assert sum(router["load"]["load"]) == pytest.approx(1)
+        if router["to"]:
+            keys = torch.tensor(route["k"]).view(tokens, -1, 3, 2)
+            heads = router["per_token"] if router["experts"] else keys.size(1)
+            assert keys.size(1) == heads and (keys[..., 1].sum(-1) <= 1002).all()
+            assert (keys[..., 0] >= 0).all() and (keys[..., 0] < len(sentence[router["to"]])).all()
+    if family == "mae":  # of an expert that lacks head i: the mean of the other heads
+        attention = model.encoder.layers[0].self_attn
+        assert isinstance(attention, MixtureOfAttentiveExperts)
+        assert attention.heads_of_experts().equal(1 - torch.eye(8))
+
+
+def test_text_of_others_stays_text(look, moa_run, toy_data, tmp_path):
+    hostile = ["</script><script>alert(1)</script>", "w1 \u202eevil\u202c &lt;b&gt; w2", "w3 \u2028<!-- w4"]
+    (tmp_path / "lines").write_text("\n".join(hostile) + "\n\n", encoding="utf-8")
+    run = tmp_path / "run<img src=x>"
+    shutil.copytree(moa_run, run)
+    (run / "recipe.yaml").write_text(
+        yaml.safe_dump({"experiment": "x", "summary": "</style>\u202e", "model": {"arch": "</script>"}})
+    )
+    (tmp_path / "lines.de").write_text("")
+    page = look(run, "--data", toy_data, "--input", tmp_path / "lines")
+    text = (tmp_path / "page.html").read_text(encoding="utf-8")
+    assert text.count("</script>") == 2 and text.count("<script") == 2
+    assert text.count("</style>") == 1 and "<img" not in text and "\u2028" not in text
+    assert [sentence["number"] for (sentence,) in page["sentences"]] == [1, 2, 3]
+    assert all("reference" not in sentence for (sentence,) in page["sentences"])
+    assert page["runs"][0]["name"] == run.name
+
+
+def test_a_page_is_cut_to_its_size_and_says_so(look, moa_run, toy_data, monkeypatch):
+    whole = look(moa_run, "--data", toy_data)
+    monkeypatch.setattr(trained_run, "SIZES", (3_000, 6_000, 9_000))
+    page = look(moa_run, "--data", toy_data)
+    notes = " ".join(page["runs"][0]["notes"])
+    detail = [
+        0 if each["routes"] is None else 1 + any("k" in route for route in each["routes"])
+        for (each,) in page["sentences"]
+    ]
+    assert detail == sorted(detail, reverse=True) and set(detail) == {0, 1, 2}
+    assert f"{detail.count(2):,} sentences have strongest keys" in notes
+    assert f"{len(detail) - detail.count(0):,} sentences have experts" in notes
+    assert f"{len(detail)} of 12" in notes or len(detail) == 12
+    assert [each["target"] for (each,) in page["sentences"]] == [
+        each["target"] for (each,) in whole["sentences"][: len(detail)]
+    ]
+
+
+def test_two_runs_share_the_sentences(look, moa_run, dense_run, toy_data, tmp_path, capsys):
+    page = look(moa_run, dense_run, "--data", toy_data)
+    assert [run["name"] for run in page["runs"]] == [moa_run.name, dense_run.name]
+    for one, other in page["sentences"]:
+        assert one["source"] == other["source"] and one["reference"] == other["reference"]
+    assert not any(router["experts"] for router in page["runs"][1]["routers"])
+    assert all(route["k"] for _, other in page["sentences"] for route in other["routes"])
+
+
+def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path):
+    run = tmp_path / "run"
+    (run / "checkpoints").mkdir(parents=True)
+    records = [{"epoch": 1, "loss": "5", "ppl": "9", "lr": "0.1", "num_updates": "1"}]
+    records.append({"epoch": 1, "loss": "4", "ppl": "inf", "lr": "0.1", "num_updates": "2"})
+    (run / "train.jsonl").write_text("".join(json.dumps(record) + "\n" for record in records))
+    page = look(run)
+    assert page["sentences"] == [] and len(page["runs"][0]["notes"]) == 2
+    assert page["runs"][0]["curves"]["ppl"]["train"] == [[1, 9.0], [2, None]]
+    shutil.copy(moa_run / "checkpoint_last.pt", run / "checkpoints")
+    page = look(run, "--data", toy_data, "--sentences", 1)
+    assert len(page["sentences"]) == 1 and "checkpoint_last.pt" in " ".join(page["runs"][0]["notes"])
+
+
+def test_language_models_show_their_surprise(look, save_model, text_data, tmp_path):
+    path = save_model(
+        text_data,
+        tmp_path / "run" / "checkpoint_best.pt",
+        task="language_modeling",
+        arch="mae_transformer_lm_base",
+    )
+    page = look(tmp_path / "run", "--data", text_data, "--sentences", 3)
+    assert page["runs"][0]["kind"] == "causal" and len(page["sentences"]) == 3
+    model, task = load_trained(path, text_data)
+    model.eval()
+    for (sentence,) in page["sentences"]:
+        tokens = torch.tensor([[task.dictionary.index(text) for text in sentence["target"]]])
+        with torch.no_grad():
+            log_probs = model.get_normalized_probs(model(tokens), log_probs=True)[0] / math.log(2)
+        expected = -log_probs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
+        torch.testing.assert_close(torch.tensor(sentence["bits"][1:]), expected, atol=6e-3, rtol=1e-4)
+
+
+def test_a_masked_language_model_guesses_every_seventh_token(look, toy_masked_lm, toy_wiki_data):
+    page = look(toy_masked_lm.parent, "--data", toy_wiki_data, "--sentences", 2)
+    assert page["runs"][0]["kind"] == "masked"
+    model, task = load_trained(toy_masked_lm, toy_wiki_data)
+    model.eval()
+    dictionary = task.source_dictionary
+    (sentence,) = page["sentences"][0]
+    spelled = {text: index for index, text in enumerate(dictionary.symbols)}
+    assert sentence["target"][0] == "<s>" and None not in sentence["bits"]
+    assert sentence["mean_bits"] == pytest.approx(sum(sentence["bits"]) / len(sentence["bits"]), abs=0.01)
+    assert spelled["<mask>"] == task.mask_idx
+
+
+@pytest.mark.parametrize(
+    ("words", "named"),
+    [
+        (("RUN", "RUN", "RUN", "--output", "page.html"), "3 runs"),
+        (("RUN", "--output", "page.png"), "--output"),
+        (("RUN", "--output", "page.html", "--sentences", "0"), "--sentences"),
+        (("RUN/nowhere", "--output", "page.html"), "nowhere"),
+        (("RUN", "--output", "RUN/checkpoint_best.pt"), "--output"),
+    ],
+)
+def test_wrong_words_are_named(moa_run, tmp_path, capsys, words, named, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    assert main(["look", *(word.replace("RUN", str(moa_run)) for word in words)]) == 2
+    assert named in capsys.readouterr().err and not (tmp_path / "page.html").exists()
