@@ -151,7 +151,7 @@ def test_long_text_goes_through_several_processes(prepare, raw):
             ["has train.en, train.de, but lacks val.en.gz", "data.recipe=parallel"],
         ),
         ("multi30k", {"train.de": b"\n\n", "train.en": b"\n\n"}, ["train.en", "none of the"]),
-        ("parallel", {}, ["lacks valid.en[.gz], valid.de[.gz], test.en", "tokenised text"]),
+        ("parallel", {}, ["lacks valid.en[.gz], valid.de[.gz], test.en", "segmentation=sentencepiece"]),
         ("text_gpt2bpe", {}, ["raw lacks train.txt[.gz], valid.txt[.gz], test.txt[.gz]"]),
         ("wikitext103_gpt2bpe", {"wiki.train.raw": b"x"}, ["wikitext-103-raw-v1.zip is not in", "--offline"]),
         ("enwik8", {"enwik8": b"x" * 1999}, ["enwik8 has 1,999 bytes instead of 2,000"]),
