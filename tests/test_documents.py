@@ -246,6 +246,14 @@ def test_dry_run_lines_print_commands():
             assert "$ fairseq-train" in dry_run(ROOT, *words[2:])
 
 
+def test_the_study_of_the_guide_can_start(tmp_path, capsys):
+    (example,) = blocks("docs/controls.md", "yaml")
+    (tmp_path / "branch.yaml").write_text(example, encoding="utf-8")
+    records = ["--records", str(tmp_path)]
+    assert main(["study", str(tmp_path / "branch.yaml"), "--data", str(tmp_path), "--dry-run", *records]) == 0
+    assert {"D-seed1", "DS-seed8", "L-seed8"} <= set(capsys.readouterr().out.split())
+
+
 @pytest.mark.thorough
 def test_the_guide_to_own_data_can_be_followed(tmp_path):
     for recipe in blocks("docs/own-data.md", "yaml"):
