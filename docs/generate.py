@@ -40,7 +40,8 @@ from moa_fairseq.experiments.analysis.command import KINDS
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.scoring.compare import Comparison, lines_of, load_comparison, render
+from moa_fairseq.experiments.scoring.compare import lines_of, render
+from moa_fairseq.experiments.scoring.comparison import Comparison, load_comparison
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import atomic_write
 from moa_fairseq.layers.attention import FamilySettings

@@ -14,7 +14,8 @@ from PIL import Image
 from recorded_values import RESULTS, ROOT, signed
 
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.study.design import Study, load_study, runs_of
+from moa_fairseq.experiments.study.design import Study, runs_of
+from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.pictures import (
     VERDICTS,
     WIDTH,

@@ -35,16 +35,17 @@ from moa_fairseq.experiments.recipes.scores import (
     read_scores,
 )
 from moa_fairseq.experiments.recipes.train_log import TrainLog, prune, summarise
-from moa_fairseq.experiments.scoring.compare import load_comparison, render
+from moa_fairseq.experiments.scoring.compare import render
+from moa_fairseq.experiments.scoring.comparison import load_comparison
 from moa_fairseq.experiments.scoring.generate_log import lines_of, read_generate_log
 from moa_fairseq.experiments.study.design import (
     Study,
     System,
     fitting_records,
-    load_study,
     losses_of,
     runs_of,
 )
+from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.records import outputs_of
 from moa_fairseq.text.steps import normalize_punctuation
 

@@ -15,10 +15,12 @@ from matplotlib.transforms import Bbox
 
 from moa_fairseq.experiments.data.archives import contents
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
-from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.design import runs_of
+from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.pictures import draw
 from moa_fairseq.experiments.study.records import records_of
-from moa_fairseq.experiments.study.report import as_text, report
+from moa_fairseq.experiments.study.report import report
+from moa_fairseq.experiments.study.report_text import as_text
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"

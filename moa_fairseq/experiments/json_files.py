@@ -93,18 +93,18 @@ def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
 
 
 def _values(text: str, path: Path) -> dict[int, Any]:
-    found = {}
+    values = {}
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
         if not line.strip():
             continue
         try:
-            found[number] = json.loads(line, object_pairs_hook=_each_key_once)
+            values[number] = json.loads(line, object_pairs_hook=_each_key_once)
         except (ValueError, RecursionError) as error:  # all that JSON raises for a text
             if number < len(lines):
                 raise ValueError(f"line {number}: {error}") from error
             log.warning("%s, line %d was cut off, and does not count", path, number)
-    return found
+    return values
 
 
 def append_json_line(path: Path, content: Any) -> None:
@@ -122,11 +122,11 @@ def append_json_line(path: Path, content: Any) -> None:
     line = json.dumps(content).encode("ascii") + b"\n"
     with _held(path) as stream:
         stream.seek(0)
-        rest = stream.read().rpartition(b"\n")[2]
-        if _is_json(rest):
+        last_line = stream.read().rpartition(b"\n")[2]
+        if _is_json(last_line):
             line = b"\n" + line
-        elif rest:
-            stream.truncate(stream.tell() - len(rest))
+        elif last_line:
+            stream.truncate(stream.tell() - len(last_line))
         stream.write(line)
         stream.flush()
         os.fsync(stream.fileno())
@@ -218,18 +218,18 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
     except OSError as error:  # of the open and the read; it says why
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except _ODD as error:
-        why = " ".join(str(error).split())[:500]
-        raise UserError(f"{path} is not valid {language}: {why}. {remedy}") from error
+        reason = " ".join(str(error).split())[:500]
+        raise UserError(f"{path} is not valid {language}: {reason}. {remedy}") from error
     return content
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    mapping: dict[str, Any] = {}
     for key, value in pairs:
-        if key in found:
+        if key in mapping:
             raise ValueError(f"duplicate key {key[:80]!r}")
-        found[key] = value
-    return found
+        mapping[key] = value
+    return mapping
 
 
 class _Loader(yaml.SafeLoader):
@@ -271,11 +271,11 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
         children = []
         if isinstance(node, yaml.MappingNode):
             children = [part for pair in node.value for part in pair]
-            known = set()
+            names = set()
             for key in (key for key, _ in node.value if isinstance(key, yaml.ScalarNode)):
-                if (key.tag, key.value) in known:
+                if (key.tag, key.value) in names:
                     _refuse(f"duplicate key {key.value[:80]}", key)
-                known.add((key.tag, key.value))
+                names.add((key.tag, key.value))
         elif isinstance(node, yaml.SequenceNode):
             children = node.value
         if node.tag not in _TAGS:

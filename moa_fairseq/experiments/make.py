@@ -86,10 +86,10 @@ class Step:
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
         if self.captured:
-            redirect = [REDIRECT, str(self.output)]
-        else:
-            redirect = []
-        return [*words, *redirect, *([ERRORS_TOO] if self.captured == "both" else [])]
+            words += [REDIRECT, str(self.output)]
+        if self.captured == "both":
+            words.append(ERRORS_TOO)
+        return words
 
 
 def make(
@@ -140,17 +140,17 @@ def make(
             if wanted(step):
                 facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS, prefix)
             elif step.in_place:
-                known = marks(folder)
-                mark = step.as_of_today(known.get(step.name, {}))
-                _refuse_others(step, mark, _resolved(step, known))
+                records = read_step_records(folder)
+                mark = step.as_of_today(records.get(step.name, {}))
+                _refuse_others(step, mark, _resolved(step, records))
     return facts
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
-    known = marks(folder)
-    inputs = _resolved(step, known)
-    mark = step.as_of_today(known.get(step.name, {}))
-    fingerprint = fingerprint_of({**inputs, **step.used(mark.get("facts"), True)}, dict(step.goal))
+    records = read_step_records(folder)
+    inputs = _resolved(step, records)
+    mark = step.as_of_today(records.get(step.name, {}))
+    fingerprint = fingerprint_of(inputs | dict(step.used(mark.get("facts"), True)), dict(step.goal))
     if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
         files = mark["files"]
         if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
@@ -168,7 +168,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
             step.ready()
         made_by[-1]["from"] = _contents(step.output)
         # Said before it begins, so that an interrupted one is known for what it is.
-        put_mark(folder, step.name, inputs=inputs, facts=before, made_by=made_by)
+        write_step_record(folder, step.name, inputs=inputs, facts=before, made_by=made_by)
     else:
         partial = step.output.with_name(step.output.name + PARTIAL)
         step.output.parent.mkdir(parents=True, exist_ok=True)
@@ -192,17 +192,16 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         raise UserError(f"{step.name} ended without writing {step.output}; see {folder / step.name}.log.")
     files = {}
     if step.in_place:
-        new = {key: value for key, value in (facts or {}).items() if value is not None}
-        facts = {**before, **new}
+        facts = before | {key: value for key, value in (facts or {}).items() if value is not None}
         made_by = made_by_of({"made_by": made_by}, step.output) or made_by
     else:
-        put_mark(folder, step.name)  # from here on the old output is gone
+        write_step_record(folder, step.name)  # from here on the old output is gone
         replace(partial, step.output)
         files = _sizes(step.output, folder)
     inputs.update(step.used(facts, False))
     fingerprint = fingerprint_of(inputs, dict(step.goal))
     values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files, "made_by": made_by}
-    put_mark(folder, step.name, fingerprint=fingerprint, **values)
+    write_step_record(folder, step.name, fingerprint=fingerprint, **values)
     return facts
 
 
@@ -228,29 +227,26 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
             if not value.output.exists():
                 stage = value.name.partition("-")[0]
                 raise UserError(f"{value.output} is missing: run --stage {stage} first (or --stage all).")
-            made = known.get(value.name, {}).get("fingerprint")
-            return [made, *(stamp(value.output) if value.output.is_file() else ())]
+            fingerprint = known.get(value.name, {}).get("fingerprint")
+            return [fingerprint, *(file_signature(value.output) if value.output.is_file() else ())]
         if isinstance(value, Path):
             if not value.is_file():
                 raise UserError(f"{value} is missing: {step.name} needs it.")
-            return stamp(value)
+            return file_signature(value)
         return value
 
-    if callable(step.inputs):
-        found = step.inputs()
-    else:
-        found = step.inputs
-    return json.loads(json.dumps({name: plain(value) for name, value in found.items()}))
+    inputs = step.inputs() if callable(step.inputs) else step.inputs
+    return json.loads(json.dumps({name: plain(value) for name, value in inputs.items()}))
 
 
 def _contents(folder: Path) -> str:
     """Digits that change when a file in the folder is written, added or taken away."""
-    found = []
+    contents = []
     for path in sorted(folder.rglob("*")):
         with contextlib.suppress(FileNotFoundError):  # a training that is at work takes files away
             if path.is_file():
-                found.append([os.path.relpath(path, folder), *stamp(path)[1:]])
-    return fingerprint_of(found)
+                contents.append([os.path.relpath(path, folder), *file_signature(path)[1:]])
+    return fingerprint_of(contents)
 
 
 def _sizes(output: Path, folder: Path) -> dict[str, int]:
@@ -260,24 +256,24 @@ def _sizes(output: Path, folder: Path) -> dict[str, int]:
     return {os.path.relpath(path, folder): path.stat().st_size for path in files}
 
 
-def marks(folder: Path) -> dict[str, dict[str, Any]]:
+def read_step_records(folder: Path) -> dict[str, dict[str, Any]]:
     """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
+    return {name: mark for name, mark in saved_json(folder / STATE).items() if _is_entry(mark)}
+
+
+def _is_entry(mark: Any) -> bool:
+    if not isinstance(mark, dict) or "inputs" not in mark:
+        return False
     kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}
-    return {
-        name: mark
-        for name, mark in saved_json(folder / STATE).items()
-        if isinstance(mark, dict)
-        and "inputs" in mark
-        and all(isinstance(mark[key], kind) for key, kind in kinds.items() if key in mark)
-        and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
-    }
+    has_kinds = all(isinstance(mark[key], kind) for key, kind in kinds.items() if key in mark)
+    return has_kinds and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
 
 
 def made_by_of(mark: Mapping[str, Any], output: Path | None = None) -> list[dict[str, Any]]:
     """What made the output of a step.
 
     Args:
-        mark: of the step, as `marks` has it.
+        mark: of the step, as `read_step_records` has it.
         output: of a step in place that has not ended: whether its last session left something is looked at.
 
     Returns:
@@ -289,7 +285,7 @@ def made_by_of(mark: Mapping[str, Any], output: Path | None = None) -> list[dict
     return sessions
 
 
-def put_mark(folder: Path, name: str, **mark: Any) -> None:
+def write_step_record(folder: Path, name: str, **mark: Any) -> None:
     """Replace the entry of a step in state.json.
 
     Args:
@@ -297,8 +293,11 @@ def put_mark(folder: Path, name: str, **mark: Any) -> None:
         name: of the step.
         mark: the entry; an empty one is taken out.
     """
-    others = {key: value for key, value in marks(folder).items() if key != name}
-    write_json(folder / STATE, dict(sorted({**others, **({name: mark} if mark else {})}.items())))
+    records = read_step_records(folder)
+    records.pop(name, None)
+    if mark:
+        records[name] = mark
+    write_json(folder / STATE, dict(sorted(records.items())))
 
 
 def keep_command(line: str, commands: Path) -> None:
@@ -309,14 +308,13 @@ def keep_command(line: str, commands: Path) -> None:
         commands: the script, which is begun where there is none.
     """
     refuse_link(commands)
+    lines = []
     if commands.is_file():
-        kept = commands.read_text(encoding="utf-8").splitlines()
-    else:
-        kept = []
-    kept = kept or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
-    if line not in kept:
+        lines = commands.read_text(encoding="utf-8").splitlines()
+    lines = lines or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    if line not in lines:
         with atomic_write(commands) as stream:
-            stream.write("\n".join([*kept, line]) + "\n")
+            stream.write("\n".join([*lines, line]) + "\n")
 
 
 def fingerprint_of(*values: Any) -> str:
@@ -325,7 +323,7 @@ def fingerprint_of(*values: Any) -> str:
     return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
 
 
-def stamp(path: Path) -> list[Any]:
+def file_signature(path: Path) -> list[Any]:
     """Name, size and time of a file: enough to tell that it was made again."""
     stat = path.stat()
     return [path.name, stat.st_size, stat.st_mtime_ns]
@@ -338,15 +336,15 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
         before, now: mappings, which may hold further ones.
         prefix: what the keys begin with.
     """
-    found: dict[str, str] = {}
+    differences: dict[str, str] = {}
     for key in sorted(before.keys() | now.keys()):
         old = before.get(key, "not set")
         new = now.get(key, "not set")
         if isinstance(old, dict) and isinstance(new, dict):
-            found.update(changes(old, new, f"{prefix}{key}."))
+            differences.update(changes(old, new, f"{prefix}{key}."))
         elif old != new:
-            found[f"{prefix}{key}"] = f"{old} → {new}"
-    return found
+            differences[f"{prefix}{key}"] = f"{old} → {new}"
+    return differences
 
 
 def remove(path: Path) -> None:

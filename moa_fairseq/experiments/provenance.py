@@ -35,7 +35,7 @@ def provenance(**conditions: Any) -> dict[str, Any]:
         The conditions, "versions", "commit" and "date".
     """
     today = datetime.date.today().isoformat()
-    return {**conditions, "versions": versions(), "commit": commit(), "date": today}
+    return conditions | {"versions": versions(), "commit": commit(), "date": today}
 
 
 def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
@@ -48,32 +48,32 @@ def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         Each text, also of versions: the distinct ones in their order, with commas. The date and what is no
         text: that of the last session.
     """
-    found: dict[str, Any] = {}
+    record: dict[str, Any] = {}
     for key in dict.fromkeys(key for session in sessions for key in session):
         values = [session[key] for session in sessions if session.get(key) is not None]
+        record[key] = values[-1] if values else None
         if values and all(isinstance(value, dict) for value in values):
-            found[key] = combined(values)
+            record[key] = combined(values)
         elif key != "date" and all(isinstance(value, str) for value in values):
-            found[key] = ", ".join(dict.fromkeys(values)) or None
-        else:
-            found[key] = values[-1] if values else None
-    return found
+            record[key] = ", ".join(dict.fromkeys(values)) or None
+    return record
 
 
 def versions() -> dict[str, str | None]:
     """Versions of Python and of the packages that the numbers depend on, in this environment."""
-    found = tool_versions()
-    fairseq = found.get("ve-fairseq") or found.get("fairseq")
-    return {**{name: found.get(name) for name in ("python", "torch", "moa_fairseq")}, "fairseq": fairseq}
+    tools = tool_versions()
+    fairseq = tools.get("ve-fairseq") or tools.get("fairseq")
+    names = ("python", "torch", "moa_fairseq")
+    return dict({name: tools.get(name) for name in names}, fairseq=fairseq)
 
 
 def tool_versions() -> dict[str, str]:
     """Versions of everything that shapes prepared data."""
-    found = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
+    tools = {"python": platform.python_version(), "moa_fairseq": moa_fairseq.__version__}
     for tool in TOOLS:
         with contextlib.suppress(metadata.PackageNotFoundError):
-            found[tool] = metadata.version(tool)
-    return found
+            tools[tool] = metadata.version(tool)
+    return tools
 
 
 def commit() -> str | None:
@@ -86,46 +86,41 @@ def commit() -> str | None:
     Raises:
         UserError: git does not answer, or refuses to read the repository.
     """
-    named = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
-    here = Path(__file__).resolve()
+    from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
+    path = Path(__file__).resolve()
     # a hook of git, say, names its own repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+
+    def git(*words: str) -> bytes:
+        command = ["git", "-C", str(path.parent), *words]
+        settings: dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True}
+        return subprocess.run(command, env=environment, **settings).stdout
+
     try:
-        _, head, changes, new = (
-            subprocess.run(
-                ["git", "-C", str(here.parent), *words],
-                capture_output=True,
-                timeout=GIT_SECONDS,
-                check=True,
-                env=environment,
-            ).stdout
-            for words in (
-                ("ls-files", "--error-unmatch", here.name),
-                ("rev-parse", "HEAD"),
-                ("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results"),
-                ("ls-files", "-z", "--others", "--exclude-standard", "--", str(here.parents[1])),
-            )
-        )
+        git("ls-files", "--error-unmatch", path.name)
+        head = git("rev-parse", "HEAD")
+        changes = git("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results")
+        new = git("ls-files", "-z", "--others", "--exclude-standard", "--", str(path.parents[1]))
     except (FileNotFoundError, PermissionError):
-        return named  # there is no git
+        return from_environment  # there is no git
     except subprocess.CalledProcessError as error:
-        in_repository = any((folder / ".git").exists() for folder in here.parents)
-        if named or error.cmd[3] != "ls-files" or error.returncode == 1 or not in_repository:
-            return named  # no repository has this file in a commit
-        said = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
-        why = f"git cannot read the repository of {here.parents[1]} ({said})"
-        raise UserError(f"{why}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT.") from error
+        in_repository = any((folder / ".git").exists() for folder in path.parents)
+        if from_environment or error.cmd[3] != "ls-files" or error.returncode == 1 or not in_repository:
+            return from_environment  # no repository has this file in a commit
+        message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
+        problem = f"git cannot read the repository of {path.parents[1]} ({message})"
+        raise UserError(f"{problem}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT.") from error
     except subprocess.TimeoutExpired as error:
-        if named:
-            return named
-        why = f"git did not say within {GIT_SECONDS} s at which commit {here.parents[2]} is"
-        raise UserError(f"{why}. Say it with MOA_FAIRSEQ_COMMIT.") from error
+        if from_environment:
+            return from_environment
+        problem = f"git did not say within {GIT_SECONDS} s at which commit {path.parents[2]} is"
+        raise UserError(f"{problem}. Say it with MOA_FAIRSEQ_COMMIT.") from error
     for name in filter(None, new.split(b"\0")):
         changes += name
         with contextlib.suppress(OSError):  # a repository in this one, or a file that is gone again
-            changes += (here.parent / os.fsdecode(name)).read_bytes()
-    found = head.decode().strip()
+            changes += (path.parent / os.fsdecode(name)).read_bytes()
+    revision = head.decode().strip()
     if changes.strip():
-        return named or f"{found}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
-    return found
+        return from_environment or f"{revision}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
+    return revision

@@ -51,38 +51,45 @@ class Table(NamedTuple):
             width: on a terminal cells are wrapped until a line has at most so many characters (None: the
                 terminal's), if words and numbers allow it.
         """
-        cells = [[_written(row.get(column.key), column.form) for row in self.rows] for column in self.columns]
-        kept = [number for number, texts in enumerate(cells) if any(texts)]
-        columns = [self.columns[number] for number in kept]
-        rows = list(zip(*(cells[number] for number in kept)))
-        if not rows:
+        columns = []
+        cells = []
+        for column in self.columns:
+            texts = [_written(row.get(column.key), column.form) for row in self.rows]
+            if any(texts):
+                columns.append(column)
+                cells.append([column.head, *texts])
+        if not cells:
             return ""
-        lines: list[list[str]] = [[column.head for column in columns], *map(list, rows)]
+        lines = list(map(list, zip(*cells)))
         if markdown:
             lines.insert(1, ["--:" if column.form else "---" for column in columns])
-            lines = [[_BAR.sub(r"\|", text) for text in line] for line in lines]
-            return "\n".join(f"| {' | '.join(line)} |" for line in lines)
-        lines = [[plain(text) for text in line] for line in lines]
+            rows = (" | ".join(_BAR.sub(r"\|", text) for text in line) for line in lines)
+            return "\n".join(f"| {row} |" for row in rows)
+        lines = [list(map(plain, line)) for line in lines]
         for line, above in zip(lines[:1:-1], lines[-2:0:-1]):
-            for place, column in enumerate(columns):
-                if column.once and line[place] == above[place]:
-                    line[place] = ""
+            for index, column in enumerate(columns):
+                if column.once and line[index] == above[index]:
+                    line[index] = ""
         widths, gap = _widths(columns, lines, width or shutil.get_terminal_size().columns)
-        shown = []
-        for line in lines:
-            of_head = line is lines[0]
-            wrapped = [
-                textwrap.wrap(text, size, break_on_hyphens=of_head) for text, size in zip(line, widths)
-            ]
-            for parts in zip_longest(*wrapped, fillvalue=""):
-                padded = [
-                    text.rjust(size) if column.form else text.ljust(size)
-                    for text, size, column in zip(parts, widths, columns)
-                ]
-                shown.append(gap.join(padded).rstrip())
-            if of_head:
-                shown.append(gap.join("-" * size for size in widths))
-        return "\n".join(shown)
+        out = _wrapped(lines[0], columns, widths, gap, is_head=True)
+        out.append(gap.join("-" * size for size in widths))
+        for line in lines[1:]:
+            out += _wrapped(line, columns, widths, gap)
+        return "\n".join(out)
+
+
+def _wrapped(
+    line: Sequence[str], columns: Sequence[Column], widths: Sequence[int], gap: str, is_head: bool = False
+) -> list[str]:
+    """A row of a table in as many lines as its longest cell needs."""
+    wrapped = [textwrap.wrap(text, size, break_on_hyphens=is_head) for text, size in zip(line, widths)]
+    lines = []
+    for parts in zip_longest(*wrapped, fillvalue=""):
+        padded = []
+        for text, size, column in zip(parts, widths, columns):
+            padded.append(text.rjust(size) if column.form else text.ljust(size))
+        lines.append(gap.join(padded).rstrip())
+    return lines
 
 
 def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | None = None) -> str:
@@ -104,14 +111,11 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
             heading = textwrap.fill(plain(block.lstrip("# ")), room)
             parts.append(f"{heading}\n{'=' * len(heading.splitlines()[-1])}")
         else:
-            lines = [plain(line) for line in block.splitlines()]
-            indents = ["  " if line.startswith("- ") else "" for line in lines]
-            parts.append(
-                "\n".join(
-                    textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False)
-                    for line, indent in zip(lines, indents)
-                )
-            )
+            lines = []
+            for line in map(plain, block.splitlines()):
+                indent = "  " if line.startswith("- ") else ""
+                lines.append(textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False))
+            parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
 
 
@@ -149,14 +153,14 @@ def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
     widths = [max(map(len, texts)) for texts in zip(*lines)]
     heads = [text.replace("-", "- ") for text in lines[0]]  # where they may be broken
     texts_of = list(zip(heads, *lines[1:]))
-    words = [max((len(word) for text in texts for word in text.split()), default=1) for texts in texts_of]
+    words = [max(map(len, " ".join(texts).split()), default=1) for texts in texts_of]
     # Numbers stay on one line as long as wrapping headings and texts is enough.
-    whole = [
-        max(word, *map(len, texts[1:])) if column.form else word
-        for word, texts, column in zip(words, texts_of, columns)
-    ]
+    unbroken = list(words)
+    for index, column in enumerate(columns):
+        if column.form:
+            unbroken[index] = max(words[index], *map(len, texts_of[index][1:]))
     broken = [word if column.form else min(word, _BREAKABLE) for word, column in zip(words, columns)]
-    for gap, least in (("  ", whole), (" ", whole), (" ", words), (" ", broken)):
+    for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
         room = width - len(gap) * (len(widths) - 1)
         while sum(widths) > room and (wide := [n for n, size in enumerate(widths) if size > least[n]]):
             widths[max(wide, key=widths.__getitem__)] -= 1

@@ -18,7 +18,7 @@ from moa_fairseq import process
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import json_files, provenance
 from moa_fairseq.experiments import make as make_module
-from moa_fairseq.experiments.make import OUT, Step, make, marks, stamp
+from moa_fairseq.experiments.make import OUT, Step, file_signature, make, read_step_records
 from moa_fairseq.process import held_locks, locked
 
 # Writes a file in small pieces, slowly enough to be killed in between.
@@ -97,7 +97,7 @@ def test_a_file_of_the_same_size_and_second_is_another_one(tmp_path):
     for nanosecond in (0, 1_000_000):
         path.write_text("same")
         os.utime(path, ns=(10**18, 10**18 + nanosecond))
-        seen.append(stamp(path))
+        seen.append(file_signature(path))
     assert seen[0] != seen[1]
 
 
@@ -134,7 +134,7 @@ def test_a_failure_leaves_nothing_under_the_final_name(tmp_path):
         make([Step("x", tmp_path / "x.txt", ["python", "print(1); exit(3)"], captured="out")], tmp_path)
     with pytest.raises(UserError, match=r"x ended without writing.*x\.log"):
         make([Step("x", tmp_path / "x.txt", ["python", "pass"])], tmp_path)
-    assert not step.output.exists() and "x" not in marks(tmp_path)
+    assert not step.output.exists() and "x" not in read_step_records(tmp_path)
     missing = Step("y", tmp_path / "y", ["python", "pass"], {"from": step})
     with pytest.raises(UserError, match=r"x\.txt is missing: run --stage x"):
         make([missing], tmp_path)
@@ -188,10 +188,10 @@ def test_killed_at_any_moment_and_resumed_the_files_are_the_same(tmp_path, numbe
         time.sleep(chance.uniform(0.3, 1.8))
         running.send_signal(number)
         running.communicate()
-        finished = [name for name, mark in marks(killed).items() if mark.get("fingerprint")]
+        finished = [name for name, mark in read_step_records(killed).items() if mark.get("fingerprint")]
         outputs = {step.name: step.output for step in chain(killed)}
         for name in set(outputs) - set(finished) - {"train"}:
-            assert not outputs[name].exists() or name not in marks(killed)
+            assert not outputs[name].exists() or name not in read_step_records(killed)
     make(chain(killed), killed, patience=30)
     made = {name: digest for name, digest in tree(killed).items() if ".partial" not in name}
     assert made == tree(tmp_path / "whole")
@@ -229,7 +229,7 @@ def test_an_old_output_is_forgotten_before_the_new_one_takes_its_place(tmp_path,
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(make_module, "replace", stop)
         make(chain(tmp_path, word="b")[:1], tmp_path)
-    assert "0 b\n" in (tmp_path / "slow.txt").read_text() and "slow" not in marks(tmp_path)
+    assert "0 b\n" in (tmp_path / "slow.txt").read_text() and "slow" not in read_step_records(tmp_path)
     make(chain(tmp_path)[:1], tmp_path)
     assert "0 a\n" in (tmp_path / "slow.txt").read_text()
 
@@ -264,7 +264,7 @@ def test_a_folder_takes_the_place_of_a_file_and_a_file_that_of_a_folder(tmp_path
 def test_an_empty_folder_is_no_output(tmp_path):
     with pytest.raises(UserError, match="x ended without writing"):
         make([Step("x", tmp_path / "x", lambda new: new.mkdir())], tmp_path)
-    assert not (tmp_path / "x").exists() and "x" not in marks(tmp_path)
+    assert not (tmp_path / "x").exists() and "x" not in read_step_records(tmp_path)
 
 
 def test_a_log_in_an_output_may_grow(tmp_path):
@@ -313,7 +313,7 @@ def source(monkeypatch):
 
 
 def commits(folder, name):
-    return [session["commit"] for session in make_module.made_by_of(marks(folder)[name])]
+    return [session["commit"] for session in make_module.made_by_of(read_step_records(folder)[name])]
 
 
 def test_what_made_an_output_is_said_once_and_stays(tmp_path, source):
@@ -324,7 +324,7 @@ def test_what_made_an_output_is_said_once_and_stays(tmp_path, source):
     assert [commits(tmp_path, step.name) for step in chain(tmp_path)] == [["one"]] * 4
     make(chain(tmp_path, word="b")[:3], tmp_path)
     assert commits(tmp_path, "slow") == ["two"] and commits(tmp_path, "train") == ["one"]
-    (session,) = marks(tmp_path)["slow"]["made_by"]
+    (session,) = read_step_records(tmp_path)["slow"]["made_by"]
     assert session["versions"]["python"] and session["date"]
 
 
@@ -358,12 +358,12 @@ def test_a_training_that_left_nothing_says_nothing_of_the_next(tmp_path, source)
     first = failing(tmp_path, "new.mkdir()")
     with pytest.raises(UserError):
         make([first], tmp_path)
-    mark = marks(tmp_path)["train"]
-    make_module.put_mark(tmp_path, "train", **{**mark, "facts": {"parameters": 1}})
+    mark = read_step_records(tmp_path)["train"]
+    make_module.write_step_record(tmp_path, "train", **{**mark, "facts": {"parameters": 1}})
     source.commit = "two"
     other = Step(**{**vars(chain(tmp_path)[-1]), "inputs": {"rate": 2}})
     make([other], tmp_path)
-    assert commits(tmp_path, "train") == ["two"] and not marks(tmp_path)["train"]["facts"]
+    assert commits(tmp_path, "train") == ["two"] and not read_step_records(tmp_path)["train"]["facts"]
 
 
 def test_what_cannot_be_read_now_is_not_taken_for_nothing(tmp_path, monkeypatch):
@@ -380,4 +380,4 @@ def test_what_cannot_be_read_now_is_not_taken_for_nothing(tmp_path, monkeypatch)
             make(chain(tmp_path, word="b"), tmp_path)
     assert (tmp_path / "state.json").read_bytes() == before
     (tmp_path / "state.json").write_text("half of i")
-    assert marks(tmp_path) == {}
+    assert read_step_records(tmp_path) == {}

@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -58,10 +58,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         if not 1 <= args.layer <= layers:
             raise UserError(f"--layer {args.layer}: the model has layers 1 to {layers}.")
         maps = [each for each in maps if each.layer == args.layer]
-    if args.layer is None:
-        draw = draw_layers
-    else:
-        draw = draw_heads
+    draw = draw_layers if args.layer is None else draw_heads
     lines = []
     modules = []
     for each in maps:
@@ -69,9 +66,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         share = torch.special.entr(each.weights).sum(2).mean().item() / math.log(max(keys, 2))
         entropy = f"entropy {share:.0%} of an even one's"
         lines.append(f"{each.name}: {heads} maps of {queries} x {keys} tokens, {entropy}")
-        gates = {side: gate.tolist() for side, gate in each.gates.items()}
-        names = {"name": each.name, "queries": each.queries, "keys": each.keys}
-        modules.append({**names, "weights": each.weights.tolist(), "gates": gates})
+        module: dict[str, Any] = {"name": each.name, "queries": each.queries, "keys": each.keys}
+        module["weights"] = each.weights.tolist()
+        module["gates"] = {side: gate.tolist() for side, gate in each.gates.items()}
+        modules.append(module)
     figure = draw(maps, f"{args.model.name}, sentence {args.sentence} of {args.subset}")
     return Analysis(lines, figure, {"sentence": args.sentence, "modules": modules})
 
@@ -130,33 +128,37 @@ def measure_attention(
     weights_by_name, routings, _ = pass_with_weights(model.to(device).eval(), sample["net_input"])
     tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
-    if previous is None:
-        target = []
-    else:
+    target = []
+    if previous is not None:
         target = [task.target_dictionary[index] for index in previous[0].tolist()]
     maps = []
     for name, batch in weights_by_name.items():
         weights = batch[:, 0]
         # The decoder of a language model reads the source tokens.
-        if target and name.startswith("decoder."):
-            queries = target
-        else:
-            queries = source
-        if name.endswith(".encoder_attn"):
-            keys = source
-        else:
-            keys = queries
-        own = [
-            routing
-            for named, routing in routings
-            if named.removesuffix(f".{routing.side}") == name and routing.scope == "tokens"
-        ]
-        gates = {routing.side: gates_by_expert(routing) for routing in own}
+        queries = target if target and name.startswith("decoder.") else source
+        keys = source if name.endswith(".encoder_attn") else queries
+        gates: dict[str, Tensor] = {}
+        groups = 1
+        for side, routing in routings_of(name, routings):
+            if routing.scope == "tokens":
+                groups = groups if gates else routing.groups
+                gates[side] = gates_by_expert(routing)
         if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
             gates["keys"] = gates["queries"]
-        groups = own[0].groups if own else 1
         maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
     return maps
+
+
+def routings_of(name: str, routings: NamedRoutings) -> Iterator[tuple[str, Routing]]:
+    """(side, routing) of a module.
+
+    Args:
+        name: of the module.
+        routings: of all modules.
+    """
+    for path, routing in routings:
+        if path.removesuffix(f".{routing.side}") == name:
+            yield routing.side, routing
 
 
 @torch.no_grad()
@@ -192,7 +194,7 @@ def pass_with_weights(
             module.skip_embed_dim_check = True  # its other path averages over the heads
 
         def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-            return args, {**kwargs, "need_weights": True, "need_head_weights": True}
+            return args, kwargs | {"need_weights": True, "need_head_weights": True}
 
         def keep(
             module: nn.Module, args: tuple, kwargs: dict[str, Any], result: Any, name: str = name
@@ -254,8 +256,10 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
     """The map of one head; the gates of the queries on its left, those of the keys below."""
-    own = head if each.groups > 1 else 0
-    strips = {side: gates.view(each.groups, -1, gates.size(1))[own] for side, gates in each.gates.items()}
+    group = head if each.groups > 1 else 0
+    strips = {}
+    for side, gates in each.gates.items():
+        strips[side] = gates.view(each.groups, -1, gates.size(1))[group]
     title = f"{'head' if each.groups > 1 or not each.gates else 'slot'} {head + 1}"
     draw_map(place, each.weights[head], each.queries, strips, title, each.keys)
 

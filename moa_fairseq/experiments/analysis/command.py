@@ -15,6 +15,7 @@ the --save-dir of a plain fairseq-train, or the folder around it.
 from __future__ import annotations
 
 import argparse
+import itertools
 from pathlib import Path
 
 from moa_fairseq.errors import UserError
@@ -76,8 +77,9 @@ def run(args: argparse.Namespace) -> int:
     if args.output is not None and args.output.suffix.lower() != ".png":
         raise UserError(f"--output {args.output}: the picture is a PNG, so its name must end in .png.")
     of_model = "model" in args
-    inputs = [args.model] if of_model else args.runs
-    inputs = [*inputs, *(file for path in inputs for pattern in OF_A_RUN for file in path.glob(pattern))]
+    inputs = [args.model] if of_model else list(args.runs)
+    for path, pattern in itertools.product(tuple(inputs), OF_A_RUN):
+        inputs += path.glob(pattern)
     written = {"output": args.output, "json": args.json}
     for name, path in written.items():
         if path is not None:
@@ -95,14 +97,14 @@ def run(args: argparse.Namespace) -> int:
         args.data = data or Path(task.cfg.data)
         if args.json:
             about.update({"checkpoint_sha256": checksum(checkpoint), "data": str(args.data)})
-        found = args.analyze(args, model, task)
+        analysis = args.analyze(args, model, task)
     else:
-        found = args.analyze(args)
+        analysis = args.analyze(args)
     if args.output:
-        save(found.figure, args.output)
+        save(analysis.figure, args.output)
     if args.json:
-        write_json(args.json, {**about, **found.report, "made_by": made_by})
-    print(*found.lines, sep="\n")
+        write_json(args.json, dict(about | analysis.report, made_by=made_by))
+    print(*analysis.lines, sep="\n")
     if any(written.values()):
         print(f"wrote {', '.join(str(path) for path in written.values() if path)}")
     return 0

@@ -53,14 +53,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use) for use in uses]
     figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
-    rows = [
-        {
-            **row,
-            "sizes": f"{row['experts_per_token']} of {row['num_experts']}",
-            "even": 1 / row["num_experts"],
-        }
-        for row in summaries
-    ]
+    rows = []
+    for row in summaries:
+        sizes = f"{row['experts_per_token']} of {row['num_experts']}"
+        rows.append(dict(row, sizes=sizes, even=1 / row["num_experts"]))
     return Analysis([Table(COLUMNS, rows).text()], figure, {"modules": summaries})
 
 

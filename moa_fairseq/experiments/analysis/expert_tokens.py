@@ -78,13 +78,13 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     masked_out = 0
     name = args.module
     for sample, routings in forward_passes(args, model, task):
-        named = dict(routings)
+        routing_of = dict(routings)
         name = name or routings[0][0]  # the first that runs: the first layer's self-attention
-        if name not in named:
-            raise UserError(f"--module {name} is not in this model, which has {', '.join(named)}.")
+        if name not in routing_of:
+            raise UserError(f"--module {name} is not in this model, which has {', '.join(routing_of)}.")
         if is_uniform(model, name):
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
-        masked_out += count_pass({name: counter}, sample, named, task)
+        masked_out += count_pass({name: counter}, sample, routing_of, task)
     if not counter.occurrences:
         raise UserError(f"The subset {args.subset} of {args.data} holds no words.")
     report = {
@@ -191,9 +191,9 @@ def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[i
     for position, symbol in enumerate([*symbols, None]):
         if symbol is not None and not symbol.startswith(BEGINS):
             continue
-        found = [part for part in symbols[start:position] if part]
-        if found and found[0].startswith(BEGINS):
-            yield join_subwords(" ".join(found), "sentencepiece"), list(range(start, position))
+        parts = [part for part in symbols[start:position] if part]
+        if parts and parts[0].startswith(BEGINS):
+            yield join_subwords(" ".join(parts), "sentencepiece"), list(range(start, position))
         start = position + (symbol is None)
 
 
@@ -225,10 +225,7 @@ class TokenCounter:
                 not count.
         """
         shares = experts.double().numpy()
-        if hidden is None:
-            masked = np.zeros(shares.shape[:2], bool)
-        else:
-            masked = hidden.cpu().numpy()
+        masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
         for row, symbols in enumerate(sequences):
             for token, positions in self.segment(symbols):
                 if not masked[row, positions].any():
@@ -256,15 +253,11 @@ class TokenCounter:
         """
         lists: list[list[dict[str, Any]]] = []
         for expert, share in enumerate(self.expert_shares()):
-            rows = [
-                {
-                    "token": token,
-                    "pmi": math.log(counts[expert] / counts.sum() / share),
-                    "count": counts[expert],
-                }
-                for token, counts in self.attributions.items()
-                if counts[expert] > 0 and self.occurrences[token] >= min_count
-            ]
+            rows = []
+            for token, counts in self.attributions.items():
+                if counts[expert] > 0 and self.occurrences[token] >= min_count:
+                    pmi = math.log(counts[expert] / counts.sum() / share)
+                    rows.append({"token": token, "pmi": pmi, "count": counts[expert]})
             rows.sort(key=lambda row: (-round(row["pmi"], 9), -row["count"], row["token"]))
             lists.append(rows[:top])
         return lists
@@ -286,27 +279,21 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
     if routing.chooses_all:
         index = routing.probs.argmax(-1, keepdim=True)
     choices = torch.zeros_like(routing.probs, dtype=torch.bool).scatter_(1, index, True)
-    if routing.scope == "sequences":
-        per_sequence = 1
-    else:
-        per_sequence = length
+    per_sequence = 1 if routing.scope == "sequences" else length
     return choices.view(batch, per_sequence, -1).expand(batch, length, -1)
 
 
 def _lists(report: dict[str, Any]) -> list[str]:
     unit = "words" if report["words"] else "tokens"
     hidden = report["masked_out"]
-    if hidden is None:
-        masked = ""
-    else:
-        masked = f", {hidden:,} masked positions left out"
+    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
-        shown = []
+        texts = []
         for token in tokens:
             text = token["token"]  # in quotes if it holds what a reader would not see
             if not (text == text.strip() and text.isprintable()):
                 text = repr(text)
-            shown.append(f"{text} ({token['pmi']:.2f})")
-        lines.append(f"expert {expert} ({share:.1%}): {', '.join(shown) or '-'}")
+            texts.append(f"{text} ({token['pmi']:.2f})")
+        lines.append(f"expert {expert} ({share:.1%}): {', '.join(texts) or '-'}")
     return lines

@@ -50,11 +50,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     Raises:
         UserError: for a model without MAE's attention, and for a subset that does not exist or is empty.
     """
-    learned = {
-        module.name: module.gate is not None
-        for module in model.modules()
-        if isinstance(module, MixtureOfAttentiveExperts)
-    }
+    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)]
+    learned = {module.name: module.gate is not None for module in mixtures}
     if not learned:
         raise UserError(
             f"{type(model).__name__} has no mixture of attentive experts, so it has no gates of MAE; "
@@ -67,10 +64,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
-    if args.untrained is None:
-        kind = "Gates"
-    else:
-        kind = "Untrained gates"
+    kind = "Gates" if args.untrained is None else "Untrained gates"
     lines = _tables(summaries, means)
     if args.untrained is not None:
         lines.append(
@@ -96,10 +90,7 @@ def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
         instances there were; entropy: H(g) averaged over them, in nats; uniform_entropy: ln E; shares [E]: of
         the instances that prefer each expert, or None.
     """
-    if learned:
-        shares = (use.favourites / use.favourites.sum()).tolist()
-    else:
-        shares = None
+    shares = (use.favourites / use.favourites.sum()).tolist() if learned else None
     return {
         "name": use.name,
         "num_experts": use.counts.numel(),
@@ -121,14 +112,12 @@ def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, f
     Returns:
         Kind of attention, or "all" → entropy and uniform_entropy in nats, modules (how many gates).
     """
-    return {
-        label: {
-            "entropy": sum(row["entropy"] for row in group) / len(group),
-            "uniform_entropy": sum(row["uniform_entropy"] for row in group) / len(group),
-            "modules": len(group),
-        }
-        for label, group in {**by_kind(summaries), "all": summaries}.items()
-    }
+    means: dict[str, dict[str, float]] = {}
+    for label, group in (by_kind(summaries) | {"all": list(summaries)}).items():
+        means[label] = {"modules": len(group)}
+        for key in ("entropy", "uniform_entropy"):
+            means[label][key] = sum(row[key] for row in group) / len(group)
+    return means
 
 
 def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]]) -> list[str]:
@@ -136,19 +125,19 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
     rows = []
     for row in summaries:
         shares = row["shares"]
-        shown = "(uniform)"
+        text = "(uniform)"
         if shares and len(shares) <= FEW:
-            shown = " ".join(f"{100 * share:.1f}" for share in shares)
+            text = " ".join(f"{100 * share:.1f}" for share in shares)
         elif shares:
-            shown = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
-        rows.append({**row, "instances": f"{row['instances']:,} {row['instance']}s", "shares": shown})
+            text = f"{len(shares)} experts, {100 * min(shares):.1f} to {100 * max(shares):.1f}"
+        rows.append(dict(row, instances=f"{row['instances']:,} {row['instance']}s", shares=text))
     entropies = [Column("entropy", "entropy", ".4f"), Column("uniform_entropy", "ln E", ".3f")]
     of_gates = [Column("name", "gate"), Column("instances", "instances", ">"), *entropies]
     of_kinds = [Column("kind", "mean over gates of"), Column("modules", "gates", "d"), *entropies]
     return [
         Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(),
         "",
-        Table(of_kinds, [{"kind": kind, **mean} for kind, mean in means.items()]).text(),
+        Table(of_kinds, [{"kind": kind} | mean for kind, mean in means.items()]).text(),
     ]
 
 
@@ -171,7 +160,7 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
         entropies = [row["entropy"] for row in group]
         panels[0].plot(range(1, len(group) + 1), entropies, marker=marker, color=colour, label=label)
-    heights = sorted({row["uniform_entropy"] for group in groups.values() for row in group})
+    heights = sorted({row["uniform_entropy"] for row in summaries})
     for height in heights:
         uniform = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
         panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
@@ -180,7 +169,7 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))  # rounding errors stay small
     style(panels[0])
     figure.legend(loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False)
-    most = max((max(row["shares"]) for group in maps.values() for row in group), default=0.0)
+    most = max((max(row["shares"]) for row in summaries if row["shares"]), default=0.0)
     for panel, (label, group) in zip(panels[1:], maps.items()):
         shares = [row["shares"] for row in group]
         image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=most, aspect="auto")

@@ -38,19 +38,18 @@ class Gpt2Pieces:
         """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
         positions: list[int] = []
         spelled = ""
-        begun = not self.cut_samples
+        inside = not self.cut_samples
         for position, symbol in enumerate(symbols):
-            if symbol is None:
-                piece = None
-            else:
+            piece = None
+            if symbol is not None:
                 piece = self._spelled(symbol)
             if positions and (piece is None or piece.startswith(_SPACE)):
                 yield self._text(spelled).strip(), positions
                 spelled = ""
                 positions = []
             # The symbol at position 0 is <s>, which stands before every sample; a later None ends a line.
-            begun = begun or (piece.startswith(_SPACE) if piece is not None else position > 0)
-            if piece is not None and begun:
+            inside = inside or (piece.startswith(_SPACE) if piece is not None else position > 0)
+            if piece is not None and inside:
                 spelled = spelled + piece
                 positions = [*positions, position]
 

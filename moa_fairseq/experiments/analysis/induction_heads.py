@@ -33,7 +33,12 @@ from matplotlib.figure import Figure
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.attention_maps import draw_map, gates_by_expert, pass_with_weights
+from moa_fairseq.experiments.analysis.attention_maps import (
+    draw_map,
+    gates_by_expert,
+    pass_with_weights,
+    routings_of,
+)
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.scoring.trained_model import device_for
 from moa_fairseq.experiments.tables import Column, Table
@@ -87,8 +92,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             )
     generator = torch.Generator().manual_seed(args.seed)
     rows = [torch.randperm(len(symbols), generator=generator)[: args.length] for _ in range(args.sequences)]
-    once = torch.tensor(symbols)[torch.stack(rows)]  # [B, N]
-    tokens = torch.cat([torch.full((args.sequences, 1), dictionary.eos()), once, once], dim=1)
+    patterns = torch.tensor(symbols)[torch.stack(rows)]  # [B, N]
+    tokens = torch.cat([torch.full((args.sequences, 1), dictionary.eos()), patterns, patterns], dim=1)
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
     columns = [Column("name", "Module"), Column("label", "Head"), Column("prefix", "Prefix matching", ".3f")]
@@ -97,8 +102,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     listed = []
     for head in heads[:_LISTED]:
         experts = ", ".join(f"{part.label[7:]}: {part.prefix:.2f}" for part in head.experts if part.chosen)
-        listed.append({**vars(head), "experts": experts})
-    found = {
+        listed.append(dict(vars(head), experts=experts))
+    summary = {
         "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
         "even_copying": 1 / args.length,
         "predicted": predicted,
@@ -108,11 +113,11 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     figure = draw_scores(heads, names, f"{args.model.name}: {args.length} random symbols, read twice")
     lines = [
         Table(columns, listed).text().rstrip("\n"),
-        f"even attention: {found['even_attention']:.3f}; copying by chance: {found['even_copying']:.3f}",
+        f"even attention: {summary['even_attention']:.3f}; copying by chance: {summary['even_copying']:.3f}",
         f"the model predicts {predicted:.1%} of the symbols' second time",
     ]
     settings = {"length": args.length, "sequences": args.sequences, "seed": args.seed}
-    return Analysis(lines, figure, {**settings, **found})
+    return Analysis(lines, figure, settings | summary)
 
 
 @dataclasses.dataclass
@@ -161,7 +166,7 @@ def measure_heads(model: nn.Module, tokens: Tensor, device: torch.device) -> tup
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
-            written[name] = _direct_effects(model, module, call, places, dict(_of(name, routings)))
+            written[name] = _direct_effects(model, module, call, places, dict(routings_of(name, routings)))
 
     with torch.no_grad():
         weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
@@ -169,7 +174,8 @@ def measure_heads(model: nn.Module, tokens: Tensor, device: torch.device) -> tup
     heads: list[HeadScore] = []
     for name, weights in weights_by_name.items():
         module = model.get_submodule(name)
-        heads += _scores(name, module, weights, dict(_of(name, routings)), written.get(name), places)
+        sides = dict(routings_of(name, routings))
+        heads += _scores(name, module, weights, sides, written.get(name), places)
     return heads, (likeliest == tokens[:, places.keys]).double().mean().item()
 
 
@@ -190,13 +196,6 @@ class _Written:
     value_experts: list[Tensor] = dataclasses.field(default_factory=list)
 
 
-def _of(name: str, routings: NamedRoutings) -> Iterator[tuple[str, Routing]]:
-    """(side, routing) of a module."""
-    for named, routing in routings:
-        if named.removesuffix(f".{routing.side}") == name:
-            yield routing.side, routing
-
-
 def _value_routing(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
     """What chose the experts of the values, of SwitchHead with any."""
     if not isinstance(module, SwitchHeadAttention) or "v" not in module.experts:
@@ -209,9 +208,9 @@ def _direct_effects(
 ) -> _Written:
     """The copying of each head, by passes of the module in which only that head has a result."""
     decoder: Any = model.decoder
-    found = _Written()
+    written = _Written()
     if decoder.adaptive_softmax is not None:
-        return found
+        return written
     gain = getattr(decoder.layer_norm, "weight", 1.0)
     is_centred = isinstance(decoder.layer_norm, nn.LayerNorm)
     zero = decoder.output_layer(torch.zeros_like(call["query"][:1, :1]))
@@ -225,18 +224,18 @@ def _direct_effects(
         logits = decoder.output_layer(x * gain) - zero  # [B, N − 1, V]
         raised = (logits - logits.mean(-1, keepdim=True)).relu()
         every = places.tokens[:, None, 1 : 1 + places.keys.numel() + 1].expand(-1, x.size(1), -1)
-        own = places.tokens[:, places.keys, None]
+        copied = places.tokens[:, places.keys, None]
         total = raised.gather(2, every).sum(-1)
-        return torch.where(total > 0, raised.gather(2, own)[..., 0] / total, 0.0).cpu()
+        return torch.where(total > 0, raised.gather(2, copied)[..., 0] / total, 0.0).cpu()
 
     nothing: Any = 0.0
-    with _only(module, None) as heads, forward_context(routings=()):
+    with _ablate_all_but(module, None) as heads, forward_context(routings=()):
         nothing = type(module).forward(module, **call)[0]  # biases
     if len(heads) != 1:  # it attends in several parts
-        return found
+        return written
     for head in range(heads[0]):
-        with _only(module, head):
-            found.heads.append(copying())
+        with _ablate_all_but(module, head):
+            written.heads.append(copying())
     values = _value_routing(module, routings)
     if values is not None:
         v_proj: Any = module.v_proj
@@ -244,31 +243,31 @@ def _direct_effects(
             chosen = values.expert_ids == expert
 
             def keep(part: nn.Module, args: tuple, chosen: Tensor = chosen) -> tuple:
-                rows, order, gates, *rest = args
-                return rows, order, gates * chosen, *rest
+                rows, permutation, gates, *options = args
+                return rows, permutation, gates * chosen, *options
 
             hook = v_proj.register_forward_pre_hook(keep)
-            found.value_experts.append(copying())
+            written.value_experts.append(copying())
             hook.remove()
-    return found
+    return written
 
 
 @contextmanager
-def _only(module: Attention, head: int | None) -> Iterator[list[int]]:
+def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
     """Inside the block the results of all heads but one are zero; fills the list with the number of heads."""
-    seen: list[int] = []
+    calls: list[int] = []
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
         heads, weights = type(module).attend(module, *args, **kwargs)
-        seen.append(heads.size(1))
-        kept = torch.zeros_like(heads)
+        calls.append(heads.size(1))
+        results = torch.zeros_like(heads)
         if head is not None:
-            kept[:, head] = heads[:, head]
-        return kept, weights
+            results[:, head] = heads[:, head]
+        return results, weights
 
     vars(module)["attend"] = attend
     try:
-        yield seen
+        yield calls
     finally:
         del vars(module)["attend"]
 
@@ -315,7 +314,7 @@ def _scores(
         if module.shares_selection:
             gates["keys"] = gates["queries"]
     values = _value_routing(module, routings)
-    found = []
+    scores = []
     for head in range(weights.size(0)):
         experts = []
         if values is not None:
@@ -325,11 +324,11 @@ def _scores(
                 wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
                 effect = written.value_experts[number] if written and written.value_experts else None
                 experts.append(_head_score(name, f"expert {expert + 1}", at[head], effect, wrote))
-        own = None if copying is None else copying[head]
-        score = _head_score(name, f"{word} {head + 1}", at[head], own, of_queries[head])
+        head_copying = None if copying is None else copying[head]
+        score = _head_score(name, f"{word} {head + 1}", at[head], head_copying, of_queries[head])
         first = {side: each.view(len(weights), -1, batch, length)[head, :, 0] for side, each in gates.items()}
-        found.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
-    return found
+        scores.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
+    return scores
 
 
 def _head_score(name: str, label: str, at: Tensor, copying: Tensor | None, chosen: Tensor) -> HeadScore:
@@ -349,8 +348,8 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
         names: of the T symbols of that sequence.
         title: of the picture.
     """
-    shown = [head for head in heads[:_SHOWN] if head.map is not None]
-    figure = Figure(figsize=(4.4 * len(shown) + 0.4, 7.6), layout="constrained")
+    with_maps = [head for head in heads[:_SHOWN] if head.map is not None]
+    figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
     top, bottom = parts
     modules = sorted(
@@ -372,7 +371,7 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
         panel.set_ylabel("layer", fontsize=7)
         panel.set_title({"prefix": "prefix matching", "copying": "copying"}[score], fontsize=8)
         top.colorbar(image, ax=panel).ax.tick_params(labelsize=6)
-    for head, place in zip(shown, bottom.subfigures(1, len(shown), squeeze=False)[0]):
+    for head, place in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
         weights, gates = head.map or (torch.zeros(1, 1), {})
         layer = modules.index(head.name) + 1
         draw_map(place, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}")

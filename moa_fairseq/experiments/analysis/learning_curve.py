@@ -14,6 +14,7 @@ from itertools import cycle
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
@@ -89,10 +90,7 @@ def analyze(args: argparse.Namespace) -> Analysis:
     lines = []
     for curve in curves:
         if curve.valid:
-            if args.metric == "accuracy":
-                choose = max
-            else:
-                choose = min
+            choose = max if args.metric == "accuracy" else min
             best = choose(curve.valid, key=lambda point: point.value)
             lines.append(
                 f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
@@ -137,26 +135,26 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
     earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
     unique = {json.dumps(record): record for record in read_records(file)}
     for record in unique.values():
-        shown = (finite(record["epoch"]) or 0) >= from_epoch
-        if f"valid_{metric}" in record and shown:
+        in_range = (finite(record["epoch"]) or 0) >= from_epoch
+        if f"valid_{metric}" in record and in_range:
             _append(curve.valid, record.get("valid_num_updates"), now, record[f"valid_{metric}"])
         elif metric in record and "num_updates" in record:
             if (wall := finite(record.get("wall"))) is not None:
                 earlier += last if wall < last else 0.0
                 now = earlier + wall
                 last = wall
-            if shown:
+            if in_range:
                 _append(curve.train, record["num_updates"], now, record[metric])
-        elif f"train_{metric}" in record and shown:
+        elif f"train_{metric}" in record and in_range:
             _append(epochs, record.get("train_num_updates"), now, record[f"train_{metric}"])
     curve.train = curve.train or epochs
     if not curve.train and not curve.valid:
-        which = "any update"
+        range_text = "any update"
         remedy = "was it written with --log-format json?"
         if from_epoch > 1:
-            which = f"epoch {from_epoch} or later"
+            range_text = f"epoch {from_epoch} or later"
             remedy = "lower --from-epoch."
-        raise UserError(f"{file} holds no {metric} of {which}: {remedy}")
+        raise UserError(f"{file} holds no {metric} of {range_text}: {remedy}")
     return curve
 
 
@@ -185,29 +183,19 @@ def draw_learning_curves(
         metric: a key of METRICS, for the axis; perplexity has a logarithmic one.
         from_zero: whether the updates and the times begin at 0, or where the curves do.
     """
-    times = [point.seconds for curve in curves for point in curve.train + curve.valid]
-    longest = max((seconds or 0 for seconds in times), default=0)
-    timed = None not in times and longest >= 60  # the clock counts whole seconds
-    if longest >= 2 * 3600:
-        unit = "hours"
-        seconds = 3600
-    else:
-        unit = "minutes"
-        seconds = 60
+    unit, seconds = _unit_of_time(curves)
+    timed = seconds > 0
     figure = Figure(figsize=(10.5 if timed else 6, 4), layout="constrained")
     panels = figure.subplots(1, 2 if timed else 1, sharey=True, squeeze=False)[0]
     for curve, colour in zip(curves, cycle(COLOURS)):
-        if len(curve.valid) <= MARKED_POINTS:
-            dot = "o"
-        else:
-            dot = None
+        dot = "o" if len(curve.valid) <= MARKED_POINTS else None
         thick = {"linewidth": 1.8, "marker": dot, "markersize": 3.5}
         for kind, points, look in (
             ("training", curve.train, {"linewidth": 0.8, "alpha": 0.45}),
             ("validation", curve.valid, thick),
         ):
             values = [point.value for point in points]
-            line = {"color": colour, **look}
+            line = {"color": colour} | look
             if points:
                 label = f"{curve.name}, {kind}"
                 panels[0].plot([point.updates for point in points], values, label=label, **line)
@@ -220,16 +208,31 @@ def draw_learning_curves(
         style(panel)
         if from_zero:
             panel.set_xlim(left=0)
-        if metric == "ppl":  # round numbers on a logarithmic axis: 10, 15, 20, 30, 40, 50, 70, 100
-            panel.set_yscale("log")
-            panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
-            panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
-            panel.yaxis.set_minor_locator(NullLocator())
+        if metric == "ppl":
+            _set_logarithmic(panel)
     handles, labels = panels[0].get_legend_handles_labels()
     # as many letters as half the picture holds
-    if max(map(len, labels)) <= 32:
-        columns = 2
-    else:
-        columns = 1
+    columns = 2 if max(map(len, labels)) <= 32 else 1
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
     return figure
+
+
+def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
+    """The unit of an axis of times and its seconds; 0 seconds if there is to be no such axis."""
+    longest = 0.0
+    for curve in curves:
+        for point in curve.train + curve.valid:
+            if point.seconds is None:
+                return "", 0
+            longest = max(longest, point.seconds)
+    if longest < 60:  # the clock counts whole seconds
+        return "", 0
+    return ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
+
+
+def _set_logarithmic(panel: Axes) -> None:
+    """A logarithmic axis with round numbers: 10, 15, 20, 30, 40, 50, 70, 100."""
+    panel.set_yscale("log")
+    panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
+    panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))
+    panel.yaxis.set_minor_locator(NullLocator())

@@ -84,27 +84,26 @@ def label_points(
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
     places = panel.transData.transform([(x, y) for x, y, _ in points])
-    taken = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
+    boxes = [Bbox.from_extents(x - 5, y - 5, x + 5, y + 5) for x, y in places]
     for ends in strokes:
-        (left, bottom), (right, top) = sorted(panel.transData.transform(ends).tolist())
-        taken.append(Bbox.from_extents(left - 2, min(bottom, top) - 2, right + 2, max(bottom, top) + 2))
+        (left_end, bottom), (right_end, top) = sorted(panel.transData.transform(ends).tolist())
+        low, high = sorted((bottom, top))
+        boxes.append(Bbox.from_extents(left_end - 2, low - 2, right_end + 2, high + 2))
     lines: list[Line] = []
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
     settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the panel's lines
     for place, (x, y, name) in zip(places, points):
-        foreign = [box for box in taken if not box.contains(*place)]
+        foreign = [box for box in boxes if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
             offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
-            if distance > 9:
-                line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
-            else:
-                line = None
+            line = (
+                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
+            )
+            side = "center"
             if abs(angle) <= 22:
                 side = "left"
             elif abs(angle) >= 158:
                 side = "right"
-            else:
-                side = "center"
             text = panel.annotate(name, (x, y), offset, arrowprops=line, ha=side, **settings)
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line
@@ -113,14 +112,15 @@ def label_points(
             path = Line([place, middle])
             is_clear = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1
             is_clear &= panel.bbox.y0 < box.y0 and box.y1 < panel.bbox.y1
-            is_clear &= not any(box.overlaps(other) for other in taken)
-            is_clear &= not any(other.intersects_bbox(box) for other in lines)
-            is_clear &= not (line and any(path.intersects_bbox(other) for other in foreign))
+            is_clear &= not any(map(box.overlaps, boxes))
+            is_clear &= not any(segment.intersects_bbox(box) for segment in lines)
+            is_clear &= not (line and any(map(path.intersects_bbox, foreign)))
             if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):
-                taken.append(box)
+                boxes.append(box)
                 if text.arrow_patch:
-                    beside = box.padded(8).contains(*place)
-                    text.arrow_patch.set_visible(not beside)
-                    lines += [] if beside else [path]
+                    is_far = not box.padded(8).contains(*place)
+                    text.arrow_patch.set_visible(is_far)
+                    if is_far:
+                        lines.append(path)
                 break
             text.remove()

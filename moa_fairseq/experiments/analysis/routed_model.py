@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from itertools import chain
+from itertools import chain, product
 from typing import Any
 
 import torch
@@ -128,6 +128,8 @@ def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any
     Args:
         summaries: one for each module, whose path it has as "name".
     """
-    labels = [label + side for label in (*KINDS_OF_ATTENTION.values(), "other") for side in ("", ", keys")]
-    groups = {label: [item for item in summaries if kind_of(item["name"]) == label] for label in labels}
-    return {label: group for label, group in groups.items() if group}
+    groups = {}
+    for label, side in product((*KINDS_OF_ATTENTION.values(), "other"), ("", ", keys")):
+        if group := [item for item in summaries if kind_of(item["name"]) == label + side]:
+            groups[label + side] = group
+    return groups

@@ -100,7 +100,7 @@ def mean_losses(
     group = copy.deepcopy(checkpoint.cfg.get("task"))
     if checkpoint.is_old or group is None:
         raise UserError("--data needs a checkpoint with the name of its task, which this old file lacks.")
-    group = {**(group if isinstance(group, dict) else vars(group)), "data": str(data)}
+    group = dict(group if isinstance(group, dict) else vars(group), data=str(data))
     try:
         task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
     except Exception as error:  # fairseq raises bare ones, too

@@ -30,7 +30,7 @@ import moa_fairseq  # noqa: F401  (registers the models)
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert import models, plain, weights
 from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
-from moa_fairseq.experiments.convert.models import DENSE, Checkpoint
+from moa_fairseq.experiments.convert.models import DENSE, Checkpoint, family_fields
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.files import checksum, refuse_existing, refuse_overwriting
 from moa_fairseq.plugin.families import FAMILIES
@@ -83,18 +83,18 @@ def convert(
         )
     state = source.state_dict()
     reason = None
-    if family == DENSE:
-        known = {}
-    else:
-        known = {f.name: f.default for f in FAMILIES[family].own_fields()}
+    values: dict[str, Any] = {}
+    if family != DENSE:
+        values = {field.name: field.default for field in FAMILIES[family].own_fields()}
     for name in values_by_flag:
-        if name not in known:
+        if name not in values:
             raise UserError(f"--to {family} has no flag {_flag(name)}. Leave it out.")
+    values.update(weights.default_values(family, settings, job, values_by_flag))
+    values.update(values_by_flag)
     if family == DENSE:
         weights.refuse_what_fairseq_lacks(settings)
     if origin != DENSE:
         state = weights.dense_weights(source)
-    values = {**known, **weights.default_values(family, settings, job, values_by_flag), **values_by_flag}
     target_settings = models.settings_for(settings, family, job, values)
     target = models.build(target_settings, state)
     if family == DENSE:
@@ -121,14 +121,14 @@ def convert(
 
 def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
     """All settings, with the new model's. For a dense model, stock fairseq knows every name in them."""
-    cfg = {**checkpoint.cfg, "model": group}
+    cfg = dict(checkpoint.cfg, model=group)
     if family == DENSE and not checkpoint.is_old:
         for key, suffix in (("task", "_bcd"), ("criterion", "_with_routing")):
-            part = cfg.get(key)
-            if isinstance(part, dict) and isinstance(part.get("_name"), str):
-                cfg[key] = {**part, "_name": part["_name"].removesuffix(suffix)}
+            section = cfg.get(key)
+            if isinstance(section, dict) and isinstance(section.get("_name"), str):
+                cfg[key] = dict(section, _name=section["_name"].removesuffix(suffix))
         if isinstance(cfg.get("common"), dict):
-            cfg["common"] = {**cfg["common"], "user_dir": None}
+            cfg["common"] = dict(cfg["common"], user_dir=None)
     return cfg
 
 
@@ -153,7 +153,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--max-batches", type=int, default=50, metavar="N", help="largest number of batches to read (50)"
     )
     family = parser.add_argument_group("flags of the new family")
-    fields = {field.name: (name, field) for name in TARGETS[:-1] for field in FAMILIES[name].own_fields()}
+    fields = {}
+    for name in TARGETS[:-1]:
+        for field in FAMILIES[name].own_fields():
+            fields[field.name] = (name, field)
     for name, field in fields.values():
         kind = typing.get_type_hints(FAMILIES[name])[field.name]
         options: dict[str, Any] = {"action": argparse.BooleanOptionalAction}
@@ -168,18 +171,18 @@ def run(args: argparse.Namespace) -> int:
     """Convert, check, print the outcome, and write."""
     refuse_overwriting(args.output, [args.input], "OUT")
     refuse_existing(args.output, args.force, "OUT")
-    names = {field.name for family in FAMILIES.values() for field in family.own_fields()}
+    names = family_fields()
     values_by_flag = {name: value for name, value in vars(args).items() if name in names}
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
     if (args.like is None) == (args.to == FAIRSEQ):
         raise UserError("--like CHECKPOINT goes with --to fairseq: give both or neither.")
     if args.to == FAIRSEQ:
-        known = models.read(args.like)
-        weights_in = plain.weights_of(args.input, known.model)
+        template = models.read(args.like)
+        weights_in = plain.weights_of(args.input, template.model)
         made_by = provenance(
             command=command, converted_from=[args.input.name, checksum(args.input / plain.WEIGHTS)]
         )
-        models.write(Checkpoint(weights_in, known.cfg, known.is_old), args.output, made_by)
+        models.write(Checkpoint(weights_in, template.cfg, template.is_old), args.output, made_by)
         print(f"wrote {args.output}")
         return 0
     checkpoint = models.read(args.input)

@@ -131,6 +131,14 @@ def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
     )
 
 
+def family_fields() -> set[str]:
+    """Names of the fields that belong to one family of attention each."""
+    names: set[str] = set()
+    for family in FAMILIES.values():
+        names.update(field.name for field in family.own_fields())
+    return names
+
+
 def settings_for(
     settings: argparse.Namespace, family: str, job: str, values: dict[str, Any]
 ) -> argparse.Namespace:
@@ -155,25 +163,25 @@ def settings_for(
         )
     if family != DENSE:
         models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
-        own_models = [model for model in models if getattr(model, "attention_family", None) == family]
-        if not own_models:
+        models = [model for model in models if getattr(model, "attention_family", None) == family]
+        if not models:
             raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
-        name = own_models[0].default_arch
-    own = {field.name for known in FAMILIES.values() for field in known.own_fields()}
+        name = models[0].default_arch
+    fields = family_fields()
     if family == DENSE:
-        own |= {field.name for field in dataclasses.fields(FamilySettings)}
+        fields |= {field.name for field in dataclasses.fields(FamilySettings)}
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
-    common = {key: value for key, value in vars(settings).items() if key not in own | _OF_MIXTURES}
+    common = {key: value for key, value in vars(settings).items() if key not in fields | _OF_MIXTURES}
     if family != DENSE:
         positions = getattr(settings, "positions", None)
         if job == "causal LM" and positions is None:  # an architecture may have others
+            positions = "sinusoidal"
             if common.get("decoder_learned_pos"):
                 positions = "learned"
-            else:
-                positions = "sinusoidal"
         head_gate = getattr(settings, "head_gate", None)
         common.update(positions=positions, head_gate=head_gate, attention_output_scale=scale)
-    return argparse.Namespace(**{**common, **values, "arch": name, "_name": name})
+    common.update(values, arch=name, _name=name)
+    return argparse.Namespace(**common)
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
@@ -186,8 +194,8 @@ def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
     """
     if (family, job) != (DENSE, "causal LM"):
         return settings
-    known = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
-    return {key: value for key, value in vars(settings).items() if key in known or key == "_name"}
+    names = {field.name for field in dataclasses.fields(TransformerLanguageModelConfig)}
+    return {key: value for key, value in vars(settings).items() if key in names or key == "_name"}
 
 
 def build(settings: argparse.Namespace, weights: State) -> nn.Module:
@@ -235,10 +243,10 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
     """
     result = model.load_state_dict(dict(weights), strict=False)
     lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
-    for what, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
+    for problem, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
         if names:
-            shown = ", ".join(sorted(names)[:4])[:300]
-            raise UserError(f"The checkpoint {what} {shown}: it belongs to another model.")
+            listed = ", ".join(sorted(names)[:4])[:300]
+            raise UserError(f"The checkpoint {problem} {listed}: it belongs to another model.")
 
 
 def _name(settings: argparse.Namespace) -> Any:
@@ -250,12 +258,9 @@ def _name(settings: argparse.Namespace) -> Any:
 def _symbols(weights: State, sides: tuple[str, ...]) -> int:
     """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
     for side in sides:
-        matrices = {
-            name: tensor.size(0)
-            for name, tensor in weights.items()
-            if name.startswith(side) and ".embed_tokens." in f".{name}" and tensor.dim() == 2
-        }
-        rows = [size for name, size in matrices.items() if name.endswith("embed_tokens.weight")]
-        if rows := rows or [size for name, size in matrices.items() if name.endswith(".0.weight")]:
-            return sum(rows)
+        names = [name for name in weights if name.startswith(side) and ".embed_tokens." in f".{name}"]
+        for ending in ("embed_tokens.weight", ".0.weight"):
+            matrices = [weights[name] for name in names if name.endswith(ending)]
+            if rows := [matrix.size(0) for matrix in matrices if matrix.dim() == 2]:
+                return sum(rows)
     raise UserError("The checkpoint has no token embeddings (embed_tokens): its model is not supported.")

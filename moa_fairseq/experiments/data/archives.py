@@ -50,8 +50,6 @@ def extract(
 
     Returns:
         Name → bytes, for the names in the archive.
-    Returns:
-        Name → bytes, of those that were found.
 
     Raises:
         DamagedArchive: for an archive that is cut off or damaged.
@@ -60,15 +58,15 @@ def extract(
     for name in names:
         if posixpath.isabs(name) or ".." in name.split("/"):
             raise ValueError(f"{name} would leave the folder")
-    found: dict[str, int] = {}
+    sizes: dict[str, int] = {}
     with _damage_named(archive):
         for path, opened in _members(archive):
             name = name_in(path)
-            if name in names and name not in found:
+            if name in names and name not in sizes:
                 with opened() as content, atomic_write(folder / name, "wb") as output:
                     shutil.copyfileobj(content, output, BLOCK)
-                    found[name] = output.tell()
-    return found
+                    sizes[name] = output.tell()
+    return sizes
 
 
 def contents(archive: Path) -> dict[str, bytes]:
@@ -84,19 +82,19 @@ def contents(archive: Path) -> dict[str, bytes]:
         UserError: There is no such file, it has more than 256 MiB, or as in `extract`.
     """
     refuse_irregular(archive, "Archive")
-    found: dict[str, bytes] = {}
-    left = MOST_BYTES
+    files: dict[str, bytes] = {}
+    budget = MOST_BYTES
     with _damage_named(archive):
         for path, opened in _members(archive):
             data = bytearray()
             with opened() as content:
-                while left >= 0 and (block := content.read(BLOCK)):
+                while budget >= 0 and (block := content.read(BLOCK)):
                     data += block
-                    left -= len(block)
-            if left < 0:
+                    budget -= len(block)
+            if budget < 0:
                 raise UserError(f"{archive} has more than {MOST_BYTES:,} bytes unpacked. Unpack it by hand.")
-            found[posixpath.normpath(path)] = bytes(data)
-    return found
+            files[posixpath.normpath(path)] = bytes(data)
+    return files
 
 
 def pack(archive: Path, files: Mapping[str, bytes]) -> None:

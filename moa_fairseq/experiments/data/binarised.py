@@ -40,21 +40,17 @@ class Prepared:
 
 def check_place(folder: Path) -> None:
     """Raise UserError for a data folder whose path fairseq would split, at a comma or a colon."""
-    if "," in str(folder):
-        bad = ","
-    elif ":" in str(folder.resolve()):
-        bad = ":"
-    else:
-        bad = ""
-    if bad:
-        why = f"fairseq takes the {bad!r} in its path for the end of the path"
-        raise UserError(f"fairseq cannot read the data folder {folder}: {why}. Rename or move the folder.")
+    for separator, path in ((",", folder), (":", folder.resolve())):
+        if separator in str(path):
+            reason = f"fairseq takes the {separator!r} in its path for the end of the path"
+            remedy = "Rename or move the folder"
+            raise UserError(f"fairseq cannot read the data folder {folder}: {reason}. {remedy}.")
 
 
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, complete or not, for any kind of model."""
-    one = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
-    return folder.is_dir() and (one or any(folder.glob("dict.*.txt")) or is_classification(folder))
+    is_flat = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
+    return folder.is_dir() and (is_flat or any(folder.glob("dict.*.txt")) or is_classification(folder))
 
 
 def is_classification(folder: Path) -> bool:
@@ -83,8 +79,8 @@ def check_binarised(
     if not folder.is_dir():
         remedy = "Run the prepare stage, or give --data a folder made by fairseq-preprocess"
         raise UserError(f"There is no binarised data folder {folder}. {remedy}.")
-    one = (INPUT, LABEL) if is_classification(folder) else ("",)
-    names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in one]
+    folders = (INPUT, LABEL) if is_classification(folder) else ("",)
+    names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in folders]
     dictionaries = [folder / name.lstrip("/") for name in names]
     for path in dictionaries:
         _require(path)
@@ -93,24 +89,24 @@ def check_binarised(
             f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one. Binarise with "
             "--joined-dictionary, or set data.joined_dictionary=false and model.share_all_embeddings=false."
         )
-    found = {}
+    sentences = {}
     for subset in subsets:
         stems = subset_stems(folder, languages, subset)
         counts = {name: check_stem(stem) for name, stem in stems.items()}
         if len(set(counts.values())) > 1:
             sizes = " and ".join(f"{count:,} {name}" for name, count in counts.items())
             raise UserError(f"{folder}: subset {subset} has {sizes} sentences. {_AGAIN}")
-        found[subset] = max(counts.values())
-    return found
+        sentences[subset] = max(counts.values())
+    return sentences
 
 
 def _require(path: Path, size: int | None = None) -> None:
     """Raise UserError for a file that is missing, empty, or of another size in bytes."""
-    found = path.stat().st_size if path.is_file() else 0
-    if not found:
+    actual = path.stat().st_size if path.is_file() else 0
+    if not actual:
         raise UserError(f"{path} is missing or empty, but fairseq needs it for this kind of data. {_AGAIN}")
-    if size not in (None, found):
-        raise UserError(f"{path} is cut off: it has {found:,} bytes instead of {size:,}. {_AGAIN}")
+    if size not in (None, actual):
+        raise UserError(f"{path} is cut off: it has {actual:,} bytes instead of {size:,}. {_AGAIN}")
 
 
 def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[str, Path]:

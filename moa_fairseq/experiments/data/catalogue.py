@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-from collections.abc import Mapping, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -181,12 +182,12 @@ class Dataset:
     @property
     def downloadable(self) -> bool:
         """True if every part is a public file."""
-        return all(part.source for parts in self.parts(self.languages[:1]).values() for part in parts)
+        return all(part.source for part in _flat(self.parts(self.languages[:1])))
 
     @property
     def archives(self) -> bool:
         """True if some of its texts are in archives."""
-        return any(part.archive for parts in self.splits.values() for part in parts)
+        return any(part.archive for part in _flat(self.splits))
 
     def parts(self, languages: Sequence[str] = ()) -> dict[str, list[Part]]:
         """split → its parts; for a source and a target language they alternate.
@@ -197,29 +198,27 @@ class Dataset:
         Raises:
             UserError: for languages that the data set does not have.
         """
-        strange = [one for one in languages if self.languages and one not in self.languages]
+        strange = [language for language in languages if self.languages and language not in self.languages]
         if strange:
             raise UserError(
                 f"{self.name} has no language {', '.join(strange)} (data.source, data.target). Choose two "
                 f"of {', '.join(self.languages)}."
             )
 
-        def named(part: Part, **names: str) -> Part:
-            return part._replace(members=tuple(member.format(**names) for member in part.members))
-
-        return {
-            split: [
-                named(part, split=split, lang=language, side=side, shard=f"{shard:05d}")
-                for part in parts
-                for shard in range(part.shards or 1)
-                for language, side in (list(zip(languages, SIDES)) or [("", "")])
-            ]
-            for split, parts in self.splits.items()
-        }
+        out: dict[str, list[Part]] = {split: [] for split in self.splits}
+        for split, parts in self.splits.items():
+            for part in parts:
+                for shard, side in itertools.product(range(part.shards or 1), range(len(languages) or 1)):
+                    names = {"split": split, "lang": "", "side": "", "shard": f"{shard:05d}"}
+                    if languages:
+                        names.update(lang=languages[side], side=SIDES[side])
+                    members = tuple(member.format(**names) for member in part.members)
+                    out[split].append(part._replace(members=members))
+        return out
 
     def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
         """The public files that its parts are taken from, in order, without repetitions."""
-        names = dict.fromkeys(part.source for parts in self.parts(languages).values() for part in parts)
+        names = dict.fromkeys(part.source for part in _flat(self.parts(languages)))
         return [public_files()[name] for name in names if name]
 
     @property
@@ -241,21 +240,22 @@ class Dataset:
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
         rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
-        named = [(row, {}) if isinstance(row, str) else next(iter(row.items())) for row in rows]
-        if settings.get("lowercase") and not any(name == "lowercase" for name, _ in named):
-            named.insert(0, ("lowercase", {}))
-        return tuple(
-            (name, {**options, "lang": language} if name in _WITH_LANGUAGE else dict(options))
-            for name, options in named
-        )
+        steps = []
+        for row in rows:
+            name, options = (row, {}) if isinstance(row, str) else next(iter(row.items()))
+            lang = {"lang": language} if name in _WITH_LANGUAGE else {}
+            steps.append((name, options | lang))
+        if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps):
+            steps.insert(0, ("lowercase", {}))
+        return tuple(steps)
 
     def treatment(self, split: str, settings: Mapping[str, Any]) -> str:
         """The line functions of a split in words, the same for both languages."""
-        found = []
+        steps = []
         for name, options in self.steps_for(split, "", settings):
-            said = [f"{key}={value}" for key, value in options.items() if key != "lang"]
-            found.append(name + (f" ({', '.join(said)})" if said else ""))
-        return ", ".join(found) or "none"
+            values = [f"{key}={value}" for key, value in options.items() if key != "lang"]
+            steps.append(f"{name} ({', '.join(values)})" if values else name)
+        return ", ".join(steps) or "none"
 
     @property
     def splits_hyphens(self) -> bool:
@@ -273,11 +273,11 @@ class Dataset:
         Args:
             raw: apply the data set's line functions to the text.
         """
-        own = datasets()["parallel"]
+        parallel = datasets()["parallel"]
         steps = {"other": self.steps.get("test", ()), **self.steps}
         if raw:
-            return dataclasses.replace(own, steps=steps, clean=self.clean)
-        return own
+            return dataclasses.replace(parallel, steps=steps, clean=self.clean)
+        return parallel
 
     def cleaning(self, stage: str, split: str) -> Cleaning | None:
         """The filter for pairs of a split after a stage, or None.
@@ -291,6 +291,10 @@ class Dataset:
         return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
 
 
+def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
+    return itertools.chain.from_iterable(parts.values())
+
+
 def _table() -> dict[str, Any]:
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if libyaml is installed
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
@@ -300,15 +304,17 @@ def _table() -> dict[str, Any]:
 def public_files() -> dict[str, PublicFile]:
     """name → PublicFile."""
     table = _table()
-    found = {}
+    files = {}
     for name, row in table["files"].items():
         folder, _, base = name.rpartition("/")
         urls = row.get("urls", [f"{place}/{base}" for place in table["places"].get(folder, ())])
         about = {key: value for key, value in row.items() if key not in ("urls", "shards")}
         for number in range(row.get("shards", 1)):
-            one = name.replace(SHARD, f"{number:05d}")
-            found[one] = PublicFile(one, tuple(url.replace(SHARD, f"{number:05d}") for url in urls), **about)
-    return found
+            file_name = name.replace(SHARD, f"{number:05d}")
+            files[file_name] = PublicFile(
+                file_name, tuple(url.replace(SHARD, f"{number:05d}") for url in urls), **about
+            )
+    return files
 
 
 @functools.lru_cache(maxsize=1)
@@ -316,16 +322,17 @@ def datasets() -> dict[str, Dataset]:
     """name → Dataset, of every kind."""
 
     def part(row: dict[str, Any]) -> Part:
-        return Part(**{**row, "members": tuple(row["members"])})
+        return Part(**row)._replace(members=tuple(row["members"]))
 
-    makers = {
+    makers: dict[str, Callable[[Any], Any]] = {
         "splits": lambda rows: {split: [*map(part, parts)] for split, parts in rows.items()},
         "hold_out": lambda row: HoldOut(**row),
         "codes": part,
     }
-    return {
-        name: Dataset(name, kind, **{key: makers.get(key, lambda same: same)(row[key]) for key in row})
-        for kind, rows in _table().items()
-        if kind not in ("places", "files")
-        for name, row in rows.items()
-    }
+    table = {}
+    for kind, rows in _table().items():
+        if kind not in ("places", "files"):
+            for name, row in rows.items():
+                values = {key: make(row[key]) for key, make in makers.items() if key in row}
+                table[name] = Dataset(name, kind, **(row | values))
+    return table

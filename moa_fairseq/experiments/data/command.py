@@ -63,11 +63,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("name", metavar="NAME", choices=sorted(names()), help=about)
     add("output", type=Path, nargs="?", metavar="OUT", help="output folder (default: data/NAME)")
-    given = "folder with archives or extracted files; files that it lacks are downloaded"
-    add("--from", type=Path, dest="at_hand", metavar="DIR", help=given)
+    data_help = "folder with archives or extracted files; files that it lacks are downloaded"
+    add("--from", type=Path, dest="at_hand", metavar="DIR", help=data_help)
     add("--offline", action="store_true", help="never download")
-    kept = "folder for downloads (default: downloads, next to OUT)"
-    add("--downloads", type=Path, metavar="DIR", help=kept)
+    downloads_help = "folder for downloads (default: downloads, next to OUT)"
+    add("--downloads", type=Path, metavar="DIR", help=downloads_help)
     processes = "number of processes (default: %(default)s)"
     add("--workers", type=int, default=default_workers(), metavar="N", help=processes)
     editions = (
@@ -105,12 +105,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     pieces.add_argument("--allow-unknown", action="store_true", help=unknown)
     fallback = "split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)"
     pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
-    drawn = parser.add_argument_group("generated data (listops)")
+    generated = parser.add_argument_group("generated data (listops)")
     defaults = datasets()["listops"].generated
     sizes = f"number of expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
-    drawn.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
+    generated.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
     seed = f"random seed (default: {defaults['seed']})"
-    drawn.add_argument("--seed", type=int, metavar="N", help=seed)
+    generated.add_argument("--seed", type=int, metavar="N", help=seed)
     add("--json", action="store_true", help="print only the manifest, as JSON")
 
 
@@ -124,12 +124,11 @@ def run(args: argparse.Namespace) -> int:
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
         folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
         settings = _settings(dataset, args)
-        whole = shlex.join(["moa-fairseq", *sys.argv[1:]])
-        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=whole).run()
+        command = shlex.join(["moa-fairseq", *sys.argv[1:]])
+        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=command).run()
+    folder = output
     if dataset.kind == MASKED_LM:
         folder = output / "binarised"
-    else:
-        folder = output
     manifest = read_manifest(folder)
     if args.json:
         print(json.dumps(manifest, indent=1))
@@ -143,14 +142,13 @@ def run(args: argparse.Namespace) -> int:
 
 def _dataset(args: argparse.Namespace) -> Dataset:
     """The requested data set, with its sizes and seed."""
+    name = args.name
     if args.flavour:
         name = f"{args.name}_{args.flavour}"
-    else:
-        name = args.name
     if name not in names():
-        flavours = [known[len(args.name) + 1 :] for known in names() if known.startswith(args.name + "_")]
-        known = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
-        raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {known}.")
+        flavours = [name[len(args.name) + 1 :] for name in names() if name.startswith(args.name + "_")]
+        remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
+        raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
     dataset = names()[name]
     generated = dict(dataset.generated)
     if args.seed is not None:
@@ -164,70 +162,69 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     name = dataset.name
     one_language = dataset.kind != TRANSLATION
     segmented = name != "text_sp" and (one_language or dataset.codes is not None)
-    drawn = bool(names()[name].generated)
+    generated = bool(names()[name].generated)
     by_pieces = args.segmentation == SENTENCEPIECE
-    coverage = args.character_coverage
     of_pieces = args.piece_model or args.byte_fallback is not None
     pair = (args.source, args.target)
     refusals = [
-        (args.workers < 1, f"--workers {args.workers} is less than 1"),
-        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
-        (drawn and args.at_hand, f"{name} is generated and reads no files: leave --from out"),
+        *_out_of_range(args),
+        (generated and args.at_hand, f"{name} is generated and reads no files: leave --from out"),
         (not (args.at_hand or dataset.downloadable), f"{name} is your own text: give its folder with --from"),
         (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
         (not (one_language or dataset.languages or all(pair)), f"{name} needs --source and --target"),
         (segmented and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"),
         (by_pieces and name != "parallel", f"{name} has a fixed segmentation: leave --segmentation out"),
         (by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces"),
+        (of_pieces and not by_pieces, "--piece-model and --byte-fallback need --segmentation sentencepiece"),
         (
-            of_pieces and not by_pieces,
-            "--piece-model and --byte-fallback need --segmentation sentencepiece",
-        ),
-        (
-            coverage is not None and not (by_pieces or name == "text_sp"),
+            args.character_coverage is not None and not (by_pieces or name == "text_sp"),
             "--character-coverage needs text_sp or --segmentation sentencepiece",
         ),
+        (name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces"),
+        (args.tokens is not None and not dataset.tokens, f"{name} is always used whole: leave --tokens out"),
+        (args.tokenize and not dataset.takes_raw, f"{name} has no tokeniser: leave --tokenize out"),
+        (args.tokenize is False and one_language, f"{name} is never tokenised: leave --no-tokenize out"),
+        (not generated and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
+    ]
+    for wrong, problem in refusals:
+        if wrong:
+            raise UserError(f"{problem}.")
+
+
+def _out_of_range(args: argparse.Namespace) -> list[tuple[Any, str]]:
+    """(whether it is so, what is wrong) of each number and folder."""
+    coverage = args.character_coverage
+    return [
+        (args.workers < 1, f"--workers {args.workers} is less than 1"),
+        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
         (
             coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
             f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
         ),
-        (name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces"),
-        (args.tokens is not None and not dataset.tokens, f"{name} is always used whole: leave --tokens out"),
         (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens} is less than 1"),
         ((args.bpe or 0) < 0, f"--bpe {args.bpe} is negative: give a number of merges, or 0"),
-        (args.tokenize and not dataset.takes_raw, f"{name} has no tokeniser: leave --tokenize out"),
-        (args.tokenize is False and one_language, f"{name} is never tokenised: leave --no-tokenize out"),
-        (not drawn and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
         (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
     ]
-    for wrong, story in refusals:
-        if wrong:
-            raise UserError(f"{story}.")
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:
     """A recipe's data section with the data set's defaults."""
-    unknown = {"character_coverage": args.character_coverage, "allow_unknown": args.allow_unknown}
+    settings: dict[str, Any] = {"recipe": dataset.name, "flags": {}}
+    settings.update(character_coverage=args.character_coverage, allow_unknown=args.allow_unknown)
     if dataset.kind != TRANSLATION:
-        settings = {"recipe": dataset.name, "bpe": args.bpe, "tokens": args.tokens, "flags": {}}
-        return {**settings, **unknown}
+        settings.update(bpe=args.bpe, tokens=args.tokens)
+        return settings
     first, second = dataset.languages[:2] or (args.source, args.target)
     # If one language is given, the other language of the pair takes the other side.
     source = args.source or (second if args.target == first else first)
     target = args.target or (first if args.source == second else second)
     if source == target:
         raise UserError(f"--source and --target are both {source!r}. Give two languages.")
-    return {
-        "recipe": dataset.name,
-        "source": source,
-        "target": target,
-        "bpe": dataset.merges if args.bpe is None else args.bpe or None,
-        "segmentation": args.segmentation,
-        "piece_model": args.piece_model or LATER["piece_model"],
-        "byte_fallback": args.byte_fallback is not False,
-        "joined_dictionary": dataset.joined_dictionary,
-        "lowercase": False,
-        "tokenize": args.tokenize,
-        "flags": {},
-        **unknown,
-    }
+    settings.update(source=source, target=target)
+    settings["bpe"] = dataset.merges if args.bpe is None else args.bpe or None
+    settings["segmentation"] = args.segmentation
+    settings["piece_model"] = args.piece_model or LATER["piece_model"]
+    settings["byte_fallback"] = args.byte_fallback is not False
+    settings["joined_dictionary"] = dataset.joined_dictionary
+    settings.update(lowercase=False, tokenize=args.tokenize)
+    return settings

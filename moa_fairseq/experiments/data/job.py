@@ -28,7 +28,7 @@ from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.experiments.data.parallel_text import Piece, find_file, read_lines
 from moa_fairseq.experiments.data.unknown import Symbols, check_unknown, count_symbols
 from moa_fairseq.experiments.json_files import write_json
-from moa_fairseq.experiments.make import OUT, Step, marks
+from moa_fairseq.experiments.make import OUT, Step, read_step_records
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import Executor, flags
 
@@ -77,18 +77,14 @@ class PreparationJob:
     def data(self) -> Dataset:
         """The data set; `parallel` if the source has the user's own text instead of archives."""
         dataset = self.dataset or datasets()[self.settings["recipe"]]
+        splits = []
         if dataset.archives:
-            own = [f"train.{language}" for language in self.languages]
-        else:
-            own = []
-        if self.source and own and all(find_file(self.source, name) for name in own):
+            splits = [f"train.{language}" for language in self.languages]
+        if self.source and splits and all(find_file(self.source, name) for name in splits):
             raw = bool(self.settings.get("tokenize"))
             form = f"raw text, to be processed by the steps of {dataset.name}"
-            if raw:
-                what = form
-            else:
-                what = "tokenised and cleaned text"
-            log.info("%s has %s: used as %s", self.source, " and ".join(own), what)
+            content = form if raw else "tokenised and cleaned text"
+            log.info("%s has %s: used as %s", self.source, " and ".join(splits), content)
             return dataset.of_own_text(raw)
         return dataset
 
@@ -113,7 +109,7 @@ class PreparationJob:
         If only some tokens of the text are used: the files that these were taken from.
         """
         if self.data.tokens:
-            facts = marks(self.root).get("text", {}).get("facts") or {}
+            facts = read_step_records(self.root).get("text", {}).get("facts") or {}
             used = {split: fact["parts"] for split, fact in facts.items()}
             used["train"] = max(used.get("train", 0), self.data.learn_on)
             return {split: [*map(self.piece, some[: used.get(split)])] for split, some in self.parts.items()}
@@ -173,10 +169,10 @@ class PreparationJob:
 
     def read(self) -> dict[str, Any]:
         """split → markup and sha256 of each of its files."""
-        return {
-            split: [[piece.markup, self.checksum(piece.path)] for piece in pieces]
-            for split, pieces in self.texts.items()
-        }
+        read = {}
+        for split, pieces in self.texts.items():
+            read[split] = [[piece.markup, self.checksum(piece.path)] for piece in pieces]
+        return read
 
     def binarise(
         self,
@@ -198,26 +194,24 @@ class PreparationJob:
         folder = text.output / name
         kind = self.data.kind
         tests = [str(folder / split) for split in splits if split not in ("train", "valid")]
-        if self.languages:
-            sides: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
-        else:
+        values: dict[str, Any] = dict(zip(("source-lang", "target-lang"), self.languages))
+        if not self.languages:
             # With a fixed dictionary, a class has the same number in all generated data.
-            if kind in (MASKED_LM, CLASSIFICATION):
-                given = str(folder / DICTIONARY)
-            else:
-                given = None
-            sides = {"only-source": True, "srcdict": given}
-        values = {
-            **sides,
-            **{f"{split}pref": str(folder / split) for split in ("train", "valid") if split in splits},
-            "testpref": ",".join(tests) or None,
-            **({"joined-dictionary": self.joined} if self.languages else {}),
-            "workers": 1 if kind == CLASSIFICATION else self.workers,
-            **dictionaries,
-            **self.data.preprocess,
-            **(self.settings.get("flags", {}) if kind in (TRANSLATION, MASKED_LM) else {}),
-            "destdir": OUT,
-        }
+            has_dictionary = kind in (MASKED_LM, CLASSIFICATION)
+            values["only-source"] = True
+            values["srcdict"] = str(folder / DICTIONARY) if has_dictionary else None
+        for split in ("train", "valid"):
+            if split in splits:
+                values[f"{split}pref"] = str(folder / split)
+        values["testpref"] = ",".join(tests) or None
+        if self.languages:
+            values["joined-dictionary"] = self.joined
+        values["workers"] = 1 if kind == CLASSIFICATION else self.workers
+        values.update(dictionaries)
+        values.update(self.data.preprocess)
+        if kind in (TRANSLATION, MASKED_LM):
+            values.update(self.settings.get("flags", {}))
+        values["destdir"] = OUT
 
         def check(new: Path) -> dict[str, int]:
             if name:
@@ -242,10 +236,8 @@ class PreparationJob:
         """manifest.json of the steps up to `last`."""
 
         def write(new: Path) -> None:
-            if self.languages:
-                described = {**self.settings, **settings}
-            else:
-                described = {"recipe": self.data.name, **settings}
+            described = dict(self.settings) if self.languages else {"recipe": self.data.name}
+            described.update(settings)
             origins = self.store.origins
             folder = self.root / "binarised"
             counts = {}

@@ -25,116 +25,145 @@ from moa_fairseq.experiments.data.manifest import MANIFEST, symbols_of
 from moa_fairseq.experiments.data.obtain import before_growth
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.json_files import write_json
-from moa_fairseq.experiments.make import Step, marks
+from moa_fairseq.experiments.make import Step, read_step_records
 
 log = logging.getLogger(__name__)
 
 
 def language_modeling_steps(job: PreparationJob) -> list[Step]:
     """Text with a vocabulary of its own: (model →) text (→ binarised)."""
-    data = job.data
-    folder = job.root / "model"
-    steps: list[Step] = []
-    learning = pieces.RELEASED if data.released_pieces else pieces.LANGUAGE_MODEL
-    count = job.settings.get("bpe") or data.pieces
-    most = dict(data.tokens)
-    if job.settings.get("tokens"):
-        most["train"] = job.settings["tokens"]
+    return LanguageModelPreparation(job).steps()
 
-    if job.settings.get("character_coverage"):
-        learning = {**learning, "character_coverage": job.settings["character_coverage"]}
 
-    def read() -> dict[str, Any]:
-        if data.tokens:  # many files, fetched only as needed: see `files`
-            return {"encoder": data.encoder, "files": data.name}
-        return {"encoder": data.encoder, "texts": job.read(), "splits": dict(data.byte_splits)}
+class LanguageModelPreparation:
+    """The steps of running text with a vocabulary of its own.
 
-    def files(facts: Mapping[str, Any] | None, anew: bool) -> dict[str, Any]:
-        """The content of the files that were read, if they still exist."""
-        if not data.tokens:
-            return {}
-        content = {}
-        for split, parts in job.parts.items():
-            read = ((facts or {}).get(split) or {}).get("files")
-            if read:  # not recorded by an older version
-                known = [part for part in parts if part.name in read]
-                digests = {part.name: (anew and job.digest(part)) or read[part.name] for part in known}
-                content[f"content of {split}"] = digests
-        return content
+    Args:
+        job: its data section and its files.
+    """
 
-    @functools.cache
-    def announce() -> None:
-        before_growth(data, job.store, sum(most.values()), job.root)
+    def __init__(self, job: PreparationJob):
+        self.job = job
+        self.data = job.data
+        self.model = job.root / "model"
+        self.learning = dict(pieces.RELEASED if self.data.released_pieces else pieces.LANGUAGE_MODEL)
+        if job.settings.get("character_coverage"):
+            self.learning["character_coverage"] = job.settings["character_coverage"]
+        self.count = job.settings.get("bpe") or self.data.pieces
+        self.most = dict(self.data.tokens)
+        if job.settings.get("tokens"):
+            self.most["train"] = job.settings["tokens"]
+        self.is_announced = False
 
-    def learn(new: Path) -> dict[str, Any]:
-        log.info("learning %s SentencePiece pieces", f"{count:,}")
-        more: dict[str, Any] = {}
+    def steps(self) -> list[Step]:
+        """All steps in their order, the manifest included."""
+        text_inputs: dict[str, Any] = {}
+        steps = []
+        if self.data.encoder == "sentencepiece":
+            model_inputs: dict[str, Any] = {"pieces": self.count}
+            if not self.data.released_pieces:  # whose settings older versions did not count as an input
+                model_inputs["settings"] = self.learning
+            inputs = functools.partial(self._inputs, model_inputs)
+            steps.append(Step("model", self.model, self.learn, inputs, used=self._digests))
+            text_inputs["model"] = steps[0]
+        if self.data.tokens:
+            text_inputs["tokens"] = self.most
+        inputs = functools.partial(self._inputs, text_inputs)
+        steps.append(Step("text", self.job.root / "text", self.write, inputs, used=self._digests))
+        if self.data.encoder != "none":
+            steps.append(self.job.binarise(steps[-1], self.data.subsets))
+        settings = {"tokens": self.most} if self.most else {}
+        return [*steps, self.job.manifest(steps[-1], **settings)]
+
+    def learn(self, new: Path) -> dict[str, Any]:
+        """Learn the SentencePiece model. Returns its facts and settings."""
+        log.info("learning %s SentencePiece pieces", f"{self.count:,}")
+        data = self.data
+        job = self.job
         if data.tokens:
-            announce()
+            self._announce()
             first = job.parts["train"][: data.learn_on]
             texts = [*map(job.piece, first)]
-            more["train"] = {"files": {part.name: job.digest(part) for part in first}}
         else:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
-        facts = pieces.learn(
-            *(lines, texts[0].path, count, new / pieces.MODEL, data.released_pieces, not data.bring),
-            **learning,
+        model = new / pieces.MODEL
+        facts: dict[str, Any] = pieces.learn(
+            *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring), **self.learning
         )
         if facts["left_out"]:
             log.warning(
                 "SentencePiece did not learn from %s of %s lines, which have more than %s bytes: "
-                "SwitchHead's "
-                "release does the same (docs/defaults.md)",
+                "SwitchHead's release does the same (docs/defaults.md)",
                 *(f"{number:,}" for number in (facts["left_out"], facts["lines"], pieces.LONGEST)),
             )
-        return {**facts, "settings": learning, **more}
+        facts["settings"] = self.learning
+        if data.tokens:
+            facts["train"] = {"files": {part.name: job.digest(part) for part in first}}
+        return facts
 
-    def grow(new: Path) -> dict[str, Any]:
-        announce()
+    def write(self, new: Path) -> dict[str, Any]:
+        """Write the text of each split in symbols."""
+        job = self.job
+        if self.data.encoder == "bytes":
+            facts = monolingual.write_bytes(job.texts, self.data.byte_splits, new)
+        elif self.data.tokens:
+            facts = self._grow(new)
+        elif self.data.encoder == "sentencepiece":
+            facts = monolingual.write_pieces(job.texts, self.model / pieces.MODEL, new, job.workers)
+        else:
+            facts = monolingual.write_lines(job.texts, new)
+        for split, fact in facts.items():
+            units = [unit for unit in ("lines", "tokens", "bytes", "parts") if unit in fact]
+            counts = ", ".join(f"{fact[unit]:,} {unit}" for unit in units)
+            longest = f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
+            log.info("%s: %s%s", split, counts, longest)
+        return facts
+
+    def _grow(self, new: Path) -> dict[str, Any]:
+        """Write only so many tokens of each split."""
+        self._announce()
+        job = self.job
         growing = job.root / "growing"  # survives an interruption, unlike the step's own folder
-        facts = {
-            split: monolingual.grow_pieces(
-                *(parts, job.piece, job.digest, folder / pieces.MODEL, growing / split),
-                *(most[split], job.workers),
+        model = self.model / pieces.MODEL
+        facts = {}
+        for split, parts in job.parts.items():
+            facts[split] = monolingual.grow_pieces(
+                parts, job.piece, job.digest, model, growing / split, self.most[split], job.workers
             )
-            for split, parts in job.parts.items()
-        }
         new.mkdir()
         for split in facts:
             shutil.move(growing / split, new / split)
         shutil.rmtree(growing)
         return facts
 
-    def write(new: Path) -> dict[str, Any]:
-        if data.encoder == "bytes":
-            facts = monolingual.write_bytes(job.texts, data.byte_splits, new)
-        elif data.tokens:
-            facts = grow(new)
-        elif data.encoder == "sentencepiece":
-            facts = monolingual.write_pieces(job.texts, folder / pieces.MODEL, new, job.workers)
+    def _inputs(self, more: Mapping[str, Any]) -> dict[str, Any]:
+        inputs: dict[str, Any] = {"encoder": self.data.encoder}
+        if self.data.tokens:  # many files, fetched only as needed: see `_digests`
+            inputs["files"] = self.data.name
         else:
-            facts = monolingual.write_lines(job.texts, new)
-        for split, fact in facts.items():
-            counts = [
-                f"{fact[what]:,} {what}" for what in ("lines", "tokens", "bytes", "parts") if what in fact
-            ]
-            longest = f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
-            log.info("%s: %s%s", split, ", ".join(counts), longest)
-        return facts
+            inputs.update(texts=self.job.read(), splits=dict(self.data.byte_splits))
+        inputs.update(more)
+        return inputs
 
-    if data.encoder == "sentencepiece":
-        # For the release's data, older versions did not count its settings as an input.
-        more = {} if data.released_pieces else {"settings": learning}
-        inputs = {"pieces": count, **more}
-        steps.append(Step("model", folder, learn, lambda: {**read(), **inputs}, used=files))
-    model: dict[str, Any] = {"model": steps[0]} if steps else {}
-    if data.tokens:
-        model["tokens"] = most
-    steps.append(Step("text", job.root / "text", write, lambda: {**read(), **model}, used=files))
-    if data.encoder != "none":
-        steps.append(job.binarise(steps[-1], data.subsets))
-    return [*steps, job.manifest(steps[-1], **({"tokens": most} if most else {}))]
+    def _digests(self, facts: Mapping[str, Any] | None, anew: bool) -> dict[str, Any]:
+        """The content of the files that were read, if they still exist."""
+        content: dict[str, Any] = {}
+        if not self.data.tokens:
+            return content
+        for split, parts in self.job.parts.items():
+            read = ((facts or {}).get(split) or {}).get("files")
+            if read:  # not recorded by an older version
+                digests = content[f"content of {split}"] = {}
+                for part in parts:
+                    if part.name in read:
+                        digests[part.name] = (anew and self.job.digest(part)) or read[part.name]
+        return content
+
+    def _announce(self) -> None:
+        if not self.is_announced:
+            before_growth(self.data, self.job.store, sum(self.most.values()), self.job.root)
+            self.is_announced = True
 
 
 def masked_lm_steps(job: PreparationJob) -> list[Step]:
@@ -159,10 +188,9 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
         for split, fact in facts.items():
             words = fact["words"] + fact["lines"]
             expected = data.words.get(split)
+            warning = ""
             if expected not in (None, words):
                 warning = f"; WARNING: {expected:,} words were expected"
-            else:
-                warning = ""
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
                 f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "
@@ -173,10 +201,11 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
     def finish(new: Path, counts: dict[str, Symbols]) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(bpe / name, new / name)
-        facts = {"licence": data.licence, "sources": job.store.origins, **marks(job.root)["bpe"]["facts"]}
+        facts: dict[str, Any] = {"licence": data.licence, "sources": job.store.origins}
+        facts.update(read_step_records(job.root)["bpe"]["facts"])
         if "srcdict" in job.settings["flags"]:
             facts["dictionary"] = OTHER_DICTIONARY
-        write_json(new / MANIFEST, {"recipe": data.name, **facts, "symbols": symbols_of(counts)})
+        write_json(new / MANIFEST, {"recipe": data.name} | facts | {"symbols": symbols_of(counts)})
         log.info("dictionary: %s", DICTIONARIES[facts["dictionary"]])
 
     encoded = Step("bpe", bpe, encode, read)

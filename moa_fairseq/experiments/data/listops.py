@@ -99,38 +99,40 @@ class ListOps:
             depth: [len(range(place, size, len(depths))) for size in self.sizes.values()]
             for place, depth in enumerate(depths)
         }
-        found = self._drawn({depth: sum(share) for depth, share in shares.items()}, workers)
+        of_depth = self._drawn({depth: sum(share) for depth, share in shares.items()}, workers)
         chance = random.Random(f"listops deal {self.seed}")
         out: dict[str, list[Expression]] = {split: [] for split in self.sizes}
         for depth, share in shares.items():
-            chance.shuffle(found[depth])
-            drawn = iter(found[depth])
+            chance.shuffle(of_depth[depth])
+            samples = iter(of_depth[depth])
             for expressions, count in zip(out.values(), share):
-                expressions.extend(itertools.islice(drawn, count))
+                expressions.extend(itertools.islice(samples, count))
         for expressions in out.values():
             chance.shuffle(expressions)
         return out
 
     def _drawn(self, wanted: Mapping[int, int], workers: int) -> dict[int, list[Expression]]:
         """Dependency depth → as many different expressions as requested."""
-        found: dict[int, list[Expression]] = {depth: [] for depth in wanted}
-        known: set[str] = set()
+        expressions: dict[int, list[Expression]] = {depth: [] for depth in wanted}
+        texts: set[str] = set()
         idle = 0
         blocks = ([(self, block)] for block in range(_BLOCKS))
-        for drawn in ordered_map(_block, blocks, workers, "ListOps"):
-            before = len(known)
-            for expression in drawn:
+        for block in ordered_map(_block, blocks, workers, "ListOps"):
+            before = len(texts)
+            for expression in block:
                 depth = expression.dependency
-                if len(found[depth]) < wanted[depth] and expression.tokens not in known:
-                    known.add(expression.tokens)
-                    found[depth].append(expression)
-            if len(known) == sum(wanted.values()):
-                return found
-            idle = idle + 1 if len(known) == before else 0
+                if len(expressions[depth]) < wanted[depth] and expression.tokens not in texts:
+                    texts.add(expression.tokens)
+                    expressions[depth].append(expression)
+            if len(texts) == sum(wanted.values()):
+                return expressions
+            idle = idle + 1 if len(texts) == before else 0
             if idle == _MOST_IDLE:
                 break
-        depth = max(wanted, key=lambda depth: wanted[depth] - len(found[depth]))
-        problem = f"ListOps has only {len(found[depth]):,} different expressions of dependency depth {depth}"
+        depth = max(wanted, key=lambda depth: wanted[depth] - len(expressions[depth]))
+        problem = (
+            f"ListOps has only {len(expressions[depth]):,} different expressions of dependency depth {depth}"
+        )
         raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
     def draw(self, chance: random.Random) -> Expression | None:
@@ -176,8 +178,8 @@ def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
     """The different expressions of one block that are neither too long nor just a digit."""
     ((settings, block),) = batch
     chance = random.Random(f"listops {settings.seed} {block}")
-    drawn = (settings.draw(chance) for _ in range(_DRAWS))
-    return list({expression.tokens: expression for expression in drawn if expression is not None}.values())
+    trials = (settings.draw(chance) for _ in range(_DRAWS))
+    return list({expression.tokens: expression for expression in trials if expression is not None}.values())
 
 
 def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:

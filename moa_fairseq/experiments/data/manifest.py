@@ -10,7 +10,7 @@ from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import Piece
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
-from moa_fairseq.experiments.make import made_by_of, marks
+from moa_fairseq.experiments.make import made_by_of, read_step_records
 from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import checksum
@@ -40,22 +40,28 @@ def manifest_of(
         dataset: with its terms of use, published numbers of lines and checksums.
         counts: split, or split.language → its binarised symbols.
     """
-    known = {name: mark for name, mark in marks(root).items() if name != "manifest"}  # which is replaced
-    stages = {name: known[name]["facts"] for name in STAGES if name in known}
-    sessions = [session for mark in known.values() for session in made_by_of(mark)]
-    # of each split, the last stage that counts its lines
-    counted = [stages.get(name, {}) for name in ("text", "tokens", "bpe", "pieces")]
-    lines = {split: fact["lines"] for facts in counted for split, fact in facts.items()}
+    records = read_step_records(root)
+    records.pop("manifest", None)  # which is replaced
+    stages = {name: records[name]["facts"] for name in STAGES if name in records}
+    sessions: list[dict[str, Any]] = []
+    outputs = {}
+    for mark in records.values():
+        sessions += made_by_of(mark)
+        for file, size in sorted(mark.get("files", {}).items()):
+            outputs[file] = {"bytes": size, "sha256": checksum(root / file)}
+    lines = {}
+    for name in ("text", "tokens", "bpe", "pieces"):  # of each split, the last that counts its lines
+        for split, fact in stages.get(name, {}).items():
+            lines[split] = fact["lines"]
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
-    same = published and set(published["languages"]) == pair and not settings.get("codes")
-    same = same and settings["bpe"] == published["merges"]
-    if same:
+    is_same = published and set(published["languages"]) == pair and not settings.get("codes")
+    is_same = is_same and settings["bpe"] == published["merges"]
+    compared = {}
+    if is_same:
         compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()}
-    else:
-        compared = {}
     return {
-        "settings": {**settings, "summary": dataset.summary},
+        "settings": dict(settings, summary=dataset.summary),
         "dataset": dataset.name,  # not always the requested one: for the user's own text
         "steps": {split: dataset.treatment(split, settings) for split in sorted(texts)},
         "licence": dataset.licence,
@@ -66,11 +72,7 @@ def manifest_of(
             split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
         },
         "symbols": symbols_of(counts),
-        "outputs": {
-            file: {"bytes": size, "sha256": checksum(root / file)}
-            for mark in known.values()
-            for file, size in sorted(mark.get("files", {}).items())
-        },
+        "outputs": outputs,
         # segmented file → its md5 and that of the published file, if the settings are those of the latter
         "published": {
             f"bpe/{path.name}": {"md5": checksum(path, "md5"), "published": md5}
@@ -84,7 +86,7 @@ def manifest_of(
 
 def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
     """Symbols, share of <unk> and longest sentence of each binarised split, as lines of text."""
-    rows = [{"split": split, **found} for split, found in (manifest.get("symbols") or {}).items()]
+    rows = [{"split": split} | counts for split, counts in (manifest.get("symbols") or {}).items()]
     columns = [
         Column("split", "binarised"),
         Column("symbols", "symbols", ","),
@@ -98,8 +100,13 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
 def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
     """Split, or split.language → number of symbols, number and share of <unk>, length of the longest line."""
     return {
-        name: {"symbols": one.symbols, "unknown": one.unknown, "share": one.share, "longest": one.longest}
-        for name, one in counts.items()
+        name: {
+            "symbols": count.symbols,
+            "unknown": count.unknown,
+            "share": count.share,
+            "longest": count.longest,
+        }
+        for name, count in counts.items()
     }
 
 
@@ -134,35 +141,30 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
     longest = {split: fact.get("longest") for split, fact in manifest["stages"].get("text", {}).items()}
     rows = []
-    for split, (found, expected) in lines.items():
-        if expected == found:
-            published = "the same"
-        elif expected is not None:
-            published = f"{expected:,}!"
-        else:
-            published = ""
-        rows.append({"split": split, "lines": found, "published": published, "longest": longest.get(split)})
+    for split, (number, expected) in lines.items():
+        published = ""
+        if expected is not None:
+            published = "the same" if expected == number else f"{expected:,}!"
+        rows.append({"split": split, "lines": number, "published": published, "longest": longest.get(split)})
     columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
     if any(longest.values()):
         columns.append(Column("longest", "longest (bytes)", ","))
-    out = Table(columns, rows).text().splitlines()
-    out += unknown_table(manifest)
+    out = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
-            if isinstance(fact, dict):
-                drops = fact.get("dropped", {})
-            else:
-                drops = {}
-            told = ", ".join(f"{count:,} dropped: {why}" for why, count in drops.items())
-            if told:
-                out += [f"{stage} of {split}: {fact['read']:,} read, {told}"]
+            drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
+            reasons = ", ".join(f"{count:,} dropped: {reason}" for reason, count in drops.items())
+            if reasons:
+                out += [f"{stage} of {split}: {fact['read']:,} read, {reasons}"]
     compared = manifest["published"]
-    other = [name for name, one in compared.items() if one["md5"] != one["published"]]
-    if other:
-        out.append(f"! {', '.join(other)}: differs from the published text (by md5; manifest.json has both).")
+    differing = [name for name, file in compared.items() if file["md5"] != file["published"]]
+    if differing:
+        out.append(
+            f"! {', '.join(differing)}: differs from the published text (by md5; manifest.json has both)."
+        )
     elif compared:
         out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
-    different = [split for split, (found, expected) in lines.items() if expected not in (None, found)]
+    different = [split for split, (number, expected) in lines.items() if expected not in (None, number)]
     if different:
         out.append(
             f"! {', '.join(different)}: the number of lines differs from the published one (see above)."

@@ -47,16 +47,17 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
     """
     symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
 
-    def lines(pieces: Iterable[Piece], found: _Longest) -> Iterator[str]:
+    def lines(pieces: Iterable[Piece], longest: _Longest) -> Iterator[str]:
         for piece in pieces:
-            for number, line in enumerate(found.of(piece.lines()), 1):
+            for number, line in enumerate(longest.of(piece.lines()), 1):
                 refuse_symbols(line, piece.path, number, symbols)
                 yield line
 
     facts = {}
     for split, pieces in texts.items():
-        found = _Longest()
-        facts[split] = {**_write(folder / split, lines(pieces, found), pieces), "longest": found.bytes}
+        longest = _Longest()
+        facts[split] = _write(folder / split, lines(pieces, longest), pieces)
+        facts[split]["longest"] = longest.bytes
     return facts
 
 
@@ -76,14 +77,14 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     """
     (piece,) = texts["train"]
     total = sum(sizes.values())
-    found = piece.path.stat().st_size
-    if found != total:
-        raise UserError(f"{piece.path} has {found:,} bytes instead of {total:,}. Fetch it again.")
+    size = piece.path.stat().st_size
+    if size != total:
+        raise UserError(f"{piece.path} has {size:,} bytes instead of {total:,}. Fetch it again.")
 
-    def lines(stream: BinaryIO, left: int) -> Iterator[str]:
-        while left:
-            line = stream.readline(left)
-            left -= len(line)
+    def lines(stream: BinaryIO, budget: int) -> Iterator[str]:
+        while budget:
+            line = stream.readline(budget)
+            budget -= len(line)
             yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
 
     with open(piece.path, "rb") as stream:
@@ -108,14 +109,15 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     Raises:
         UserError: for a split without text.
     """
-    found = processor(str(model))
+    encoder = processor(str(model))
     facts = {}
     for split, pieces in texts.items():
         longest = _Longest()
         read = longest.of(itertools.chain.from_iterable(piece.lines() for piece in pieces))
-        batches = (found.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
+        batches = (encoder.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
         # By number, so that a letter without a piece becomes <unk> instead of a separate word.
-        tokens = (token for batch in batches for ids in batch for token in found.id_to_piece(ids))
+        rows = map(encoder.id_to_piece, itertools.chain.from_iterable(batches))
+        tokens = itertools.chain.from_iterable(rows)
         facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)), pieces)
         facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
@@ -152,65 +154,76 @@ def grow_pieces(
     Raises:
         UserError: if the text has fewer pieces.
     """
-    found = processor(str(model))
+    encoder = processor(str(model))
     notes = path.with_name(f"{path.name}.json")
-    of = {"model": checksum(model), "most": most, "parts": [part.name for part in parts]}
-    done = saved_json(notes)
-    if done.get("of") != of or not path.is_file() or path.stat().st_size < done["bytes"]:
-        done = {}
-    read = done.get("files", {})
-    exchanged = [
-        part.name for part in parts if part.name in read and digest(part) not in (None, read[part.name])
-    ]
-    if exchanged:
-        log.warning("%s has changed since it was read: %s starts over", ", ".join(exchanged), path.name)
-    if exchanged or not done:
-        done = {"of": of, "files": {}, **dict.fromkeys(("parts", "in_part", "lines", "tokens", "bytes"), 0)}
-    longest = _Longest(done.get("longest", 0))
+    settings = {"model": checksum(model), "most": most, "parts": [part.name for part in parts]}
+    progress = _saved_progress(path, settings, parts, digest)
+    longest = _Longest(progress.get("longest", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    if done["tokens"]:
-        log.info("%s: resuming after %s pieces", path.name, f"{done['tokens']:,}")
-    shown = {"unit": " pieces", "total": most, "initial": done["tokens"], "disable": None, "leave": False}
-    with open(path, "r+b" if done["bytes"] else "wb") as stream, tqdm(**shown) as bar:
-        stream.truncate(done["bytes"])
-        stream.seek(done["bytes"])
+    bar_settings = {"unit": " pieces", "total": most, "initial": progress["tokens"], "disable": None}
+    with open(path, "r+b" if progress["bytes"] else "wb") as stream, tqdm(leave=False, **bar_settings) as bar:
+        stream.truncate(progress["bytes"])
+        stream.seek(progress["bytes"])
 
         def write(row: list[int], ends: bool = False) -> None:
-            row = row[: most - done["tokens"]]
+            row = row[: most - progress["tokens"]]
             # By number, so that a letter without a piece becomes <unk> instead of a separate word.
-            stream.write((" ".join(found.id_to_piece(row)) + "\n").encode() if row else b"")
-            done["tokens"] += len(row)
+            stream.write((" ".join(encoder.id_to_piece(row)) + "\n").encode() if row else b"")
+            progress["tokens"] += len(row)
             bar.update(len(row))
-            if ends or stream.tell() - done["bytes"] > SAVED:
+            if ends or stream.tell() - progress["bytes"] > SAVED:
                 stream.flush()
                 os.fsync(stream.fileno())
-                done.update(bytes=stream.tell(), longest=longest.bytes)
-                write_json(notes, done)
+                progress.update(bytes=stream.tell(), longest=longest.bytes)
+                write_json(notes, progress)
 
-        for part in parts[done["parts"] :]:
-            if done["tokens"] >= most:
+        for part in parts[progress["parts"] :]:
+            if progress["tokens"] >= most:
                 break
             row: list[int] = []
             lines = fetch(part).lines()
-            done["files"][part.name] = digest(part)
-            texts = map(plain, longest.of(itertools.islice(lines, done["in_part"], None)))
-            batches = (found.encode(some, num_threads=workers) for some in chunks(texts, BATCH))
+            progress["files"][part.name] = digest(part)
+            texts = map(plain, longest.of(itertools.islice(lines, progress["in_part"], None)))
+            batches = (encoder.encode(some, num_threads=workers) for some in chunks(texts, BATCH))
             for ids in itertools.chain.from_iterable(batches):
                 row += ids
-                done["in_part"] += 1
-                done["lines"] += 1
-                if len(row) >= min(ROW, most - done["tokens"]):
+                progress["in_part"] += 1
+                progress["lines"] += 1
+                if len(row) >= min(ROW, most - progress["tokens"]):
                     write(row)
                     row = []
-                    if done["tokens"] >= most:
+                    if progress["tokens"] >= most:
                         break
-            done.update(parts=done["parts"] + 1, in_part=0)
+            progress.update(parts=progress["parts"] + 1, in_part=0)
             write(row, ends=True)
-            log.info("%s: %s of %s pieces", part.name, f"{done['tokens']:,}", f"{most:,}")
-    if done["tokens"] < most:
-        problem = f"The text of {path.name} has {done['tokens']:,} pieces, but {most:,} are requested"
+            log.info("%s: %s of %s pieces", part.name, f"{progress['tokens']:,}", f"{most:,}")
+    if progress["tokens"] < most:
+        problem = f"The text of {path.name} has {progress['tokens']:,} pieces, but {most:,} are requested"
         raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
-    return {name: done[name] for name in ("lines", "longest", "tokens", "parts", "files")}
+    return {name: progress[name] for name in ("lines", "longest", "tokens", "parts", "files")}
+
+
+def _saved_progress(
+    path: Path, settings: dict[str, Any], parts: Sequence[Part], digest: Callable[[Part], str | None]
+) -> dict[str, Any]:
+    """The progress of an interrupted call with the same settings on the same text, or none."""
+    progress = saved_json(path.with_name(f"{path.name}.json"))
+    if progress.get("of") != settings or not path.is_file() or path.stat().st_size < progress["bytes"]:
+        return _no_progress(settings)
+    read = progress["files"]
+    again = [part for part in parts if part.name in read]
+    changed = [part.name for part in again if digest(part) not in (None, read[part.name])]
+    if changed:
+        log.warning("%s has changed since it was read: %s starts over", ", ".join(changed), path.name)
+        return _no_progress(settings)
+    log.info("%s: resuming after %s pieces", path.name, f"{progress['tokens']:,}")
+    return progress
+
+
+def _no_progress(settings: dict[str, Any]) -> dict[str, Any]:
+    progress: dict[str, Any] = {"of": settings, "files": {}}
+    progress.update(dict.fromkeys(("parts", "in_part", "lines", "tokens", "bytes"), 0))
+    return progress
 
 
 class _Longest:

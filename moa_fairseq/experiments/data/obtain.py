@@ -20,7 +20,7 @@ from moa_fairseq.experiments.data.catalogue import Dataset, Part, PublicFile, da
 from moa_fairseq.experiments.data.download import obtain
 from moa_fairseq.experiments.data.parallel_text import Piece, find_file
 from moa_fairseq.experiments.json_files import saved_json, write_json
-from moa_fairseq.experiments.make import Step, fingerprint_of, make, stamp
+from moa_fairseq.experiments.make import Step, file_signature, fingerprint_of, make
 from moa_fairseq.files import checksum
 from moa_fairseq.process import locked
 
@@ -68,27 +68,26 @@ class Store:
                 contain the user's own text.
         """
         parts = dataset.parts(languages)
-        wanted = {}
+        names = {}
         missing = []
-        plain = {split: [part for part in some if not part.archive] for split, some in parts.items()}
-        train, valid = (
-            [path for part in plain.get(s, ()) if (path := self._find(part))] for s in ("train", "valid")
-        )
-        unpacked = [path.name for path in train if path.suffix != ".gz"]
-        lacks = plain.get("valid")
-        if unpacked and lacks and lacks[0].source and not valid:  # else half of the text would be downloaded
-            problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {Path(lacks[0].members[0]).name}"
+        train = [part for part in parts.get("train", ()) if not part.archive]
+        valid = [part for part in parts.get("valid", ()) if not part.archive]
+        texts = filter(None, map(self._find, train))
+        unpacked = [path.name for path in texts if path.suffix != ".gz"]
+        if unpacked and valid and valid[0].source and not any(map(self._find, valid)):
+            # else half of the text would be downloaded
+            problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {valid[0].name}"
             remedy = "give data.recipe=parallel (moa-fairseq prepare parallel)"
             raise UserError(f"{problem}. If it is your own text, and not {dataset.name}, {remedy}.")
         for split, some in parts.items():
             absent = [part for part in some if not part.archive and not self._find(part)]
             if not absent or split in required:
-                wanted[split] = some
+                names[split] = some
                 missing += [f"{part.members[0]}[.gz]" for part in absent if not part.source]
         if missing:
             bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
-        return wanted
+        return names
 
     def pieces(
         self,
@@ -145,13 +144,13 @@ class Store:
         digest = functools.partial(known_checksum, self.downloads / MEMORY)
         at_hand = [self.at_hand] if self.at_hand else []
         path = obtain(source, at_hand, self.downloads, self.offline, digest)
-        given = any(path in (folder / name, folder / path.name) for folder in at_hand)
-        self.origins[name] = {
-            "file": path.name,
-            **({"origin": GIVEN} if given else {"urls": list(source.urls)}),
-            "bytes": path.stat().st_size,
-            "sha256": digest(path, "sha256"),
-        }
+        origin: dict[str, Any] = {"file": path.name}
+        if any(path in (folder / name, folder / path.name) for folder in at_hand):
+            origin["origin"] = GIVEN
+        else:
+            origin["urls"] = list(source.urls)
+        origin.update(bytes=path.stat().st_size, sha256=digest(path, "sha256"))
+        self.origins[name] = origin
         return path
 
     def _unpack(self, name: str, archive: Path, parts: Sequence[Part]) -> dict[Part, Path]:
@@ -162,15 +161,15 @@ class Store:
         folder = root / f"{archive.name}-{fingerprint_of(inputs)[:8]}"
 
         def unpack(new: Path) -> dict[str, int]:
-            found = extract(archive, {*itertools.chain(*groups)}, new)
-            missing = ", ".join(" or ".join(group) for group in groups if not found.keys() & set(group))
+            members = extract(archive, {*itertools.chain(*groups)}, new)
+            missing = ", ".join(" or ".join(group) for group in groups if not members.keys() & set(group))
             if missing:
                 raise UserError(f"{archive} does not contain {missing}: it is not the published archive.")
-            return found
+            return members
 
         log.info(f"extracting {archive}")
         try:
-            found = make([Step(folder.name, folder, unpack, inputs)], root)[folder.name]
+            record = make([Step(folder.name, folder, unpack, inputs)], root)[folder.name]
         except DamagedArchive as error:
             if archive == self.downloads / name:
                 archive.unlink()
@@ -178,7 +177,7 @@ class Store:
             else:
                 remedy = "Replace it, or move it away so that it is downloaded."
             raise UserError(f"{error} {remedy}") from error
-        return {part: folder / next(member for member in part.members if member in found) for part in parts}
+        return {part: folder / next(member for member in part.members if member in record) for part in parts}
 
 
 def _markup(path: Path, part: Part) -> str:
@@ -202,16 +201,14 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
     Returns:
         Hexadecimal digits.
     """
-    known = saved_json(memory)
+    cache = saved_json(memory)
     key = f"{path.resolve()} {algorithm}"
-    now = [
-        *stamp(path),
-        path.stat().st_ctime_ns,
-    ]  # the last changes with the file even if its time was set back
-    entry = known.get(key)
+    # the last changes with the file even if its time was set back
+    now = [*file_signature(path), path.stat().st_ctime_ns]
+    entry = cache.get(key)
     if not isinstance(entry, list) or entry[:-1] != now:
         entry = [*now, checksum(path, algorithm)]
-        write_json(memory, {**known, key: entry})
+        write_json(memory, cache | {key: entry})
     return str(entry[-1])
 
 
@@ -231,14 +228,15 @@ def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequ
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
     size = sum(file.bytes for file in missing)
-    whole = dataset.disk * 1e9
+    needed = dataset.disk * 1e9
     log.info(
-        f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {human(size)}, into {downloads}; "
-        f"the prepared data set takes about {human(whole)} of disk space, including downloads"
+        f"to download: {len(missing)} file{'s' * (len(missing) > 1)}, about {format_bytes(size)}, "
+        f"into {downloads}; the prepared data set takes about {format_bytes(needed)} of disk space, "
+        "including downloads"
     )
-    kept = [downloads / file.name for file in dataset.files(dataset.languages)]
-    there = sum(path.stat().st_size for path in [*kept, *root.rglob("*")] if path.is_file())
-    _check_disk(dataset.name, ((downloads, size), (root, max(whole - size - there, 0))))
+    files = [downloads / file.name for file in dataset.files(dataset.languages)]
+    present = sum(path.stat().st_size for path in [*files, *root.rglob("*")] if path.is_file())
+    _check_disk(dataset.name, ((downloads, size), (root, max(needed - size - present, 0))))
 
 
 def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> None:
@@ -259,43 +257,38 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
     packed = tokens * PACKED_BYTES
     first = dataset.files()[0]
     log.info(
-        f"{tokens:,} tokens take about {human(text)} of disk space in {root}. They come from "
+        f"{tokens:,} tokens take about {format_bytes(text)} of disk space in {root}. They come from "
         f"{Path(first.name).name} and the files after it; missing files are downloaded one by one, about "
-        f"{human(packed)} in all, from {first.urls[0]} on"
+        f"{format_bytes(packed)} in all, from {first.urls[0]} on"
     )
-    there = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    given = sum(path.stat().st_size for path in store.downloads.rglob("*") if path.is_file())
-    fetched = 0 if store.offline or store.at_hand else max(packed - given, 0)
-    _check_disk(dataset.name, ((store.downloads, fetched), (root, max(text - there, 0))))
+    present = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
+    downloaded = sum(path.stat().st_size for path in store.downloads.rglob("*") if path.is_file())
+    fetched = 0 if store.offline or store.at_hand else max(packed - downloaded, 0)
+    _check_disk(dataset.name, ((store.downloads, fetched), (root, max(text - present, 0))))
 
 
 def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
     """Raise UserError if a disk has less free space than these folders on it need."""
     needs: dict[int, float] = {}
-    for place, need in ((place.absolute(), need) for place, need in places):
-        existing = next(folder for folder in (place, *place.parents) if folder.exists())
+    for place, need in places:
+        path = place.absolute()
+        existing = next(folder for folder in (path, *path.parents) if folder.exists())
         device = existing.stat().st_dev
         needs[device] = needs.get(device, 0) + need
         free = shutil.disk_usage(existing).free
         if free < needs[device] and not os.environ.get(OVERRIDE):
             raise UserError(
-                f"{name} needs about {human(needs[device])} more on the disk of {existing}, which "
-                f"has {human(free)} free. Free some space, or choose another folder. To try without this "
-                f"check, set {OVERRIDE}=1: finished stages are kept if the disk fills up."
+                f"{name} needs about {format_bytes(needs[device])} more on the disk of {existing}, which "
+                f"has {format_bytes(free)} free. Free some space, or choose another folder. To try without "
+                f"this check, set {OVERRIDE}=1: finished stages are kept if the disk fills up."
             )
 
 
-def human(size: float) -> str:
+def format_bytes(size: float) -> str:
     """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
-    if size >= 1e9:
-        unit = "GB"
-        divisor = 1e9
-    else:
-        unit = "MB"
-        divisor = 1e6
-    if size >= 10 * divisor:
-        return f"{size / divisor:.0f} {unit}"
-    return f"{size / divisor:.1f} {unit}"
+    unit = "GB" if size >= 1e9 else "MB"
+    amount = size / (1e9 if size >= 1e9 else 1e6)
+    return f"{amount:.{0 if amount >= 10 else 1}f} {unit}"
 
 
 def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | None:
@@ -313,10 +306,9 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:
         if source is None:
+            bring = "Give --data the folder prepared for it."
             if dataset:
                 bring = dataset.bring.format(**settings)
-            else:
-                bring = "Give --data the folder prepared for it."
             raise UserError(f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}")
         return source
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
@@ -330,8 +322,11 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
         raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
-    names = [name for part in parts for name in (part.archive, *part.members) if name]
-    names += [f"train.{language}" for language in languages if dataset.archives]
+    names: list[str] = []
+    for part in parts:
+        names += filter(None, (part.archive, *part.members))
+    if dataset.archives:
+        names += [f"train.{language}" for language in languages]
     if not any(find_file(source, name) for name in names):
         base = [*dict.fromkeys(Path(name).name for name in names)]
         looked = ", ".join(base[:MOST_NAMES]) + (", …" if len(base) > MOST_NAMES else "")

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, through
+from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, pipe_command
 
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
@@ -74,7 +74,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                 f"{path}: {odd:,} of the first {number:,} lines have control characters (U+0080 to U+009F). "
                 "Probably text in Windows' encoding was read as Latin-1. Convert the original "
                 "with iconv -f CP1252 -t utf-8, or this file: "
-                + through(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
+                + pipe_command(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
             )
 
     try:
@@ -100,10 +100,9 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                         reason = FOREIGN
                         story = f"{place} is not UTF-8."
                 if not mark_bad:
+                    remedy = encoding_remedy(path)
                     if reason == LONG:
                         remedy = "Check the file, or split the line."
-                    else:
-                        remedy = encoding_remedy(path)
                     raise UserError(f"{path}, line {number}: {story} {remedy}")
                 while len(raw) > most and not raw.endswith(b"\n"):
                     raw = stream.readline(most + 1)
@@ -202,9 +201,9 @@ def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = 
     Raises:
         UserError: with the line and the word.
     """
-    found = set(symbols).intersection(text.split())
-    if found:
-        word = min(found)
+    reserved = set(symbols).intersection(text.split())
+    if reserved:
+        word = min(reserved)
         escaped = word.replace("<", "&lt;").replace(">", "&gt;")
         raise UserError(
             f"{path}, line {number:,}: fairseq would take the word {word} for its own symbol of that name. "
@@ -254,23 +253,18 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
         UserError: if a pair of files is empty or differs in length. UTF-16 has other lines than UTF-8: for
             such a file the message gives the encoding.
     """
-    for one, other in files:
+    for pair in files:
         count = 0
-        lines = (one.lines(mark_bad), other.lines(mark_bad))
+        lines = [piece.lines(mark_bad) for piece in pair]
         bad = 0
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
                 if bad > count / 2:
-                    for piece in (one, other):
+                    for piece in pair:
                         collections.deque(piece.lines(), maxlen=0)  # an error with the encoding
-                rest = count + 1 + sum(1 for _ in itertools.chain(*lines))
-                if source is None:
-                    shorter = one
-                    longer = other
-                else:
-                    shorter = other
-                    longer = one
-                problem = f"{longer.path} has {rest:,} lines and {shorter.path} has {count:,}"
+                total = count + 1 + sum(1 for _ in itertools.chain(*lines))
+                shorter, longer = pair if source is None else reversed(pair)
+                problem = f"{longer.path} has {total:,} lines and {shorter.path} has {count:,}"
                 raise UserError(
                     f"{problem}, but parallel files have one translation per line. Find the first line that "
                     "does not match."
@@ -279,28 +273,27 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
             bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
         if not count:
-            raise no_text([one.path, other.path])
+            raise no_text([piece.path for piece in pair])
 
 
 def is_raw(lines: Iterable[str]) -> bool:
     """True if the marks that end sentences are attached to words, which no tokeniser does."""
     ends = [line.rstrip()[-3:] for line in lines]
-    glued, apart = (sum(bool(re.search(mark, end)) for end in ends) for mark in (_GLUED, _APART))
+    glued = sum(bool(re.search(_GLUED, end)) for end in ends)
+    apart = sum(bool(re.search(_APART, end)) for end in ends)
     return glued > max(apart, len(ends) / 10)
 
 
 def hyphens(lines: Iterable[str]) -> str:
     """How compounds are written: SPLIT (`a @-@ b`, as `tokenizer.perl -a` does), WHOLE (`a-b`), or ""."""
     split = 0
-    whole = 0
+    compounds = 0
     for line in lines:
         split += f" {line} ".count(" @-@ ")
-        whole += len(_COMPOUND.findall(line))
-    if split == whole:
+        compounds += len(_COMPOUND.findall(line))
+    if split == compounds:
         return ""
-    if split > whole:
-        return SPLIT
-    return WHOLE
+    return SPLIT if split > compounds else WHOLE
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
@@ -310,10 +303,9 @@ def find_file(folder: Path | None, name: str) -> Path | None:
         folder: searched; for None the result is None.
         name: a path below it; the last part of the name alone is also searched.
     """
+    places = []
     if folder:
         places = [folder / name, folder / Path(name).name]
-    else:
-        places = []
     plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
     packed = [place.with_name(f"{place.name}.gz") for place in plain]
     return next((path for path in (*plain, *packed) if path.is_file()), None)

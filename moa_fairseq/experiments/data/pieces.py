@@ -25,8 +25,7 @@ RELEASED: dict[str, Any] = {"model_type": "bpe", "split_digits": True}
 # SentencePiece cuts <unk>, <s> and </s> out of its training text, so that < and > are too rare there for
 # pieces. WikiText's <unk> is a word of the text: it gets a piece, which fairseq does not confuse with its own
 # <unk>, the symbol of letters without a piece.
-LANGUAGE_MODEL: dict[str, Any] = {
-    **RELEASED,
+LANGUAGE_MODEL: dict[str, Any] = RELEASED | {
     "user_defined_symbols": [f"{SPACE}<unk>"],
     "required_chars": "</>",
 }
@@ -50,9 +49,13 @@ def translation_settings(
             the rarest characters of the training text, 0.05 %, have no piece; otherwise all have one.
         coverage: another share of the characters with a piece.
     """
-    coverage = coverage or (0.9995 if byte_fallback else 1.0)
-    settings = {"model_type": piece_model, "byte_fallback": byte_fallback, "character_coverage": coverage}
-    return {**settings, "normalization_rule_name": "identity", "hard_vocab_limit": False}
+    return {
+        "model_type": piece_model,
+        "byte_fallback": byte_fallback,
+        "character_coverage": coverage or (0.9995 if byte_fallback else 1.0),
+        "normalization_rule_name": "identity",
+        "hard_vocab_limit": False,
+    }
 
 
 def learn(
@@ -110,7 +113,7 @@ def learn(
             if interruptions:
                 raise interruptions[0] from None
             raise UserError(_story(str(error), what, count, facts, fixed)) from error
-    return {"pieces": processor(str(model)).get_piece_size(), **facts}
+    return {"pieces": processor(str(model)).get_piece_size()} | facts
 
 
 def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed: bool) -> str:
@@ -118,19 +121,19 @@ def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed:
     limit = _LIMIT.search(problem)
     if "sentences_" in problem or "all_chars_count" in problem:
         if facts["left_out"]:
-            why = f"SentencePiece skips all of its lines, which have more than {LONGEST:,} bytes"
-            return f"{what} has no text to learn pieces on: {why} (docs/defaults.md)."
+            reason = f"SentencePiece skips all of its lines, which have more than {LONGEST:,} bytes"
+            return f"{what} has no text to learn pieces on: {reason} (docs/defaults.md)."
         return f"{what} has no text to learn pieces on. Give text."
     if limit and limit["most"]:
         number = limit["most"]
-        why = f"the text has only {int(number):,}"
+        reason = f"the text has only {int(number):,}"
     elif limit:
         number = limit["least"]
-        why = f"its letters alone need {int(number):,}"
+        reason = f"its letters alone need {int(number):,}"
     else:
         number = "N"
-        why = "SentencePiece needs three for itself" if count <= 3 else problem
-    story = f"SentencePiece cannot learn {count:,} pieces on {what}: {why}."
+        reason = "SentencePiece needs three for itself" if count <= 3 else problem
+    story = f"SentencePiece cannot learn {count:,} pieces on {what}: {reason}."
     if fixed:
         return (
             f"{story} The data set requires that number: give all of its text, or use text_sp, which has "
@@ -196,12 +199,11 @@ def write_dictionary(model: Path) -> None:
     A dictionary of the training text would lack the bytes and pieces that only other texts need. <unk>, <s>
     and </s> are left out, because fairseq has its own symbols for them.
     """
-    found = processor(str(model))
-    texts = [number for number in range(found.get_piece_size()) if not found.is_unknown(number)]
+    vocabulary = processor(str(model))
     with atomic_write(dictionary_of(model)) as stream:
-        stream.writelines(
-            f"{found.id_to_piece(number)} 1\n" for number in texts if not found.is_control(number)
-        )
+        for index in range(vocabulary.get_piece_size()):
+            if not (vocabulary.is_unknown(index) or vocabulary.is_control(index)):
+                stream.write(f"{vocabulary.id_to_piece(index)} 1\n")
 
 
 def dictionary_of(model: Path) -> Path:

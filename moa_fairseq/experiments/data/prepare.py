@@ -33,7 +33,7 @@ from moa_fairseq.experiments.data.job import PreparationJob
 from moa_fairseq.experiments.data.language_model_steps import language_modeling_steps, masked_lm_steps
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
-from moa_fairseq.experiments.make import Step, fingerprint_of, make, marks
+from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
 from moa_fairseq.experiments.provenance import tool_versions
 from moa_fairseq.files import atomic_write, checksum
 
@@ -54,11 +54,11 @@ class Preparation(PreparationJob):
         tools = {"tools": tool_versions()}
         steps = [dataclasses.replace(step, conditions=tools) for step in self.steps()]
         make(steps, self.root, patience=math.inf, **options)
-        known = marks(self.root)
-        made = known.get("binarised") or known.get(f"binarised-{LABEL}")
-        if not made:  # plain text, which fairseq does not read
-            return Prepared(self.root / "text", {}, known["text"]["fingerprint"])
-        return Prepared(self.root / "binarised", made["facts"], made["fingerprint"])
+        records = read_step_records(self.root)
+        record = records.get("binarised") or records.get(f"binarised-{LABEL}")
+        if not record:  # plain text, which fairseq does not read
+            return Prepared(self.root / "text", {}, records["text"]["fingerprint"])
+        return Prepared(self.root / "binarised", record["facts"], record["fingerprint"])
 
     def _given(self, source: Path) -> Prepared:
         check_place(source)
@@ -91,8 +91,8 @@ def classification_steps(job: PreparationJob) -> list[Step]:
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
             with atomic_write(new / name / DICTIONARY) as stream:
                 stream.writelines(f"{symbol} 1\n" for symbol in symbols)
-        drawn = ListOps(**settings).splits(job.workers)
-        facts = {split: write_split(new, split, found) for split, found in drawn.items()}
+        samples = ListOps(**settings).splits(job.workers)
+        facts = {split: write_split(new, split, pairs) for split, pairs in samples.items()}
         for split, fact in facts.items():
             log.info("%s: %s expressions, %s tokens", split, f"{fact['lines']:,}", f"{fact['tokens']:,}")
         return facts
@@ -127,28 +127,27 @@ def size_digest(source: Path) -> str:
 
 
 def _binarised_files(source: Path) -> list[Path]:
-    if is_classification(source):
-        place = source / INPUT
-    else:
-        place = source
-    files = [path for path in sorted(place.glob("*.*")) if path.suffix in (".bin", ".idx", ".txt")]
-    return [path for path in files if path.is_file()]
+    place = source / INPUT if is_classification(source) else source
+    files = sorted(place.glob("*.*"))
+    return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]
 
 
 # Keys of a data section that were added later, with the values that leave the data as before.
-LATER = {
-    **{"segmentation": SUBWORD_NMT, "piece_model": "unigram", "byte_fallback": True},
-    **{"character_coverage": None, "allow_unknown": False},
+LATER: dict[str, Any] = {
+    "segmentation": SUBWORD_NMT,
+    "piece_model": "unigram",
+    "byte_fallback": True,
+    "character_coverage": None,
+    "allow_unknown": False,
 }
 
 
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """The folder for the stages of a data section: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    # A later key, and a key that does not change the data.
-    settings = {
-        key: value for key, value in settings.items() if (key != "tokens" or value) and key != "allow_unknown"
-    }
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
-    said = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
-    return parent / f"{name}-{fingerprint_of(said, place)[:8]}"
+    recorded = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
+    recorded.pop("allow_unknown", None)  # which does not change the data
+    if not recorded.get("tokens"):
+        recorded.pop("tokens", None)
+    return parent / f"{name}-{fingerprint_of(recorded, place)[:8]}"

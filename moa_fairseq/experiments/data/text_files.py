@@ -22,7 +22,7 @@ from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
-from moa_fairseq.experiments.make import STATE, marks
+from moa_fairseq.experiments.make import STATE, read_step_records
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
 from moa_fairseq.text.steps import STEPS
 
@@ -49,15 +49,15 @@ def text_files(data: Path) -> dict[str, Path]:
         UserError: for what is no ordinary file: a pipe would hang.
     """
     within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
+    neighbours = []
     if (data.parent / MANIFEST).is_file():
-        beside = [path for name in _BESIDE for path in sorted(data.parent.glob(name))]
-    else:
-        beside = []
-    named = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
-    named |= {str(path.relative_to(data.parent)): path for path in beside}
-    for path in named.values():
+        for name in _BESIDE:
+            neighbours += sorted(data.parent.glob(name))
+    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
+    files |= {str(path.relative_to(data.parent)): path for path in neighbours}
+    for path in files.values():
         refuse_irregular(path, "File")
-    return named
+    return files
 
 
 def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
@@ -74,22 +74,22 @@ def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.
     Raises:
         UserError: for a file that no program wrote.
     """
-    where = f"The {MANIFEST} of the data"
-    check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, where, remedy)
+    location = f"The {MANIFEST} of the data"
+    check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, location, remedy)
     rules = manifest.get("rules")
     settings = manifest.get("settings") or {}
     if rules is None:
         kinds = {key: TEXT for key in ("recipe", "source", "target")}
-        check_kinds(settings, kinds, f"{where}: settings", remedy)
+        check_kinds(settings, kinds, f"{location}: settings", remedy)
         dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
         if dataset:
             return _rules(dataset, settings)
         return {}
     kinds = {key: TEXT for key in ("kind", "encoder", "source", "target")}
-    check_kinds(rules, kinds, f"{where}: rules", remedy)
+    check_kinds(rules, kinds, f"{location}: rules", remedy)
     steps = rules.get("steps", [])
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
-        raise UserError(f"{where}: the rules' steps are not line functions with options. {remedy}")
+        raise UserError(f"{location}: the rules' steps are not line functions with options. {remedy}")
     return dict(rules)
 
 
@@ -108,11 +108,11 @@ def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
     by_pieces = settings.get("segmentation") == SENTENCEPIECE
     merges = bool(settings.get("bpe") or settings.get("codes")) and not by_pieces
     encoder = SENTENCEPIECE if by_pieces else dataset.encoder
-    said = {"kind": dataset.kind, "encoder": encoder, "merges": merges}
-    if source is None or target is None:
-        return said
-    steps = [list(step) for step in dataset.steps_for("test", source, settings)]
-    return {**said, "source": source, "target": target, "steps": steps}
+    rules: dict[str, Any] = {"kind": dataset.kind, "encoder": encoder, "merges": merges}
+    if source is not None and target is not None:
+        rules.update(source=source, target=target)
+        rules["steps"] = [list(step) for step in dataset.steps_for("test", source, settings)]
+    return rules
 
 
 def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
@@ -128,7 +128,7 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
         UserError: for files that changed since the data was prepared, and if the run was trained on other
             data.
     """
-    trained = marks(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
+    trained = read_step_records(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
     if trained != fingerprint:
         remedy = (
             "Restore that data, use another --save-dir, or --restart to move the old run aside and start "
@@ -173,8 +173,10 @@ def kept_text(checkpoint: Path) -> Path | None:
     if run is None:
         return None
     remedy = f"Delete {run / KEPT}: the run's data is then used to read text, if it is unchanged."
-    if others := check_text(run / KEPT / BINARISED, remedy):
-        raise UserError(f"{run / KEPT / others[0]} is not listed in {MANIFEST} of the run's text. {remedy}")
+    if differences := check_text(run / KEPT / BINARISED, remedy):
+        raise UserError(
+            f"{run / KEPT / differences[0]} is not listed in {MANIFEST} of the run's text. {remedy}"
+        )
     rules_of(read_manifest(run / KEPT, remedy), remedy)
     return run / KEPT / BINARISED
 
@@ -193,11 +195,11 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     Raises:
         UserError: for different files, and files that changed since they were made.
     """
-    kept = kept_text(checkpoint)
+    saved_text = kept_text(checkpoint)
     unknown = check_text(data)
     files = text_files(data)
-    if kept:
-        for name, path in text_files(kept).items():
+    if saved_text:
+        for name, path in text_files(saved_text).items():
             if name in files and checksum(files[name]) == checksum(path):
                 continue
             if name in files or name.startswith(BINARISED):
@@ -205,20 +207,16 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
                 raise UserError(f"{data} has another {name} than {path}, of training, or none. {remedy}.")
         return []
     run = _run_of(checkpoint, STATE)
+    trained = None
     if run:
-        trained = marks(run).get("prepare", {}).get("facts")
-    else:
-        trained = None
-    if isinstance(trained, dict):
-        trained = trained.get("fingerprint")
-    else:
-        trained = None
-    known = marks(data.parent)
-    made = known.get(BINARISED) or known.get(f"{BINARISED}-{LABEL}")
-    if trained and made and made.get("fingerprint") == trained:
+        trained = read_step_records(run).get("prepare", {}).get("facts")
+    trained = trained.get("fingerprint") if isinstance(trained, dict) else None
+    records = read_step_records(data.parent)
+    record = records.get(BINARISED) or records.get(f"{BINARISED}-{LABEL}")
+    if trained and record and record.get("fingerprint") == trained:
         return unknown
-    given = not made and trained in (content_digest(data), size_digest(data))
-    if trained and not named and not given:
+    is_given = not record and trained in (content_digest(data), size_digest(data))
+    if trained and not named and not is_given:
         remedy = (
             f"Restore it, or give data with the same dictionaries and merges, perhaps this: --data {data}"
         )
@@ -229,8 +227,8 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
 def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
     """Warn of the files that `same_text` could not check."""
     if unknown:
-        why = "the model has no record of its text files, so only the numbers of symbols were compared"
-        log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, why)
+        reason = "the model has no record of its text files, so only the numbers of symbols were compared"
+        log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, reason)
 
 
 def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
@@ -247,25 +245,23 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
         UserError: for a file that is missing or differs from the list.
     """
     manifest = data.parent / MANIFEST
-    found = text_files(data)
+    files = text_files(data)
     outputs = read_manifest(data.parent, remedy).get("outputs") or {}
+    patterns = []
     if data.name == BINARISED:
         patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES]
-    else:
-        patterns = []
-    listed = {
-        name: fact["sha256"]
-        for name, fact in outputs.items()
-        if any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, *_BESIDE))
-        if isinstance(fact, dict) and isinstance(fact.get("sha256"), str)
-    }
+    listed = {}
+    for name, fact in outputs.items():
+        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, *_BESIDE))
+        if is_text and isinstance(fact, dict) and isinstance(fact.get("sha256"), str):
+            listed[name] = fact["sha256"]
     for name, expected in listed.items():
-        path = found.get(name)
+        path = files.get(name)
         if path is None:
             raise UserError(f"{data.parent / name} is missing, but {manifest} lists it. {remedy}")
         if checksum(path) != expected:
             raise UserError(f"{path} was changed: it is not the file that {manifest} lists. {remedy}")
-    return sorted(found.keys() - listed)
+    return sorted(files.keys() - listed)
 
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:

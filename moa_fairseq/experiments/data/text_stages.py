@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -82,7 +82,7 @@ class Split(NamedTuple):
     own: bool = False
 
 
-def treat(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
+def preprocess_pairs(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
     """The processed pairs; for a dropped pair, the reason."""
     return [_treat(pair, treatment) for pair in pairs]
 
@@ -130,19 +130,21 @@ def write_splits(
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, dict[str, Any]]:
-    every = split.hold_out.every if split.hold_out else 0
-    names = [split.name, *([split.hold_out.split] if split.hold_out else [])]
+    every = 0
+    names = [split.name]
+    if split.hold_out:
+        every = split.hold_out.every
+        names.append(split.hold_out.split)
     counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
     dropped: collections.Counter[str] = collections.Counter()
-    read = kept = 0
-    work = functools.partial(treat, treatment=split.treatment)
+    read = retained = 0
+    work = functools.partial(preprocess_pairs, treatment=split.treatment)
     batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
     with contextlib.ExitStack() as stack:
-        paths = {(name, language): folder / f"{name}.{language}" for name in names for language in languages}
-        streams = {
-            key: stack.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
-            for key, path in paths.items()
-        }
+        streams = {}
+        for name, language in itertools.product(names, languages):
+            path = folder / f"{name}.{language}"
+            streams[name, language] = stack.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
         for result in itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name)):
             read += 1
             if isinstance(result, str):
@@ -150,38 +152,46 @@ def _write_split(
                 continue
             for piece, text in zip(split.files[0], result) if split.own else ():
                 refuse_symbols(text, piece.path, read)
-            kept += 1
-            name = names[bool(every and kept % every == 0)]
+            retained += 1
+            name = names[bool(every and retained % every == 0)]
             counts[name]["lines"] += 1
             for text, language in zip(result, languages):
                 streams[name, language].write(text + "\n")
                 counts[name][f"tokens_{language}"] += len(text.split())
     files = " and ".join(str(piece.path) for piece in split.files[0])
-    bad = {why: count for why, count in dropped.items() if why in BAD_LINES}
-    if sum(bad.values()) > MOST_BAD * read:
-        stories = ", ".join(f"{count:,} with {why}" for why, count in bad.items())
-        remedy = ""
-        for path in (piece.path for pair in split.files for piece in pair):
-            try:
-                collections.deque(read_lines(path), maxlen=0)
-            except UserError as error:  # which names the file
-                remedy = str(error)
-                break
-        raise UserError(f"{files}: of {read:,} pairs of lines, too many are not text ({stories}). {remedy}")
+    _refuse_bad_lines(split, files, read, dropped)
     if not counts[split.name]["lines"]:
         raise UserError(f"{files}: none of the {read:,} pairs has text on both sides. Check both files.")
     for piece, language in zip(split.files[0], languages):
         if not counts[split.name][f"tokens_{language}"]:
             raise no_text([piece.path])
+    facts: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
         tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
         reasons = dropped.items() if name == split.name else ()
-        story = "".join(f"; {number:,} dropped: {why}" for why, number in sorted(reasons))
-        log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, story)
-    keys = ("lines", *(f"tokens_{language}" for language in languages))
-    facts: dict[str, dict[str, Any]] = {name: {key: counts[name][key] for key in keys} for name in names}
+        drops = "".join(f"; {number:,} dropped: {reason}" for reason, number in sorted(reasons))
+        log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, drops)
+        facts[name] = {"lines": count["lines"]}
+        for language in languages:
+            facts[name][f"tokens_{language}"] = count[f"tokens_{language}"]
     facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
     return facts
+
+
+def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str, int]) -> None:
+    """Raise UserError if more than MOST_BAD of the lines are not text."""
+    bad = {reason: count for reason, count in dropped.items() if reason in BAD_LINES}
+    if sum(bad.values()) <= MOST_BAD * read:
+        return
+    reasons = ", ".join(f"{count:,} with {reason}" for reason, count in bad.items())
+    remedy = ""
+    for piece in itertools.chain.from_iterable(split.files):
+        try:
+            collections.deque(read_lines(piece.path), maxlen=0)
+        except UserError as error:  # which names the file
+            remedy = str(error)
+            break
+    raise UserError(f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). {remedy}")
 
 
 def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
@@ -210,8 +220,7 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
         return f"shorter than {rules.min} tokens"
     if long / short > rules.ratio:
         return f"length ratio above {rules.ratio:g}"
-    words = (word for side in sides if len(side) > rules.word for word in side.split(" "))
-    if any(len(word) > rules.word for word in words):
+    if max(map(len, " ".join(sides).split(" "))) > rules.word:
         return f"token of more than {rules.word} characters"
     return source, target
 
@@ -232,18 +241,15 @@ def _load(path: str, size: int, time: int) -> BPE:
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
         lines.pop()
-    if lines and lines[0].startswith("#version:"):
-        header = 1
-    else:
-        header = 0
+    header = 1 if lines and lines[0].startswith("#version:") else 0
     if header and not _VERSION.fullmatch(lines[0]):
         raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
     if len(lines) == header:
         raise UserError(f"{path} has no merges. {_REMEDY}")
     for number, line in enumerate(lines[header:], header + 1):
         if len(line.strip("\r ").split(" ")) != 2:
-            what = f"{reprlib.repr(line)} is not a merge (two subwords, one space between them)"
-            raise UserError(f"{path}, line {number}: {what}. {_REMEDY}")
+            problem = f"{reprlib.repr(line)} is not a merge (two subwords, one space between them)"
+            raise UserError(f"{path}, line {number}: {problem}. {_REMEDY}")
     return BPE(io.StringIO("\n".join(lines) + "\n"))
 
 

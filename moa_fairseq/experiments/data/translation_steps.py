@@ -90,8 +90,8 @@ class TranslationPreparation:
         sample = [sides for sides in pairs if not any(side.startswith(BAD) for side in sides)]
         # People can see whether the sides belong together, and whether the text is already segmented.
         for source, target in sample[:SHOWN]:
-            shown = [source[:60].strip(), target[:60].strip()]
-            log.info("  %s: %s | %s: %s", self.languages[0], shown[0], self.languages[1], shown[1])
+            excerpt = [source[:60].strip(), target[:60].strip()]
+            log.info("  %s: %s | %s: %s", self.languages[0], excerpt[0], self.languages[1], excerpt[1])
         self._refuse_raw_text(sample)
         self._warn_of_hyphens(sample)
         for language in self.languages:
@@ -142,9 +142,9 @@ class TranslationPreparation:
         def sample(new: Path) -> dict[str, int]:
             new.mkdir()
             for split in self.splits:
-                for whole, part in zip(self._pair(text.output, split), self._pair(new, split)):
+                for full, part in zip(self._pair(text.output, split), self._pair(new, split)):
                     if split != "train":
-                        os.link(whole.path, part.path)
+                        os.link(full.path, part.path)
             return sample_pairs(self._pair(text.output, "train"), self._pair(new, "train"), fraction, seed)
 
         return Step(
@@ -166,12 +166,12 @@ class TranslationPreparation:
 
     def _codes_input(self) -> Any:
         """The checksum of the given codes, else how many are learnt. Raises UserError for a missing file."""
-        given = self.given_codes
-        if given and not Path(given).is_file():
+        codes = self.given_codes
+        if codes and not Path(codes).is_file():
             raise UserError(
-                f"data.codes: {given} does not exist. Give a file with BPE merges or a SentencePiece model."
+                f"data.codes: {codes} does not exist. Give a file with BPE merges or a SentencePiece model."
             )
-        return self.job.checksum(Path(given)) if given else self.merges
+        return self.job.checksum(Path(codes)) if codes else self.merges
 
     def _piece_settings(self) -> dict[str, Any]:
         fallback = self.settings["byte_fallback"]
@@ -181,14 +181,12 @@ class TranslationPreparation:
     def _splits_to_tokenise(self) -> list[Split]:
         splits = []
         for split in self.job.parts:
-            source, target = [
-                self.data.steps_for(split, language, self.settings) for language in self.languages
-            ]
+            line_steps = [self.data.steps_for(split, lang, self.settings) for lang in self.languages]
+            source, target = line_steps
             treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
             is_train = split == "train"
-            must_be_words = (
-                not self.data.downloadable and not self.uses_pieces
-            )  # pieces cut any word into text
+            # pieces cut any word into text
+            must_be_words = not self.data.downloadable and not self.uses_pieces
             hold_out = self.data.hold_out if is_train else None
             splits.append(Split(split, self._texts(split), treatment, hold_out, is_train, must_be_words))
         return splits
@@ -199,9 +197,9 @@ class TranslationPreparation:
         is_processed = data.steps or data.codes or self.settings.get("tokenize") is not None
         if is_processed or self.uses_pieces or not is_raw(itertools.chain(*sample)):
             return
-        asked = datasets()[self.settings["recipe"]]
-        raw = datasets()[asked.raw or asked.name]
-        overrides = f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if asked.raw else ""
+        dataset = datasets()[self.settings["recipe"]]
+        raw = datasets()[dataset.raw or dataset.name]
+        overrides = f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if dataset.raw else ""
         steps = "Moses' tokeniser" if raw.name == "parallel" else f"the steps of {raw.name}"
         path = self._texts("train")[0][0].path
         raise UserError(
@@ -211,13 +209,13 @@ class TranslationPreparation:
         )
 
     def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
-        asked = datasets()[self.settings["recipe"]]
-        if asked.splits_hyphens and not self.data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
+        dataset = datasets()[self.settings["recipe"]]
+        if dataset.splits_hyphens and not self.data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
             log.warning(
                 "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
                 "comparable with the paper's without a compound split",
                 self._texts("train")[0][1].path,
-                asked.name,
+                dataset.name,
             )
 
     def _texts(self, split: str) -> list[PiecePair]:
@@ -266,11 +264,11 @@ def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, see
     total = sum(1 for _ in read_lines(source[0].path))
     order = list(range(total))
     random.Random(seed).shuffle(order)
-    kept = set(order[: max(1, math.ceil(total * fraction))])
+    chosen = set(order[: max(1, math.ceil(total * fraction))])
     for old, new in zip(source, destination):
         with open(new.path, "w", encoding="utf-8", newline="\n") as stream:
             for number, line in enumerate(read_lines(old.path)):
-                if number in kept:
+                if number in chosen:
                     stream.write(line + "\n")
-    log.info("sample: %s of %s training pairs", f"{len(kept):,}", f"{total:,}")
-    return {"lines": len(kept), "of": total}
+    log.info("sample: %s of %s training pairs", f"{len(chosen):,}", f"{total:,}")
+    return {"lines": len(chosen), "of": total}

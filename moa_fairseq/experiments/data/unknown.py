@@ -50,12 +50,12 @@ def count_symbols(folder: Path, languages: tuple[str, ...], splits: Iterable[str
     Returns:
         "train", or "train.de" for each of two languages → its symbols.
     """
-    return {
-        f"{split}.{side}" if languages else split: _count(stem)
-        for split in splits
-        for side, stem in subset_stems(folder, languages, split).items()
-        if side != LABEL
-    }
+    counts = {}
+    for split in splits:
+        for side, stem in subset_stems(folder, languages, split).items():
+            if side != LABEL:
+                counts[f"{split}.{side}" if languages else split] = _count(stem)
+    return counts
 
 
 def _count(stem: Path) -> Symbols:
@@ -87,7 +87,7 @@ def check_unknown(
     Raises:
         UserError: if the training text has more than `REFUSED`.
     """
-    shares = {name: found.share for name, found in counts.items()}
+    shares = {name: counted.share for name, counted in counts.items()}
     log.info("<unk> of the symbols: %s", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
     if not learnt:
         return

@@ -38,10 +38,7 @@ def run(args: argparse.Namespace) -> int:
     for flag, value in (("--temperature", args.temperature), ("--seed", args.seed)):
         if value is not None and not args.sample:
             raise UserError(f"{flag} has no effect without sampling. Add --sample N.")
-    if args.temperature is None:
-        temperature = 1.0
-    else:
-        temperature = args.temperature
+    temperature = 1.0 if args.temperature is None else args.temperature
     if temperature <= 0:
         raise UserError(f"--temperature {temperature} is not positive.")
     torch.manual_seed(1 if args.seed is None else args.seed)
@@ -56,11 +53,11 @@ def run(args: argparse.Namespace) -> int:
     left_out = 0
     with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args):
-            for symbols, found in hypotheses(model, batch, settings, room):
-                left_out += symbols is not None and not found
+            for symbols, completions in hypotheses(model, batch, settings, room):
+                left_out += symbols is not None and not completions
                 text = ""
-                if symbols is not None and found:
-                    text = model.decode(found[0]["tokens"][: len(symbols) - 1 + args.tokens])
+                if symbols is not None and completions:
+                    text = model.decode(completions[0]["tokens"][: len(symbols) - 1 + args.tokens])
                 print(shown(text, stream), file=stream)
             stream.flush()
     return status_of(left_out)

@@ -35,6 +35,7 @@ from moa_fairseq.experiments.json_files import (
 from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
 from moa_fairseq.experiments.recipes.loading import build, read_mapping
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.experiments.scoring.average import shared_storage
 from moa_fairseq.files import atomic_folder, refuse_link_out, user_cache
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 
@@ -47,9 +48,9 @@ _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 def models_folder() -> Path:
     """Where `--model NAME` looks: $MOA_FAIRSEQ_MODELS, else `models` in the cache of this package."""
-    named = os.environ.get("MOA_FAIRSEQ_MODELS")
-    if named:
-        return Path(named)
+    folder = os.environ.get("MOA_FAIRSEQ_MODELS")
+    if folder:
+        return Path(folder)
     return user_cache() / "models"
 
 
@@ -69,10 +70,10 @@ def named_model(name: str) -> Path:
     folder = models_folder() / name
     if (folder / "average.pt").is_file():
         return folder
-    there = sorted(path.parent.name for path in models_folder().glob("*/average.pt"))
+    names = sorted(path.parent.name for path in models_folder().glob("*/average.pt"))
     raise UserError(
         f"--model {name}: there is no {folder / 'average.pt'}. Models are in $MOA_FAIRSEQ_MODELS, else in "
-        f"{user_cache() / 'models'}; available: {', '.join(there) or 'none'}. "
+        f"{user_cache() / 'models'}; available: {', '.join(names) or 'none'}. "
         f"`moa-fairseq export RUN {folder}` "
         "adds a model; `bash scripts/tiny_models.sh deu.txt` trains and exports moa-, moh- and "
         "dense-tiny-en-de."
@@ -136,18 +137,18 @@ def run(args: argparse.Namespace) -> int:
 
 def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The checkpoint without the optimizer, its weights in fp16; tensors that were one tensor stay one."""
-    halves: dict[tuple, torch.Tensor] = {}
-    model = {}
-    for name, tensor in state["model"].items():
-        view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if view not in halves or not tensor.numel():
-            halves[view] = tensor.half() if tensor.is_floating_point() else tensor
-            if not torch.equal(halves[view].isfinite(), tensor.isfinite()):
-                raise UserError(f"{path}: {name} has numbers beyond 65,504, too large for fp16.")
-        model[name] = halves[view]
+    model: dict[str, torch.Tensor] = {}
+    for name, leader in shared_storage(state["model"]).items():
+        tensor = state["model"][name]
+        if name != leader:
+            model[name] = model[leader]
+            continue
+        model[name] = tensor.half() if tensor.is_floating_point() else tensor
+        if not torch.equal(model[name].isfinite(), tensor.isfinite()):
+            raise UserError(f"{path}: {name} has numbers beyond 65,504, too large for fp16.")
     if isinstance(state.get("extra_state"), dict):
         state["extra_state"].pop("carried_context", None)  # of a training that goes on
-    return {**state, "model": model, "last_optimizer_state": None}
+    return dict(state, model=model, last_optimizer_state=None)
 
 
 def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int, transformers: bool) -> str:

@@ -72,10 +72,10 @@ class HarnessModel(TemplateLM):
         ids: list[int] = []
         for number, line in enumerate(string.split("\n") if self.has_lines else [string]):
             symbols = self.text_model.codec.encode(line)
-            found = self.dictionary.encode_line(symbols, add_if_not_exist=False, append_eos=False).tolist()
+            encoded = self.dictionary.encode_line(symbols, add_if_not_exist=False, append_eos=False)
             if number:
                 ids.append(self.eot_token_id)
-            ids += [self.dictionary.unk() if each in borders else each for each in found]
+            ids += [self.dictionary.unk() if index in borders else index for index in encoded.tolist()]
         return ids
 
     def tok_decode(self, ids: Sequence[int]) -> str:
@@ -135,21 +135,18 @@ class HarnessModel(TemplateLM):
         owners = []
         for owner, request in enumerate(requests):
             ids = self.tok_encode(request.args[0])
-            if self.carries_context:
-                longest = max(1, len(ids))
-            else:
-                longest = self.chunk
+            longest = max(1, len(ids)) if self.carries_context else self.chunk
             for pair in get_rolling_token_windows(ids, self.eot_token_id, longest, 1):
                 context, target = make_disjoint_window(pair)
                 windows.append(([*context, *target[:-1]], target))
                 owners.append(owner)
         sums = [0.0] * len(requests)
-        left = [owners.count(owner) for owner in range(len(requests))]
+        remaining = [owners.count(owner) for owner in range(len(requests))]
         for number, read in self._reads(windows, disable_tqdm):
             owner = owners[number]
             sums[owner] += read.log_probs.sum().item()
-            left[owner] -= 1
-            if not left[owner]:
+            remaining[owner] -= 1
+            if not remaining[owner]:
                 self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, sums[owner])
         return sums
 
@@ -178,12 +175,10 @@ class HarnessModel(TemplateLM):
                 unfinished = []
                 for number, read in zip(active, reads):
                     rows[number].append(int(read.likeliest))
-                    texts[number] = self.tok_decode(rows[number][1:])[len(prompts[number]) :]
-                    stops = [texts[number].find(stop) for stop in settings[number]["until"] if stop]
-                    found = [place for place in stops if place >= 0]
-                    if found:
-                        texts[number] = texts[number][: min(found)]
-                    ended = bool(found) or (not self.has_lines and rows[number][-1] == self.eot_token_id)
+                    text = self.tok_decode(rows[number][1:])[len(prompts[number]) :]
+                    ends = [text.find(stop) for stop in settings[number]["until"] if stop and stop in text]
+                    texts[number] = text[: min(ends)] if ends else text
+                    ended = bool(ends) or (not self.has_lines and rows[number][-1] == self.eot_token_id)
                     if not ended and len(rows[number]) - lengths[number] < settings[number]["max_gen_toks"]:
                         unfinished.append(number)
                 active = unfinished
@@ -206,12 +201,12 @@ class HarnessModel(TemplateLM):
         facts = dict.fromkeys(("requests", "symbols", "unknown", "unknown_targets", "cut"), 0)
         unknown = self.dictionary.unk()
         for texts in requests:
-            rest = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
-            if texts[0] and rest:
-                context, target = self._encode_pair(texts[0], rest)
+            continuation = texts[1] if len(texts) > 1 and isinstance(texts[1], str) else ""
+            if texts[0] and continuation:
+                context, target = self._encode_pair(texts[0], continuation)
             else:
                 context = self.tok_encode(texts[0])
-                target = self.tok_encode(rest)
+                target = self.tok_encode(continuation)
             if len(texts) == 1:
                 context, target = target, context
             facts["requests"] += 1
@@ -259,30 +254,30 @@ class HarnessModel(TemplateLM):
             features = self.network(tokens, features_only=True, **more)[0]  # [B, T, C]
             first = [len(row) - len(target) - start for row, target in zip(inputs, targets)]
             chosen = []
-            wanted: list[int] = []
+            scored: list[int] = []
             sizes = []
             for index, row in enumerate(rows):
                 begin = min(max(0, first[index]), len(row))
                 chosen.append(features[index, begin : len(row)])
-                wanted += targets[index][begin - first[index] : len(row) - first[index]]
+                scored += targets[index][begin - first[index] : len(row) - first[index]]
                 sizes.append(len(row) - begin)
-            if not wanted:
+            if not scored:
                 continue
-            read = self._output(torch.cat(chosen), torch.tensor(wanted, device=features.device))
+            read = self._output(torch.cat(chosen), torch.tensor(scored, device=features.device))
             for index, parts in enumerate(zip(read.log_probs.split(sizes), read.likeliest.split(sizes))):
                 pieces[index].append(Read(*parts))
-        return [Read(*(torch.cat(parts) for parts in zip(*found))) for found in pieces]
+        return [Read(*(torch.cat(parts) for parts in zip(*reads))) for reads in pieces]
 
     def _output(self, features: Tensor, targets: Tensor) -> Read:
         """Of places: features [n, C], and the symbols that follow them, [n]."""
         decoder = self.network.decoder
         step = max(1, _LOGITS // len(self.dictionary))
-        found = []
+        outputs = []
         for x, target in zip(features.split(step), targets.split(step)):
             if decoder.adaptive_softmax is not None:
                 log_probs = decoder.adaptive_softmax.get_log_prob(x[None], None)[0]
             else:
                 logits = decoder.output_layer(x)
                 log_probs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
-            found.append((log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu()))
-        return Read(*(torch.cat(parts) for parts in zip(*found)))
+            outputs.append((log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu()))
+        return Read(*(torch.cat(parts) for parts in zip(*outputs)))

@@ -31,27 +31,24 @@ def codec_of(data: Path, kind: str) -> Any:
     if not rules:
         raise UserError(f"There is no {MANIFEST} next to {data} with its text preparation. {remedy}")
     if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
-        if rules.get("kind") == TRANSLATION:
-            verb = "translate"
-        else:
-            verb = "complete"
-        other = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
-        raise UserError(f"{root / MANIFEST} is not for {kind} data: {other}")
-    found = text_files(data)
+        verb = "translate" if rules.get("kind") == TRANSLATION else "complete"
+        hint = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
+        raise UserError(f"{root / MANIFEST} is not for {kind} data: {hint}")
+    files = text_files(data)
 
     def pieces_of(name: str) -> PieceCodec:
-        if f"model/{name}" not in found:
+        if f"model/{name}" not in files:
             raise UserError(f"{root}/model/{name} is missing, but it segmented the text. {remedy}")
-        return PieceCodec(pieces.processor(str(found[f"model/{name}"])))
+        return PieceCodec(pieces.processor(str(files[f"model/{name}"])))
 
     if kind == TRANSLATION:
         steps = tuple((name, options) for name, options in rules.get("steps", ()))
-        codes = next((str(found[name]) for name in (f"bpe/{CODES}", CODES) if name in found), "")
+        codes = next((str(files[name]) for name in (f"bpe/{CODES}", CODES) if name in files), "")
         if rules.get("merges") and not codes:
             raise UserError(f"{root}/bpe/{CODES} is missing, but it segmented the text. {remedy}")
         pair: tuple[Any, Any] = (WordCodec(), WordCodec())
         if rules.get("encoder") == SENTENCEPIECE:
-            names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in found)
+            names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in files)
             pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
         elif codes:
             merges = MergeCodec(load_codes(codes))

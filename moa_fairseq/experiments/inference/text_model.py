@@ -101,21 +101,15 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
     if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
         data = data / "binarised"
-    kept = kept_text(checkpoint)
-    data = kept if kept and not args.data else data
+    saved = kept_text(checkpoint)
+    data = saved if saved and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
-        if missing:
-            gone = f"{missing} is not a folder"
-        else:
-            gone = f"{args.run_dir} has no record of its data"
-        raise UserError(f"{gone}. Give the binarised folder of its training by --data.")
+        problem = f"{missing} is not a folder" if missing else f"{args.run_dir} has no record of its data"
+        raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
     warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
-    data = kept or data.resolve()
-    if args.segmented:
-        codec = WordCodec()
-    else:
-        codec = codec_of(data, kind)
+    data = saved or data.resolve()
+    codec = WordCodec() if args.segmented else codec_of(data, kind)
     overrides = {"data": str(data)}
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     config.dataset.max_tokens = 4096
@@ -126,21 +120,15 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
 def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
     """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
     if args.file is not None and (args.file.is_dir() or not args.file.exists()):
-        if args.file.is_dir():
-            why = "is a folder"
-        else:
-            why = "does not exist"
-        raise UserError(f"{args.file} {why}. Give a text file, or none for standard input.")
+        reason = "is a folder" if args.file.is_dir() else "does not exist"
+        raise UserError(f"{args.file} {reason}. Give a text file, or none for standard input.")
     if args.file is None and sys.stdin is None:  # `<&-`
         raise UserError("Standard input is closed. Give a text FILE, or redirect a file with `< FILE`.")
     typed = args.file is None and sys.stdin.isatty()
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
     # nor does a byte that is no UTF-8: its line alone is left out
     text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
-    if args.file is None:
-        source = contextlib.nullcontext(sys.stdin)
-    else:
-        source = args.file.open(**text)
+    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
     with source as stream:
         if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
             stream.reconfigure(**text)
@@ -165,10 +153,10 @@ def shown(text: str, stream: Any) -> str:
 def status_of(left_out: int) -> int:
     """The exit status: 1 where lines were left out, which is said again at the end."""
     if left_out:
-        what = "1 line was skipped; its output line is empty"
+        skipped = "1 line was skipped; its output line is empty"
         if left_out > 1:
-            what = f"{left_out:,} lines were skipped; their output lines are empty"
-        log.warning(what)
+            skipped = f"{left_out:,} lines were skipped; their output lines are empty"
+        log.warning(skipped)
     return int(left_out > 0)
 
 
@@ -205,14 +193,14 @@ def hypotheses(
             left_out[number] = torch.empty(0, dtype=torch.long)
             continue
         symbols = model.encode(line)
-        story = ""
+        reason = ""
         if len(symbols) > most:
-            story = f"it has {len(symbols)} symbols, but the model reads at most {most}; split it"
+            reason = f"it has {len(symbols)} symbols, but the model reads at most {most}; split it"
         elif borders.intersection(symbols[:-1].tolist()):
-            story = "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
-        if story:
-            log.warning("line %d is skipped: %s", number, story)
-        (left_out if story else tokens)[number] = symbols
-    found = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
+            reason = "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
+        if reason:
+            log.warning("line %d is skipped: %s", number, reason)
+        (left_out if reason else tokens)[number] = symbols
+    results = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
     for number, _ in batch:
-        yield (tokens[number], next(found)) if number in tokens else (left_out.get(number), [])
+        yield (tokens[number], next(results)) if number in tokens else (left_out.get(number), [])

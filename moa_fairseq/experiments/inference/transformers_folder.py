@@ -55,7 +55,7 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
     Raises:
         UserError: as `write_model`, and for flags of the beam search that `generate` does not have.
     """
-    generation = {"beam": 1, "lenpen": 1.0, **_SEARCH}
+    generation = {"beam": 1, "lenpen": 1.0} | _SEARCH
     if recipe.generate is not None:
         generation.update(beam=recipe.generate.beam, lenpen=recipe.generate.lenpen)
         for flag, value in recipe.generate.flags.items():
@@ -100,11 +100,7 @@ def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, leng
         dictionaries: fairseq's, of source and target.
         length: how many symbols the model reads.
     """
-    settings: dict[str, Any] = {}
-    pair = (codec, codec)
-    if isinstance(codec, TranslationCodec):
-        pair = codec.segmentations
-        settings = {"steps": codec.steps, "target_language": codec.target}
+    pair = codec.segmentations if isinstance(codec, TranslationCodec) else (codec, codec)
     if isinstance(pair[0], MergeCodec):
         (folder / "merges.codes").write_text(pair[0].text(), encoding="utf-8")
     elif isinstance(pair[0], PieceCodec):
@@ -114,18 +110,16 @@ def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, leng
     symbols = [list(dictionary.symbols) for dictionary in dictionaries]
     write_json(folder / "vocab.json", {"source": symbols[0], "target": symbols[1]})
     around = _AROUND.get(kind, (["<s>"], ["</s>"]))
-    write_json(
-        folder / "tokenizer_config.json",
-        {
-            "tokenizer_class": "MixtureTokenizer",
-            "segmentation": _SEGMENTATIONS[type(pair[0])],
-            **settings,
-            "prefix": around[0],
-            "suffix": around[1],
-            "model_max_length": length,
-            **({"mask_token": "<mask>"} if "<mask>" in symbols[0] else {}),
-        },
-    )
+    config: dict[str, Any] = {
+        "tokenizer_class": "MixtureTokenizer",
+        "segmentation": _SEGMENTATIONS[type(pair[0])],
+    }
+    if isinstance(codec, TranslationCodec):
+        config.update(steps=codec.steps, target_language=codec.target)
+    config.update(prefix=around[0], suffix=around[1], model_max_length=length)
+    if "<mask>" in symbols[0]:
+        config["mask_token"] = "<mask>"
+    write_json(folder / "tokenizer_config.json", config)
 
 
 def usage(name: str, kind: str) -> list[str]:
@@ -176,40 +170,33 @@ def write_model(folder: Path, model: Any, dictionary: Any, criterion: Any, gener
         "pad_token_id": dictionary.pad(),
         "bos_token_id": dictionary.bos(),
         "eos_token_id": dictionary.eos(),
-        "decoder_start_token_id": dictionary.eos() if all(kind) else None,
     }
-    loss = {name: getattr(criterion, name, None) for name in _LOSS}
-    write_json(
-        folder / "config.json",
-        {
-            "architectures": [_CLASSES[kind]],
-            "model_type": "mixture_transformer",
-            "dtype": str(next(plain.parameters()).dtype).removeprefix("torch."),
-            "encoder_stack": encoder and dataclasses.asdict(encoder),
-            "decoder_stack": decoder and dataclasses.asdict(decoder),
-            "shared_embedding": all(kind) and plain.decoder.embed_tokens is None,
-            "own_output": plain.own_output,
-            "is_encoder_decoder": all(kind),
-            **{name: value for name, value in ids.items() if value is not None},
-            **{
-                name: value if isinstance(value, float) else str(value)
-                for name, value in loss.items()
-                if value
-            },
-        },
-    )
+    if all(kind):
+        ids["decoder_start_token_id"] = dictionary.eos()
+    config = {
+        "architectures": [_CLASSES[kind]],
+        "model_type": "mixture_transformer",
+        "dtype": str(next(plain.parameters()).dtype).removeprefix("torch."),
+        "encoder_stack": encoder and dataclasses.asdict(encoder),
+        "decoder_stack": decoder and dataclasses.asdict(decoder),
+        "shared_embedding": all(kind) and plain.decoder.embed_tokens is None,
+        "own_output": plain.own_output,
+        "is_encoder_decoder": all(kind),
+    }
+    config.update(ids)
+    for name in _LOSS:
+        if value := getattr(criterion, name, None):
+            config[name] = value if isinstance(value, float) else str(value)
+    write_json(folder / "config.json", config)
     if decoder is not None:
-        write_json(
-            folder / "generation_config.json",
-            {
-                **{name: value for name, value in ids.items() if value is not None},
-                "num_beams": generation["beam"],
-                "length_penalty": generation["lenpen"],
-                "early_stopping": generation["beam"] > 1,
-                "max_new_tokens": generation["max_len_b"] + 1,  # with the end
-                "min_new_tokens": generation["min_len"],
-                "suppress_tokens": [dictionary.pad()],
-            },
-        )
+        search = {
+            "num_beams": generation["beam"],
+            "length_penalty": generation["lenpen"],
+            "early_stopping": generation["beam"] > 1,
+            "max_new_tokens": generation["max_len_b"] + 1,  # with the end
+            "min_new_tokens": generation["min_len"],
+            "suppress_tokens": [dictionary.pad()],
+        }
+        write_json(folder / "generation_config.json", ids | search)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     return sum(tensor.numel() for tensor in weights.values())

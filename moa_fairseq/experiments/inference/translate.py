@@ -77,19 +77,16 @@ def run(args: argparse.Namespace) -> int:
     left_out = 0
     with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args):
-            for symbols, found in hypotheses(model, batch, settings):
-                for hypothesis in found[: args.n_best]:
-                    if args.n_best > 1:
-                        score = f"{hypothesis['score'].item():.3f}\t"
-                    else:
-                        score = ""
+            for symbols, translations in hypotheses(model, batch, settings):
+                for hypothesis in translations[: args.n_best]:
+                    score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
                     print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
-                left_out += symbols is not None and not found
-                if not found:
+                left_out += symbols is not None and not translations
+                if not translations:
                     print("\n" * args.n_best, end="", file=stream)
                 elif args.show_experts and symbols is not None:
                     coloured = stream.isatty() and "NO_COLOR" not in os.environ
-                    for line in _experts(model, symbols, found[0]["tokens"], args.layer, coloured):
+                    for line in _experts(model, symbols, translations[0]["tokens"], args.layer, coloured):
                         print(line, file=stream)
             stream.flush()
     return status_of(left_out)
@@ -108,25 +105,28 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
         UserError: for others than numbers, and for a recipe.yaml that is none.
     """
     recipe = args.run_dir / "recipe.yaml"
-    found: dict[str, Any] = {}
-    if os.path.lexists(recipe) and (said := read_mapping(recipe, "recipe").get("generate")) is not None:
-        section = build(Generate, said, str(recipe), "generate")
-        by_field = {flag.replace("-", "_"): value for flag, value in section.flags.items()}
-        found = {key: value for key, value in by_field.items() if key in _OF_THE_SEARCH}
-        found.update(beam=section.beam, lenpen=section.lenpen)
-        if others := sorted(by_field.keys() & _NOT_HERE):
-            log.warning("generate.flags of %s: translate ignores %s", recipe, ", ".join(others))
-    given = {"beam": args.beam, "lenpen": args.lenpen}
-    used = {"beam": 5, "lenpen": 1.0, **found}
-    used.update({key: value for key, value in given.items() if value is not None})
+    settings: dict[str, Any] = {"beam": 5, "lenpen": 1.0}
+    mapping = read_mapping(recipe, "recipe").get("generate") if os.path.lexists(recipe) else None
+    if mapping is not None:
+        section = build(Generate, mapping, str(recipe), "generate")
+        settings.update(beam=section.beam, lenpen=section.lenpen)
+        ignored = []
+        for flag, value in section.flags.items():
+            name = flag.replace("-", "_")
+            if name in _OF_THE_SEARCH:
+                settings[name] = value
+            elif name in _NOT_HERE:
+                ignored.append(name)
+        if ignored:
+            log.warning("generate.flags of %s: translate ignores %s", recipe, ", ".join(sorted(ignored)))
+    flags = {"beam": args.beam, "lenpen": args.lenpen}
+    settings.update({key: value for key, value in flags.items() if value is not None})
     for key, least in (("beam", 1), ("lenpen", -math.inf)):
-        if given[key] is None:
-            where = f"{recipe}: generate.{key}"
-        else:
-            where = f"--{key}"
-        if not (least <= used[key] and math.isfinite(used[key])):
-            raise UserError(f"{where} {used[key]}: give a number{', at least 1' if key == 'beam' else ''}.")
-    return used
+        origin = f"{recipe}: generate.{key}" if flags[key] is None else f"--{key}"
+        if not (least <= settings[key] and math.isfinite(settings[key])):
+            hint = ", at least 1" if key == "beam" else ""
+            raise UserError(f"{origin} {settings[key]}: give a number{hint}.")
+    return settings
 
 
 def _experts(
@@ -143,17 +143,19 @@ def _experts(
         model.models[0](inputs[0], torch.tensor([len(source)], device=model.device), inputs[1])
     if not routings:
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
-    depth = {
-        side: max(_layer(name) for name, _ in routings if name.startswith(side))
-        for side in {name.split(".")[0] for name, _ in routings}
-    }
+    depth: dict[str, int] = {}  # encoder, decoder → its last layer with a router
+    for name, _ in routings:
+        stack = name.split(".")[0]
+        depth[stack] = max(depth.get(stack, 0), _layer(name))
     if layer is not None and not 1 <= layer <= max(depth.values()):
         raise UserError(f"--layer {layer}: the model has layers 1 to {max(depth.values())}.")
-    wanted = [(name, d) for name, d in routings if _layer(name) == (layer or depth[name.split(".")[0]])]
-    for name, routing in wanted:
-        is_source = name.startswith("encoder") or (routing.side == "keys" and "encoder_attn" in name)
-        words = (model.src_dict if is_source else model.tgt_dict, source if is_source else shifted)
-        yield f"  {name}: " + " ".join(_marked([words[0][int(i)] for i in words[1]], routing, coloured))
+    for name, routing in routings:
+        if _layer(name) != (layer or depth[name.split(".")[0]]):
+            continue
+        words = [model.tgt_dict[index] for index in shifted.tolist()]
+        if name.startswith("encoder") or (routing.side == "keys" and "encoder_attn" in name):
+            words = [model.src_dict[index] for index in source.tolist()]
+        yield f"  {name}: " + " ".join(_marked(words, routing, coloured))
 
 
 def _layer(name: str) -> int:
@@ -169,10 +171,7 @@ def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> list[str]
     marked = []
     for word, experts in zip(words if routing.scope == "tokens" else ["sentence"], rows):
         text = f"{printable(word)}[{','.join(str(expert) for expert in experts)}]"
-        colour: int | None
         if coloured and experts:
-            colour = _COLOURS[experts[0] % len(_COLOURS)]
-        else:
-            colour = None
-        marked.append(text if colour is None else f"\033[38;5;{colour}m{text}\033[0m")
+            text = f"\033[38;5;{_COLOURS[experts[0] % len(_COLOURS)]}m{text}\033[0m"
+        marked.append(text)
     return marked

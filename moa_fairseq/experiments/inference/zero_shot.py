@@ -36,7 +36,14 @@ from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.scoring.zero_shot import OUTPUT, require_lm_eval, result_of
 from moa_fairseq.experiments.tables import Column, Table, page
-from moa_fairseq.files import DISK_FULL, as_user_error, private_folder, refuse_overwriting, user_cache
+from moa_fairseq.files import (
+    DISK_FULL,
+    as_user_error,
+    checksum,
+    private_folder,
+    refuse_overwriting,
+    user_cache,
+)
 
 TASKS = Path(__file__).parent / "zero_shot_tasks"
 _BOOTSTRAP = 1000  # draws for the standard error of a perplexity
@@ -49,8 +56,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN", help="run folder, or checkpoint with --data")
     add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, separated by commas")
-    own = "folder with your own task files (YAML); `!function` in them runs code"
-    add("--include-path", type=Path, metavar="DIR", help=own)
+    tasks_help = "folder with your own task files (YAML); `!function` in them runs code"
+    add("--include-path", type=Path, metavar="DIR", help=tasks_help)
     add("--limit", type=int, metavar="N", help="number of documents per task, for a trial (default: all)")
     add("--max-tokens", type=int, default=4096, metavar="N", help="symbols per batch (4096)")
     add("--output", type=Path, metavar="FILE.json", help=f"output file (RUN/{OUTPUT})")
@@ -75,16 +82,15 @@ def run(args: argparse.Namespace) -> int:
     refuse_overwriting(output, [args.run_dir, folder / "result.json"], "--output")
     model = text_model.load(args, LANGUAGE_MODELING)
     checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
-    with checkpoint.open("rb") as stream:
-        digest = hashlib.file_digest(stream, "sha256").hexdigest()
+    digest = checksum(checkpoint)
     harness = HarnessModel(model, args.max_tokens)
     maker = provenance()  # whose answers are not gone on with by another commit
     # lm_eval unpickles the answers that it keeps, so they never lie in a folder that is given away.
-    asked = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
-    answered = private_folder(user_cache() / "zero-shot") / hashlib.sha256(asked.encode()).hexdigest()
+    request = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
+    answered = private_folder(user_cache() / "zero-shot") / hashlib.sha256(request.encode()).hexdigest()
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
-        found = simple_evaluate(
+        results = simple_evaluate(
             model=harness,
             tasks=names,
             task_manager=manager,
@@ -99,23 +105,23 @@ def run(args: argparse.Namespace) -> int:
             f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
-    assert found is not None  # of the first process, and this is the only one
+    assert results is not None  # of the first process, and this is the only one
     record = {
         "run": args.run_dir.name,
         "checkpoint": str(checkpoint),
         "checkpoint_sha256": digest,
         "data": str(model.cfg.task.data),
-        "lm_eval": found["lm_eval_version"],
+        "lm_eval": results["lm_eval_version"],
         "limit": args.limit,
         "segmented": args.segmented,
         "tokens_per_sample": harness.chunk,
         "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
         "device": str(model.device),
         "bootstrap_draws": _BOOTSTRAP,
-        "tasks": {name: _of_task(name, found, harness) for name in found["results"]},
+        "tasks": {name: _of_task(name, results, harness) for name in results["results"]},
     }
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
-    write_json(output, {**record, **maker, "command": command})
+    write_json(output, dict(record | maker, command=command))
     for part in answered.parent.glob(f"{answered.name}_rank*"):
         part.unlink()
     _into_result(args.run_dir, record)
@@ -153,38 +159,36 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     return manager
 
 
-def _of_task(name: str, found: dict[str, Any], harness: Any) -> dict[str, Any]:
-    """What lm_eval found for a task or group, with the number of documents and how its text looks."""
-    metrics = {key.removesuffix(",none"): value for key, value in found["results"][name].items()}
-    about: dict[str, Any] = {
-        "version": found["versions"].get(name),
-        "metrics": {key: value for key, value in metrics.items() if is_number(value) and key != "sample_len"},
-    }
-    if name not in found["samples"]:
-        return {**about, "tasks": found["group_subtasks"].get(name, [])}
-    samples = {sample["doc_id"]: sample for sample in found["samples"][name]}.values()
-    requests = [tuple(request) for sample in samples for request in sample["arguments"]]
-    sizes = found["n-samples"][name]
-    return {
-        **about,
-        "shots": found["n-shot"].get(name),
-        "documents": sizes["effective"],
-        "of": sizes["original"],
-        "text": harness.text_facts(requests),
-    }
+def _of_task(name: str, results: dict[str, Any], harness: Any) -> dict[str, Any]:
+    """lm_eval's results for a task or group, with the number of documents and how its text looks."""
+    task: dict[str, Any] = {"version": results["versions"].get(name), "metrics": {}}
+    for key, value in results["results"][name].items():
+        metric = key.removesuffix(",none")
+        if is_number(value) and metric != "sample_len":
+            task["metrics"][metric] = value
+    if name not in results["samples"]:
+        task["tasks"] = results["group_subtasks"].get(name, [])
+        return task
+    requests: list[tuple[Any, ...]] = []
+    for sample in {sample["doc_id"]: sample for sample in results["samples"][name]}.values():
+        requests += map(tuple, sample["arguments"])
+    sizes = results["n-samples"][name]
+    task.update(shots=results["n-shot"].get(name), documents=sizes["effective"], of=sizes["original"])
+    task["text"] = harness.text_facts(requests)
+    return task
 
 
 def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
     """Add the accuracies of whole tasks to the metrics of a run's result.json, if it has one."""
     path = run_dir / "result.json"
-    new, how = result_of(record)
+    new, settings = result_of(record)
     if not new or not path.is_file():
         return
     result = read_json(path, _REMEDY)
     if not isinstance(result, dict) or not isinstance(result.get("metrics"), dict):
         raise UserError(f"{path} has no metrics. {_REMEDY}")
     result["metrics"].update(new)
-    result["zero_shot"] = how
+    result["zero_shot"] = settings
     write_json(path, result)
     log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
 
@@ -222,5 +226,5 @@ def _shown(record: dict[str, Any]) -> str:
                 *(name, f"{text['cut']:,}", f"{text['requests']:,}"),
             )
     limit = f"limit {record['limit']} (for a trial only), " if record["limit"] else ""
-    made = f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
-    return page([Table(columns, lines), f"{made}{record['carried_chunks']} carried chunks."], markdown=False)
+    model = f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
+    return page([Table(columns, lines), f"{model}{record['carried_chunks']} carried chunks."], markdown=False)

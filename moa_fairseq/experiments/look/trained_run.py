@@ -28,7 +28,7 @@ from moa_fairseq.experiments.look.sentences import (
     sentences,
     settings_of,
 )
-from moa_fairseq.experiments.make import made_by_of, marks
+from moa_fairseq.experiments.make import made_by_of, read_step_records
 from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
@@ -244,7 +244,7 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
     """
     found: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
     facts = found["facts"]
-    made = combined(made_by_of(marks(folder).get("train", {}))) if folder.is_dir() else {}
+    made = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
     if recipe:
         facts += [["recipe", recipe.get("experiment")], ["architecture", recipe["model"].get("arch")]]
     run: dict[str, Any] = {}

@@ -65,10 +65,9 @@ class BatchPlan:
             f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
             f"{self.max_tokens:,} = {self.effective:,} tokens per update"
         )
+        deviation = 0.0
         if self.wanted:
             deviation = self.effective / self.wanted - 1
-        else:
-            deviation = 0.0
         if deviation:
             line += f" (recipe: {self.wanted:,}, {deviation:+.2%} by rounding)"
         if abs(deviation) > LOUD_DEVIATION:
@@ -90,13 +89,13 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
         train: the recipe's section.
         devices: number of processes that train together.
     """
-    wanted = train.effective_batch_tokens
-    if wanted is None:
+    requested = train.effective_batch_tokens
+    if requested is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
-    floor = min(train.min_tokens or 1, train.max_tokens, wanted)
-    steps = max(1, min(-(-wanted // (devices * train.max_tokens)), wanted // (devices * floor)))
-    share = min(train.max_tokens, wanted // (devices * steps))
-    return BatchPlan(devices, steps, max(floor, share), wanted)
+    floor = min(train.min_tokens or 1, train.max_tokens, requested)
+    steps = max(1, min(-(-requested // (devices * train.max_tokens)), requested // (devices * floor)))
+    share = min(train.max_tokens, requested // (devices * steps))
+    return BatchPlan(devices, steps, max(floor, share), requested)
 
 
 def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, Hardware, str]:
@@ -124,23 +123,21 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
     if hardware.devices <= most:
         return recipe, hardware, ""
-    why = (
+    reason = (
         f"an update has {train.effective_batch_tokens:,} tokens (train.effective_batch_tokens) and the "
         f"longest sentence or sample {train.min_tokens:,}"
     )
     if hardware.shared:
         remedy = f"Start at most {most} processes (--gpus, --nodes, torchrun's --nproc-per-node)"
-        raise UserError(f"{hardware.devices} devices are too many: {why}. {remedy}.")
+        raise UserError(f"{hardware.devices} devices are too many: {reason}. {remedy}.")
+    smaller = None
     if world and most > 1:
         smaller = dataclasses.replace(world, size=most, here=most)
-    else:
-        smaller = None
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
-    if data:
-        assumed = ""
-    else:
+    assumed = ""
+    if not data:
         assumed = " (That length is assumed until the data is prepared.)"
-    left_out = f"using {most} of {hardware.devices} devices: {why}"
+    left_out = f"using {most} of {hardware.devices} devices: {reason}"
     return recipe, fewer, f"{left_out}. With smaller shares, sentences would be left out.{assumed}"
 
 
@@ -201,10 +198,7 @@ def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> 
         batch: how an update is shared.
         size: of the training set; without it, max_epoch is ignored.
     """
-    if train.max_update:
-        limits = [train.max_update]
-    else:
-        limits = []
+    limits = [train.max_update] if train.max_update else []
     if train.max_epoch and size:
         limits.append(train.max_epoch * size.updates_per_epoch(batch))
     return min(limits, default=None)
@@ -222,10 +216,9 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     """
     if updates is None:
         return None
+    key = "warmup_updates"
     if args.lr_scheduler == "tri_stage":
         key = "warmup_steps"
-    else:
-        key = "warmup_updates"
     if (warmup := getattr(args, key, 0) or 0) >= updates:
         flag = f"train.flags.{key.replace('_', '-')}"
         rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
@@ -273,14 +266,13 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
 def known_size(recipe: Recipe) -> CorpusSize | None:
     """The entry of corpus_sizes.json for the recipe's experiment, by the longest matching prefix."""
     names = (recipe.experiment, recipe.data.recipe)
-    found: dict[str, dict[str, Any]] = {
-        beginning: entry
-        for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
-        for beginning in entry.pop("experiments")
-        if any(name.startswith(beginning) for name in names)
-    }
-    if found:
-        return CorpusSize(**found[max(found, key=len)])
+    entries: dict[str, dict[str, Any]] = {}
+    for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]:
+        for prefix in entry.pop("experiments"):
+            if any(name.startswith(prefix) for name in names):
+                entries[prefix] = entry
+    if entries:
+        return CorpusSize(**entries[max(entries, key=len)])
     return None
 
 
@@ -301,10 +293,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
     source, target = sentence_sizes(recipe, folder, "train")
     language = recipe.data.target
-    if recipe.kind == CLASSIFICATION:
-        place = folder / INPUT
-    else:
-        place = folder
+    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
     dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
     try:
         with open(dictionary, "rb") as lines:
@@ -329,10 +318,9 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             required_batch_size_multiple=8,
         )
         batches = len(cut)
+    fill = 1.0
     if batches:
         fill = total / (batches * max_tokens)
-    else:
-        fill = 1.0
     counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
     origin = f"measured in {folder}"
     return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)

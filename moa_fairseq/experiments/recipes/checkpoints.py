@@ -15,7 +15,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.text_files import same_text
-from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
 from moa_fairseq.layers.mae import RANDOM_EXPERT
@@ -57,7 +57,8 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
     Raises:
         UserError: if there are checkpoints but none is readable.
     """
-    numbered = [path for kind in (False, True) for _, path in numbered_checkpoints(folder, by_updates=kind)]
+    numbered = [path for _, path in numbered_checkpoints(folder, by_updates=False)]
+    numbered += [path for _, path in numbered_checkpoints(folder, by_updates=True)]
     numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
     candidates = [folder / LAST, *numbered, folder / BEST]
     candidates = [path for path in candidates if path.exists()]
@@ -91,14 +92,14 @@ def complete_the_last(folder: Path) -> None:
     Raises:
         UserError: see `checkpoint_to_resume`.
     """
-    found = checkpoint_to_resume(folder)
-    if found is None or found.name == LAST:
+    newest = checkpoint_to_resume(folder)
+    if newest is None or newest.name == LAST:
         return
-    log.info("train: %s is damaged or missing; resuming from %s", LAST, found.name)
-    state = load_checkpoint(found).get("extra_state") or {}
+    log.info("train: %s is damaged or missing; resuming from %s", LAST, newest.name)
+    state = load_checkpoint(newest).get("extra_state") or {}
     better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
-    for name in [BEST] * (better and found.name != BEST) + [LAST]:  # LAST at the end: it marks completion
-        copy_whole(shutil.copy, str(found), str(folder / name))
+    for name in [BEST] * (better and newest.name != BEST) + [LAST]:  # LAST at the end: it marks completion
+        copy_whole(shutil.copy, str(newest), str(folder / name))
 
 
 def prepared_data(run_folder: Path) -> Path | None:
@@ -137,7 +138,7 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
 
 def prepare_facts(run_folder: Path) -> dict[str, Any]:
     """The prepare stage's record in a run folder: folder, sentences, fingerprint, source, settings."""
-    facts = marks(run_folder).get("prepare", {}).get("facts")
+    facts = read_step_records(run_folder).get("prepare", {}).get("facts")
     if isinstance(facts, dict) and isinstance(facts.get("sentences", {}), dict):
         return facts
     return {}
@@ -160,24 +161,27 @@ def finetuned(recipe: Recipe) -> Recipe:
         flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
     if recipe.finetune == "ftg":
         flags = {name: value for name, value in flags.items() if not name.startswith(("adam-", "warmup-"))}
-        plain = {"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0), "lr-scheduler": "fixed"}
-        flags.update({**plain, "weight-decay": 0.0})
+        flags.update({"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0)})
+        flags.update({"lr-scheduler": "fixed", "weight-decay": 0.0})
     folder = prepared_data(Path(recipe.pretrained))
     if folder and data.recipe != "binarised":
-        found = (path for path in (folder.parent / "bpe" / CODES, folder.parent / CODES) if path.is_file())
-        codes = data.codes or (None if data.bpe else str(next(found, "")) or None)
-        sides = {"srcdict": data.source, **({} if data.joined_dictionary else {"tgtdict": data.target})}
-        named = {flag: str(folder / f"dict.{language}.txt") for flag, language in sides.items()}
-        data = dataclasses.replace(data, codes=codes, flags={**named, **data.flags})
+        codes = data.codes
+        for path in (folder.parent / "bpe" / CODES, folder.parent / CODES):
+            if not (codes or data.bpe) and path.is_file():
+                codes = str(path)
+        dictionaries = {"srcdict": str(folder / f"dict.{data.source}.txt")}
+        if not data.joined_dictionary:
+            dictionaries["tgtdict"] = str(folder / f"dict.{data.target}.txt")
+        data = dataclasses.replace(data, codes=codes, flags=dictionaries | data.flags)
     average = recipe.average
     generate = recipe.generate
     if recipe.finetune == "noft":
         average = None
-        said = generate.flags.get("model-overrides") if generate else None
-        overrides = ast.literal_eval(said or "{}")
+        raw_overrides = generate.flags.get("model-overrides") if generate else None
+        overrides = ast.literal_eval(raw_overrides or "{}")
         if generate and overrides.get("mae_evaluate_with") == RANDOM_EXPERT:
-            drawn = repr({**overrides, "mae_evaluate_seed": recipe.train.seed})
-            generate = dataclasses.replace(generate, flags={**generate.flags, "model-overrides": drawn})
+            seeded = repr(overrides | {"mae_evaluate_seed": recipe.train.seed})
+            generate = dataclasses.replace(generate, flags=generate.flags | {"model-overrides": seeded})
     train = dataclasses.replace(recipe.train, flags=flags)
     return dataclasses.replace(recipe, data=data, train=train, average=average, generate=generate)
 
@@ -219,9 +223,11 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
                 f"there are no BPE merges with {original}: give those of the model by --set data.codes=FILE"
             )
     for language in (recipe.data.source, recipe.data.target):
-        there, here = (folder / f"dict.{language}.txt" for folder in (original, data))
-        if there.is_file() and not (here.is_file() and here.read_bytes() == there.read_bytes()):
+        trained, current = (folder / f"dict.{language}.txt" for folder in (original, data))
+        if not trained.is_file():
+            continue
+        if not current.is_file() or current.read_bytes() != trained.read_bytes():
             raise UserError(
-                f"{here} differs from the pretrained model's {there}. Let the prepare stage make the data "
-                "from the raw text, or binarise with --srcdict and --tgtdict of the pretrained model."
+                f"{current} differs from the pretrained model's {trained}. Let the prepare stage make the "
+                "data from the raw text, or binarise with --srcdict and --tgtdict of the pretrained model."
             )

@@ -129,8 +129,8 @@ def run(args: argparse.Namespace) -> int:
     headlines = []
     rows = [args] if args.row is None else _with_rows(args, config)
     runs = ([row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows)
-    for one in itertools.chain.from_iterable(runs):
-        if result := _run_once(one, config):
+    for row_args in itertools.chain.from_iterable(runs):
+        if result := _run_once(row_args, config):
             values = json.loads(result.read_text(encoding="utf-8"))
             headlines.append(values["metrics"][values["headline"]])
     of_one_row = args.seeds and args.row != ALL_ROWS
@@ -151,11 +151,11 @@ def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Name
         names = [args.row]
     for name in names:
         suffix = re.sub(r"[^a-z0-9]+", "_", name.lower()).strip("_")
-        own: dict[str, Any] = {"overrides": [*row_overrides(recipe, name), *args.overrides]}
-        own["save_dir"] = Path(f"{args.save_dir or Path('runs') / config.stem}_{suffix}")
+        changes: dict[str, Any] = {"overrides": [*row_overrides(recipe, name), *args.overrides]}
+        changes["save_dir"] = Path(f"{args.save_dir or Path('runs') / config.stem}_{suffix}")
         if args.record is not None:
-            own["record"] = f"{args.record or config.stem}_{suffix}"
-        yield argparse.Namespace(**{**vars(args), **own})
+            changes["record"] = f"{args.record or config.stem}_{suffix}"
+        yield argparse.Namespace(**(vars(args) | changes))
 
 
 def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.Namespace]:
@@ -168,10 +168,13 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
         raise UserError("--seeds needs all stages: leave --plan and --stage out.")
     folder = args.save_dir or Path("runs") / experiment
     for seed in seeds:
-        own = {"overrides": [*args.overrides, f"train.seed={seed}"], "save_dir": Path(f"{folder}_seed{seed}")}
+        changes = {
+            "overrides": [*args.overrides, f"train.seed={seed}"],
+            "save_dir": Path(f"{folder}_seed{seed}"),
+        }
         if args.record is not None:
-            own["record"] = f"{args.record or experiment}_seed{seed}"
-        yield argparse.Namespace(**{**vars(args), **own})
+            changes["record"] = f"{args.record or experiment}_seed{seed}"
+        yield argparse.Namespace(**(vars(args) | changes))
 
 
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
@@ -182,8 +185,10 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     free = ["train.seed"]
     if not any("pretrained" in values for values in recipe.rows.values()):
         free.append("pretrained")
-    kept = [text for text in args.overrides if text.partition("=")[0].strip() in free]
-    row = load_recipe(config, [*(row_overrides(recipe, recipe.row) if recipe.row else ()), *kept])
+    row_overrides_only = [text for text in args.overrides if text.partition("=")[0].strip() in free]
+    row = load_recipe(
+        config, [*(row_overrides(recipe, recipe.row) if recipe.row else ()), *row_overrides_only]
+    )
     stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
     if recipe.reproduces and not stands:
         log.warning(
@@ -210,7 +215,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     record = None
     if args.record is not None:
         record = _place_of_record(args, config)
-    here = str(Path.cwd()) + os.sep  # scripts/ give configs by full paths
+    cwd = str(Path.cwd()) + os.sep  # scripts/ give configs by full paths
     options = Options(
         stage=args.stage,
         data=data,
@@ -218,7 +223,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         restart=args.restart,
         user_dir=plugin,
         record=record,
-        command_line=shlex.join(["moa-fairseq", *(word.removeprefix(here) for word in sys.argv[1:])]),
+        command_line=shlex.join(["moa-fairseq", *(word.removeprefix(cwd) for word in sys.argv[1:])]),
         preparation=_preparation(args, config, folder, plugin),
         published=row if stands else None,
         training=training,
@@ -230,8 +235,8 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
 def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
     """Raise UserError for conflicting arguments, or a folder that fairseq cannot use."""
     if ":" in str(folder):
-        why = "fairseq takes the ':' in a model's path for the end of the path"
-        raise UserError(f"fairseq cannot use --save-dir {folder}: {why}. Rename or move the folder.")
+        reason = "fairseq takes the ':' in a model's path for the end of the path"
+        raise UserError(f"fairseq cannot use --save-dir {folder}: {reason}. Rename or move the folder.")
     if args.json and not args.plan:
         raise UserError("--json needs --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -286,9 +291,9 @@ def _place_of_record(args: argparse.Namespace, config: Path) -> Path:
 
 def _preparation(args: argparse.Namespace, config: Path, folder: Path, plugin: Path | None) -> str:
     """The command line that makes only the data, for commands.sh."""
-    given = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
+    values = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
     words = ["moa-fairseq", *flags({"user-dir": plugin}), "recipe", str(config.absolute())]
-    words += [*flags({**given, "stage": "prepare"}), *(f"--set={text}" for text in args.overrides)]
+    words += [*flags(values | {"stage": "prepare"}), *(f"--set={text}" for text in args.overrides)]
     return shlex.join(words)
 
 
@@ -300,11 +305,10 @@ def _check_plugin(user_dir: Path) -> None:
     )
     command = [sys.executable, "-c", code, str(user_dir)]
     environment = environment_of_a_child()
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
-    if done.stdout.split()[-1:] != ["True"]:
-        if done.returncode:
-            why = done.stderr.splitlines()[-1]
-        else:
-            why = "it does not import this package"
-        problem = f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {why}"
+    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    if result.stdout.split()[-1:] != ["True"]:
+        reason = "it does not import this package"
+        if result.returncode:
+            reason = result.stderr.splitlines()[-1]
+        problem = f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {reason}"
         raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")

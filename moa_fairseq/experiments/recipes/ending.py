@@ -20,11 +20,10 @@ _FILES = {
     "score": ("reference", "raw-reference", "against"),
 }
 _BEST = "--set average=null evaluates the best checkpoint"
+Problems = Iterator[tuple[str, str]]  # (key, problem)
 
 
-def unmet(
-    recipe: Recipe, updates: int | None = None, per_epoch: int | None = None
-) -> Iterator[tuple[str, str]]:
+def missing_checkpoints(recipe: Recipe, updates: int | None = None, per_epoch: int | None = None) -> Problems:
     """Settings by which the training would leave less than the average or the evaluation needs.
 
     Args:
@@ -33,85 +32,78 @@ def unmet(
         per_epoch: updates per epoch, if the data is known.
 
     Returns:
-        (key, why) of each problem.
+        (key, problem) of each.
     """
     if recipe.finetune == "noft":  # nothing is trained
         return
-    flags = recipe.training_flags
-    average = recipe.average
     train = recipe.train
-
-    def number(flag: str, default: int = 0) -> int:
-        if isinstance(value := flags.get(flag), int) and value > 0:
-            return value
-        return default
-
     updates = updates or train.max_update
-    every = number("save-interval", 1)
-    interval = number(INTERVAL)
-    ends = [train.max_epoch] if train.max_epoch else []
+    every = _positive(recipe, "save-interval", 1)
+    if train.max_epoch and train.max_epoch % every:
+        problem = f"the end of the training, epoch {train.max_epoch} (train.max_epoch), would not be saved"
+        yield "train.flags.save-interval", f"{problem}. Use a divisor of it, or leave the flag out."
+    if recipe.average is None:
+        yield from _without_best(recipe, updates)
+    elif recipe.average.epochs:
+        yield from _too_few_epochs(recipe, recipe.average.epochs, updates, per_epoch)
+    elif recipe.average.updates and updates and _positive(recipe, INTERVAL):
+        yield from _too_few_updates(recipe, recipe.average.updates, updates, per_epoch)
+
+
+def _positive(recipe: Recipe, flag: str, default: int = 0) -> int:
+    value = recipe.training_flags.get(flag)
+    return value if isinstance(value, int) and value > 0 else default
+
+
+def _without_best(recipe: Recipe, updates: int | None) -> Problems:
+    """Without an average the best checkpoint is evaluated, which only a validation saves."""
+    train = recipe.train
+    by_epochs_alone = train.max_epoch and not train.max_update and not _positive(recipe, INTERVAL)
+    reasons = {
+        "disable-validation": recipe.training_flags.get("disable-validation"),
+        "validate-interval": by_epochs_alone
+        and _positive(recipe, "validate-interval", 1) > (train.max_epoch or 1),
+        "validate-after-updates": updates and _positive(recipe, "validate-after-updates") > updates,
+    }
+    for flag, holds in reasons.items():
+        if holds:
+            problem = "without validation there is no best checkpoint to evaluate"
+            remedy = "Leave the flag out, or average checkpoints (average.epochs)."
+            yield f"train.flags.{flag}", f"{problem}. {remedy}"
+
+
+def _too_few_epochs(recipe: Recipe, count: int, updates: int | None, per_epoch: int | None) -> Problems:
+    ends = [recipe.train.max_epoch] if recipe.train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)
-    epochs = min(ends, default=None)
-    if train.max_epoch and train.max_epoch % every:
-        why = f"the end of the training, epoch {train.max_epoch} (train.max_epoch), would not be saved"
-        yield "train.flags.save-interval", f"{why}. Use a divisor of it, or leave the flag out."
-    if average is None:
-        by_epochs_alone = train.max_epoch and not train.max_update and not interval
-        reasons = {
-            "disable-validation": flags.get("disable-validation"),
-            "validate-interval": by_epochs_alone and number("validate-interval", 1) > (train.max_epoch or 1),
-            "validate-after-updates": updates and number("validate-after-updates") > updates,
-        }
-        for flag in (flag for flag, holds in reasons.items() if holds):
-            why = "without validation there is no best checkpoint to evaluate"
-            yield (
-                f"train.flags.{flag}",
-                f"{why}. Leave the flag out, or average checkpoints (average.epochs).",
-            )
-    elif average.epochs:
-        if epochs is None:
-            saved = average.epochs
-        else:
-            saved = epochs // every
-        if flags.get("no-epoch-checkpoints"):
-            why = f"no epoch would leave a checkpoint, but average.epochs needs {average.epochs}"
-            yield "train.flags.no-epoch-checkpoints", f"{why}. Leave the flag out; {_BEST}."
-        elif saved < average.epochs:
-            if updates and per_epoch:
-                size = f" ({updates:,} updates, {per_epoch:,} in an epoch)"
-            else:
-                size = ""
-            why = (
-                f"the average needs {average.epochs} checkpoints, but the training would leave {saved}{size}"
-            )
-            if saved > 1:
-                fewer = f"--set average.epochs={saved} averages those; "
-            else:
-                fewer = ""
-            yield "average.epochs", f"{why}. Train longer; {fewer}{_BEST}."
-    elif average.updates and updates and interval:
-        last = updates
-        first = max(1, number("validate-after-updates"))
+    saved = min(ends) // _positive(recipe, "save-interval", 1) if ends else count
+    if recipe.training_flags.get("no-epoch-checkpoints"):
+        problem = f"no epoch would leave a checkpoint, but average.epochs needs {count}"
+        yield "train.flags.no-epoch-checkpoints", f"{problem}. Leave the flag out; {_BEST}."
+    elif saved < count:
+        size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if updates and per_epoch else ""
+        problem = f"the average needs {count} checkpoints, but the training would leave {saved}{size}"
+        fewer = f"--set average.epochs={saved} averages those; " if saved > 1 else ""
+        yield "average.epochs", f"{problem}. Train longer; {fewer}{_BEST}."
 
-        def written(interval: int) -> int:
-            """The number of saved checkpoints: fairseq saves none at an update that ends an epoch."""
-            if per_epoch:
-                both = math.lcm(interval, per_epoch)
-            else:
-                both = last + 1
-            return (last // interval - (first - 1) // interval) - max(0, last // both - (first - 1) // both)
 
-        if written(interval) < average.updates:
-            widths = [updates // (average.updates + more) for more in range(3)]
-            enough = next((width for width in widths if width and written(width) >= average.updates), None)
-            why = f"the average needs {average.updates} checkpoints, but of {updates:,} updates one every "
-            why += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
-            if enough:
-                oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; "
-            else:
-                oftener = ""
-            yield "average.updates", f"{why}. Train longer; {oftener}{_BEST}."
+def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | None) -> Problems:
+    interval = _positive(recipe, INTERVAL)
+    before = max(1, _positive(recipe, "validate-after-updates")) - 1
+
+    def written(interval: int) -> int:
+        """The number of saved checkpoints: fairseq saves none at an update that ends an epoch."""
+        common = math.lcm(interval, per_epoch) if per_epoch else updates + 1
+        at_ends = updates // common - before // common
+        return (updates // interval - before // interval) - max(0, at_ends)
+
+    if written(interval) < count:
+        widths = [updates // (count + more) for more in range(3)]
+        enough = next((width for width in widths if width and written(width) >= count), None)
+        problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
+        problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
+        oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
+        yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
 
 
 def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
@@ -131,13 +123,13 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         with contextlib.suppress(UserError):
             size = measured_size(recipe, data, batch.max_tokens)
     updates = planned_updates(recipe.train, batch, size)
-    for key, why in unmet(recipe, updates, size.updates_per_epoch(batch) if size else None):
-        raise UserError(f"{key}: {why}")
+    for key, problem in missing_checkpoints(recipe, updates, size.updates_per_epoch(batch) if size else None):
+        raise UserError(f"{key}: {problem}")
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
         if missing := [name for name in recipe.score.subsets if name not in counted]:
-            why = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
-            raise UserError(f"score.headline: {why}. Set masked_lm_ppl, or let the recipe make the data.")
+            problem = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
+            raise UserError(f"score.headline: {problem}. Set masked_lm_ppl, or let the recipe make the data.")
 
 
 def check_files(recipe: Recipe, first_start: bool) -> None:

@@ -52,14 +52,11 @@ DEVICES = {
 }
 
 # torch's names; a card that is not listed is unknown, even if its name is similar.
-_NAMES = {
-    **dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"),
-    **dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100"),
-    "NVIDIA H100 80GB HBM3": "H100",
-    "NVIDIA H200": "H200",
-    **{f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)},
-    **{name: name for name in DEVICES},
-}
+_NAMES = {name: name for name in DEVICES}
+_NAMES |= dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100")
+_NAMES |= dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100")
+_NAMES |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
+_NAMES |= {f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)}
 
 
 def device_kind(name: str) -> str:
@@ -131,7 +128,7 @@ class Hardware:
         return max(1, self.gpus)
 
     @property
-    def leads(self) -> bool:
+    def is_main_process(self) -> bool:
         """True for the one program of a training that writes the run folder."""
         return self.world is None or self.world.rank == 0
 
@@ -164,21 +161,15 @@ def detect_hardware() -> Hardware:
     """The GPUs that torch sees (CUDA_VISIBLE_DEVICES respected), else the CPU."""
     import torch
 
-    if torch.cuda.is_available():
-        count = torch.cuda.device_count()
-    else:
-        count = 0
+    count = torch.cuda.device_count() if torch.cuda.is_available() else 0
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return _cpu(f"{cores} CPU cores")
     capability = min(torch.cuda.get_device_capability(index) for index in range(count))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    if visible:
-        identifiers = tuple(visible.split(","))
-    else:
-        identifiers = tuple(str(index) for index in range(count))
+    identifiers = visible.split(",") if visible else [str(index) for index in range(count)]
     names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
-    return Hardware(count, " or ".join(names), capability, identifiers[:count])
+    return Hardware(count, " or ".join(names), capability, tuple(identifiers[:count]))
 
 
 def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
@@ -246,40 +237,42 @@ def find_world(
         UserError: if they contradict each other, or a number or address is invalid.
     """
     if nodes is None and node_rank is None and master is None:
-        if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
-            size, rank, local, here = (int(environment[name]) for name in _TORCHRUN[:4])
-            if gpus and here > gpus:
-                what = f"torchrun started {here} processes on this machine for {gpus} GPU(s)"
-                raise UserError(f"{what}. Start it with --nproc-per-node {gpus}.")
-            return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
-        job = environment.get("SLURM_JOB_ID", "")
-        if gpus < 2 or not job.isdigit():
-            return None
-        # Otherwise, fairseq would take the job's other machines and tasks, whatever their purpose, for
-        # processes of this training.
-        return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
+        return _world_of_a_job(gpus, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
         raise UserError("torchrun sets --nodes, --node-rank and --master: leave them out under torchrun.")
     nodes = nodes or 1
     node_rank = node_rank or 0
-    here = max(1, gpus)
+    local_size = max(1, gpus)
     if not 0 <= node_rank < nodes:
         numbers = f"the numbers of {nodes} machine(s) are 0 to {nodes - 1} (--nodes)"
         raise UserError(f"--node-rank {node_rank} is out of range: {numbers}.")
     if master is None and nodes > 1:
         raise UserError("--nodes needs --master HOST[:PORT], the address of the machine with --node-rank 0.")
-    if here * nodes == 1:
+    if local_size * nodes == 1:
         return None
     # A port must be the same on all machines, so it is never chosen at random.
     address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
-    if address:
-        port = int(address.group(2) or DEFAULT_PORT)
-    else:
-        port = 0
+    port = int(address.group(2) or DEFAULT_PORT) if address else 0
     if not address or not 0 < port < 65536:
         raise UserError(f"--master {master}: give HOST or HOST:PORT, for example --master node01:29500.")
     meeting = f"tcp://{address.group(1)}:{port}"
-    return World(here * nodes, here * node_rank, here, meeting, spawn=gpus > 0)
+    return World(local_size * nodes, local_size * node_rank, local_size, meeting, spawn=gpus > 0)
+
+
+def _world_of_a_job(gpus: int, environment: Mapping[str, str]) -> World | None:
+    """The world by torchrun's or Slurm's environment variables; None without them."""
+    if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
+        size, rank, local, local_size = (int(environment[name]) for name in _TORCHRUN[:4])
+        if gpus and local_size > gpus:
+            problem = f"torchrun started {local_size} processes on this machine for {gpus} GPU(s)"
+            raise UserError(f"{problem}. Start it with --nproc-per-node {gpus}.")
+        return World(size, rank, 1, "env://", spawn=False, device=local if gpus else None)
+    job = environment.get("SLURM_JOB_ID", "")
+    if gpus < 2 or not job.isdigit():
+        return None
+    # Otherwise, fairseq would take the job's other machines and tasks, whatever their purpose, for
+    # processes of this training.
+    return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
 
 
 def precision_name(precision: str, hardware: Hardware, model: Model | None = None) -> str:
@@ -297,33 +290,32 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
         UserError: if the hardware or the model does not support the precision.
     """
     capability = hardware.capability or (0, 0)
-    on_cpu = precision == "auto" and not hardware.gpus
-    if on_cpu and (not hardware.bfloat16_units or model is None):
+    if precision == "auto" and not hardware.gpus:
+        if hardware.bfloat16_units and model is not None:
+            is_adaptive, width = _inputs_and_width(model)
+            return "amp" if width >= _AMP_WIDTH and not is_adaptive else "fp32"
         return "fp32"
-    if model is not None and (on_cpu or precision == "amp"):
-        from fairseq.models import ARCH_CONFIG_REGISTRY
-
-        args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
-        ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
-        widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
-        adaptive = getattr(args, "adaptive_input", False)
-        if adaptive and precision == "amp":
-            raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
-        if on_cpu:
-            if max(widths) >= _AMP_WIDTH and not adaptive:
-                return "amp"
-            return "fp32"
     if precision == "auto":
         if capability >= (8, 0):
             return "bf16"
-        if capability >= (7, 0):
-            return "fp16"
-        return "fp32"
+        return "fp16" if capability >= (7, 0) else "fp32"
+    if precision == "amp" and model is not None and _inputs_and_width(model)[0]:
+        raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
     if precision in ("fp16", "bf16") and not hardware.gpus:
         raise UserError(f"train.precision {precision} needs a GPU. Use fp32, amp or auto on the CPU.")
     if precision == "bf16" and capability < (8, 0):
         raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}. Use fp16.")
     return precision
+
+
+def _inputs_and_width(model: Model) -> tuple[bool, int]:
+    """Whether an architecture has adaptive inputs, and its model dimension."""
+    from fairseq.models import ARCH_CONFIG_REGISTRY
+
+    args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
+    ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
+    widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
+    return getattr(args, "adaptive_input", False), max(widths)
 
 
 def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
@@ -336,22 +328,19 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
     Raises:
         UserError: with the flag.
     """
-    asked = recipe.training_flags
+    flags = recipe.training_flags
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
-    backend = asked.get("ddp-backend")
-    sharded = asked.get("zero-sharding") == "os"
-    flattened = not (asked.get("fp16-no-flatten-grads") or asked.get("memory-efficient-fp16"))
+    backend = flags.get("ddp-backend")
+    sharded = flags.get("zero-sharding") == "os"
+    flattened = not (flags.get("fp16-no-flatten-grads") or flags.get("memory-efficient-fp16"))
     for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
-        if asked.get(name) and precision != name[-4:]:
+        if flags.get(name) and precision != name[-4:]:
             has = f"this run has {precision} on {hardware.describe()}. Change one of them"
             raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}, but {has}.")
     if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
-        if sharded:
-            what = "zero-sharding os"
-        else:
-            what = f"ddp-backend {backend}"
+        flag = "zero-sharding os" if sharded else f"ddp-backend {backend}"
         raise UserError(
-            f"train.flags.{what} needs the package fairscale. Run pip install fairscale, or save memory with "
+            f"train.flags.{flag} needs the package fairscale. Run pip install fairscale, or save memory with "
             "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
         )
     if sharded and precision == "fp16" and flattened:

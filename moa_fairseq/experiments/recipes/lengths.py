@@ -93,17 +93,14 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
 
 def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str, tuple[int, int], str]]:
     """(subset, limits of its source and target sentences in tokens, how to raise the limits)."""
-    if recipe.generate and recipe.generate.flags.get(SKIP):
-        evaluated = []
-    else:
-        evaluated = recipe.subsets
-    subsets = [*evaluated, *([] if recipe.training_flags.get(SKIP) else ["valid"])]
+    subsets = [] if recipe.generate and recipe.generate.flags.get(SKIP) else list(recipe.subsets)
+    if not recipe.training_flags.get(SKIP):
+        subsets.append("valid")
     if getattr(training, "shorten_method", "none") != "none":
         cut = training.shorten_data_split_list.split(",")
+        subsets = [subset for subset in subsets if subset not in cut]
         if cut == [""]:
             subsets = []
-        else:
-            subsets = [subset for subset in subsets if subset not in cut]
     if recipe.kind in (TRANSLATION, CLASSIFICATION):
         names = ["max_source_positions", "max_target_positions"]
         if recipe.kind == CLASSIFICATION:
@@ -113,25 +110,22 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
         flags = [f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}" for name in words]
         if getattr(training, "truncate_source", False):
             source = LARGEST
-        before = f"set {' and '.join(flags)} before the training"
-        rest = f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
+        set_hint = f"set {' and '.join(flags)} before the training"
+        skip_hint = f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
         for subset in dict.fromkeys(subsets):
+            leave_out = ""
             if recipe.generate and subset in recipe.subsets:
-                leave_out = f", or at any time {rest}"
-            else:
-                leave_out = ""
-            yield subset, (source, target), before + leave_out
+                leave_out = f", or at any time {skip_hint}"
+            yield subset, (source, target), set_hint + leave_out
         return
     block = training.tokens_per_sample
     for subset in dict.fromkeys(subsets):
         section = "train"
         flags_of_mode = recipe.training_flags
         if subset in recipe.subsets and recipe.score:  # a masked LM's text is cut as in training by default
-            if recipe.kind == MASKED_LM:
-                as_trained = flags_of_mode
-            else:
-                as_trained = {}
             section = "score"
-            flags_of_mode = {**as_trained, **recipe.score.flags}
+            flags_of_mode = flags_of_mode | recipe.score.flags
+            if recipe.kind != MASKED_LM:
+                flags_of_mode = recipe.score.flags
         if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
             yield subset, (block, block), f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"

@@ -19,9 +19,10 @@ from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.json_files import read_yaml
-from moa_fairseq.experiments.recipes.ending import unmet
+from moa_fairseq.experiments.recipes.ending import missing_checkpoints
 from moa_fairseq.experiments.recipes.lengths import check_blocks
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, Recipe, problems, reserved
+from moa_fairseq.experiments.recipes.rules import problems, reserved
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, Recipe
 from moa_fairseq.experiments.scoring import score
 from moa_fairseq.experiments.scoring.meta_model import parse_training_flags
 from moa_fairseq.files import shipped
@@ -61,34 +62,38 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
             raise UserError(f"--set {text}: give section.key=value, for example --set train.max_epoch=5.")
-    said = _said(overrides)
+    explicit = _parse_overrides(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
-    recipe = _built(Recipe, [*layers, said], file)
+    recipe = _built(Recipe, [*layers, explicit], file)
     # A row matches if its values change nothing but the printed number.
     names = recipe.rows if recipe.reproduces else ()
-    own = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
-    for name in sorted(own, key=lambda name: len(own[name])):  # the row with the most values wins
-        cell = ["reproduces.value=null", *own[name]]
-        other = _built(Recipe, [*layers, said, _said([*cell, f"reproduces.row={json.dumps(name)}"])], file)
-        if dataclasses.replace(other, reproduces=None) == dataclasses.replace(recipe, reproduces=None):
-            recipe = other
-    if "recipe" in (said.get("data") or ()):
+    row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
+    for name in sorted(
+        row_values, key=lambda name: len(row_values[name])
+    ):  # the row with the most values wins
+        cell = ["reproduces.value=null", *row_values[name]]
+        variant = _built(
+            Recipe, [*layers, explicit, _parse_overrides([*cell, f"reproduces.row={json.dumps(name)}"])], file
+        )
+        if dataclasses.replace(variant, reproduces=None) == dataclasses.replace(recipe, reproduces=None):
+            recipe = variant
+    if "recipe" in (explicit.get("data") or ()):
         recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
-        given = reprlib.repr(recipe.experiment)
-        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {given}.")
-    for key, problem in itertools.chain(problems(recipe), unmet(recipe)):
+        quoted = reprlib.repr(recipe.experiment)
+        fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {quoted}.")
+    for key, problem in itertools.chain(problems(recipe), missing_checkpoints(recipe)):
         fail(file, key, problem)
     return recipe
 
 
-def _said(overrides: Sequence[str]) -> dict[str, Any]:
+def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """`section.key=value` strings as a mapping of a recipe file."""
     try:
-        found: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
+        mapping: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
     except _NOT_YAML as error:
         raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
-    return dict(found)
+    return dict(mapping)
 
 
 def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--row") -> list[str]:
@@ -127,18 +132,18 @@ def _layers(
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
-        found = find_recipe(Path(name), path.parent)
-        if not found.is_file():
-            fail(str(path), "base", f"{found.resolve()} is not a file, nor {name!r} a shipped recipe.")
-        if found.resolve() in (path.resolve(), *above):
-            fail(str(path), "base", f"{found} is built on this file itself.")
+        base = find_recipe(Path(name), path.parent)
+        if not base.is_file():
+            fail(str(path), "base", f"{base.resolve()} is not a file, nor {name!r} a shipped recipe.")
+        if base.resolve() in (path.resolve(), *above):
+            fail(str(path), "base", f"{base} is built on this file itself.")
         if len(above) + len(layers) >= MOST_LAYERS:
             fail(
                 str(path),
                 "base",
                 f"makes a recipe of more than {MOST_LAYERS} files: merge some of them.",
             )
-        _layers(found, (path.resolve(), *above), layers)
+        _layers(base, (path.resolve(), *above), layers)
     if mapping.get("experiment") is None:  # a base has another name
         mapping["experiment"] = path.stem
     if names:  # their summaries describe other experiments
@@ -170,10 +175,10 @@ def find_recipe(path: Path, folder: Path = Path()) -> Path:
     within = configs / path
     if within.is_file():
         return within
-    named = shipped_recipes().get(path.stem, near)
-    bare = path.parent in (Path(), Path("configs"), Path("configs", named.parent.name))
+    recipe_file = shipped_recipes().get(path.stem, near)
+    bare = path.parent in (Path(), Path("configs"), Path("configs", recipe_file.parent.name))
     if bare or near.parent.resolve() == configs:
-        return named
+        return recipe_file
     return near
 
 
@@ -200,36 +205,35 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
     try:
         for layer in layers:
             for key, value in layer.items():  # one by one, so that an error has its key
-                where = f"{dot}{key}"[:100]
+                location = f"{dot}{key}"[:100]
                 text = json.dumps(value, ensure_ascii=False, default=str)
                 text.encode("utf-8")  # a lone surrogate is an error
                 if "${" in text:
-                    fail(file, where, "`${...}` is not expanded: write the value itself.")
+                    fail(file, location, "`${...}` is not expanded: write the value itself.")
                 config.merge_with({key: value})
         plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
         missing = sorted(OmegaConf.missing_keys(config))
     except ConfigKeyError as error:
-        known = typing.get_type_hints(error.object_type or cls)
+        choices = typing.get_type_hints(error.object_type or cls)
         name = f"{dot}{error.full_key}"
-        fail(file, name, f"unknown key{near_or_all(str(error.key)[:100], known)}.")
+        fail(file, name, f"unknown key{near_or_all(str(error.key)[:100], choices)}.")
     except OmegaConfBaseException as error:
         holder: Any = error.object_type or cls
         kind: Any
+        kind = None
         if error.full_key:
             kind = typing.get_type_hints(holder).get(str(error.key))
-        else:
-            kind = None
         parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)  # of an Optional
         kinds = [typing.get_origin(part) or part for part in parts]
-        wanted = next((_IN_WORDS[part] for part in kinds if part in _IN_WORDS), "")
-        why = f"must be {wanted}. " if wanted else ""
+        type_in_words = next((_IN_WORDS[part] for part in kinds if part in _IN_WORDS), "")
+        expectation = f"must be {type_in_words}. " if type_in_words else ""
         fail(
             file,
-            f"{dot}{error.full_key}" if error.full_key else where,
-            why + str(error.msg).partition("\n")[0][:200],
+            f"{dot}{error.full_key}" if error.full_key else location,
+            expectation + str(error.msg).partition("\n")[0][:200],
         )
     except _NOT_YAML as error:
-        fail(file, where, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
+        fail(file, location, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
     if missing:
         fail(file, f"{dot}{missing[0]}", "is missing.")
     return _objects(cls, plain)
@@ -257,31 +261,31 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             blocks that are longer than the model; and for more experts per token than there are.
     """
     refusal = "fairseq does not accept the recipe's flags"
-    asked = recipe.task_flags
-    line = {**asked, **recipe.model.as_flags(), "criterion": recipe.train.criterion, **recipe.train.flags}
+    task_flags = recipe.task_flags
+    line = task_flags | recipe.model.as_flags() | {"criterion": recipe.train.criterion} | recipe.train.flags
     training = options.get_training_parser()
     evaluation = options.get_generation_parser()
     if recipe.kind == CAUSAL_LM:
         evaluation = options.get_eval_lm_parser()
-    args = parse_training_flags(["DATA", *flags({**line, "tensorboard-logdir": None})], refusal, training)
+    args = parse_training_flags(["DATA", *flags(line | {"tensorboard-logdir": None})], refusal, training)
     # which adds the task's flags to the parser
-    parse_training_flags(["DATA", "--path", "MODEL", *flags(asked)], refusal, evaluation)
+    parse_training_flags(["DATA", "--path", "MODEL", *flags(task_flags)], refusal, evaluation)
     programs = {"data": options.get_preprocessing_parser(), "model": training, "train": training}
     programs.update(generate=evaluation, score=evaluation)
     if recipe.kind != CAUSAL_LM:
         programs["score"] = argparse.ArgumentParser()
         score.add_arguments(programs["score"])
     for section, program in programs.items():
-        known = program._option_string_actions
+        actions = program._option_string_actions
         values = getattr(recipe, section)
         for name in (name for name, value in values.flags.items() if value is not None) if values else ():
-            if f"--{name}" not in known:
-                near = near_or_all(name, [word[2:] for word in known if word.startswith("--")])
+            if f"--{name}" not in actions:
+                near = near_or_all(name, [word[2:] for word in actions if word.startswith("--")])
                 raise UserError(f"{section}.flags.{name}: the section's program has no such flag{near}.")
-            if problem := reserved(section, known[f"--{name}"].dest):  # for a flag with two names
+            if problem := reserved(section, actions[f"--{name}"].dest):  # for a flag with two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
     if recipe.kind == CAUSAL_LM and recipe.score:
-        words = flags({**asked, **recipe.score.flags})
+        words = flags(task_flags | recipe.score.flags)
         parser = options.get_eval_lm_parser()
         check_blocks(recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser))
     per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
@@ -314,10 +318,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         near = {file.stem for file in path.parent.glob("*.yaml")}
         if kind == "recipe":  # recipes are found by name in any folder
             near.update(shipped_recipes())
-        if near:
-            hint = near_or_all(path.stem, near)
-        else:
-            hint = ""
+        hint = near_or_all(path.stem, near) if near else ""
         raise UserError(f"There is no {kind} file {path}{hint}.") from None
     if not isinstance(mapping, dict):
         raise UserError(f"{path} must be a mapping of keys to values.")

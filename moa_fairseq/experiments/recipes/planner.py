@@ -2,20 +2,13 @@
 
 Hours come from a measured speed, if there is a record of this model on this card or on a card of its
 generation, otherwise they are a range. Memory is that before the first batch, and that added by a batch of
-train.max_tokens. Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
-
-    fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
-    fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
-    several GPUs              + one gradient for the buckets that are reduced
+train.max_tokens.
 """
 
 from __future__ import annotations
 
 import dataclasses
-import logging
-import math
-import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -24,9 +17,7 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 from torch import nn
 
 from moa_fairseq import process
-from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
-from moa_fairseq.experiments.json_files import read_json
 from moa_fairseq.experiments.recipes.batch import (
     BatchPlan,
     CorpusSize,
@@ -36,13 +27,14 @@ from moa_fairseq.experiments.recipes.batch import (
     training_set,
 )
 from moa_fairseq.experiments.recipes.hardware import DEVICES, Device, Hardware, device_kind, precision_name
+from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
+from moa_fairseq.experiments.recipes.speeds import nearest_speed, read_speeds, recorded_seconds, speed_origin
 from moa_fairseq.experiments.scoring.complexity import Cost, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.tables import Column, Table
 
 CUDA_BYTES = 1_000_000_000  # context and libraries, assumed
-OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # per parameter; for others Adam's 8
 OPERATIONS_PER_MAC = 6  # a MAC is two operations, and the backward pass costs two forward passes
 # Measured fractions of the peak speed: MoA base and a dense Transformer big in
 # results/benchmarks/training-cuda.json, both on an H200 and bound by the host. fairseq's own log of a dense
@@ -56,8 +48,6 @@ HOST_SECONDS = (0.0039, 0.0077)
 BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
 MASKED = 0.15  # fraction of a masked language model's tokens that have outputs
 USABLE = 0.9  # fraction of a device's memory: the rest is lost between blocks
-_PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
-log = logging.getLogger(__name__)
 FALLBACK_VOCABULARY = 32000  # if table, data and recipe do not give the number of symbols
 
 
@@ -97,8 +87,10 @@ class Workload(NamedTuple):
             "output": parts["output"] * (MASKED if masked else 1),
         }
         width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
-        held = sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width / max(self.lengths)
-        return held * (2 if precision == "fp32" else 1)
+        per_symbol = (
+            sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width / max(self.lengths)
+        )
+        return per_symbol * (2 if precision == "fp32" else 1)
 
 
 def workload(recipe: Recipe, data: Path | None) -> Workload:
@@ -112,11 +104,10 @@ def workload(recipe: Recipe, data: Path | None) -> Workload:
         UserError: for a model that fairseq does not build, and data that cannot be read.
     """
     size = training_set(recipe, data)
+    vocabulary = recipe.data.bpe or FALLBACK_VOCABULARY
     if size:
         vocabulary = size.vocabulary
-    else:
-        vocabulary = recipe.data.bpe or FALLBACK_VOCABULARY
-    line = process.flags({**recipe.model.as_flags(), "arch": None})
+    line = process.flags(recipe.model.as_flags() | {"arch": None})
     model = build_meta_model(recipe.model.arch, vocabulary, "separate", line)
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2
@@ -170,9 +161,9 @@ def _plan_for(
     entry["tokens_per_update"] = batch.effective
     entry.update(_memory(recipe, machine, work, precision, batch, device))
     entry["disk"] = disk(recipe, work.model, machine.gpus > 0, updates, epochs)
-    record = _nearest(speeds, kind, precision, batch.devices)
+    record = nearest_speed(speeds, kind, precision, batch.devices)
     if record:
-        entry.update(_origin(record, kind, batch))
+        entry.update(speed_origin(record, kind, batch))
     elif device:
         shares = " to ".join(f"{share:.1%}" for share in UTILISATION)
         entry["speed_origin"] = f"rough: {shares} of the peak, and the host's time"
@@ -181,7 +172,7 @@ def _plan_for(
         entry.update(updates_per_epoch=per_epoch, updates=updates, target_tokens=round(tokens))
         seconds: list[float] = []
         if record:
-            seconds = _recorded_seconds(record, batch, updates, tokens)
+            seconds = recorded_seconds(record, batch, updates, tokens)
         elif device:
             peak = device.peak_single if precision == "fp32" else device.peak_half
             seconds = _estimated_seconds(work, batch, updates, tokens, peak)
@@ -205,18 +196,6 @@ def _memory(
             fits=at_rest + of_batch <= usable, most_tokens=max(0, int((usable - at_rest) / per_token))
         )
     return memory
-
-
-def _recorded_seconds(
-    record: Mapping[str, Any], batch: BatchPlan, updates: int, tokens: float
-) -> list[float]:
-    """The shortest and the longest time of a training whose speed is recorded, in seconds."""
-    speed = record["tokens_per_second"] / record["count"]
-    shortest = longest = tokens / (speed * batch.devices)
-    largest = record.get("batch_tokens") or 0
-    if batch.max_tokens < largest:  # a pass may take as long as that of the recorded batch
-        longest = max(longest, updates * batch.update_freq * largest / speed)
-    return [shortest, longest]
 
 
 def _estimated_seconds(
@@ -261,162 +240,8 @@ def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str,
 
 def _sizes(cost: Cost) -> dict[str, Any]:
     """Parameters and MACs, without the parameters of embeddings, which may be shared or not."""
-    own = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
-    return {"parameters": own, "macs": cost.macs}
-
-
-def _nearest(
-    speeds: Sequence[dict[str, Any]], kind: str, precision: str, devices: int
-) -> dict[str, Any] | None:
-    """The speed to plan with: of this card, else of its generation, and of nearly so many devices."""
-    generation = [
-        name
-        for name, device in DEVICES.items()
-        if kind in DEVICES and device.capability == DEVICES[kind].capability
-    ]
-    rows = [row for row in speeds if row["precision"] in (None, precision)]
-    for kinds in ([kind], generation):
-        if found := [row for row in rows if row["device"] in kinds]:
-            return min(found, key=lambda row: abs(row["count"] - devices))
-    return None
-
-
-def _origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[str, Any]:
-    """The source of a recorded speed, and the assumptions if the run differs from that training."""
-    tokens = row.get("batch_tokens")
-    source = f"recorded in {row['file']} on {row['count']} {row['device']}"
-    if tokens:
-        source += f", in batches of {tokens:,} tokens"
-    assumptions = []
-    if row["device"] != kind:
-        assumptions.append(f"each {kind} is as fast as the {row['device']}, which is of the same generation")
-    if tokens and batch.max_tokens < tokens:
-        assumptions.append("a smaller batch (train.max_tokens) takes at most the time of the recorded one")
-    if batch.devices != row["count"]:
-        assumptions.append("each of several devices is as fast as the recorded one")
-    return {"speed_origin": source, "speed_assumptions": assumptions}
-
-
-def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
-    """Bytes per parameter that training keeps on each device.
-
-    Args:
-        flags: of fairseq-train: optimizer, sharding, memory-efficient-*.
-        precision: see `precision_name`.
-        devices: number of devices that train together.
-    """
-    half = precision in ("fp16", "bf16")
-    efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
-    weight = 2 if half else 4
-    adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-    whole = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
-    if flags.get("ddp-backend") == "fully_sharded":
-        return -(-whole // devices)
-    if flags.get("zero-sharding") == "os":
-        sharded = adam - adam // devices
-    else:
-        sharded = 0
-    return whole - sharded + (weight if devices > 1 else 0)
-
-
-def disk(
-    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: int | None, epochs: int | None
-) -> dict[str, int | None]:
-    """Disk space of the checkpoints and the average that a training leaves, as fairseq writes them.
-
-    A checkpoint has the weights and the optimizer's state, in fp32 for any precision. A tied
-    weight is stored once per name if it comes from a GPU.
-
-    Args:
-        recipe: for its flags, and whether there is an average.
-        model: on any device: only shapes are read.
-        on_gpu: whether it is trained on a GPU.
-        updates, epochs: complete ones of the training, None if unknown.
-
-    Returns:
-        "checkpoint": bytes of one file, two more of which are there while a new one is written; "files": how
-        many stay; "total": bytes of all. The last two are None if nothing limits the number.
-    """
-    flags = recipe.training_flags
-    own = dict(model.named_parameters())
-    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - own.keys()
-    state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
-    weights = sum(values.numel() * values.element_size() for values in state)
-    remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-    size = weights * (2 if flags.get("store-ema") else 1)
-    if not flags.get("no-save-optimizer-state"):
-        size += remembered * sum(parameter.numel() for parameter in own.values())
-
-    def number(most: float, done: int | None, interval: int) -> float:
-        return min(most, math.inf if done is None else done // interval)
-
-    keep = flags.get("keep-interval-updates", -1)
-    interval = flags.get("save-interval-updates")
-    last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
-    kept = 1.0  # checkpoint_last.pt
-    if not flags.get("disable-validation"):
-        kept += 1 + flags.get("keep-best-checkpoints", 0)
-    if not flags.get("no-epoch-checkpoints"):
-        kept += last_epochs
-    if interval:
-        kept += number(keep if keep > 0 else math.inf, updates, interval)
-    saves = recipe.finetune != "noft" and not flags.get("no-save")
-    if not saves:
-        files = 0
-    elif kept == math.inf:
-        files = None
-    else:
-        files = int(kept)
-    if files is None:
-        total = None
-    else:
-        total = files * size + (weights if recipe.average else 0)
-    return {"checkpoint": size, "files": files, "total": total}
-
-
-def read_speeds(results: Path) -> list[dict[str, Any]]:
-    """The recorded speeds in a results folder; unreadable files are skipped.
-
-    The experiment of a benchmark's row is a recipe or an architecture.
-
-    Args:
-        results: the folder, with measured/, throughput/ and benchmarks/.
-
-    Returns:
-        Of each: experiment, parameters, tokens_per_second, device (see `device_kind`), count, precision and
-        file; for benchmarks also batch_tokens.
-    """
-    rows: list[dict[str, Any]] = []
-    places = ("measured/*.json", "throughput/*.json", "benchmarks/training*.json")
-    for path in sorted(path for place in places for path in results.glob(place)):
-        try:
-            row = read_json(path, "")
-            found = re.fullmatch(r"(\d+) x (.+)", str(row["hardware"]))
-            if found:
-                count = int(found[1])
-                kind = device_kind(found[2])
-            else:
-                count = 1
-                kind = "CPU"
-            shared = {"device": kind, "count": count, "file": f"{path.parent.name}/{path.name}"}
-            shared["precision"] = row.get("precision")
-            measured = {row.get("experiment"): row}
-            if path.parent.name == "benchmarks":
-                shared |= {
-                    "precision": _PRECISIONS[row["dtype"]],
-                    "batch_tokens": row["batch"] * row["length"],
-                }
-                measured = {name: values for name, values in row["rows"].items() if values["parameters"] > 0}
-            for name, values in measured.items():
-                speed = float(values["tokens_per_second"])
-                if speed > 0 and name:
-                    own = {"experiment": str(name), "parameters": values.get("parameters")}
-                    rows.append({**own, "tokens_per_second": speed, **shared})
-        except UserError as error:  # damaged
-            log.warning("%s", error)
-        except (FileNotFoundError, ValueError, TypeError, KeyError, AttributeError):
-            continue  # a record without a speed, or one that was removed meanwhile
-    return rows
+    parameters = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
+    return {"parameters": parameters, "macs": cost.macs}
 
 
 def as_text(report: dict[str, Any]) -> str:
@@ -433,10 +258,9 @@ def as_text(report: dict[str, Any]) -> str:
         tokens = f"{corpus['source_tokens']:,} source and {corpus['target_tokens']:,} target tokens"
         size = f"{corpus['name']}: {tokens}, {corpus['vocabulary']:,} symbols; {corpus['origin']}"
     macs = f"{report['macs_per_target_token']:,} per target token, forward ({source} source, {target} target)"
+    missing = ""
     if report["not_counted"]:
         missing = f"; not those of {', '.join(report['not_counted'])}"
-    else:
-        missing = ""
     table = [
         {
             "devices": f"{entry['count']}×{entry['device']}",

@@ -12,7 +12,15 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
-from moa_fairseq.experiments.make import COMMANDS, Step, changes, keep_command, make, marks, put_mark
+from moa_fairseq.experiments.make import (
+    COMMANDS,
+    Step,
+    changes,
+    keep_command,
+    make,
+    read_step_records,
+    write_step_record,
+)
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
 from moa_fairseq.experiments.recipes.steps import Run
 from moa_fairseq.process import Executor, to_shell
@@ -35,16 +43,16 @@ def prepare(run: Run, executor: Executor) -> Prepared:
     job, corpus = _job_of(run, executor)
     require_source(job.settings, job.source)
     if corpus:  # the second time it does nothing
-        shown = to_shell(corpus, executor.environment)
-        log.info("$ %s", shown)
-        keep_command(shown, run.folder / COMMANDS)
+        command_line = to_shell(corpus, executor.environment)
+        log.info("$ %s", command_line)
+        keep_command(command_line, run.folder / COMMANDS)
         executor.run(corpus, run.folder / "corpus.log", errors_too=True, on_line=show_of_corpus)
     prepared = job.run()
     if prepared.folder.parent == job.root:
         depends_on = list(job.settings)
     else:
         depends_on = list(BINARISED_KEYS)
-        trained = (marks(run.folder).get("train", {}).get("inputs") or {}).get("data")
+        trained = (read_step_records(run.folder).get("train", {}).get("inputs") or {}).get("data")
         if trained == (sizes := size_digest(prepared.folder)):  # recorded by an older version
             prepared = dataclasses.replace(prepared, fingerprint=sizes)
     facts = {
@@ -54,7 +62,7 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         "source": str(job.source.resolve()) if job.source else None,
         "settings": {key: job.settings[key] for key in depends_on},
     }
-    put_mark(run.folder, "prepare", inputs={}, facts=facts)
+    write_step_record(run.folder, "prepare", inputs={}, facts=facts)
     return prepared
 
 
@@ -67,7 +75,7 @@ def show_preparation(run: Run, executor: Executor) -> Prepared:
     job, corpus = _job_of(run, executor, unread=True)
     if job.settings["recipe"] == "binarised" or (job.source and is_binarised(job.source)):
         return Prepared(job.source or Path("DATA-BIN"), {}, "")
-    if run.options.wants("prepare"):
+    if run.options.includes_stage("prepare"):
         steps = job.steps()
         if corpus and job.source:
             steps.insert(0, Step("corpus", job.source, corpus))
@@ -78,29 +86,29 @@ def show_preparation(run: Run, executor: Executor) -> Prepared:
     return Prepared(folder or job.root / "binarised", {}, "")
 
 
-def recall(run: Run) -> Prepared:
+def load_prepared_data(run: Run) -> Prepared:
     """The data made by an earlier prepare stage.
 
     Raises:
         UserError: If there is none, or if the recipe now requires other data.
     """
     folder = run.folder
-    known = prepare_facts(folder)
-    now = dataclasses.asdict(run.recipe.data)
+    facts = prepare_facts(folder)
+    current = dataclasses.asdict(run.recipe.data)
     place = prepared_data(folder)
-    if "sentences" not in known or place is None:
+    if "sentences" not in facts or place is None:
         raise UserError(f"No prepared data in {folder}. Run --stage prepare first, or give --data.")
-    settings = known.get("settings", {})
+    settings = facts.get("settings", {})
     if "recipe" in settings:
-        settings = {**LATER, **settings}
-    sentences = known["sentences"]
-    changed = changes(settings, {key: now.get(key) for key in settings}, "data.")
-    found = [f"{key}: {change}" for key, change in changed.items()]
-    found += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
-    if found:
-        problem = f"The data of {folder} was prepared with other settings ({'; '.join(found)})"
+        settings = LATER | settings
+    sentences = facts["sentences"]
+    changed = changes(settings, {key: current.get(key) for key in settings}, "data.")
+    differences = [f"{key}: {change}" for key, change in changed.items()]
+    differences += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
+    if differences:
+        problem = f"The data of {folder} was prepared with other settings ({'; '.join(differences)})"
         raise UserError(f"{problem}. Run --stage prepare with the new settings first.")
-    return Prepared(place, sentences, known["fingerprint"])
+    return Prepared(place, sentences, facts["fingerprint"])
 
 
 def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Preparation, list[str]]:

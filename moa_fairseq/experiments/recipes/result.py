@@ -11,15 +11,15 @@ import dataclasses
 import logging
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.json_files import is_number, write_json
-from moa_fairseq.experiments.make import changes, made_by_of, marks
+from moa_fairseq.experiments.make import changes, made_by_of, read_step_records
 from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
@@ -38,15 +38,11 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     """The settings that the finished run actually used."""
     section = recipe.generate or recipe.score
     count = recipe.average.count if recipe.average else 1
-    if section:
-        evaluation = dataclasses.asdict(section)
-    else:
-        evaluation = {}
-    if recipe.generate and recipe.score:
-        scoring = recipe.score.flags
-    else:
-        scoring = {}
-    return _done(recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring)
+    evaluation = dataclasses.asdict(section) if section else {}
+    scoring = recipe.score.flags if recipe.generate and recipe.score else {}
+    return _settings(
+        recipe.training_inputs, recipe.goal, count, recipe.averaged_interval, evaluation, scoring
+    )
 
 
 def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
@@ -59,39 +55,33 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
     Returns:
         The settings; for a damaged state.json a value that no recipe has.
     """
-    made = marks(folder)
+    records = read_step_records(folder)
     kind = "generate" if recipe.generate else "score"
-    train = as_of_today(made.get("train", {}))
-    average = made.get("average", {})
+    train = as_of_today(records.get("train", {}))
+    average = records.get("average", {})
     with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
-        said = made[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+        evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
         scoring = {}
         if recipe.generate and recipe.score:
-            scoring = made[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
+            scoring = records[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
         if recipe.finetune == "noft":  # nothing is trained
-            return {**settings(recipe), **_done({}, {}, 1, None, said["settings"], scoring)}
-        averaged = said["made"][0] == average.get("fingerprint") is not None
-        if averaged:
+            return settings(recipe) | _settings({}, {}, 1, None, evaluation["settings"], scoring)
+        origin = evaluation["made"][0]
+        count = 1
+        interval = None
+        if origin is not None and origin == average.get("fingerprint"):
             origin = average["inputs"]["train"][0]
-        else:
-            origin = said["made"][0]
-        finished = origin is not None and origin == train.get("fingerprint")
-        if averaged:
             count = average["inputs"]["count"]
-        else:
-            count = 1
+            if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # of updates
+                interval = train["facts"].get(INTERVAL)
+        finished = origin is not None and origin == train.get("fingerprint")
         inputs = train["inputs"] if finished else {}
-        of_updates = averaged and average["inputs"]["checkpoints"][0][0].startswith("checkpoint_")
-        if of_updates:
-            interval = train["facts"].get(INTERVAL)
-        else:
-            interval = None
-        return _done(inputs, train.get("goal", {}), count, interval, said["settings"], scoring)
+        return _settings(inputs, train.get("goal", {}), count, interval, evaluation["settings"], scoring)
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _done(
-    said: Mapping[str, Any],
+def _settings(
+    inputs: Mapping[str, Any],
     goal: Mapping[str, Any],
     count: int,
     interval: int | None,
@@ -99,15 +89,17 @@ def _done(
     scoring: Mapping[str, Any],
 ) -> dict[str, Any]:
     flags = {key: value for key, value in scoring.items() if key != "also"}  # only an additional number
-    done: dict[str, Any] = {"averaged": count, "evaluation": _kept(section), "scoring": flags}
+    finished: dict[str, Any] = {}
+    if inputs:
+        finished.update(model=inputs["model"], train=_without_free(inputs["train"]))
+        finished["train"].update(goal)
+    finished.update(averaged=count, evaluation=_without_free(section), scoring=flags)
     if interval:  # of checkpoints of updates
-        done["averaged_every"] = interval
-    if said:
-        return {"model": said["model"], "train": {**_kept(said["train"]), **goal}, **done}
-    return done
+        finished["averaged_every"] = interval
+    return finished
 
 
-def _kept(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_free(values: Mapping[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in values.items() if key not in _FREE}
 
 
@@ -135,71 +127,89 @@ def data_differences(
             manifest = manifest or read_manifest(place)
         except UserError as error:  # a damaged manifest proves nothing
             log.warning("%s", error)
-    said = manifest.get("settings")
-    said = said if isinstance(said, dict) else {}
-    made = manifest.get("dataset", said.get("recipe", manifest.get("recipe")))
-    row: dict[str, Any]
-    if name == "binarised":
-        row = {}
-    else:
-        row = {"recipe": name}
-    found: dict[str, Any]
-    if made is not None:
-        found = {"recipe": made}
-    else:
-        found = {}
-    if recipe.kind == TRANSLATION:
-        row.update(_text_facts(vars(recipe.data)))
-        found.update(_text_facts(said))
-    if dataset:
-        if dataset.tokens:
-            train = {"train": recipe.data.tokens} if recipe.data.tokens else {}
-            row["tokens"] = {**dataset.tokens, **train}
-            found.update({key: said[key] for key in ("tokens",) if key in said})
-        if dataset.generated:
-            row["generated"] = dict(dataset.generated)
-            found.update({key: said[key] for key in ("generated",) if key in said})
-        for split in dataset.splits if dataset.steps or dataset.codes else ():
-            row[f"steps of {split}"] = dataset.treatment(split, vars(recipe.data))
-        part = recipe.data.train_fraction or 1
-        for split, number in dataset.expected.items():
-            if split == "train":
-                row[f"lines of {split}"] = max(1, math.ceil(number * part))
-            else:
-                row[f"lines of {split}"] = number
-        row.update({f"words of {split}": number for split, number in dataset.words.items()})
-    found.update({f"lines of {split}": number for split, number in lines.items()})
-    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
-        found.update({f"steps of {split}": steps for split, steps in manifest.get("steps", {}).items()})
-        for split, fact in manifest.get("splits", {}).items():
-            found[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
-        for file, sums in manifest.get("published", {}).items() if claim else ():
-            row[f"md5 of {file}"] = sums["published"]
-            found[f"md5 of {file}"] = sums["md5"]
-    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
-    needed = {key for key in row if key.rpartition(" of ")[2] not in unread}
-    told = needed & found.keys()
-    differ = changes({key: row[key] for key in told}, {key: found[key] for key in told}, "data.")
+    expected = _recipe_facts(recipe, dataset)
+    actual = _manifest_facts(manifest, recipe.kind, lines)
     if claim:
-        untold = sorted(needed - told, key=lambda key: (key != "recipe", "steps" not in key, key))
-        differ.update({f"data.{key}": f"{row[key]} → cannot be told" for key in untold})
-    elif dataset and name != "parallel" and not found:
+        with contextlib.suppress(AttributeError, KeyError, TypeError):
+            for file, sums in manifest.get("published", {}).items():
+                expected[f"md5 of {file}"] = sums["published"]
+                actual[f"md5 of {file}"] = sums["md5"]
+    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
+    needed = [key for key in expected if key.rpartition(" of ")[2] not in unread]
+    common = [key for key in needed if key in actual]
+    differ = changes({key: expected[key] for key in common}, {key: actual[key] for key in common}, "data.")
+    if claim:
+        unknown = sorted(
+            set(needed) - set(common), key=lambda key: (key != "recipe", "steps" not in key, key)
+        )
+        differ.update({f"data.{key}": f"{expected[key]} → cannot be told" for key in unknown})
+    elif dataset and name != "parallel" and not actual:
         differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
     return differ
 
 
-def _text_facts(said: Mapping[str, Any]) -> dict[str, Any]:
+def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> dict[str, Any]:
+    """The properties of the data that a recipe requires."""
+    facts: dict[str, Any] = {}
+    if recipe.data.recipe != "binarised":
+        facts["recipe"] = recipe.data.recipe
+    if recipe.kind == TRANSLATION:
+        facts.update(_text_facts(vars(recipe.data)))
+    if dataset is None:
+        return facts
+    if dataset.tokens:
+        facts["tokens"] = dict(dataset.tokens)
+        if recipe.data.tokens:
+            facts["tokens"]["train"] = recipe.data.tokens
+    if dataset.generated:
+        facts["generated"] = dict(dataset.generated)
+    if dataset.steps or dataset.codes:
+        for split in dataset.splits:
+            facts[f"steps of {split}"] = dataset.treatment(split, vars(recipe.data))
+    for split, number in dataset.expected.items():
+        if split == "train":
+            number = max(1, math.ceil(number * (recipe.data.train_fraction or 1)))
+        facts[f"lines of {split}"] = number
+    for split, number in dataset.words.items():
+        facts[f"words of {split}"] = number
+    return facts
+
+
+def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]) -> dict[str, Any]:
+    """The properties that a manifest and the numbers of lines prove."""
+    section = manifest.get("settings")
+    if not isinstance(section, dict):
+        section = {}
+    facts: dict[str, Any] = {}
+    name = manifest.get("dataset", section.get("recipe", manifest.get("recipe")))
+    if name is not None:
+        facts["recipe"] = name
+    if kind == TRANSLATION:
+        facts.update(_text_facts(section))
+    for key in ("tokens", "generated"):
+        if key in section:
+            facts[key] = section[key]
+    for split, number in lines.items():
+        facts[f"lines of {split}"] = number
+    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
+        for split, steps_of_split in manifest.get("steps", {}).items():
+            facts[f"steps of {split}"] = steps_of_split
+        for split, fact in manifest.get("splits", {}).items():
+            facts[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
+    return facts
+
+
+def _text_facts(section: Mapping[str, Any]) -> dict[str, Any]:
     """The properties of bilingual text in a data section, of a recipe or in a manifest."""
-    facts = {key: said[key] for key in _TEXT if key in said}
+    facts = {key: section[key] for key in _TEXT if key in section}
     if facts:
-        flags = said.get("flags") or {}
-        fraction = said.get("train_fraction") or 1
+        flags = section.get("flags") or {}
+        fraction = section.get("train_fraction") or 1
         facts["flags"] = {key: flags[key] for key in flags if key != "workers"}
-        facts["codes"] = said.get("codes")
+        facts["codes"] = section.get("codes")
+        facts["train_fraction"] = [fraction, section.get("train_fraction_seed", 1)]
         if fraction == 1:
             facts["train_fraction"] = fraction
-        else:
-            facts["train_fraction"] = [fraction, said.get("train_fraction_seed", 1)]
     return facts
 
 
@@ -214,7 +224,8 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
     Returns:
         'key: row → run' for each difference.
     """
-    return [f"{key}: {what}" for key, what in {**data, **changes(settings(published), done)}.items()]
+    differ = [*data.items(), *changes(settings(published), done).items()]
+    return [f"{key}: {change}" for key, change in differ]
 
 
 def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
@@ -232,7 +243,7 @@ def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict
     if recipe.finetune == "noft" and recipe.subsets:
         kind = "generate" if recipe.generate else "score"
         name = f"{kind}-{recipe.subsets[0]}"
-    return combined(made_by_of(marks(folder).get(name, {}), checkpoints))
+    return combined(made_by_of(read_step_records(folder).get(name, {}), checkpoints))
 
 
 def record(run: Run, started: float) -> Path | None:
@@ -252,88 +263,112 @@ def record(run: Run, started: float) -> Path | None:
     folder = run.folder
     options = run.options
     summary = summarise(folder / "train.jsonl")
-    known = marks(folder)
-    trained: dict[str, Any] = known.get("train", {}).get("facts") or {}
+    records = read_step_records(folder)
+    trained: dict[str, Any] = records.get("train", {}).get("facts") or {}
     made_by = maker(folder, recipe)
-    hardware = made_by.get("hardware", trained.get("hardware"))  # of an earlier version
+    made_by.setdefault("hardware", trained.get("hardware"))  # of an earlier version
     if options.stage == "train" and options.record:
-        from moa_fairseq.experiments.recipes.planner import workload
-
-        row = {
-            "experiment": recipe.experiment,
-            "hardware": hardware,
-            "precision": made_by.get("precision"),
-            "tokens_per_second": summary["tokens_per_second"],
-            "macs_per_target_token": round(workload(recipe, run.prepared.folder).macs_per_target_token),
-            "parameters": trained.get("parameters"),
-            **{key: made_by.get(key) for key in ("max_tokens", "update_freq")},
-            "updates": summary["updates"],
-            **{key: made_by.get(key) for key in _MAKER},
-        }
-        write_json(options.record, row)
-        log.info("speed recorded as %s", options.record)
-    scored = [step for step in steps(run) if step.name.startswith("score-")]
-    if not options.wants("score") or not scored:
+        _record_speed(run, summary, trained, made_by)
+    outputs = {}
+    for step in steps(run):
+        if step.name.startswith("score-"):
+            outputs[step.name.removeprefix("score-")] = step.output
+    if not options.includes_stage("score") or not outputs:
         return None
-    outputs = {step.name.removeprefix("score-"): step.output for step in scored}
-    folder_of_data = run.prepared.folder
-    scores = {name: scores_in(path, recipe, folder_of_data, name) for name, path in outputs.items()}
+    data = run.prepared.folder
+    scores = {name: scores_in(path, recipe, data, name) for name, path in outputs.items()}
     metrics = {name: flat_metrics(values) for name, values in scores.items()}
     subset = recipe.subsets[0]
-    cell = None
-    done = settings_made(folder, recipe)
-    found: list[str] = []
-    left_out: dict[str, int] = {}
-    for name in outputs:
-        facts = marks(folder).get(f"generate-{name}", {}).get("facts")
-        if isinstance(facts, dict) and is_number(facts.get(LEFT_OUT)):
-            left_out[name] = facts[LEFT_OUT]
+    finished = settings_made(folder, recipe)
+    left_out = _left_out(records, outputs)
     headline = headline_of(recipe, options.published or recipe, scores[subset])
-    if options.published and recipe.reproduces:
-        data = data_differences(options.published, run.prepared.folder, run.prepared.sentences, claim=True)
-        if headline != (recipe.score or Score()).headline:
-            data["score.headline"] = f"{(recipe.score or Score()).headline} → {headline}"
-        found = differences(options.published, done, data)
-        found += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
-        if found:
-            cell = None
-        else:
-            cell = dataclasses.asdict(recipe.reproduces)
+    cell = paper = None
+    differ = _differences_from_the_row(run, finished, headline, left_out)
+    if recipe.reproduces and options.published and not differ:
+        cell = dataclasses.asdict(recipe.reproduces)
+        paper = cell["value"] if is_number(cell["value"]) else None
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
     updated = 0 if recipe.finetune == "noft" else trained.get("updated")
-    said = done["evaluation"]
     accuracies, zero_shot = result_in(folder, run.model)
-    values = {
-        "experiment": recipe.experiment,
-        "reproduces": cell,
-        **({"row": recipe.row} if cell and recipe.row else {}),
-        **({"differences": found} if found else {}),
-        "headline": headline if recipe.score else None,
-        "metrics": {**metrics.pop(subset), **accuracies},
-        **({"zero_shot": zero_shot} if zero_shot else {}),
-        "subset": subset,
-        **({LEFT_OUT: left_out} if left_out else {}),
-        "other_subsets": metrics,
-        "parameters": trained.get("parameters"),
-        **({"updated_parameters": updated} if updated is not None else {}),
-        **summary,
-        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
-        "checkpoints_averaged": done["averaged"],
-        "generation": {key: said.get(key) for key in ("beam", "lenpen")} if recipe.generate else None,
-        "evaluation": scores[subset].get("meta", {}).get("evaluation"),
-        "seed": recipe.train.seed,
-        "hardware": hardware,
-        **{key: made_by.get(key) for key in _MAKER},
-        "commits": {
-            step.name: combined(made_by_of(known.get(step.name, {}))).get("commit") for step in steps(run)
-        },
+    values: dict[str, Any] = {"experiment": recipe.experiment, "reproduces": cell}
+    if cell and recipe.row:
+        values["row"] = recipe.row
+    if differ:
+        values["differences"] = differ
+    values["headline"] = headline if recipe.score else None
+    values["metrics"] = metrics.pop(subset) | accuracies
+    if zero_shot:
+        values["zero_shot"] = zero_shot
+    values["subset"] = subset
+    if left_out:
+        values[LEFT_OUT] = left_out
+    values["other_subsets"] = metrics
+    values["parameters"] = trained.get("parameters")
+    if updated is not None:
+        values["updated_parameters"] = updated
+    values.update(summary)
+    values["effective_batch_tokens"] = recipe.train.effective_batch_tokens or recipe.train.max_tokens
+    values["checkpoints_averaged"] = finished["averaged"]
+    beam = _chosen(finished["evaluation"], ("beam", "lenpen"))
+    values["generation"] = beam if recipe.generate else None
+    values["evaluation"] = scores[subset].get("meta", {}).get("evaluation")
+    values["seed"] = recipe.train.seed
+    values.update(_chosen(made_by, ("hardware", *_MAKER)))
+    values["commits"] = {
+        step.name: combined(made_by_of(records.get(step.name, {}))).get("commit") for step in steps(run)
     }
     result = folder / "result.json"
     write_json(result, values)
-    if cell and is_number(cell["value"]):
-        paper = cell["value"]
-    else:
-        paper = None
     log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
     return result
+
+
+def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, int]:
+    """Subset → number of its sentences that were not translated, where that is known."""
+    numbers = {}
+    for subset in subsets:
+        facts = records.get(f"generate-{subset}", {}).get("facts")
+        if isinstance(facts, dict) and is_number(facts.get(LEFT_OUT)):
+            numbers[subset] = facts[LEFT_OUT]
+    return numbers
+
+
+def _chosen(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    return {key: values.get(key) for key in keys}
+
+
+def _record_speed(
+    run: Run, summary: Mapping[str, Any], trained: Mapping[str, Any], made_by: Mapping[str, Any]
+) -> None:
+    """Write the speed of a training to the file of --record."""
+    from moa_fairseq.experiments.recipes.planner import workload
+
+    assert run.options.record
+    row: dict[str, Any] = {"experiment": run.recipe.experiment}
+    row.update(_chosen(made_by, ("hardware", "precision")))
+    row["tokens_per_second"] = summary["tokens_per_second"]
+    row["macs_per_target_token"] = round(workload(run.recipe, run.prepared.folder).macs_per_target_token)
+    row["parameters"] = trained.get("parameters")
+    row.update(_chosen(made_by, ("max_tokens", "update_freq")))
+    row["updates"] = summary["updates"]
+    row.update(_chosen(made_by, _MAKER))
+    write_json(run.options.record, row)
+    log.info("speed recorded as %s", run.options.record)
+
+
+def _differences_from_the_row(
+    run: Run, finished: Mapping[str, Any], headline: str, left_out: Mapping[str, int]
+) -> list[str]:
+    """Differences between a finished run and the row that its recipe reproduces; [] for other recipes."""
+    recipe = run.recipe
+    published = run.options.published
+    if not published or not recipe.reproduces:
+        return []
+    data = data_differences(published, run.prepared.folder, run.prepared.sentences, claim=True)
+    requested = (recipe.score or Score()).headline
+    if headline != requested:
+        data["score.headline"] = f"{requested} → {headline}"
+    differ = differences(published, finished, data)
+    differ += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
+    return differ

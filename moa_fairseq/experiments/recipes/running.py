@@ -12,7 +12,7 @@ from pathlib import Path
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
 from moa_fairseq.experiments.json_files import write_yaml
-from moa_fairseq.experiments.make import Step, make, marks
+from moa_fairseq.experiments.make import Step, make, read_step_records
 from moa_fairseq.experiments.recipes.batch import (
     fit,
     plan_batch,
@@ -25,7 +25,7 @@ from moa_fairseq.experiments.recipes.checkpoints import LAST, prepare_facts
 from moa_fairseq.experiments.recipes.ending import check_ending, check_files
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.lengths import check_sentences
-from moa_fairseq.experiments.recipes.prepare_stage import prepare, recall, show_preparation
+from moa_fairseq.experiments.recipes.prepare_stage import load_prepared_data, prepare, show_preparation
 from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, Options, Run, steps
@@ -70,10 +70,10 @@ def run_recipe(
         log.info("%s: the recipe has no %s section; nothing to do", options.stage, key)
 
     def wanted(step: Step) -> bool:
-        return options.wants(step.name.partition("-")[0].replace("_", "-"))
+        return options.includes_stage(step.name.partition("-")[0].replace("_", "-"))
 
     if dry_run:
-        run = _fitted(run, show_preparation(run, executor))
+        run = _fit_to_data_and_devices(run, show_preparation(run, executor))
         executor.environment = run.hardware.environment
         make(steps(run), folder, executor=executor, dry_run=True, wanted=wanted)
         return None
@@ -81,21 +81,14 @@ def run_recipe(
         _move_aside(folder)
     if hardware.shared:
         _check_shared(run)
-    if options.wants("train"):
-        goes_on = bool(recipe.finetune) or (run.checkpoints / LAST).exists()
-        check_files(recipe, first_start=not goes_on)
-    zero_shot = recipe.zero_shot and options.wants("zero-shot")
-    if zero_shot:  # which comes last, and may be found impossible first
-        later = "; or --set zero_shot=null, and --stage zero-shot later"
-        require_lm_eval("zero_shot: the recipe's last stage", later)
+    zero_shot = recipe.zero_shot and options.includes_stage("zero-shot")
+    _check_requirements(run)
     started = time.time()
     with terminate_as_interrupt(), _kept(run):
-        made_before = not options.wants("prepare") and (options.data is None or hardware.shared)
-        if made_before or not hardware.leads:
-            prepared = recall(run)
-        else:
-            prepared = prepare(run, executor)
-        run = _fitted(run, prepared)
+        made_before = not options.includes_stage("prepare") and (options.data is None or hardware.shared)
+        made_before = made_before or not hardware.is_main_process
+        prepared = load_prepared_data(run) if made_before else prepare(run, executor)
+        run = _fit_to_data_and_devices(run, prepared)
         executor.environment.update(run.hardware.environment)
         if recipe.training_flags.get("wandb-project"):
             executor.environment["WANDB_DIR"] = str(folder)
@@ -105,15 +98,9 @@ def run_recipe(
         if not any(run.checkpoints.glob("*.pt")):  # the log of a training that cannot be resumed
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
-            made = [step for step in steps(run) if step.name != ZERO_SHOT]
-            make(made, folder, executor=executor, wanted=wanted)
-        # result.json gives the reproduced row
-        mapping = {**dataclasses.asdict(recipe), "reproduces": None, "rows": {}}
-        goal = (
-            marks(folder).get("train", {}).get("goal", {})
-        )  # the trained recipe: this call may give another
-        mapping["train"].update({key: goal[key] for key in ("max_epoch", "max_update") if key in goal})
-        write_yaml(folder / "recipe.yaml", mapping)
+            main_steps = [step for step in steps(run) if step.name != ZERO_SHOT]
+            make(main_steps, folder, executor=executor, wanted=wanted)
+        _write_recipe(recipe, folder)
         result = record(run, started)
         if zero_shot:  # it adds to the result, which is there also if it fails
             make(steps(run), folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
@@ -124,17 +111,26 @@ def run_recipe(
         return result
 
 
+def _write_recipe(recipe: Recipe, folder: Path) -> None:
+    """Write recipe.yaml with the end of the training that was done: this call may give another."""
+    # result.json gives the reproduced row
+    mapping = dict(dataclasses.asdict(recipe), reproduces=None, rows={})
+    goal = read_step_records(folder).get("train", {}).get("goal", {})
+    for key in ("max_epoch", "max_update"):
+        if key in goal:
+            mapping["train"][key] = goal[key]
+    write_yaml(folder / "recipe.yaml", mapping)
+
+
 def _check_record(run: Run) -> None:
     """Raise UserError if --record needs a score that the run will not have."""
     options = run.options
-    scores = options.wants("score") and run.recipe.score
+    scores = options.includes_stage("score") and run.recipe.score
     if not options.record or options.stage == "train" or scores:
         return
-    if run.recipe.score:
-        why = f"--stage {options.stage} does not score"
-    else:
-        why = "the recipe has no score section"
-    raise UserError(f"--record copies a scored result, but {why}. Leave --record out.")
+    has_section = run.recipe.score is not None
+    reason = f"--stage {options.stage} does not score" if has_section else "the recipe has no score section"
+    raise UserError(f"--record copies a scored result, but {reason}. Leave --record out.")
 
 
 def _move_aside(folder: Path) -> None:
@@ -147,7 +143,7 @@ def _move_aside(folder: Path) -> None:
 
 def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
     """The run folder's lock, for the leading process; the others write only a log."""
-    if not run.hardware.leads:
+    if not run.hardware.is_main_process:
         return contextlib.nullcontext()
     if run.hardware.shared:
         return locked(run.folder, HANDOVER_SECONDS)
@@ -163,6 +159,16 @@ def _take_part(run: Run, executor: Executor, rank: int) -> None:
     log.info("%s is done; the results are on the machine of process 0", name)
 
 
+def _check_requirements(run: Run) -> None:
+    """Check, before anything is prepared, what the training and the last stage need."""
+    if run.options.includes_stage("train"):
+        goes_on = bool(run.recipe.finetune) or (run.checkpoints / LAST).exists()
+        check_files(run.recipe, first_start=not goes_on)
+    if run.recipe.zero_shot and run.options.includes_stage("zero-shot"):
+        later = "; or --set zero_shot=null, and --stage zero-shot later"
+        require_lm_eval("zero_shot: the recipe's last stage", later)
+
+
 def _check_shared(run: Run) -> None:
     """Only training is shared by several programs; one program does everything else. Raises UserError."""
     folder = run.folder
@@ -175,37 +181,37 @@ def _check_shared(run: Run) -> None:
         )
     if options.restart:
         raise UserError("--restart would move the run folder of other processes. Give it to --stage prepare.")
-    known = prepare_facts(folder)
-    if not known:
+    facts = prepare_facts(folder)
+    if not facts:
         raise UserError(
             f"No prepared data in {folder} (all machines must share this folder). Run --stage prepare with "
             "the same --save-dir first."
         )
-    if options.data and str(options.data.resolve()) not in (known.get("source"), known.get("folder")):
-        problem = f"{folder} was prepared from {known.get('source')}, not from --data {options.data}"
+    if options.data and str(options.data.resolve()) not in (facts.get("source"), facts.get("folder")):
+        problem = f"{folder} was prepared from {facts.get('source')}, not from --data {options.data}"
         raise UserError(f"{problem}. Give the former, or run --stage prepare again.")
 
 
-def _fitted(run: Run, prepared: Prepared) -> Run:
+def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     """The run on its data, on as many devices as can share an update; logs consequences of the data."""
-    known = None
+    data = None
     if prepared.folder.is_dir():
-        known = prepared.folder
-    recipe, hardware, fewer = fit(run.recipe, run.hardware, known)
+        data = prepared.folder
+    recipe, hardware, fewer = fit(run.recipe, run.hardware, data)
     run = dataclasses.replace(run, recipe=recipe, hardware=hardware, prepared=prepared)
-    if not hardware.leads:
+    if not hardware.is_main_process:
         return run
     options = run.options
-    if known and options.training:
-        check_sentences(recipe, options.training, known)
-    if options.wants("train") and recipe.finetune != "noft":
+    if data and options.training:
+        check_sentences(recipe, options.training, data)
+    if options.includes_stage("train") and recipe.finetune != "noft":
         if fewer:
             log.warning(fewer)
-        _say_how_it_trains(run, known)
-    if known and recipe.reproduces and options.published:
-        _say_what_it_stands_for(run, known)
-    elif known and options.data and (other := data_differences(recipe, known, {})):
-        log.warning("%s differs from the recipe: %s", known, "; ".join(map(": ".join, other.items())))
+        _say_how_it_trains(run, data)
+    if data and recipe.reproduces and options.published:
+        _log_reproduction_status(run, data)
+    elif data and options.data and (differ := data_differences(recipe, data, {})):
+        log.warning("%s differs from the recipe: %s", data, "; ".join(map(": ".join, differ.items())))
     return run
 
 
@@ -234,7 +240,7 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
         log.info("train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method)
 
 
-def _say_what_it_stands_for(run: Run, known: Path) -> None:
+def _log_reproduction_status(run: Run, known: Path) -> None:
     """Log whether the run reproduces a paper's row, or the differences."""
     recipe = run.recipe
     cell = recipe.reproduces
@@ -245,9 +251,9 @@ def _say_what_it_stands_for(run: Run, known: Path) -> None:
         with contextlib.suppress(UserError):  # for missing subsets: then the numbers stay unknown
             sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-    done = settings(recipe)
+    current = settings(recipe)
     data = data_differences(published, known, sentences, claim=True)
-    if found := differences(published, done, data):
-        log.warning("this run does not reproduce %s: %s", row, "; ".join(found[:5]))
+    if differ := differences(published, current, data):
+        log.warning("this run does not reproduce %s: %s", row, "; ".join(differ[:5]))
     else:
         log.info("reproduces %s", row)

@@ -1,18 +1,12 @@
-"""The contents of a recipe file: the sections, their keys and types, and the rules that connect keys."""
+"""The contents of a recipe file: the sections, their keys and types."""
 
 from __future__ import annotations
 
-import ast
 import dataclasses
-import math
-import re
-import reprlib
-from pathlib import Path
-from typing import Any, Dict, Iterable, Iterator, List, Mapping, Optional, Tuple
+from typing import Any, Dict, Iterable, List, Mapping, Optional
 
 from moa_fairseq.experiments.data.catalogue import (
     CLASSIFICATION,
-    LEAST_COVERAGE,
     MASKED_LM,
     SENTENCEPIECE,
     SUBWORD_NMT,
@@ -20,7 +14,6 @@ from moa_fairseq.experiments.data.catalogue import (
     datasets,
 )
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING as CAUSAL_LM
-from moa_fairseq.process import unsafe_value
 
 DATA_RECIPES = ("binarised", *(name for name, data in datasets().items() if data.encoder != "none"))
 SEGMENTATIONS = (SUBWORD_NMT, SENTENCEPIECE)
@@ -35,40 +28,11 @@ FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # values of `finetune` (MAE, 
 # The types of recipes by the beginning of train.task; any other task is a translation.
 KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
 
-# Models that are scored directly from checkpoints: the beginning of their headline metrics, their name.
-_SCORED = {
-    MASKED_LM: ("masked_lm_", "a masked language model"),
-    CAUSAL_LM: ("lm_", "a causal language model"),
-    CLASSIFICATION: ("accuracy", "a classifier"),
-}
-# Forbidden in all sections: recipes are shared, and their users expect them to write only the run folder.
-REFUSED = (
-    *("post-save-script", "use-plasma-view", "plasma-path"),
-    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
-)
-# Flags that the runner sets itself, and the key to use instead.
-OWN = (
-    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
-    *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
-    *("device-id", "joined-dictionary", "source-lang", "target-lang"),
-    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
-)
-_INSTEAD = {
-    **dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision"),
-    "update-freq": "it follows from train.effective_batch_tokens",
-    "gen-subset": "set generate.subsets",
-    "subset": "set score.subsets",
-}
-# With these flags an evaluation reads fewer sentences, or none of them changes what the model reads. For a
-# translation the first flag is free: its result gives the number of skipped sentences.
+# Free for translations: the result gives the number of skipped sentences.
 SKIP = "skip-invalid-size-inputs-valid-test"
-PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
 POSITIONS = ("max-source-positions", "max-target-positions")
 LARGEST = 2**63 - 1  # largest whole number in torch
 SECTIONS = ("data", "model", "train", "generate", "score")
-FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
-FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subset
-Problems = Iterator[Tuple[str, str]]
 # Settings of how a training runs, not of what it computes. A run may change them between two starts
 # and still reproduce its row of the paper: keys of `train`, and flags of fairseq-train.
 EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
@@ -90,23 +54,6 @@ EXECUTION_FLAGS = (
 INTERVAL = "save-interval-updates"
 # The end of a training, in addition to its max_epoch and max_update: it may be later at the next start.
 STOP_FLAGS = ("patience", "stop-time-hours", "stop-min-lr")
-# fairseq-train would repeat these at each start, or lack their files: no run of a recipe could resume.
-_ONCE = "fairseq would repeat it at every start and lose the training"
-_FROM = "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
-_NOTHING = "a run resumes from its last checkpoint and evaluates saved checkpoints"
-CANNOT_GO_ON = {
-    "restore-file": f"{_ONCE}; {_FROM}",
-    "reset-optimizer": f"{_ONCE}; {_FROM}, with a new optimizer",
-    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a new schedule",
-    "reset-meters": f"{_ONCE}; {_FROM}",
-    "reset-dataloader": f"{_ONCE}; {_FROM}, and with the first epoch",
-    "optimizer-overrides": "an interrupted run would train differently from an uninterrupted run; set the "
-    "values themselves, such as train.flags.lr",
-    "no-save": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
-    "no-last-checkpoints": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
-    "use-sharded-state": f"{_NOTHING} in one file; without the flag, fairseq gathers the shards",
-    "use-bmuf": "no checkpoint has its momentum, so it would be lost at every start",
-}
 
 
 def _key(text: str, example: Any = None, choices: Iterable[str] = (), **default: Any) -> Any:
@@ -200,8 +147,8 @@ class Model:
 
     def as_flags(self) -> Dict[str, Any]:
         """All of it as flags of fairseq-train."""
-        own = {name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"}
-        return {**own, **self.flags}
+        settings = {name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"}
+        return settings | self.flags
 
 
 @dataclasses.dataclass
@@ -315,13 +262,15 @@ class Recipe:
     @property
     def task_flags(self) -> Dict[str, Any]:
         """The task and its languages as flags of fairseq's programs."""
-        pair = {"source-lang": self.data.source, "target-lang": self.data.target}
-        return {"task": self.train.task, **(pair if self.kind == TRANSLATION else {})}
+        flags: Dict[str, Any] = {"task": self.train.task}
+        if self.kind == TRANSLATION:
+            flags.update({"source-lang": self.data.source, "target-lang": self.data.target})
+        return flags
 
     @property
     def training_flags(self) -> Dict[str, Any]:
         """The flags of fairseq-train in `model.flags` and `train.flags`."""
-        return {**self.model.flags, **self.train.flags}
+        return self.model.flags | self.train.flags
 
     @property
     def training_inputs(self) -> Dict[str, Any]:
@@ -334,9 +283,9 @@ class Recipe:
     @property
     def goal(self) -> Dict[str, Any]:
         """The end of the training."""
-        said = self.training_flags
-        stops = {name: said[name] for name in STOP_FLAGS if said.get(name) is not None}
-        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update, **stops}
+        flags = self.training_flags
+        stops = {name: flags[name] for name in STOP_FLAGS if flags.get(name) is not None}
+        return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update} | stops
 
     @property
     def averaged_interval(self) -> Optional[int]:
@@ -370,235 +319,8 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
         if isinstance(section := inputs.get(name), dict) and isinstance(flags := section.get("flags"), dict):
             stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
             left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
-            named = {key: value for key, value in flags.items() if key not in left_out}
-            inputs[name] = {**section, "flags": named}
+            retained = {key: value for key, value in flags.items() if key not in left_out}
+            inputs[name] = section | {"flags": retained}
             if INTERVAL in flags:
                 facts.setdefault(INTERVAL, flags[INTERVAL])
-    return {**mark, "inputs": inputs, "facts": facts, "goal": {**stops, **goal}}
-
-
-def problems(recipe: Recipe) -> Problems:
-    """(key, problem) if keys contradict each other or a value is not allowed."""
-    for rule in (_values, _average, _kind, _flags):
-        yield from rule(recipe)
-
-
-def reserved(section: str, flag: str) -> str:
-    """Why a section's free flags must not include a flag; "" if they may.
-
-    Args:
-        section: one of SECTIONS.
-        flag: its name, with dashes or underscores.
-    """
-    flag, key = flag.replace("_", "-"), flag.replace("-", "_")
-    if flag in REFUSED:
-        why = "with it fairseq would run a program, or write outside the run folder"
-        return f"is forbidden: {why}. Leave it out."
-    if section in ("model", "train") and flag in CANNOT_GO_ON:
-        return f"prevents resuming: {CANNOT_GO_ON[flag]}. Leave it out."
-    evaluates = section in ("generate", "score")
-    if evaluates and flag in PARTIAL and (section, flag) != ("generate", SKIP):
-        return "would limit the score to a part of the subset. Leave it out."
-    if evaluates and flag in POSITIONS:
-        return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
-    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
-    owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
-    if owner:
-        instead = f"say {owner.__name__.lower()}.{key}"
-    else:
-        instead = "the runner sets it"
-    free = flag not in OWN and not owner
-    if free:
-        return ""
-    return f"is not a free flag; {_INSTEAD.get(flag, instead)}."
-
-
-def _values(recipe: Recipe) -> Problems:
-    data = recipe.data
-    train = recipe.train
-    model = recipe.model
-    if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
-        yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
-    for section in (*SECTIONS, "average"):
-        values = getattr(recipe, section)
-        for name, value in vars(values).items() if values else ():
-            choices = values.__dataclass_fields__[name].metadata["choices"]
-            if choices and value not in choices:
-                yield f"{section}.{name}", f"{reprlib.repr(value)} is not one of {', '.join(choices)}."
-            if isinstance(value, int) and not isinstance(value, bool):
-                if abs(value) > LARGEST:
-                    yield f"{section}.{name}", f"must not be above {LARGEST:,}."
-                if value < 1 and name != "seed":
-                    yield f"{section}.{name}", f"must be at least 1, not {value}."
-            if isinstance(value, float) and not math.isfinite(value):
-                yield f"{section}.{name}", f"must be a number, not {value}."
-    if not 0 <= train.seed < 2**32:  # as numpy takes them
-        yield "train.seed", f"must be between 0 and {2**32 - 1:,}, not {train.seed}."
-    names = [("data.source", data.source), ("data.target", data.target)]
-    for section in ("generate", "score"):
-        names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
-    names += [("zero_shot", name) for name in recipe.zero_shot or ()]
-    for key, name in names:
-        if name in ("True", "False"):
-            yield key, "must be text. Quote it: YAML takes no, yes, on and off for truth values."
-        if name is not None and not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
-            said = reprlib.repr(name)
-            yield key, f"{said} is not a valid name. Use letters, digits, '_', '-' and '.' (for file names)."
-    if model.share_all_embeddings and not data.joined_dictionary:
-        remedy = "Set data.joined_dictionary: true, or model.share_all_embeddings: false."
-        why = f"one embedding for both languages needs one dictionary for both. {remedy}"
-        yield "model.share_all_embeddings", why
-    if data.tokenize and not (data.recipe in datasets() and datasets()[data.recipe].takes_raw):
-        if data.recipe in datasets():
-            other = datasets()[data.recipe].raw
-        else:
-            other = ""
-        remedy = f"Use data.recipe {other or 'parallel'}"
-        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out."
-    yield from _pieces(data)
-    if data.bpe and data.codes:
-        yield "data.codes", "gives merges, but data.bpe learns them. Set only one of the two keys."
-    if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
-        yield "data.train_fraction", f"must be above 0 and at most 1, not {data.train_fraction}."
-    if data.tokens and not (data.recipe in datasets() and datasets()[data.recipe].tokens):
-        yield "data.tokens", f"data.recipe {data.recipe} is always used whole. Leave the key out."
-    if train.max_epoch is None and train.max_update is None:
-        yield "train.max_epoch", "is missing. Set max_epoch or max_update, otherwise training never ends."
-    if recipe.generate and not recipe.generate.subsets:
-        yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
-
-
-def _pieces(data: Data) -> Problems:
-    """SentencePiece's settings, and keys that have no effect without it."""
-    takes = ("parallel", "binarised")
-    if (share := data.character_coverage) is not None:
-        if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
-            yield "data.character_coverage", f"needs text_sp or data.segmentation: {SENTENCEPIECE}."
-        elif not LEAST_COVERAGE <= share <= 1:
-            yield "data.character_coverage", f"must be between {LEAST_COVERAGE} and 1, not {share}."
-    if data.segmentation != SENTENCEPIECE:
-        for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
-            if getattr(data, key) != default:
-                yield f"data.{key}", f"needs data.segmentation: {SENTENCEPIECE}. Leave it out."
-    elif data.recipe not in takes:
-        why = f"{data.recipe} has a fixed segmentation"
-        yield "data.segmentation", f"{why}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}."
-    elif data.recipe == "parallel" and not (data.bpe or data.codes):
-        yield "data.bpe", f"is missing. {SENTENCEPIECE} needs the number of pieces, such as 8000."
-    elif data.codes and not data.joined_dictionary:
-        yield "data.codes", "is one model for both languages. Leave data.joined_dictionary: false out."
-
-
-def _average(recipe: Recipe) -> Problems:
-    average = recipe.average
-    train = recipe.train
-    if average is None:
-        return
-    epochs = average.epochs
-    updates = average.updates
-    if (epochs is None) == (updates is None):
-        yield "average.epochs", "excludes average.updates. Set only one of them."
-    if average.count < 2:
-        remedy = "Use 2 or more, or average: null to evaluate the best checkpoint."
-        key = f"average.{'epochs' if epochs else 'updates'}"
-        yield key, f"one checkpoint is not an average. {remedy}"
-    cannot = f"cannot average {epochs} epochs"
-    if epochs and epochs > train.keep_last_epochs:
-        yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
-    if epochs and train.max_epoch and epochs > train.max_epoch:
-        yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    saved, kept = (train.flags.get(f"{verb}-interval-updates") for verb in ("save", "keep"))
-    if updates and (saved is None or (kept is not None and 0 <= kept < updates)):
-        needs = "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
-        yield "average.updates", f"{needs} {updates}."
-
-
-def _kind(recipe: Recipe) -> Problems:
-    """Required keys of translations, which have no meaning for other models, and the reverse."""
-    data = recipe.data
-    score = recipe.score
-    task = recipe.train.task
-    method = recipe.finetune
-    kinds = (TRANSLATION, *KINDS)
-    if not task.startswith(kinds):
-        why = "is not a task of recipes: its name, also that of a task of your own, must begin with"
-        known = f"{', '.join(kinds[:-1])} or {kinds[-1]}"
-        yield "train.task", f"{reprlib.repr(task)} {why} {known}. Use fairseq-train for others."
-    if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
-        yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
-    metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
-    if recipe.zero_shot is not None:
-        if recipe.kind != CAUSAL_LM:
-            yield "zero_shot", "is for causal language models (train.task language_modeling): leave it out."
-        if not recipe.zero_shot:
-            yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
-    if score and score.headline.startswith(metrics) != bool(name):
-        yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
-    if name:
-        keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
-        if data.recipe != "text_sp":
-            keys.append("bpe")
-        unused = {f"data.{key}": getattr(data, key) for key in keys}
-        for key, value in {**unused, "generate": recipe.generate}.items():
-            if value:
-                yield key, f"has no meaning for {name}. Leave it out."
-        if score and not score.subsets:
-            yield "score.subsets", "is empty. Give at least one subset, such as [test]."
-    else:
-        for key in ("source", "target"):
-            if getattr(data, key) is None:
-                yield f"data.{key}", "is missing. Give the language, such as en."
-        if data.source == data.target:
-            yield "data.target", f"source and target are both {data.source!r}."
-        if score and not recipe.generate:
-            yield "score", "needs a generate section."
-        if score and score.subsets:
-            yield "score.subsets", "has no meaning for a translation. Set generate.subsets."
-    if (recipe.pretrained is None) != (method is None):
-        why = "is missing. `pretrained` gives the model and `finetune` the fine-tuning method."
-        yield "finetune" if method is None else "pretrained", why
-    if method is not None and method not in FINETUNING:
-        yield "finetune", f"{method!r} is not one of {', '.join(FINETUNING)}."
-    if method is not None and not (task.endswith("_bcd") and recipe.kind == TRANSLATION):
-        yield "finetune", f"needs train.task translation_bcd, not {task}."
-
-
-def _flags(recipe: Recipe) -> Problems:
-    """Rules for all flags; `loading.check_flags` checks each program's own flags."""
-    free = {section: values.flags for section in SECTIONS if (values := getattr(recipe, section))}
-    for section, name, value in ((s, name, value) for s in free for name, value in free[s].items()):
-        key = f"{section}.flags.{name}"
-        if not FLAG_NAME.fullmatch(name):
-            proper = name[:100].lower().replace("_", "-").lstrip("-")
-            yield key, f"write flags as on the command line, without the leading dashes: {proper}."
-        if value is not None and (why := reserved(section, name)):
-            yield key, why
-        if name == "model-overrides" and value is not None:
-            try:
-                dictionary = isinstance(ast.literal_eval(value), dict)
-            # as literal_eval documents
-            except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
-                dictionary = False
-            if not dictionary:
-                yield key, f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
-        if isinstance(value, str):
-            path = Path(value)
-        else:
-            path = Path("/")
-        if name == "tensorboard-logdir" and (path.is_absolute() or ".." in path.parts):
-            yield key, f"{reprlib.repr(value)} is not a folder inside the run folder, such as logs."
-        for item in value if isinstance(value, list) else [value]:
-            if isinstance(item, int) and abs(item) > LARGEST:
-                yield key, f"must not be above {LARGEST:,}."
-            if isinstance(item, float) and math.isnan(item):
-                yield key, "must be a number, not nan."
-            if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
-                kinds = "text, a number, true, false, null or a flat list of these"
-                yield key, f"a flag's value must be {kinds}, not {reprlib.repr(item)}."
-        if problem := unsafe_value(value):
-            yield key, problem
-    for name in recipe.model.flags.keys() & recipe.train.flags.keys():
-        model, train = (reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags))
-        if model != train:
-            why = f"is {model}, but train.flags.{name}, which has precedence, is {train}"
-            yield f"model.flags.{name}", f"{why}. Set the flag in one of the two."
+    return dict(mark, inputs=inputs, facts=facts, goal=stops | goal)

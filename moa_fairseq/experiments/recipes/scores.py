@@ -49,8 +49,8 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
         return read_scores(path)
     sizes, _ = sentence_sizes(recipe, data, subset)
     # "complete_doc" takes empty lines for document ends
-    whole = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
-    tokens = int(sizes[sizes > (0 if whole else 1)].sum())
+    counts_empty = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
+    tokens = int(sizes[sizes > (0 if counts_empty else 1)].sum())
     scores = read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
     (symbols,) = count_symbols(data, (), [subset]).values()
     scores["meta"]["evaluation"]["unknown"] = round(symbols.share, 6)
@@ -72,12 +72,12 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
     Raises:
         UserError: if it has no perplexity, or fewer tokens.
     """
-    found = _PERPLEXITY.search(text)
+    perplexity = _PERPLEXITY.search(text)
     tokens = _TOKENS.search(text)
-    if not found:
+    if not perplexity:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    said = recipe.score.flags if recipe.score else {}
-    evaluation = {name.replace("-", "_"): said[name] for name in _SETTINGS if name in said}
+    settings = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): settings[name] for name in _SETTINGS if name in settings}
     if block := _OWN_BLOCK.search(text):  # replaces a default that is too long
         evaluation["tokens_per_sample"] = int(block.group(1))
     if tokens:
@@ -90,8 +90,8 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
                 f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
             )
     return {
-        "lm_ppl": {"score": float(found.group(2)), "loss_base2": float(found.group(1))},
-        "lm_bits": {"score": float(found.group(1))},  # per token, which is a byte in enwik8
+        "lm_ppl": {"score": float(perplexity.group(2)), "loss_base2": float(perplexity.group(1))},
+        "lm_bits": {"score": float(perplexity.group(1))},  # per token, which is a byte in enwik8
         "meta": {"evaluation": evaluation},
     }
 
@@ -106,7 +106,7 @@ def read_scores(path: Path) -> dict[str, Any]:
     remedy = "It should be the output of moa-fairseq score --json. Delete it and run --stage score again."
     scores = read_json(path, remedy)
     metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
-    check_kinds(scores, {**metrics, "meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    check_kinds(scores, metrics | {"meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
     scores = {name: value for name, value in scores.items() if value is not None}
     check_kinds(
         scores.get("meta", {}), dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
@@ -158,18 +158,18 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
             return "sacrebleu"
     dataset = datasets().get(published.data.recipe)
     split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
-    found = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
-    wanted = (published.score or Score()).headline
-    is_of_split_text = wanted == split_once[WHOLE] or (
-        wanted == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
+    hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
+    expected = (published.score or Score()).headline
+    is_of_split_text = expected == split_once[WHOLE] or (
+        expected == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
     )
-    if not is_of_split_text or headline != wanted or split_once.get(found, headline) == headline:
+    if not is_of_split_text or headline != expected or split_once.get(hyphens, headline) == headline:
         return headline
     log.warning(
         "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
-        *(found, "a @-@ b" if found == SPLIT else "a-b", split_once[found], headline),
+        *(hyphens, "a @-@ b" if hyphens == SPLIT else "a-b", split_once[hyphens], headline),
     )
-    return split_once[found]
+    return split_once[hyphens]
 
 
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
@@ -184,8 +184,8 @@ def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | No
     names.insert(0, headline)
     parts = []
     for subset, values in scores.items():
-        found = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
+        texts = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
         share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
         unknown = f" ({share:.2%} of its symbols are <unk>)" if is_number(share) else ""
-        parts.append(f"{', '.join(found)} on {subset}{unknown}" if found else f"{subset} scored")
+        parts.append(f"{', '.join(texts)} on {subset}{unknown}" if texts else f"{subset} scored")
     return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")

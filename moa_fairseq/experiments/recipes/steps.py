@@ -17,7 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.text_files import KEPT, keep_text, text_files
-from moa_fairseq.experiments.make import OUT, Step, made_by_of, marks, stamp
+from moa_fairseq.experiments.make import OUT, Step, file_signature, made_by_of, read_step_records
 from moa_fairseq.experiments.recipes.batch import plan_batch, sentence_sizes
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
@@ -85,7 +85,7 @@ class Options:
     published: Recipe | None = None
     training: Any = None
 
-    def wants(self, stage: str) -> bool:
+    def includes_stage(self, stage: str) -> bool:
         """True if --stage includes this stage."""
         return self.stage in (stage, "all")
 
@@ -137,30 +137,29 @@ class Run:
         Raises:
             UserError: for a value that looks like a flag.
         """
-        plugin = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
-        line = flags({**plugin, **self.recipe.task_flags, **values, "cpu": not self.hardware.gpus})
-        return [program, positional(self.prepared.folder), *line]
+        line: dict[str, Any] = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
+        line.update(self.recipe.task_flags)
+        line.update(values)
+        line["cpu"] = not self.hardware.gpus
+        return [program, positional(self.prepared.folder), *flags(line)]
 
 
 def steps(run: Run) -> list[Step]:
     """All steps of a run, in order, for --dry-run and for a run."""
     recipe = run.recipe
-    if recipe.finetune == "noft":
-        made = []
-    else:
-        made = [_train(run)]
-    before = [_text(run)] if made else []
+    model_steps = [] if recipe.finetune == "noft" else [_train(run)]
+    before = [_text(run)] if model_steps else []
     if recipe.average:
-        made.append(_average(run, recipe.average, made[0]))
+        model_steps.append(_average(run, recipe.average, model_steps[0]))
     if recipe.kind != TRANSLATION:
-        scores = [_evaluate(run, recipe.score or Score(), name, made) for name in recipe.subsets]
-        zero_shot = [_zero_shot(run, recipe.zero_shot, made)] if recipe.zero_shot else []
-        return [*before, *made, *scores, *zero_shot]
+        scores = [_evaluate(run, recipe.score or Score(), name, model_steps) for name in recipe.subsets]
+        zero_shot = [_zero_shot(run, recipe.zero_shot, model_steps)] if recipe.zero_shot else []
+        return [*before, *model_steps, *scores, *zero_shot]
     if not recipe.generate:
-        return [*before, *made]
-    translations = [_generate(run, recipe.generate, name, made) for name in recipe.subsets]
+        return [*before, *model_steps]
+    translations = [_generate(run, recipe.generate, name, model_steps) for name in recipe.subsets]
     scores = [_score(run, recipe.score, step) for step in translations if recipe.score]
-    return [*before, *made, *translations, *scores]
+    return [*before, *model_steps, *translations, *scores]
 
 
 def _text(run: Run) -> Step:
@@ -170,9 +169,7 @@ def _text(run: Run) -> Step:
     def inputs() -> dict[str, Any]:
         return {name: checksum(path) for name, path in text_files(data).items()}
 
-    def keep(new: Path) -> None:
-        keep_text(data, run.folder, run.prepared.fingerprint, new)
-
+    keep = functools.partial(keep_text, data, run.folder, run.prepared.fingerprint)
     return Step("train-text", run.folder / KEPT, keep, inputs, in_place=True)
 
 
@@ -186,40 +183,30 @@ def _train(run: Run) -> Step:
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
     # unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
     # with the training's large memory, every page that the training writes to is then copied.
-    on_cpus: dict[str, Any] = {"num-workers": 0}
-    if world:
-        on_cpus.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
-    logs = recipe.training_flags.get("tensorboard-logdir")
+    values = recipe.model.as_flags()
+    values["criterion"] = train.criterion
+    if not hardware.gpus:
+        values["num-workers"] = 0
+    if not hardware.gpus and world:
+        values.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
+    values.update(train.flags)
     if recipe.data.segmentation == SENTENCEPIECE and recipe.training_flags.get("eval-bleu"):
-        validation = {"eval-bleu-remove-bpe": SENTENCEPIECE}
-    else:
-        validation = {}
-    values = {
-        **recipe.model.as_flags(),
-        "criterion": train.criterion,
-        **({} if hardware.gpus else on_cpus),
-        **train.flags,
-        **validation,
-        **({"tensorboard-logdir": str(run.folder / logs)} if logs else {}),
-        "max-tokens": batch.max_tokens,
-        "update-freq": batch.update_freq,
-        "max-epoch": train.max_epoch,
-        "max-update": train.max_update,
-        "seed": train.seed,
-        "keep-last-epochs": train.keep_last_epochs,
-        "save-dir": OUT,
-        "log-format": "json",
-        "log-interval": train.log_interval,
-        **(world.flags() if world else {"distributed-world-size": hardware.devices}),
-        precision: precision != "fp32",
-    }
-    told = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
+        values["eval-bleu-remove-bpe"] = SENTENCEPIECE
+    if logs := recipe.training_flags.get("tensorboard-logdir"):
+        values["tensorboard-logdir"] = str(run.folder / logs)
+    values.update({"max-tokens": batch.max_tokens, "update-freq": batch.update_freq})
+    for key in ("max_epoch", "max_update", "seed", "keep_last_epochs"):
+        values[key.replace("_", "-")] = getattr(train, key)
+    values.update({"save-dir": OUT, "log-format": "json", "log-interval": train.log_interval})
+    values.update(world.flags() if world else {"distributed-world-size": hardware.devices})
+    values[precision] = precision != "fp32"
+    train_log = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
     digest = functools.cache(lambda: content_digest(run.prepared.folder))
 
     def inputs() -> dict[str, Any]:
         if recipe.finetune and not (run.checkpoints / LAST).exists():
             check_pretrained(recipe, run.prepared.folder)
-        return {"data": run.prepared.fingerprint, **recipe.training_inputs}
+        return {"data": run.prepared.fingerprint} | recipe.training_inputs
 
     def facts(checkpoints: Path) -> dict[str, Any]:
         if not (checkpoints / LAST).is_file():
@@ -227,33 +214,43 @@ def _train(run: Run) -> Step:
             raise UserError(
                 f"fairseq-train wrote no checkpoint into {checkpoints}; its output is in {log_file}."
             )
-        parameters = sum(told.parameters) or None
-        saved = {INTERVAL: train.flags.get(INTERVAL)}
-        return {"parameters": parameters, "updated": told.updated, **saved}
+        parameters = sum(train_log.parameters) or None
+        interval = train.flags.get(INTERVAL)
+        return {"parameters": parameters, "updated": train_log.updated, INTERVAL: interval}
 
     def ready() -> None:
-        sessions = made_by_of(marks(run.folder).get("train", {}))
-        before = next((data for session in sessions if (data := session.get("data"))), digest())
-        if before != digest():
-            why = f"the files in {run.prepared.folder} have another content (digest {before} → {digest()})"
+        sessions = made_by_of(read_step_records(run.folder).get("train", {}))
+        digests = [session["data"] for session in sessions if session.get("data")]
+        reason = ""
+        if digests and digests[0] != digest():
+            reason = f"the files in {run.prepared.folder} have another content "
+            reason += f"(digest {digests[0]} → {digest()})"
             remedy = "Give --data its original data, or --restart to move the run aside and start over."
-            raise UserError(f"The training in {run.checkpoints} cannot resume: {why}. {remedy}")
-        complete_the_last(run.checkpoints)
-        if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
-            why = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
-            remedy = "Start over with --restart; without the flag a run can resume."
-            raise UserError(f"The training in {run.checkpoints} cannot resume: {why}. {remedy}")
+        else:
+            complete_the_last(run.checkpoints)
+            if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
+                reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
+                remedy = "Start over with --restart; without the flag a run can resume."
+        if reason:
+            raise UserError(f"The training in {run.checkpoints} cannot resume: {reason}. {remedy}")
 
     def conditions() -> dict[str, Any]:
-        known = {**run.conditions, "precision": precision, "threads": torch.get_num_threads()}
-        known.update({"max_tokens": batch.max_tokens, "update_freq": batch.update_freq})
-        return {**known, "data": digest()}
+        record = dict(run.conditions, precision=precision, threads=torch.get_num_threads())
+        record.update(max_tokens=batch.max_tokens, update_freq=batch.update_freq, data=digest())
+        return record
 
-    goes_on: dict[str, Any] = {"in_place": True, "goal": recipe.goal, "ready": ready}
-    goes_on["as_of_today"] = as_of_today
-    line = run.command("fairseq-train", values)
     return Step(
-        "train", run.checkpoints, line, inputs, watch=told, finish=facts, conditions=conditions, **goes_on
+        "train",
+        run.checkpoints,
+        run.command("fairseq-train", values),
+        inputs,
+        watch=train_log,
+        finish=facts,
+        in_place=True,
+        goal=recipe.goal,
+        ready=ready,
+        conditions=conditions,
+        as_of_today=as_of_today,
     )
 
 
@@ -272,20 +269,16 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:  # too few checkpoints; the remedy is a key of the recipe
-            key = "average.epochs"
-            kept = len(numbered_checkpoints(run.checkpoints, by_updates))
-            key = "average.updates" if by_updates else key
-            if kept > 1:
-                fewer = f"--set {key}={kept} averages those, "
-            else:
-                fewer = ""
-            fewer += "--set average=null evaluates the best checkpoint."
-            raise UserError(f"{key}: {error} {fewer}") from error
+            key = "average.updates" if by_updates else "average.epochs"
+            num_saved = len(numbered_checkpoints(run.checkpoints, by_updates))
+            fewer = f"--set {key}={num_saved} averages those, " if num_saved > 1 else ""
+            remedy = f"{fewer}--set average=null evaluates the best checkpoint."
+            raise UserError(f"{key}: {error} {remedy}") from error
         damaged = next((path for path in last if not is_whole(path)), None)
         if damaged:
             remedy = "Delete it and resume the train stage, or average fewer checkpoints"
             raise UserError(f"{damaged} is cut off, so it cannot be averaged. {remedy}.")
-        return {"train": train, "count": count, "checkpoints": [stamp(path) for path in last]}
+        return {"train": train, "count": count, "checkpoints": [file_signature(path) for path in last]}
 
     line = ["moa-fairseq", "average", *flags(values)]
     return Step("average", run.model, line, inputs, conditions=run.conditions)
@@ -296,16 +289,14 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
 
     def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
-            if run.recipe.average:
-                missing = "average"
-            else:
-                missing = "train"
+            missing = "average" if run.recipe.average else "train"
             remedy = f"Run --stage {missing} first"
             if missing == "train" and (run.checkpoints / LAST).exists():  # the stage would do nothing
                 remedy = "If the training is done, average its checkpoints by --set average.epochs=N"
             raise UserError(f"{run.model} is missing or cut off. {remedy}.")
-        said = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
-        return {**said, "made": made[-1] if made else None, "model": run.model}
+        record = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
+        record.update(made=made[-1] if made else None, model=run.model)
+        return record
 
     return inputs
 
@@ -313,26 +304,21 @@ def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callab
 def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
     """The beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
-    values = {
-        "path": str(run.model),
-        "gen-subset": subset,
-        "beam": section.beam,
-        "lenpen": section.lenpen,
-        "max-tokens": section.max_tokens,
-        "remove-bpe": SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe,
-        # which is also a limit of the task
-        **{name: run.recipe.training_flags.get(name) for name in POSITIONS},
-        **section.flags,
-    }
+    values: dict[str, Any] = {"path": str(run.model), "gen-subset": subset}
+    values.update({"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens})
+    values["remove-bpe"] = SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe
+    for name in POSITIONS:  # which are also limits of the task
+        values[name] = run.recipe.training_flags.get(name)
+    values.update(section.flags)
     translated: set[str] = set()  # ids of sentences, each with --nbest lines
-    known = run.prepared.sentences.get(subset, 0)
-    pace = max(100, (known or 1000) // 10)
-    goal = f" of {known:,}" if known else ""
+    total = run.prepared.sentences.get(subset, 0)
+    pace = max(100, (total or 1000) // 10)
+    goal = f" of {total:,}" if total else ""
 
     def watch(line: str) -> None:
-        found = re.match(r"H-\d+\t", line)
-        if found and found.group() not in translated:
-            translated.add(found.group())
+        match = re.match(r"H-\d+\t", line)
+        if match and match.group() not in translated:
+            translated.add(match.group())
             if len(translated) % pace == 0:
                 log.info("  %s%s sentences", f"{len(translated):,}", goal)
 
@@ -340,8 +326,8 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
         total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
         left_out = total - len(translated)
         if not translated:
-            where = f"See {run.folder / f'generate-{subset}.log'} and {made}"
-            raise UserError(f"fairseq-generate translated nothing of subset {subset}. {where}.")
+            hint = f"See {run.folder / f'generate-{subset}.log'} and {made}"
+            raise UserError(f"fairseq-generate translated nothing of subset {subset}. {hint}.")
         if left_out > 0 and not section.flags.get(SKIP):
             raise UserError(
                 f"fairseq-generate translated only {len(translated):,} of {total:,} sentences of {subset}, "
@@ -355,8 +341,9 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
     output = run.folder / f"generate-{subset}.txt"
     line = run.command("fairseq-generate", values)
     inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
-    watched: dict[str, Any] = {"captured": "out", "watch": watch, "finish": finish}
-    return Step(output.stem, output, line, inputs, conditions=run.conditions, **watched)
+    return Step(
+        output.stem, output, line, inputs, "out", watch=watch, finish=finish, conditions=run.conditions
+    )
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
@@ -366,12 +353,11 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
     if run.recipe.data.running_text:  # without tokens for the other pipelines
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
-    if (
-        run.recipe.generate and run.recipe.generate.remove_bpe
-    ):  # by fairseq-generate: any @@ belongs to the text
+    generate = run.recipe.generate
+    if generate and generate.remove_bpe:  # by fairseq-generate: any @@ belongs to the text
         values["remove-bpe"] = "none"
-    values.update({**section.flags, "json": True})
-    if run.recipe.generate and run.recipe.generate.flags.get(SKIP):
+    values.update(section.flags, json=True)
+    if generate and generate.flags.get(SKIP):
         values["allow-partial"] = True
     line = ["moa-fairseq", "score", positional(generated.output), *flags(values)]
     name = generated.name.replace("generate-", "score-", 1)
@@ -386,18 +372,14 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     model = str(run.model)
     inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
     if kind == CAUSAL_LM:
-        line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset, **section.flags})
+        line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset} | section.flags)
         # The first configuration of logging determines the place of its log.
         return _scored(run, name, f"eval-lm-{subset}.txt", line, inputs, "both")
     data = str(run.prepared.folder)
-    user_dir = run.options.user_dir
-    if kind == CLASSIFICATION:
-        flag = "classifier"
-    else:
-        flag = "masked-lm"
-    values = {flag: model, "data": data, "subset": subset, **section.flags, "json": True}
-    line = ["moa-fairseq", *flags({"user-dir": user_dir}), "score"]
-    line += flags({**values, "cpu": not run.hardware.gpus})
+    flag = "classifier" if kind == CLASSIFICATION else "masked-lm"
+    values = {flag: model, "data": data, "subset": subset} | section.flags
+    values.update(json=True, cpu=not run.hardware.gpus)
+    line = ["moa-fairseq", *flags({"user-dir": run.options.user_dir}), "score", *flags(values)]
     return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 

@@ -55,10 +55,9 @@ def wrong_number(record: dict[str, Any]) -> str | None:
 def finite(value: Any) -> float | None:
     """A number in fairseq's log, as a number or as text; None for anything else, also infinity and NaN."""
     try:
+        number = math.nan
         if isinstance(value, (int, float, str)):
             number = float(value)
-        else:
-            number = math.nan
     except (ValueError, OverflowError):  # from float
         return None
     return number if math.isfinite(number) else None
@@ -77,8 +76,8 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 if record is None:
                     continue
                 if wrong := wrong_number(record):
-                    what = f"{wrong} is {reprlib.repr(record[wrong])}, which is not a number"
-                    raise UserError(f"{path}, line {number}: {what}. Delete this damaged line.")
+                    problem = f"{wrong} is {reprlib.repr(record[wrong])}, which is not a number"
+                    raise UserError(f"{path}, line {number}: {problem}. Delete this damaged line.")
                 yield record
 
 
@@ -96,10 +95,10 @@ def prune(path: Path, updates: int) -> None:
         updates: number of updates of the last record to keep.
     """
     records = list(read_records(path))
-    kept = [record for record in records if updates_of(record) <= updates]
-    if len(kept) < len(records):
+    retained = [record for record in records if updates_of(record) <= updates]
+    if len(retained) < len(records):
         with atomic_write(path) as stream:
-            stream.writelines(json.dumps(record) + "\n" for record in kept)
+            stream.writelines(json.dumps(record) + "\n" for record in retained)
 
 
 def summarise(path: Path) -> dict[str, Any]:
@@ -196,34 +195,30 @@ class TrainLog:
         epoch = int(finite(record["epoch"]) or 0)
         updates = updates_of(record)
         if "valid_loss" in record:
-            if "valid_accuracy" in record:
-                name = "accuracy"
-            else:
-                name = "ppl"
+            name = "accuracy" if "valid_accuracy" in record else "ppl"
             score = record.get(f"valid_{name}", "?")
             self._print(f"  epoch {epoch}: valid {name} {score}, update {updates:,}", last=True)
         elif "train_loss" in record:
             state = f"train loss {record['train_loss']}, {record.get('train_wps', '?')} tokens/s"
             self._print(f"  epoch {epoch}: {state}{self._time_left(epoch, updates)}", last=True)
         else:
+            end = f" (of {self.max_epoch} epochs)"
             if self.max_update:
                 end = f" of {self.max_update:,}"
-            else:
-                end = f" (of {self.max_epoch} epochs)"
             state = f"loss {record.get('loss', '?')}, {record.get('wps', '?')} tokens/s"
-            left = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
-            self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{left}", last=False)
+            remaining = self._time_left(finite(record.get("update", epoch - 1)) or 0.0, updates)
+            self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{remaining}", last=False)
 
     def _time_left(self, epochs: float, updates: int) -> str:
         """The remaining time at the speed of this session, as soon as it is known."""
         now = time.monotonic()
         goals = ((epochs, self.max_epoch), (updates, self.max_update))
-        done = max((number / goal for number, goal in goals if goal), default=0.0)
-        self.started = self.started or (now, done)
-        began, before = self.started
-        if done <= before or done >= 1:
+        fraction = max((number / goal for number, goal in goals if goal), default=0.0)
+        self.started = self.started or (now, fraction)
+        began, first_fraction = self.started
+        if fraction <= first_fraction or fraction >= 1:
             return ""
-        seconds = max(0.0, (now - began) / (done - before) * (1 - done))
+        seconds = max(0.0, (now - began) / (fraction - first_fraction) * (1 - fraction))
         return f", about {datetime.timedelta(seconds=round(seconds))} left"
 
     @staticmethod

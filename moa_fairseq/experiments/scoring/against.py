@@ -49,29 +49,28 @@ def against(
         def score(total: NDArray[np.float64], metric: Any = metric) -> float:
             return float(metric._compute_score_from_stats([int(count) for count in total]).score)
 
-        ours, theirs = (  # of each system [S, N, F], as sacrebleu.significance takes them
-            np.array([metric._extract_corpus_statistics(t.hypotheses, t.references) for t in system], float)
-            for system in (first, second)
-        )
+        ours, theirs = _statistics(metric, first), _statistics(metric, second)
         scores = [[score(run) for run in runs.sum(axis=1)] for runs in (ours, theirs)]
-        differences = [x - y for x, y in zip(*scores)]
+        mean, baseline = (float(np.mean(system)) for system in scores)
+        row: dict[str, Any] = {
+            "metric": name,
+            "first": mean,
+            "second": baseline,
+            "difference": mean - baseline,
+        }
+        row["p"] = approximate_randomisation(ours, theirs, score, trials=trials)
         if len(first) == len(second) > 1:
-            tested = paired(differences, 0)
-        else:
-            tested = None
-        means = [float(np.mean(system)) for system in scores]
-        rows.append(
-            {
-                "metric": name,
-                "first": means[0],
-                "second": means[1],
-                "difference": means[0] - means[1],
-                "p": approximate_randomisation(ours, theirs, score, trials=trials),
-                **({"low": tested.low, "high": tested.high, "p_seeds": tested.p} if tested else {}),
-                "signature": f"{name}|{metric.get_signature()}",
-            }
-        )
+            test = paired([x - y for x, y in zip(*scores)], 0)
+            row.update(low=test.low, high=test.high, p_seeds=test.p)
+        row["signature"] = f"{name}|{metric.get_signature()}"
+        rows.append(row)
     return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
+
+
+def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:
+    """Of each output, sentence and statistic, [S, N, F], as sacrebleu.significance takes them."""
+    rows = [metric._extract_corpus_statistics(text.hypotheses, text.references) for text in texts]
+    return np.array(rows, float)
 
 
 def interval_of(row: Mapping[str, Any], decimals: int = 2) -> str | None:

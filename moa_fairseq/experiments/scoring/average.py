@@ -58,20 +58,22 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         state["last_optimizer_state"] = None
         if (seed := _seed(state)) is not None:
             seeds.setdefault(seed, path)
-        own = shared_storage(model)
+        leaders_of_model = shared_storage(model)
         if not sums:
-            leaders = own
-            sums = {key: _widened(model[key], copy=True) for key in own if own[key] == key}
+            leaders = leaders_of_model
+            for key, leader in leaders.items():
+                if key == leader:
+                    sums[key] = _widened(model[key], copy=True)
         else:
             _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
             if len(seeds) > 1:
-                (first, one), (second, other) = seeds.items()
+                (seed_a, path_a), (seed_b, path_b) = seeds.items()
                 raise UserError(
-                    f"{one} was trained with seed {first}, and {other} with seed {second}. Average "
+                    f"{path_a} was trained with seed {seed_a}, and {path_b} with seed {seed_b}. Average "
                     "checkpoints of one training only."
                 )
             for key, leader in list(leaders.items()):
-                if key != leader and own[key] != own[leader]:
+                if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
                     sums[key] = sums[leader].clone()
                     leaders[key] = key
             for key, total in sums.items():
@@ -101,12 +103,9 @@ def _seed(state: Mapping[str, Any]) -> int | None:
 def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
-            if key not in model:
-                where = "lacks"
-            else:
-                where = "alone has"
+            relation = "lacks" if key not in model else "alone has"
             raise UserError(
-                f"{path} {where} the parameter {key}: it belongs to another model than the checkpoints "
+                f"{path} {relation} the parameter {key}: it belongs to another model than the checkpoints "
                 f"before it. Average checkpoints of one training only."
             )
         if tuple(model[key].shape) != shapes[key]:
@@ -154,10 +153,7 @@ def last_checkpoints(
         numbered = [(position, path) for position, path in numbered if position <= upper_bound]
     if len(numbered) < number:
         kind = "update" if by_updates else "epoch"
-        if upper_bound is None:
-            bound = ""
-        else:
-            bound = f" up to {kind} {upper_bound}"
+        bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
         names = ", ".join(path.name for _, path in numbered) or "none"
         raise UserError(
             f"{folder} holds {len(numbered)} {kind} checkpoints{bound} ({names}), but {number} are to be "
@@ -172,10 +168,7 @@ def shared_storage(model: State) -> dict[str, str]:
     leaders = {}
     for key, tensor in model.items():
         view = (tensor.data_ptr(), tensor.dtype, tuple(tensor.shape), tensor.stride())
-        if tensor.numel():
-            leaders[key] = first.setdefault(view, key)
-        else:
-            leaders[key] = key
+        leaders[key] = first.setdefault(view, key) if tensor.numel() else key
     return leaders
 
 
@@ -220,8 +213,10 @@ def run(args: argparse.Namespace) -> int:
     paths = args.inputs
     if number is not None:
         paths = last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
-    trained = [path for folder in folders for path in folder.glob("checkpoint*.pt")]
-    refuse_overwriting(args.output, [*paths, *trained], "--output")
+    inputs = list(paths)
+    for folder in folders:
+        inputs += folder.glob("checkpoint*.pt")
+    refuse_overwriting(args.output, inputs, "--output")
     refuse_existing(args.output, args.force, "--output")
     save_checkpoint(average_checkpoints(paths), args.output)
     print(f"averaged {len(paths)} checkpoints into {args.output}: {', '.join(map(str, paths))}")

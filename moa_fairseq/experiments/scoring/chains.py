@@ -72,7 +72,7 @@ CHAINS: dict[str, Chain] = {
 }
 SACREBLEU = "sacrebleu"
 DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
-KEYS = {**{name: chain.key for name, chain in CHAINS.items()}, SACREBLEU: SACREBLEU}  # in JSON
+KEYS = {name: chain.key for name, chain in CHAINS.items()} | {SACREBLEU: SACREBLEU}  # in JSON
 
 
 TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
@@ -121,15 +121,17 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
         metric = BLEU(**text.settings, force=True)
         result = metric.corpus_score(text.hypotheses, text.references)
         signature = str(metric.get_signature())
-        scores = {**_plain(result), "signature": signature, "line": str(result), "chain": text.chain}
-        return {**scores, **({"warning": text.warning} if text.warning else {})}
+        scores = _plain(result) | {"signature": signature, "line": str(result), "chain": text.chain}
+        if text.warning:
+            scores["warning"] = text.warning
+        return scores
     _, hypothesis, reference, description, _ = CHAINS[chain]
     scores = multi_bleu(
         [*map(hypothesis, texts.hypotheses)],
         [[*map(reference, lines)] for lines in texts.references],
         lowercase,
     )
-    return {**scores, "chain": f"{description}, {'lower-cased' if lowercase else 'cased'}"}
+    return scores | {"chain": f"{description}, {'lower-cased' if lowercase else 'cased'}"}
 
 
 def multi_bleu(
@@ -169,19 +171,19 @@ def multi_bleu(
     result = metric.corpus_score([*map(words, hypotheses)], [[*map(words, lines)] for lines in references])
     if not result.ref_len:
         line = "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)"
-        return {**_plain(result), "score": 0.0, "bp": 0.0, "line": line}
+        return _plain(result) | {"score": 0.0, "bp": 0.0, "line": line}
     # rounded as Perl does, which divides first
     precisions = [100 * (matches / max(total, 1)) for matches, total in zip(result.counts, result.totals)]
     orders = "/".join(f"{precision:.1f}" for precision in precisions)
     lengths = f"ratio={result.ratio:.3f}, hyp_len={result.sys_len}, ref_len={result.ref_len}"
     line = f"BLEU = {result.score:.2f}, {orders} (BP={result.bp:.3f}, {lengths})"
-    return {**_plain(result), "line": line}
+    return _plain(result) | {"line": line}
 
 
 def _plain(result: Any) -> dict[str, object]:
     """sacreBLEU's score as plain data, unrounded."""
     scores = {name: getattr(result, name) for name in ("score", "precisions", "bp")}
-    return {**scores, "hyp_len": result.sys_len, "ref_len": result.ref_len}
+    return scores | {"hyp_len": result.sys_len, "ref_len": result.ref_len}
 
 
 @functools.cache
@@ -216,20 +218,18 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
     if own_rule and (name == BLEU.TOKENIZER_DEFAULT or _usable(name)):
         return name, ""
     extra = _EXTRAS.get(name)
+    remedy = "see https://github.com/mjpost/sacrebleu"
     if extra:
         remedy = f"pip install 'sacrebleu[{extra}]'"
-    else:
-        remedy = "see https://github.com/mjpost/sacrebleu"
     if wanted:
         raise UserError(f"--sacrebleu-tokenizer {name}: sacreBLEU cannot load it here ({remedy}).")
+    alternative = "char"
     if _FLORES200.is_file() and _usable("flores200"):
-        other = "flores200"
-    else:
-        other = "char"
+        alternative = "flores200"
     if not own_rule:
-        return other, ""
-    why = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
-    return other, f"{why}: {other} was taken instead, which is not comparable with it"
+        return alternative, ""
+    problem = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
+    return alternative, f"{problem}: {alternative} was taken instead, which is not comparable with it"
 
 
 class RunningText(NamedTuple):
@@ -263,21 +263,23 @@ def running_text(texts: Texts) -> RunningText:
     tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
     hypotheses = texts.hypotheses
     references = texts.raw_references or texts.references
-    given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
+    is_given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
     lowercase = lowercase and not writes_no_spaces(texts.lang)  # a few Latin letters say nothing of the text
-    as_tokens = lowercase and not any(given) and not texts.tokenizer
-    form = "/".join("as given" if already else f"Moses detokenizer -l {texts.lang}" for already in given)
-    form = f"{tokenizer}, {'lower-cased' if lowercase else 'cased'}; hypotheses/references: {form}"
-    if not as_tokens and not given[0]:
-        hypotheses = [detokenize(line, texts.lang) for line in hypotheses]
-    if not as_tokens and not given[1]:
-        references = [[detokenize(line, texts.lang) for line in lines] for lines in references]
-    return RunningText(
-        hypotheses,
-        references,
-        {"lowercase": lowercase, "tokenize": "none" if as_tokens else tokenizer},
-        f"sacreBLEU {'on the tokens as given, lower-cased' if as_tokens else form}",
-        "" if as_tokens else warning,
+    as_tokens = lowercase and not any(is_given) and not texts.tokenizer
+    if as_tokens:
+        settings = {"lowercase": lowercase, "tokenize": "none"}
+        return RunningText(hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased")
+    to_text = functools.partial(detokenize, lang=texts.lang)
+    if not is_given[0]:
+        hypotheses = [*map(to_text, hypotheses)]
+    if not is_given[1]:
+        references = [[*map(to_text, lines)] for lines in references]
+    forms = "/".join(
+        "as given" if is_running else f"Moses detokenizer -l {texts.lang}" for is_running in is_given
     )
+    case = "lower-cased" if lowercase else "cased"
+    chain = f"sacreBLEU {tokenizer}, {case}; hypotheses/references: {forms}"
+    settings = {"lowercase": lowercase, "tokenize": tokenizer}
+    return RunningText(hypotheses, references, settings, chain, warning)

@@ -61,17 +61,18 @@ def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu
         hits = [by_place[place] for place in places]
         return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
 
-    by = {
-        name: {value: accuracy(places) for value, places in sorted(values.items())}
-        for name, values in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items()
-    }
+    total = accuracy(range(count))
+    total["by"] = {}
     evaluation: dict[str, Any] = {"sentences": count}
-    for name, values in by.items():
+    for name, groups in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items():
+        values = {value: accuracy(places) for value, places in sorted(groups.items())}
+        total["by"][name] = values
         if len(values) <= _FEW:
-            scores = {str(value): round(found["score"], 2) for value, found in values.items()}
+            scores = {str(value): round(row["score"], 2) for value, row in values.items()}
             evaluation[f"accuracy_by_{name}"] = scores
-    meta = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
-    return {"accuracy": {**accuracy(range(count)), "by": by}, "meta": {**meta, "evaluation": evaluation}}
+    meta: dict[str, Any] = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
+    meta["evaluation"] = evaluation
+    return {"accuracy": total, "meta": meta}
 
 
 _FEW = 10  # values of a group that are kept with the result of a recipe
@@ -83,7 +84,7 @@ def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
         return {}
     head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
     names = head.split("\t")
-    found: dict[str, dict[int, list[int]]] = {name: {} for name in names}
+    groups: dict[str, dict[int, list[int]]] = {name: {} for name in names}
     for number, line in enumerate(lines):
         values = line.split("\t")
         if len(values) != len(names) or not all(value.isdecimal() for value in values):
@@ -91,12 +92,12 @@ def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
                 f"{path}, line {number + 2}: {len(names)} whole numbers are expected. Prepare the data again."
             )
         for name, value in zip(names, values):
-            found[name].setdefault(int(value), []).append(number)
+            groups[name].setdefault(int(value), []).append(number)
     if len(lines) != sentences:
         raise UserError(
             f"{path} has {len(lines):,} lines for {sentences:,} sentences: prepare the data again."
         )
-    return found
+    return groups
 
 
 def run(args: argparse.Namespace) -> int:
@@ -110,6 +111,6 @@ def run(args: argparse.Namespace) -> int:
     accuracy = scores["accuracy"]
     print(f"accuracy {accuracy['score']:.2f} %  [{accuracy['sentences']:,} sentences of {args.subset}]")
     for name, values in accuracy["by"].items():
-        for value, found in values.items():
-            print(f"  {name} {value:>3}: {found['score']:6.2f} %  [{found['sentences']:,}]")
+        for value, row in values.items():
+            print(f"  {name} {value:>3}: {row['score']:6.2f} %  [{row['sentences']:,}]")
     return 0

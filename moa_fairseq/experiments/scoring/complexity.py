@@ -30,24 +30,22 @@ from __future__ import annotations
 
 import argparse
 import json
-import os
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
-from fairseq.models import FairseqEncoderDecoderModel, FairseqLanguageModel
+from fairseq.models import FairseqLanguageModel
 from fairseq.modules import MultiheadAttention
 from torch import nn
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.branch import branch_size
+from moa_fairseq.experiments.scoring.published_cost import published_cost
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.layers.attention import Attention
-from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.positions import RelativePositions
 from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.layers.sigma_moe import SigmaMoE
-from moa_fairseq.layers.switchhead import SwitchHeadAttention
 
 PARTS = {
     "embedding": "embedding",
@@ -123,43 +121,14 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     unknown: set[str] = set()
     stated: set[nn.Module] = set()  # the cost of these is part of what the attention around them states
     for name, module in modules.items():
-        path = name.split(".")
         part = part_of(name, module)
-        cross = "encoder_attn" in path
-        of_source = path[0] == "encoder" or (cross and path[-1] in ("k_proj", "v_proj"))
-        queries = src_len if of_source else tgt_len
-        keys = src_len if cross else queries
-        layer, of_itself, _ = name.partition(".self_attn")
-        if of_itself and getattr(modules[layer], "cross_self_attention", False):
-            keys += src_len
-            if path[-1] in ("k_proj", "v_proj"):
-                queries = keys
-        if isinstance(module, (Attention, MultiheadAttention)) and path[0] == "decoder" and not cross:
-            own = isinstance(module, Attention)
-            if own:
-                cost.cache_bytes = module.cache_bytes()
-            else:
-                cost.cache_bytes = 2 * 2 * module.embed_dim
+        queries, keys = _lengths(name, modules, src_len, tgt_len)
+        is_attention = isinstance(module, Attention)
+        of_decoder = name.startswith("decoder.") and "encoder_attn" not in name
+        if isinstance(module, (Attention, MultiheadAttention)) and of_decoder:
+            cost.cache_bytes = module.cache_bytes() if is_attention else 2 * 2 * module.embed_dim
         if isinstance(module, (Attention, SigmaMoE)):
-            if isinstance(module, SigmaMoE):
-                macs = module.macs(queries)
-            else:
-                if carries and isinstance(module.positions, RelativePositions):
-                    chunks = 2
-                else:
-                    chunks = 1
-                macs = module.macs(queries, keys * chunks)
-                if cost.layer is None:
-                    published = published_cost(module, queries, chunks)
-                else:
-                    published = None
-                if published is not None:
-                    cost.layer = {**published, "plain_macs": sum(macs.values())}
-            cost.macs["router"] += macs["router"]
-            cost.macs[part] += macs["projections"]
-            cost.macs["attention_matmul"] += macs.get("scores", 0)
-            if isinstance(module, Attention):
-                cost.attention_macs += sum(macs.values())
+            _add_stated(cost, module, part, queries, keys, carries)
             stated.update(module.modules())
         elif module in stated:
             continue
@@ -168,67 +137,54 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.attention_macs += 2 * queries * keys * module.embed_dim
         elif isinstance(module, nn.Linear) or type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
             # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
-            macs_of_all = module.get_parameter("weight").numel() * queries
-            cost.macs[part] += macs_of_all
+            products = module.get_parameter("weight").numel() * queries
+            cost.macs[part] += products
             if part in _ATTENTIONS:
-                cost.attention_macs += macs_of_all
-        elif not isinstance(module, nn.Embedding):
-            matrices = [p for p in module.parameters(recurse=False) if p.dim() > 1]
-            unknown.update([type(module).__name__] if matrices else [])
+                cost.attention_macs += products
+        elif not isinstance(module, nn.Embedding) and any(
+            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
+        ):
+            unknown.add(type(module).__name__)
     cost.not_counted = sorted(unknown)
     if gates_of(model):
         from moa_fairseq.plugin.coordinate_descent.finetuning import updated_by
 
-        cost.updated = {
-            method: sum(parameter.numel() for parameter in updated_by(model, method))
-            for method in ("ftg", "ftg_plus", "ftall")
-        }
+        for method in ("ftg", "ftg_plus", "ftall"):
+            cost.updated[method] = sum(parameter.numel() for parameter in updated_by(model, method))
     return cost
 
 
-def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, int] | None:
-    """The cost for a chunk of tokens as SwitchHead's authors count it (arXiv 2312.07987).
+def _lengths(name: str, modules: Mapping[str, nn.Module], src_len: int, tgt_len: int) -> tuple[int, int]:
+    """Numbers of queries and keys that a module sees."""
+    path = name.split(".")
+    cross = "encoder_attn" in path
+    projects_keys = path[-1] in ("k_proj", "v_proj")
+    queries = src_len if path[0] == "encoder" or (cross and projects_keys) else tgt_len
+    keys = src_len if cross else queries
+    layer, of_itself, _ = name.partition(".self_attn")
+    if of_itself and getattr(modules[layer], "cross_self_attention", False):
+        keys += src_len
+        queries = keys if projects_keys else queries
+    return queries, keys
 
-    The formulas are those that print their Tables 1-3 and 7 (their own Eq. 11-15 differ).
 
-    Args:
-        attention: of one layer.
-        length: tokens of the chunk.
-        chunks: how many chunks of tokens are attended to, 2 with a carried one.
-
-    Returns:
-        "macs": multiply-accumulates; "floats": numbers that training stores. None for a setting for which
-        they have no formula.
-    """
-    n = attention.num_heads
-    d = attention.head_dim
-    C = chunks
-    T = length
-    width = attention.embed_dim
-    relative = isinstance(attention.positions, RelativePositions)
-    macs = 2 * C * n * d * T**2
-    floats = 2 * C * n * T**2
-    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
-        k = 2  # in their script, for every n
-        experts = attention.num_experts
-        macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
-        return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
-    if not isinstance(attention, SwitchHeadAttention):
-        return None
-    if not attention.experts:  # dense: Eq. 11-12
-        macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
-        return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
-    if attention.experts != "vo":
-        return None
-    k = attention.experts_per_token
-    experts = attention.num_experts
-    selections = 1 if attention.shares_selection else 2
-    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
-    macs += relative * 2 * n * d * width * T
-    return {
-        "macs": macs,
-        "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + selections * experts * C * T,
-    }
+def _add_stated(
+    cost: Cost, module: Attention | SigmaMoE, part: str, queries: int, keys: int, carries: bool
+) -> None:
+    """Add what a mixture states of its own cost."""
+    if isinstance(module, SigmaMoE):
+        macs = module.macs(queries)
+    else:
+        chunks = 2 if carries and isinstance(module.positions, RelativePositions) else 1
+        macs = module.macs(queries, keys * chunks)
+        cost.attention_macs += sum(macs.values())
+        if cost.layer is None:
+            cost.layer = published_cost(module, queries, chunks)
+            if cost.layer is not None:
+                cost.layer["plain_macs"] = sum(macs.values())
+    cost.macs["router"] += macs["router"]
+    cost.macs[part] += macs["projections"]
+    cost.macs["attention_matmul"] += macs.get("scores", 0)
 
 
 def part_of(name: str, module: nn.Module) -> str:
@@ -284,57 +240,10 @@ def complexity(
     return count(build_meta_model(arch, vocab_size, embeddings, model_flags), src_len, tgt_len)
 
 
-def branch_size(
-    arch: str, vocab_size: int = 32000, embeddings: str = "shared", model_flags: Sequence[str] = ()
-) -> float:
-    """How large attention starts: the norm of its output ÷ that of its input; see --branch.
-
-    Args:
-        arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
-
-    Raises:
-        UserError: as `build_meta_model`, and where the model has no attention that this could look at, does
-            not run on 20 tokens, or does not fit into memory.
-    """
-    from moa_fairseq.experiments.scoring.meta_model import build_meta_model
-
-    meta_model = build_meta_model(arch, vocab_size, embeddings, model_flags)
-    needed = 4 * sum(weights.numel() for weights in meta_model.parameters())
-    if needed > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
-        raise UserError(
-            f"--branch: the weights of {arch} need {needed / 2**30:.0f} GiB, and this machine has "
-            f"{memory / 2**30:.0f}. Leave the flag out, or give fewer layers after a lone --."
-        )
-    sizes: list[float] = []
-
-    def measure(module: nn.Module, inputs: Any, named: dict[str, Any], output: Any) -> None:
-        sizes.append((output[0].norm() / named["query"].norm()).item())
-
-    with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for seed in range(1, 5):  # one draw of a tiny model's weights is off by 3 %
-            torch.manual_seed(seed)
-            model = build_meta_model(arch, vocab_size, embeddings, model_flags, weights=True).eval()
-            for module in model.modules():
-                if isinstance(module, (Attention, MultiheadAttention)):
-                    module.register_forward_hook(measure, with_kwargs=True)
-            tokens = torch.randint(4, vocab_size, (8, 20))
-            pair = (torch.full((8,), 20), tokens) if isinstance(model, FairseqEncoderDecoderModel) else ()
-            try:
-                model(tokens, *pair)
-            except (TypeError, IndexError) as error:
-                raise UserError(
-                    f"--branch: {arch} does not run on 20 random tokens ({error}). Leave the flag out, or "
-                    "allow 20 positions."
-                ) from error
-    if not sizes:
-        raise UserError(f"--branch: {arch} has no multi-head attention. Leave the flag out.")
-    return sum(sizes) / len(sizes)
-
-
 def as_json(cost: Cost) -> dict[str, Any]:
     """The report as plain data; all counts are integers."""
     scores = cost.macs["attention_matmul"]
-    return {
+    report: dict[str, Any] = {
         "parameters": cost.total_parameters,
         "macs": cost.total_macs,
         "macs_paper_convention": cost.total_macs - scores,
@@ -345,27 +254,29 @@ def as_json(cost: Cost) -> dict[str, Any]:
         "cache_bytes": cost.cache_bytes,
         "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
         "macs_by_part": cost.macs,
-        **{f"switchhead_layer_{name}": count for name, count in (cost.layer or {}).items()},
-        **{f"updated_{method}": parameters for method, parameters in cost.updated.items()},
-        "not_counted": cost.not_counted,
     }
+    for name, count in (cost.layer or {}).items():
+        report[f"switchhead_layer_{name}"] = count
+    for method, parameters in cost.updated.items():
+        report[f"updated_{method}"] = parameters
+    report["not_counted"] = cost.not_counted
+    return report
 
 
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
     report = as_json(cost)
-    rest = (report["parameters"] - cost.parameters["output"], report["macs"] - report["output_macs"])
+    remainder = (report["parameters"] - cost.parameters["output"], report["macs"] - report["output_macs"])
     rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
     rows += [
         ("total", report["parameters"], report["macs"]),
         ("  attention, total", report["attention_parameters"], report["attention_macs"]),
-        ("  without the output layer", *rest),
+        ("  without the output layer", *remainder),
     ]
-    table = [
-        {"part": label, "parameters": parameters, "macs": macs}
-        for label, parameters, macs in rows
-        if parameters or macs
-    ]
+    table: list[dict[str, Any]] = []
+    for label, parameters, macs in rows:
+        if parameters or macs:
+            table.append({"part": label, "parameters": parameters, "macs": macs})
     notes = {
         "papers' convention": ("macs_paper_convention", "no attention scores and values"),
         "attention twice": ("macs_attention_twice", "MoA's Table 2; see --help"),
@@ -375,7 +286,7 @@ def as_text(title: str, cost: Cost) -> str:
     }
     for label, (key, note) in notes.items():
         if key in report:
-            table += [{"part": label, "macs": report[key], "note": note}]
+            table.append({"part": label, "macs": report[key], "note": note})
     for method, parameters in cost.updated.items():
         table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
     columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
@@ -416,15 +327,17 @@ def run(args: argparse.Namespace) -> int:
         if (value := getattr(args, name)) is not None:
             model_flags += ["--" + name.replace("_", "-"), str(value)]
     cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
+    branch = None
     if args.branch:
         branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags)
-    else:
-        branch = None
     if args.json:
         names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
-        setting = {name: getattr(args, name) for name in names}
-        counts = {**as_json(cost), **({} if branch is None else {"branch": branch})}
-        print(json.dumps({**setting, "model_flags": model_flags, **counts}, indent=2))
+        report: dict[str, Any] = {name: getattr(args, name) for name in names}
+        report["model_flags"] = model_flags
+        report.update(as_json(cost))
+        if branch is not None:
+            report["branch"] = branch
+        print(json.dumps(report, indent=2))
         return 0
     lengths = f"{args.src_len} source and {args.tgt_len} target tokens"
     print(as_text(f"{args.arch}, {args.vocab_size:,} symbols, {lengths}", cost))

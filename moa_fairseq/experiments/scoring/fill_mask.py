@@ -44,11 +44,11 @@ def run(args: argparse.Namespace) -> int:
     """Print the most probable tokens; </s> and other symbols are left out."""
     if args.text.count("<mask>") != 1 or args.top < 1:
         raise UserError("Give a text with exactly one <mask>, and --top 1 or more.")
-    kept = kept_text(args.checkpoint)
-    model, task = load_masked_lm(args.checkpoint, args.data or kept)
-    data = kept or Path(task.cfg.data).resolve()
+    saved = kept_text(args.checkpoint)
+    model, task = load_masked_lm(args.checkpoint, args.data or saved)
+    data = saved or Path(task.cfg.data).resolve()
     dictionary = task.source_dictionary
-    if not kept:
+    if not saved:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
     before, after = (side.rstrip() for side in args.text.split("<mask>"))
@@ -64,6 +64,6 @@ def run(args: argparse.Namespace) -> int:
     if sys.stdout is None:  # `>&-`
         raise UserError("Standard output is closed: redirect it with `> FILE`.")
     # the token as `repr` shows it, the text with whatever it holds
-    shown = printable if sys.stdout.isatty() else str
-    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else shown("\n".join(lines)))
+    escape = printable if sys.stdout.isatty() else str
+    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else escape("\n".join(lines)))
     return 0

@@ -119,22 +119,19 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     Raises:
         UserError: for a folder without a log, and for a damaged recipe.yaml.
     """
-    given = Path(path)
-    folder = given if given.is_dir() else given.parent
+    path_given = Path(path)
+    folder = path_given if path_given.is_dir() else path_given.parent
     file = folder / "recipe.yaml"
     remedy = "Restore it; or remove it, and say --target-lang."
     recipe: Any
-    if file.is_file():
-        recipe = read_yaml(file, remedy)
-    else:
-        recipe = {}
+    recipe = read_yaml(file, remedy) if file.is_file() else {}
     check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
     data, generate = (recipe.get(section) or {} for section in ("data", "generate"))
     check_kinds(data, {"target": TEXT}, f"{file}: data", remedy)
     check_kinds(generate, {"subsets": LIST}, f"{file}: generate", remedy)
     language = data.get("target")
-    if not given.is_dir():
-        return given, language
+    if not path_given.is_dir():
+        return path_given, language
     logs = sorted(folder.glob("generate-*.txt"))
     first = [f"generate-{subset}.txt" for subset in (generate.get("subsets") or [])[:1]]
     logs = [log for log in logs if log.name in first] or logs

@@ -151,8 +151,8 @@ def score(
     facts: dict[str, Any] = splits.get(subset, {})
     if subset in splits:
         kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
-        where = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
-        check_kinds(facts, kinds, where, "Prepare the data again.", required=("words", "lines"))
+        location = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
+        check_kinds(facts, kinds, location, "Prepare the data again.", required=("words", "lines"))
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
@@ -164,23 +164,6 @@ def score(
     if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
         values["masked_lm_word_ppl"] = (by_words, "shared out to words and ends of line")
-    tokens = results[0].tokens
-    warnings = []
-    if not facts:
-        warnings.append(
-            f"{task.cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
-            "word-level perplexity (moa-fairseq prepare writes one)"
-        )
-    if facts and not spaces:
-        warnings.append(
-            f"{subset} has {facts['words']:,} words between spaces in {facts['filled']:,} lines with text: "
-            "they do not part its words, so there is no word-level perplexity"
-        )
-    if facts and (missing := facts["subwords"] + facts["lines"] - tokens[TEXT] - tokens[LINE_END]):
-        warnings.append(
-            f"{missing:,} of {facts['subwords'] + facts['lines']:,} tokens of {subset} were left out by the "
-            f"training's --shorten-method or --sample-break-mode {task.cfg.sample_break_mode}"
-        )
     (symbols,) = count_symbols(Path(task.cfg.data), (), [subset]).values()
     meta = {
         "checkpoint": str(checkpoint),
@@ -194,35 +177,56 @@ def score(
             "sample_break_mode": str(task.cfg.sample_break_mode),
             "unknown": round(symbols.share, 6),
         },
-        "tokens": tokens,
+        "tokens": results[0].tokens,
         "masked_tokens": [sum(result.masked.values()) for result in results],
         "text": facts,
         "dictionary": manifest.get("dictionary"),
-        "warnings": warnings,
+        "warnings": _warnings(task.cfg, subset, facts, results[0].tokens, bool(spaces)),
     }
-    scores: dict[str, Any] = {
-        name: {
-            "score": statistics.mean(each),
-            "sd": statistics.stdev(each) if len(each) > 1 else None,
-            "values": each,
+    scores: dict[str, Any] = {}
+    for name, (perplexities, over) in values.items():
+        scores[name] = {
+            "score": statistics.mean(perplexities),
+            "sd": statistics.stdev(perplexities) if len(perplexities) > 1 else None,
+            "values": perplexities,
             "over": over,
         }
-        for name, (each, over) in values.items()
-    }
-    return {**scores, "meta": meta}
+    scores["meta"] = meta
+    return scores
+
+
+def _warnings(
+    cfg: Any, subset: str, facts: dict[str, Any], tokens: dict[str, int], has_spaces: bool
+) -> list[str]:
+    """Why there is no word-level perplexity, and what was left out. facts: the manifest's of the subset."""
+    if not facts:
+        return [
+            f"{cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "
+            "word-level perplexity (moa-fairseq prepare writes one)"
+        ]
+    warnings = []
+    if not has_spaces:
+        warnings.append(
+            f"{subset} has {facts['words']:,} words between spaces in {facts['filled']:,} lines with text: "
+            "they do not part its words, so there is no word-level perplexity"
+        )
+    expected = facts["subwords"] + facts["lines"]
+    if missing := expected - tokens[TEXT] - tokens[LINE_END]:
+        warnings.append(
+            f"{missing:,} of {expected:,} tokens of {subset} were left out by the training's "
+            f"--shorten-method or --sample-break-mode {cfg.sample_break_mode}"
+        )
+    return warnings
 
 
 def run(args: argparse.Namespace) -> int:
     """Print the perplexities of one model. Raises UserError on bad input."""
     if args.maskings < 1 or args.max_tokens < 1:
-        if args.maskings < 1:
-            flag = "--maskings"
-        else:
-            flag = "--max-tokens"
+        flag = "--maskings" if args.maskings < 1 else "--max-tokens"
         raise UserError(f"{flag} must be at least 1.")
     seeds = list(range(args.mask_seed, args.mask_seed + args.maskings))
-    how = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
-    scores = score(args.masked_lm, args.data, args.subset, seeds, *how)
+    passed = (args.max_tokens, args.cpu, args.sample_break_mode, args.target_lang)
+    scores = score(args.masked_lm, args.data, args.subset, seeds, *passed)
     for warning in scores["meta"]["warnings"]:
         print(f"moa-fairseq score: warning: {warning}", file=sys.stderr)
     if args.json:
@@ -230,10 +234,7 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name, summary in scores.items():
         if name != "meta":
-            if summary["sd"] is None:
-                spread = ""
-            else:
-                spread = f" ± {summary['sd']:.3f}"
+            spread = "" if summary["sd"] is None else f" ± {summary['sd']:.3f}"
             print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
     evaluation = ", ".join(f"{key} {value}" for key, value in scores["meta"]["evaluation"].items())
     print(f"{args.subset}: {evaluation}; base: e^(nats per token)")

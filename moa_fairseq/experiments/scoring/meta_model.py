@@ -124,10 +124,7 @@ class _WithoutValues(TorchFunctionMode):
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.FILLING:
             # the first argument of torch.nn.init's functions
-            if args:
-                tensor = args[0]
-            else:
-                tensor = kwargs["tensor"]
+            tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
         return func(*args, **kwargs)

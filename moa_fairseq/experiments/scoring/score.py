@@ -155,9 +155,9 @@ def run(args: argparse.Namespace) -> int:
     if args.against:
         if args.chain or args.also or args.lowercase:
             raise UserError("--against compares BLEU and chrF: leave --chain, --also and --lowercase out.")
-        return _compare(
-            [[read(path, args) for path in system] for system in (paths, args.against)], args.json
-        )
+        ours = [read(path, args) for path in paths]
+        theirs = [read(path, args) for path in args.against]
+        return _compare([ours, theirs], args.json)
     if len(paths) > 1:
         raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
     texts, meta = read(paths[0], args)
@@ -197,7 +197,7 @@ def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -
         )
     _warn(meta["warnings"])
     if args.json:
-        print(json.dumps({**scores, "meta": meta}, indent=2, ensure_ascii=False))
+        print(json.dumps(scores | {"meta": meta}, indent=2, ensure_ascii=False))
         return 0
     for name in chains:
         result = scores[KEYS[name]]
@@ -237,7 +237,7 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
     columns += [Column("second", "second", ".2f"), Column("difference", "first − second", "+.2f")]
     columns += [Column("p", "p, sentences", ".4f"), Column("interval", "95 %, seeds", ">")]
     columns += [Column("p_seeds", "p, seeds", ".4f")]
-    rows = [{**row, "interval": interval_of(row)} for row in content["metrics"]]
+    rows = [dict(row, interval=interval_of(row)) for row in content["metrics"]]
     print(Table(columns, rows).text())
     print(*(row["signature"] for row in content["metrics"]), sep="\n")
     print(f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}")
@@ -249,9 +249,9 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
     path = str(file)
     log = read_generate_log(file, args.allow_partial)
     language = args.target_lang or log.target_lang or language
-    wanted = args.remove_bpe or "auto"
-    joined, kind = _joined(log.hypotheses, wanted)
-    targets, target_kind = _joined(log.targets, wanted)
+    joining = args.remove_bpe or "auto"
+    joined, kind = _joined(log.hypotheses, joining)
+    targets, target_kind = _joined(log.targets, joining)
     # fairseq applies --bpe and --tokenizer to T and D, not to H: then D has to be compared with T.
     decoded = log.decoded != log.hypotheses
     hypotheses = log.decoded if decoded else joined
@@ -272,18 +272,17 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
             "--reference"
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
-        if skipped == 1:
-            what = "1 sentence of the test set is"
-        else:
-            what = f"{skipped} sentences of the test set are"
-        story = (
-            f"{path}: {what} missing. fairseq leaves out "
+        number = (
+            "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
+        )
+        problem = (
+            f"{path}: {number} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )
         if not args.allow_partial:
-            raise UserError(f"{story}. Translate all of them, or score these with --allow-partial.")
-        warnings.append(story)
+            raise UserError(f"{problem}. Translate all of them, or score these with --allow-partial.")
+        warnings.append(problem)
     if not log.complete:
         warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
     if not language:
@@ -309,13 +308,10 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
 
 
 def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
-    if args.raw_reference:
-        raws = [args.raw_reference]
-    else:
-        raws = []
+    raws = [args.raw_reference] if args.raw_reference else []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
     hypotheses = texts[path]
-    wanted = args.remove_bpe or "none"
+    joining = args.remove_bpe or "none"
     for file, lines in texts.items():
         if not any(line.strip() for line in lines):
             raise UserError(f"{file} is empty: there is nothing to score.")
@@ -324,29 +320,25 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
                 f"{path} has {len(hypotheses)} lines, {file} has {len(lines)}: a score needs the same "
                 f"sentences in the same order. Check that both files are complete."
             )
-    joined, kind = _joined(hypotheses, wanted)
+    joined, kind = _joined(hypotheses, joining)
     language = args.target_lang or beside_recipe(path)[1]
-    references = [_joined(texts[file], wanted) for file in args.reference]
+    references, reference_kinds = zip(*(_joined(texts[file], joining) for file in args.reference))
     meta: dict[str, Any] = {
         "input": str(path),
         "references": [str(file) for file in args.reference],
         "lines": len(hypotheses),
-        "subwords_joined": {"hypotheses": kind, "references": [other for _, other in references]},
+        "subwords_joined": {"hypotheses": kind, "references": list(reference_kinds)},
         "target_lang": language or "de",
         "known_lang": language,
         "warnings": [] if language else [f"{path} {_GERMAN}"],
     }
     raw = [texts[file] for file in raws] or None
-    sides = [lines for lines, _ in references]
     lang = meta["target_lang"]
     tokenizer = args.sacrebleu_tokenizer
-    return Texts(joined, sides, lang, args.detokenized, raw, tokenizer), meta
+    return Texts(joined, list(references), lang, args.detokenized, raw, tokenizer), meta
 
 
 def _joined(lines: list[str], wanted: str) -> tuple[list[str], str]:
     """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
-    if wanted == "auto":
-        kind = subword_kind(lines)
-    else:
-        kind = wanted
+    kind = subword_kind(lines) if wanted == "auto" else wanted
     return [join_subwords(line, kind) for line in lines], kind

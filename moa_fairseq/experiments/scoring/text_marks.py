@@ -50,13 +50,11 @@ def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequ
     for number, (side, lines) in enumerate(sides.items()):
         if subword_kind(lines) != "none":
             warnings.append(f"the {side} still hold subwords (@@ or {_PIECE}): give --remove-bpe auto")
-        attached, alone = (sum(len(sign.findall(line)) for line in lines) for sign in (_ATTACHED, _ALONE))
+        attached = sum(len(_ATTACHED.findall(line)) for line in lines)
+        alone = sum(len(_ALONE.findall(line)) for line in lines)
         look = RUNNING if attached > alone else TOKENISED
         wrong = ", ".join(name for name, wants in chains.items() if wants[number] not in ("", look))
         if wrong and attached != alone:
-            if look == TOKENISED:
-                remedy = "detokenise"
-            else:
-                remedy = "tokenise"
+            remedy = "detokenise" if look == TOKENISED else "tokenise"
             warnings.append(f"{wrong}: the {side} look {look}, which makes the score wrong: {remedy} them")
     return warnings

@@ -28,17 +28,11 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
             keeps its dictionaries, by content.
     """
     if not checkpoint.is_file():
-        if checkpoint.is_dir():
-            why = "is a folder"
-        else:
-            why = "does not exist"
-        raise UserError(f"{checkpoint} {why}: name a checkpoint, such as a run's average.pt.")
+        reason = "is a folder" if checkpoint.is_dir() else "does not exist"
+        raise UserError(f"{checkpoint} {reason}: name a checkpoint, such as a run's average.pt.")
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
-    if data is None:
-        overrides = {}
-    else:
-        overrides = {"data": str(data)}
+    overrides = {} if data is None else {"data": str(data)}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
     settings = getattr(state.get("cfg"), "task", None) or state.get("args")  # an old checkpoint has "args"
     folder = str(getattr(settings, "data", None) or "").split(os.pathsep)[0]

@@ -31,11 +31,13 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
-from moa_fairseq.experiments.study.design import load_study, runs_of
+from moa_fairseq.experiments.study.design import runs_of
+from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.pictures import draw
 from moa_fairseq.experiments.study.records import pack_study
-from moa_fairseq.experiments.study.report import as_text, report
-from moa_fairseq.experiments.study.running import Place, open_runs, work
+from moa_fairseq.experiments.study.report import report
+from moa_fairseq.experiments.study.report_text import as_text
+from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import die_with_parent, terminate_as_interrupt, to_argv
 
@@ -106,15 +108,15 @@ def run(args: argparse.Namespace) -> int:
     if args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} is less than 1. Give the number of workers.")
     place = Place(study, args.runs / study.study, args.data, args.gpus)
-    left = open_runs(runs, place)
-    log.info("%s: %d of %d runs are left", study.study, len(left), len(runs))
+    remaining = open_runs(runs, place)
+    log.info("%s: %d of %d runs are left", study.study, len(remaining), len(runs))
     if args.dry_run:
-        for one in left:
-            log.info("%s", one.name)
+        for run in remaining:
+            log.info("%s", run.name)
     elif args.jobs > 1:
         _work_together(args.jobs, choose_devices(detect_hardware(), args.gpus, dry_run=False))
     else:
-        work(left, place)
+        run_pending(remaining, place)
     return 0
 
 
@@ -131,8 +133,7 @@ def _work_together(jobs: int, devices: Hardware) -> None:
             for _ in range(jobs):
                 environment = dict(os.environ)
                 if devices.gpus:
-                    own = itertools.islice(cards, devices.gpus)
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(own)
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.islice(cards, devices.gpus))
                 worker = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
                 workers.append(worker)
             while any(worker.poll() is None for worker in workers):

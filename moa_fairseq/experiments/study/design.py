@@ -1,17 +1,13 @@
-"""A study file: systems, seeds and contrasts; the runs that follow from them, and what they measured."""
+"""A study: systems, seeds and contrasts; the runs that follow from them, and what they measured."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
-import hashlib
 import itertools
 import json
 import logging
-import math
-import re
 import shlex
-from collections import Counter
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,24 +16,11 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import is_number
 from moa_fairseq.experiments.make import changes
-from moa_fairseq.experiments.recipes.loading import build, fail, find_recipe, load_recipe, read_mapping
+from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
 
-STAGES = ("train", "all")
-MOST_RUNS = 100_000
-# The numbers of a study file, and of its tuning: lowest and highest.
-_LIMITS = {
-    "seeds": (1, MOST_RUNS),
-    "first_seed": (0, 2**31),
-    "threads": (1, 1024),
-    "last": (1, 10_000),
-    "margin": (0, 100),
-    "levels": (0, 10_000),
-}
-_NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
 _ANEW = "Take the change back, or give the study another name, under which it starts over."
 # Not part of a record's settings: the seed and the precision, which it has in separate fields, and how a
 # training runs.
@@ -163,155 +146,6 @@ class Run(NamedTuple):
         return load_recipe(self.recipe, overrides)
 
 
-def load_study(path: Path, records: Path, tune: bool = False) -> Study:
-    """Read and check a study file.
-
-    Args:
-        path: the file.
-        records: the folder of all studies' records.
-        tune: its tuning runs, a system for each point of the grid; otherwise the systems have the values
-            selected by the tuning.
-
-    Raises:
-        UserError: with file and key; also if the tuning is not complete, or every run of a system in it
-            diverged.
-    """
-    file = str(path)
-    study = build(Study, _with_base(path), file)
-    if study.tuning is None:
-        tuning = None
-    else:
-        tuning = build(Tuning, study.tuning, file, "tuning")
-    _check(study, tuning, file)
-    if tune and not tuning:
-        fail(file, "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
-    rows = {key: build(System, row, file, f"systems.{key}") for key, row in study.systems.items()}
-    rows = {key: dataclasses.replace(row, set={**study.set, **row.set}) for key, row in rows.items()}
-    if tuning:
-        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
-    else:
-        grids = {}
-    if tuning:
-        trials = {name: system for grid in grids.values() for name, (system, _) in grid.items()}
-        trial = dataclasses.replace(
-            study,
-            study=f"{study.study}_tuning",
-            seeds=tuning.seeds,
-            first_seed=tuning.first_seed,
-            systems=trials,
-            contrasts={},
-            stage="train",
-        )
-        if tune:
-            return trial
-        runs = runs_of(trial, path.parent, records)
-        found = fitting_records(trial, runs)
-        if missing := len(runs) - len(found):
-            raise UserError(
-                f"{path}: {missing} of {len(runs)} tuning runs are missing. Run it with --tune first."
-            )
-        losses = losses_of(trial, runs, found)
-        diverged = Counter(run.system for run in runs if _has_diverged(trial, found[run.name]))
-        for key, grid in grids.items():
-            best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
-            if diverged[best] == tuning.seeds:
-                why = f"every tuning run of system {key} diverged, so there is no best point of its grid"
-                remedy = "Give lower values, and run it with --tune again."
-                fail(file, "tuning.grid", f"{why}. {remedy}")
-            rows[key] = dataclasses.replace(rows[key], set={**rows[key].set, **grid[best][1]})
-    contrasts = {}
-    for key, row in study.contrasts.items():
-        contrasts[key] = contrast = build(Contrast, row, file, f"contrasts.{key}")
-        if unknown := {contrast.first, contrast.second} - rows.keys():
-            fail(file, f"contrasts.{key}", f"there is no system {min(unknown)!r}.")
-        if contrast.first == contrast.second:
-            fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
-    return dataclasses.replace(study, systems=rows, contrasts=contrasts)
-
-
-def _with_base(path: Path) -> dict[str, Any]:
-    """The mapping of a study file over that of its `base:`, a study file whose path begins in its folder.
-
-    If both have a mapping for a key (set, systems, contrasts, tuning), it has the entries of both; otherwise
-    the file's own value counts. So a system or a contrast in both files is the file's.
-    """
-    mapping = read_mapping(path, "study")
-    name = mapping.pop("base", None)
-    if name is None:
-        return mapping
-    if not isinstance(name, str):
-        fail(str(path), "base", "must be the path of a study file.")
-    below = read_mapping(path.parent / name, "study")
-    if "base" in below:
-        fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
-    for key, value in below.items():
-        above = mapping.get(key, value)
-        if isinstance(value, dict) and isinstance(above, dict):
-            mapping[key] = {**value, **above}
-        else:
-            mapping[key] = above
-    return mapping
-
-
-def _check(study: Study, tuning: Tuning | None, file: str) -> None:
-    """Raise UserError for an invalid name, number or stage.
-
-    Also for too many runs, and for seeds of the tuning that are also seeds of the study.
-    """
-    for key, values in {"": study, **({"tuning.": tuning} if tuning else {})}.items():
-        for name, (low, high) in _LIMITS.items():
-            value = getattr(values, name, low)
-            if not (is_number(value) and low <= value <= high):
-                fail(file, key + name, f"must be between {low} and {high:,}, not {value}.")
-    if study.stage not in STAGES:
-        fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
-    names = {"study": study.study, **{f"systems.{key}": key for key in study.systems}}
-    if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
-        why = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
-        fail(file, bad, why)
-    if not study.systems:
-        fail(file, "systems", "is empty. Give at least one.")
-    runs = {"seeds": study.seeds * len(study.systems)}
-    if tuning:
-        points = math.prod(map(len, tuning.grid.values()))
-        if not points or not tuning.grid:
-            fail(file, "tuning.grid", "has no point. Give each key at least one value.")
-        runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
-        shared = max(study.first_seed, tuning.first_seed)
-        end = study.first_seed + study.seeds
-        if shared < min(end, tuning.first_seed + tuning.seeds):
-            why = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
-            remedy = f"Give {end} or more, or give the study another first_seed."
-            fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {why}. {remedy}")
-    for key, number in runs.items():
-        if number > MOST_RUNS:
-            fail(file, key, f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.")
-
-
-def _grid(key: str, row: System, tuning: Tuning, file: str) -> dict[str, tuple[System, dict[str, Any]]]:
-    """Name → system and its point, for every point of the grid."""
-    found: dict[str, tuple[System, dict[str, Any]]] = {}
-    for values in itertools.product(*tuning.grid.values()):
-        point = dict(zip(tuning.grid, values))
-        texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
-        name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
-        if name in found:
-            fail(
-                file, "tuning.grid", f"has {name.partition(' ')[2]} twice, so its runs would share a record."
-            )
-        label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
-        values_of_trial = {**row.set, **tuning.set, **point}
-        found[name] = dataclasses.replace(row, label=label, set=values_of_trial), point
-    return found
-
-
-def _file_name(text: str) -> str:
-    """The text if it can be part of a file's name, else its letters and digits with a hash of the whole."""
-    if re.fullmatch(r"[\w.+-]{1,40}", text):
-        return text
-    return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]
-
-
 def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
     """Every run in its order: all systems of one seed, then those of the next.
 
@@ -330,12 +164,12 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
 def settings_of(run: Run, stage: str) -> dict[str, Any]:
     """The settings of a result except the seed: the stage, and the recipe's values that are not defaults."""
 
-    def said(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
+    def values(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             key = f"{dot}{field.name}"
             if dataclasses.is_dataclass(value):
-                yield from said(value, f"{key}.")
+                yield from values(value, f"{key}.")
             elif field.name == "flags":
                 yield from ((f"{key}.{flag}", item) for flag, item in value.items() if item is not None)
             elif value != field.default:
@@ -344,10 +178,15 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
     recipe = dataclasses.replace(run.load(), reproduces=None)
     if stage == "train":
         recipe = dataclasses.replace(recipe, average=None, generate=None, score=None)
-    found = {
-        key: value for key, value in said(recipe) if key not in ("experiment", "summary", "rows", *_FREE)
-    }
-    return {"stage": stage, **found}
+    settings = {"stage": stage}
+    settings.update(_without_free(dict(values(recipe))))
+    for key in ("experiment", "summary", "rows"):
+        settings.pop(key, None)
+    return settings
+
+
+def _without_free(settings: dict[str, Any]) -> dict[str, Any]:
+    return {key: value for key, value in settings.items() if key not in _FREE}
 
 
 def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[str, dict[str, Any]]:
@@ -365,8 +204,8 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
     Raises:
         UserError: for a damaged record, and with `strict` for a record that does not fit.
     """
-    found: dict[str, dict[str, Any]] = {}
-    others: dict[str, tuple[str, str]] = {}
+    fitting: dict[str, dict[str, Any]] = {}
+    unfit: dict[str, tuple[str, str]] = {}
     settings: dict[str, dict[str, Any]] = {}
     records: dict[tuple[str, int], Record] = {}
     for folder in {run.records for run in runs}:
@@ -374,49 +213,45 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict
     for run in runs:
         if (run.system, run.seed) not in records:
             continue
-        where, record = records[run.system, run.seed]
+        location, record = records[run.system, run.seed]
         now = {"study": study.study}
-        made = {"study": record["study"]}
+        recorded = {"study": record["study"]}
         # the record of another study was copied here
-        if made == now:
-            remedy = _ANEW
-        else:
-            remedy = REMEDY
-        if made == now and record.get("settings"):
-            made = record["settings"]
+        remedy = _ANEW if recorded == now else REMEDY
+        if recorded == now and record.get("settings"):
+            recorded = record["settings"]
             now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)
-        elif made == now:
-            now = {"recipe": run.recipe.name, "stage": study.stage, **run.overrides}
-            made = _settings_in(record.get("command") or "")
-        before, after = ({k: v for k, v in said.items() if k not in _FREE} for said in (made, now))
-        if different := changes(before, after):
-            why = "; ".join(": ".join(each)[:200] for each in list(different.items())[:5])
-            others[where] = why, remedy
+        elif recorded == now:
+            now = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
+            recorded = _settings_in(record.get("command") or "")
+        if differ := changes(_without_free(recorded), _without_free(now)):
+            reason = "; ".join(": ".join(change)[:200] for change in list(differ.items())[:5])
+            unfit[location] = reason, remedy
         else:
-            found[run.name] = record
-    if others and strict:
-        first, (why, remedy) = next(iter(others.items()))
+            fitting[run.name] = record
+    if unfit and strict:
+        first, (reason, remedy) = next(iter(unfit.items()))
         raise UserError(
-            f"{len(others)} of {len(found) + len(others)} records have other settings than the study has "
-            f"now, such as {first} ({why}). {remedy}"
+            f"{len(unfit)} of {len(fitting) + len(unfit)} records have other settings than the study has "
+            f"now, such as {first} ({reason}). {remedy}"
         )
-    for where, (why, _) in others.items():
-        log.warning("%s is ignored: its settings differ from the study's (%s)", where, why)
-    return found
+    for location, (reason, _) in unfit.items():
+        log.warning("%s is ignored: its settings differ from the study's (%s)", location, reason)
+    return fitting
 
 
 def _settings_in(command: str) -> dict[str, Any]:
     """Recipe, stage and values in the command of a run."""
-    found: dict[str, Any] = {}
+    settings: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # an edited command
         words = shlex.split(command)
         for flag, word in itertools.pairwise(words):
             key, _, value = word.partition("=")
             if flag == "--set":
-                found[key] = json.loads(value)
+                settings[key] = json.loads(value)
             elif flag in ("recipe", "--stage"):
-                found[flag.lstrip("-")] = Path(word).name
-    return found
+                settings[flag.lstrip("-")] = Path(word).name
+    return settings
 
 
 def losses_of(
@@ -434,23 +269,23 @@ def losses_of(
         levels: training losses, in bits, at which the validation loss is read, instead of the last
             validations.
     """
-    found: dict[str, dict[int, float]] = {key: {} for key in study.systems}
+    losses: dict[str, dict[int, float]] = {key: {} for key in study.systems}
     diverged = []
     for run in runs:
         if record := records.get(run.name):
-            if _has_diverged(study, record):
+            if has_diverged(study, record):
                 diverged.append(run)
             elif levels is None:
                 last = _last(study, record)
-                found[run.system][run.seed] = sum(last) / len(last)
+                losses[run.system][run.seed] = sum(last) / len(last)
             # on the straight line between the validations beside each level
             elif pairs := pairs_of(record):
                 train, valid = np.transpose(sorted(pairs.values()))
-                found[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
-    worst = max((loss for row in found.values() for loss in row.values()), default=float("nan"))
+                losses[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
+    worst = max(itertools.chain(*(row.values() for row in losses.values())), default=float("nan"))
     for run in diverged:
-        found[run.system][run.seed] = worst
-    return found
+        losses[run.system][run.seed] = worst
+    return losses
 
 
 def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.float64]:
@@ -466,11 +301,8 @@ def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.flo
     Returns:
         The levels; none where no training loss lies between the lowest and the highest of every record.
     """
-    trained = [
-        [train for train, _ in pairs.values()]
-        for record in records
-        if record["end"] != DIVERGED and (pairs := pairs_of(record))
-    ]
+    curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
+    trained = [[train for train, _ in pairs.values()] for pairs in curves if pairs]
     lowest = max(map(min, trained), default=0.0)
     highest = min([lowest + 1, *map(max, trained)])
     if highest < lowest:
@@ -487,9 +319,12 @@ def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
     Returns:
         Updates → (training loss, validation loss).
     """
-    keys = ("updates", "train", "valid")
-    rows = [[row.get(key) for key in keys] for row in record["curve"]]
-    return {updates: (train, valid) for updates, train, valid in rows if None not in (updates, train, valid)}
+    pairs = {}
+    for row in record["curve"]:
+        updates, train, valid = (row.get(key) for key in ("updates", "train", "valid"))
+        if None not in (updates, train, valid):
+            pairs[updates] = (train, valid)
+    return pairs
 
 
 def _last(study: Study, record: dict[str, Any]) -> list[Any]:
@@ -497,7 +332,12 @@ def _last(study: Study, record: dict[str, Any]) -> list[Any]:
     return [row.get("valid") for row in record["curve"]][-study.last :]
 
 
-def _has_diverged(study: Study, record: dict[str, Any]) -> bool:
-    """Whether a run has no loss of its own."""
+def has_diverged(study: Study, record: dict[str, Any]) -> bool:
+    """Whether a run has no loss of its own.
+
+    Args:
+        study: gives the number of validations that its loss is the mean of.
+        record: of the run.
+    """
     last = _last(study, record)
     return record["end"] == DIVERGED or not last or None in last

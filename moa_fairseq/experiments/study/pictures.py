@@ -24,7 +24,7 @@ from moa_fairseq.experiments.scoring.significance import (
     WORSE,
 )
 from moa_fairseq.experiments.study.design import Study
-from moa_fairseq.experiments.study.report import to_first
+from moa_fairseq.experiments.study.report import difference_to_baseline
 
 WIDTH = 5.6  # inches; at 400 pixels a text of 9 points has letters of 9 pixels
 SMALL = 9  # points
@@ -167,11 +167,11 @@ def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
 
 def _differences(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
     """Each system minus the first one: seeds, mean, interval, and a band of the first system's own seeds."""
-    base, *others = content["systems"]
-    rows = [
-        Interval(_wrapped(row["label"]), looks[row["family"]], *to_first(row, base, study.margin))
-        for row in others
-    ]
+    base, *other_systems = content["systems"]
+    rows = []
+    for row in other_systems:
+        difference = difference_to_baseline(row, base, study.margin)
+        rows.append(Interval(_wrapped(row["label"]), looks[row["family"]], *difference))
     figure, panel = _figure(1.6 + height_of(rows))
     forest(panel, rows, 2 * (base["deviation"] or 0))
     panel.set_xlabel(
@@ -245,14 +245,16 @@ def _loss_against_cache(study: Study, content: dict[str, Any], looks: dict[str, 
     points = []
     for row in content["cache"]:
         point = {"system": row["system"], "x": row["cache_bytes"], "y": row["loss"] - base["loss"]}
-        points.append({**point, **{end: row[end] for end in ("low", "high") if end in row}})
+        if "low" in row:
+            point.update(low=row["low"], high=row["high"])
+        points.append(point)
     figure, panel = _points(content, looks, points)
     optimal = [row for row in content["cache"] if row["is_pareto_optimal"]]
     front = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in optimal]
     panel.step(*zip(*front), where="post", color=GREY, linewidth=0.8, zorder=0)
     lines = []
-    for (left, above), (right, below) in itertools.pairwise(front):
-        lines += [((left, above), (right, above)), ((right, above), (right, below))]
+    for (left_edge, above), (right, below) in itertools.pairwise(front):
+        lines += [((left_edge, above), (right, above)), ((right, above), (right, below))]
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
     panel.minorticks_off()

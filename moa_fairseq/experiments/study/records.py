@@ -35,11 +35,11 @@ FINISHED = "finished"
 DIVERGED = "diverged"
 REMEDY = "Correct or remove that entry alone (the others stay valid), or restore the file with git checkout."
 _SINGLE = re.compile(r".+-seed\d+\.json")
-_KINDS = {
-    **dict.fromkeys(("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT),
-    **dict.fromkeys(("seed", "parameters", "tokens_per_second", "unknown"), NUMBER),
-    **{"curve": LIST, "settings": MAPPING},
-}
+_KINDS = {"curve": LIST, "settings": MAPPING}
+_KINDS |= dict.fromkeys(("seed", "parameters", "tokens_per_second", "unknown"), NUMBER)
+_KINDS |= dict.fromkeys(
+    ("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT
+)
 
 
 class Record(NamedTuple):
@@ -112,13 +112,13 @@ def outputs_of(folder: Path) -> dict[str, bytes]:
     Raises:
         UserError: The archive is damaged.
     """
-    found = {}
+    outputs = {}
     refuse_link_out(folder / ARCHIVE, folder)
     if (folder / ARCHIVE).is_file():
-        found = contents(folder / ARCHIVE)
+        outputs = contents(folder / ARCHIVE)
     for path in _single_outputs(folder):
-        found[path.name] = path.read_bytes()
-    return found
+        outputs[path.name] = path.read_bytes()
+    return outputs
 
 
 def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
@@ -171,12 +171,12 @@ def pack_study(folder: Path) -> tuple[int, int]:
 
 
 def _single_records(folder: Path) -> list[Record]:
-    found = []
+    records = []
     for path in sorted(path for path in folder.glob("*.json") if _SINGLE.fullmatch(path.name)):
         refuse_link_out(path, folder)
         with contextlib.suppress(FileNotFoundError):  # packed in the meantime
-            found.append(_checked(read_json(path, REMEDY), str(path)))
-    return found
+            records.append(_checked(read_json(path, REMEDY), str(path)))
+    return records
 
 
 def _checked(content: Any, where: str) -> Record:
@@ -195,7 +195,7 @@ def _checked(content: Any, where: str) -> Record:
 
 
 def _single_outputs(folder: Path) -> list[Path]:
-    found = sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())
-    for path in found:
+    files = sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())
+    for path in files:
         refuse_link_out(path, folder)
-    return found
+    return files

@@ -1,4 +1,4 @@
-"""The report of a study's records: tables of systems, contrasts, caches and translations."""
+"""The report of a study's records as data: systems, contrasts, caches and translations."""
 
 from __future__ import annotations
 
@@ -16,9 +16,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 from moa_fairseq.experiments.recipes.loading import check_flags
-from moa_fairseq.experiments.scoring.against import against, interval_of
+from moa_fairseq.experiments.scoring.against import against
+from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text
-from moa_fairseq.experiments.scoring.complexity import branch_size, complexity
+from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
 from moa_fairseq.experiments.scoring.significance import holm, paired, verdict
 from moa_fairseq.experiments.study.design import (
@@ -30,83 +31,9 @@ from moa_fairseq.experiments.study.design import (
     pairs_of,
 )
 from moa_fairseq.experiments.study.records import DIVERGED, outputs_of
-from moa_fairseq.experiments.tables import Column, Table, page
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
-
-SYSTEM_COLUMNS = (
-    Column("system", ""),
-    Column("label", "system"),
-    Column("n", "seeds", "d"),
-    Column("loss", "bits", ".4f"),
-    Column("deviation", "SD", ".4f"),
-    Column("diverged", "diverged", "d"),
-    Column("parameters", "parameters", ","),
-    Column("cost", "attention MACs, ratio", ".2f"),
-    Column("start", "initial output, ratio", ".2f"),
-    Column("speed", "tokens/s, ratio", ".2f"),
-)
-CONTRAST_COLUMNS = (
-    Column("contrast", "contrast"),
-    Column("first", "system"),
-    Column("second", "baseline"),
-    Column("n", "seeds", "d"),
-    Column("mean", "difference", "+.4f"),
-    Column("interval", "95 % interval", ">"),
-    Column("p_holm", "p", ".3g"),
-    Column("minimum_detectable_effect", "MDE", ".4f"),
-    Column("verdict", "verdict"),
-)
-CACHE_COLUMNS = (
-    Column("system", ""),
-    Column("label", "system"),
-    Column("cache_bytes", "cache, bytes", ","),
-    Column("loss", "bits", ".4f"),
-    Column("mean", "difference", "+.4f"),
-    Column("interval", "95 % interval", ">"),
-    Column("cost", "attention MACs, ratio", ".2f"),
-    Column("decoding", "decoding time, ratio", ">"),
-    Column("pareto", "Pareto"),
-)
-CACHE_HEADING = (
-    "Cache: bytes per token and layer, 2 bytes per value. Difference: the system's bits − those of the "
-    "first system, with the 95 % interval of a paired t test, not corrected. Decoding time: seconds per "
-    "token, divided by the first system's; in brackets the device and the number of texts at a time. All "
-    "systems were timed in turn, in one process. Pareto: no system with as many bytes or fewer has a "
-    "lower mean loss. Verdicts belong to the contrasts above, not to this table."
-)
-CONTRAST_HEADINGS = {
-    "contrasts": "Difference: bits of the system − bits of the baseline; negative if the system is "
-    "better. p: paired t test, two-sided, after Holm's correction for all contrasts. Intervals and the "
-    "minimum detectable effect (MDE) are those of a single test. MDE: the smallest difference that a test "
-    "with this many seeds finds with a power of 80 %. Better, worse: p below 0.05. Equivalent: within ± "
-    "{margin} bits (TOST, after Holm's correction). Equivalent before correction: none of these, but a "
-    "single TOST excludes a difference beyond ± {margin} bits. Inconclusive: neither a difference nor its "
-    "absence is shown.",
-    "at_equal_training_loss": "The validation loss of a run is read at several training losses and "
-    "averaged. They go from the lowest that all runs of both systems reached to one bit above it, or to "
-    "the highest that all of them have. Training losses include dropout, so contrasts of unequal dropout "
-    "are left out.",
-}
-TRANSLATION_COLUMNS = (
-    Column("metric", "metric"),
-    Column("contrast", "contrast"),
-    Column("n", "seeds", "d"),
-    Column("first", "system", ".2f"),
-    Column("second", "baseline", ".2f"),
-    Column("difference", "difference", "+.2f"),
-    Column("interval", "95 % interval", ">"),
-    Column("p_seeds_holm", "p, seeds", ".3g"),
-    Column("p_holm", "p, sentences", ".3g"),
-)
-# Part of a report → its heading.
-HEADINGS = {
-    "contrasts": "## Contrasts",
-    "at_equal_training_loss": "## Contrasts at equal training loss",
-    "cache": "## KV cache",
-    "translations": "## Translations",
-}
 
 
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
@@ -139,16 +66,16 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     unknown = {row["unknown"] for row in rows if row.get("unknown") is not None}
     if unknown:
         content["unknown"] = max(unknown)
-    return {**content, **tables, "made_by": _provenance_of(rows)}
+    return content | tables | {"made_by": _provenance_of(rows)}
 
 
 def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[Run]:
     """The runs of the seeds of which no run is left; a warning names the seeds that are begun."""
-    left = Counter(run.block for run in runs if run.name not in records)
-    for block, number in left.items():
+    missing = Counter(run.block for run in runs if run.name not in records)
+    for block, number in missing.items():
         if number < sum(run.block == block for run in runs):
             log.warning("seed %d %s is ignored: %d of its runs are missing", *block, number)
-    return [run for run in runs if run.block not in left]
+    return [run for run in runs if run.block not in missing]
 
 
 def _systems(
@@ -215,28 +142,28 @@ def _at_equal_training_loss(
 
 def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
     """Warn if compared runs differ in more than the system."""
-    found: dict[tuple[str, str], set[str]] = defaultdict(set)
+    values_of: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in runs:
         seed, system = run.block
         block = f"seed {seed} {system}".strip()
-        parts = {"hardware": block, "precision": block, "commit": "the study", "data": "the study"}
-        for key, whole in parts.items():
+        scopes = {"hardware": block, "precision": block, "commit": "the study", "data": "the study"}
+        for key, scope in scopes.items():
             if value := records[run.name].get(key):
-                found[whole, key].add(value)
-    for (whole, key), values in found.items():
+                values_of[scope, key].add(value)
+    for (scope, key), values in values_of.items():
         if len(values) > 1:
-            what = f"unequal {key} ({'; '.join(sorted(values))})"
-            log.warning("the runs of %s have %s: differences may come from that", whole, what)
+            difference = f"unequal {key} ({'; '.join(sorted(values))})"
+            log.warning("the runs of %s have %s: differences may come from that", scope, difference)
 
 
-def _speed(rows: list[dict[str, Any]], first: str, found: list[dict[str, Any]]) -> float | None:
+def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]]) -> float | None:
     """Tokens per second ÷ those of the first system with the same seed, and so machine: median of the seeds.
 
     The median, because some runs share the machine with other work.
     """
-    base = {row["seed"]: row["tokens_per_second"] for row in found if row["system"] == first}
+    base = {row["seed"]: row["tokens_per_second"] for row in all_rows if row["system"] == first}
     pairs = [(row["tokens_per_second"], base.get(row["seed"])) for row in rows]
-    ratios = [speed / other for speed, other in pairs if speed and other]
+    ratios = [speed / base_speed for speed, base_speed in pairs if speed and base_speed]
     return float(np.median(ratios)) if ratios else None
 
 
@@ -264,20 +191,16 @@ def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> 
             judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
     p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
-    return [
-        {
-            "contrast": name,
-            **vars(study.contrasts[name]),
-            **difference._asdict(),
-            "p_holm": p[name],
-            "p_equivalent_holm": p_equivalent[name],
-            "verdict": verdict(difference, p[name], p_equivalent[name]),
-        }
-        for name, difference in judged.items()
-    ]
+    rows = []
+    for name, difference in judged.items():
+        row = {"contrast": name} | vars(study.contrasts[name]) | difference._asdict()
+        row.update(p_holm=p[name], p_equivalent_holm=p_equivalent[name])
+        row["verdict"] = verdict(difference, p[name], p_equivalent[name])
+        rows.append(row)
+    return rows
 
 
-def to_first(
+def difference_to_baseline(
     row: dict[str, Any], base: dict[str, Any], margin: float
 ) -> tuple[list[float], dict[str, Any] | None]:
     """A system's differences to the first one, a seed each, and what `paired` says of two or more."""
@@ -300,16 +223,16 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
     remedy = "Run benchmarks/decoding.py again, or remove the file."
     measured = {}
     for path in sorted(records.glob("decoding-*.json")):
-        found = read_json(path, remedy)
-        check_kinds(found, kinds, str(path), remedy, required=("device", "seconds_per_token"))
-        device = f"{found['device']} {found.get('dtype') or 'float32'}"
+        content = read_json(path, remedy)
+        check_kinds(content, kinds, str(path), remedy, required=("device", "seconds_per_token"))
+        device = f"{content['device']} {content.get('dtype') or 'float32'}"
         if device == "cpu float32":  # the default dtype is not shown
             device = "cpu"
-        for texts, seconds in found["seconds_per_token"].items():
-            where = f"{path}: seconds_per_token.{texts[:20]}"
-            check_kinds(seconds, dict.fromkeys(names, NUMBER), where, remedy, required=names)
+        for texts, seconds in content["seconds_per_token"].items():
+            location = f"{path}: seconds_per_token.{texts[:20]}"
+            check_kinds(seconds, dict.fromkeys(names, NUMBER), location, remedy, required=names)
             if wrong := next((name for name in names if seconds[name] <= 0), None):
-                raise UserError(f"{where}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}")
+                raise UserError(f"{location}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}")
             measured[f"{device}, {texts}"] = seconds
     rows = []
     least = math.inf
@@ -318,11 +241,11 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
         line["is_pareto_optimal"] = row["loss"] < least
         least = min(least, row["loss"])
         if row is not base:
-            _, interval = to_first(row, base, study.margin)
+            _, interval = difference_to_baseline(row, base, study.margin)
             line.update(interval or {})
-        line["decoding"] = {
-            where: seconds[row["system"]] / seconds[base["system"]] for where, seconds in measured.items()
-        }
+        line["decoding"] = {}
+        for condition, seconds in measured.items():
+            line["decoding"][condition] = seconds[row["system"]] / seconds[base["system"]]
         rows.append(line)
     return rows
 
@@ -349,8 +272,8 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
         second = texts[contrast.second]
         if seeds := sorted(first.keys() & second.keys()):
             log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
-            found = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
-            rows += [{"contrast": name, "n": len(seeds), **row} for row in found]
+            metrics = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
+            rows += [{"contrast": name, "n": len(seeds)} | row for row in metrics]
     rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
         judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
@@ -367,11 +290,11 @@ def _attention(run: Run) -> dict[str, Any]:
     recipe = run.load()
     training = check_flags(recipe)  # before its flags build a model
     length = getattr(training, "tokens_per_sample", 20)
-    words = flags({**recipe.model.as_flags(), "arch": None})
-    found = dict(_attention_of(recipe.model.arch, length, tuple(words)))
+    words = flags(recipe.model.as_flags() | {"arch": None})
+    sizes = dict(_attention_of(recipe.model.arch, length, tuple(words)))
     if recipe.kind != LANGUAGE_MODELING:
-        del found["cache_bytes"]
-    return found
+        del sizes["cache_bytes"]
+    return sizes
 
 
 @functools.lru_cache(maxsize=64)
@@ -380,79 +303,3 @@ def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, A
     cost = complexity(arch, 1000, length, length, "shared", list(words))
     branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
     return {"attention_macs": cost.attention_macs, "branch": branch, "cache_bytes": cost.cache_bytes}
-
-
-def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
-    """The report as tables, for a terminal or as Markdown."""
-    base = content["systems"][0]
-    labels = {name: system.label for name, system in study.systems.items()}
-    systems = [
-        {
-            **row,
-            "cost": row["attention_macs"] / base["attention_macs"],
-            "start": row["branch"] / base["branch"],
-            "diverged": row["diverged"] or None,
-        }
-        for row in content["systems"]
-    ]
-    if study.last > 1:
-        measure = f"the mean of the last {study.last} validations"
-    else:
-        measure = "that of the last validation"
-    if "unknown" in content:
-        measure += f", of text with {content['unknown']:.2%} <unk>"
-    blocks: list[str | Table] = [
-        f"# {study.question}",
-        f"{content['runs']} of {content['planned']} runs of `{study.study}`. Bits: validation loss, "
-        f"{measure}; lower is better. SD: standard deviation over seeds. Ratios are to the first system. "
-        "Initial output: the size of attention's output before training. Tokens/s: the median over seeds, "
-        "each compared with the first system's run of the same seed.",
-        Table(SYSTEM_COLUMNS, systems),
-    ]
-    for key, text in CONTRAST_HEADINGS.items():
-        if rows := content.get(key):
-            lines = [
-                {
-                    **row,
-                    **{side: labels[row[side]] for side in ("first", "second")},
-                    "interval": interval_of(row, 4),
-                }
-                for row in rows
-            ]
-            blocks += [HEADINGS[key], text.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
-    if rows := content.get("cache"):
-        cost = {row["system"]: row["cost"] for row in systems}
-        lines = [
-            {
-                **row,
-                "label": labels[row["system"]],
-                "interval": interval_of(row, 4),
-                "cost": cost[row["system"]],
-                "decoding": "; ".join(f"{ratio:.2f} ({where})" for where, ratio in row["decoding"].items()),
-                "pareto": "yes" if row["is_pareto_optimal"] else "",
-            }
-            for row in rows
-        ]
-        blocks += [HEADINGS["cache"], CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
-    if rows := content.get("translations"):
-        blocks += [
-            HEADINGS["translations"],
-            "Difference: system − baseline; positive if the system is better. The interval and p, seeds: "
-            "paired t test over seeds. p, sentences: approximate randomisation, which covers the choice "
-            "of test sentences, not chance in training. Both p after Holm's correction for all contrasts "
-            f"of a metric. {rows[0]['signature']}, {rows[-1]['signature']}",
-            Table(TRANSLATION_COLUMNS, [{**row, "interval": interval_of(row)} for row in rows]),
-        ]
-    blocks += ["## Runs", _made_by(content["made_by"])]
-    return page(blocks, markdown)
-
-
-def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
-    """A list of commits, machines and precisions; with their seeds, if there is more than one."""
-    lines = []
-    for key in ("commit", "hardware", "precision"):
-        of_value = values[key]
-        for value, seeds in of_value.items():
-            which = f" (seeds {', '.join(map(str, seeds))})" if len(of_value) > 1 else ""
-            lines.append(f"- {key}: {value}{which}")
-    return "\n".join(lines)

@@ -17,7 +17,7 @@ from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.json_files import saved_json
-from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.provenance import commit
 from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
@@ -86,72 +86,76 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
     binarised = place.data if place.data and is_binarised(place.data) else prepared and prepared / "binarised"
     if prepared and (prepared / "manifest.json").is_file():
-        for run in {run.recipe: run for run in runs}.values():
-            if found := data_differences(run.load(), prepared, {}):
-                problem = f"--data {place.data} differs from the data of {run.recipe}"
-                remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
-                raise UserError(f"{problem}: {'; '.join(map(': '.join, found.items()))}. {remedy}.")
+        _check_values(runs, place, prepared)
     records = fitting_records(place.study, runs, strict=True)
-    begun = [(run, records[run.name] if run.name in records else place.trained(run)) for run in runs]
-    made = [(run, made_by) for run, made_by in begun if made_by is not None]
+    started = [(run, records.get(run.name) or place.trained(run)) for run in runs]
+    finished = [(run, made_by) for run, made_by in started if made_by is not None]
     now = commit()
     digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
-    for run, made_by in made:
+    for run, made_by in finished:
         _check_commit(run, made_by, place, now)
         _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
-    elsewhere = _made_elsewhere([each for each in made if each[0].block in incomplete], place)
-    left = [run for run in runs if run.block not in elsewhere and run.name not in records]
-    for run in {run.system: run for run in left}.values():
+    elsewhere = _made_elsewhere([(run, made) for run, made in finished if run.block in incomplete], place)
+    remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
+    for run in {run.system: run for run in remaining}.values():
         try:
             recipe = run.load()
             check_flags(recipe)
             workload(recipe, None)  # builds the model, without weights
         except UserError as error:  # any: the system is named with it
             raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
-    return left
+    return remaining
 
 
 def _made_by(made: dict[str, Any]) -> dict[str, Any]:
     """The part of a record that says what made the run, as of `maker`."""
-    found = {key: made.get(key) for key in ("precision", "data", "versions", "commit", "date")}
+    record = {key: made.get(key) for key in ("precision", "data", "versions", "commit", "date")}
     if made.get("hardware"):
-        found["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
-    return {key: value for key, value in found.items() if value is not None}
+        record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
+    """Check that --data was prepared with the values of each recipe."""
+    for run in {run.recipe: run for run in runs}.values():
+        if differ := data_differences(run.load(), prepared, {}):
+            problem = f"--data {place.data} differs from the data of {run.recipe}"
+            remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
+            raise UserError(f"{problem}: {'; '.join(map(': '.join, differ.items()))}. {remedy}.")
 
 
 def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None) -> None:
     """Raise UserError if a run's training is of another commit, by its record or folder."""
-    there = made.get("commit")
-    if there == now:
+    recorded = made.get("commit")
+    if recorded == now:
         return
     folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
-    if there and re.fullmatch(r"[0-9a-f]{40}", there):
+    remedy = "It cannot be resumed, because no single commit made it. "
+    if recorded and re.fullmatch(r"[0-9a-f]{40}", recorded):
         remedy = (
-            f"To resume, make a worktree (git worktree add ../study {there}), run `bash scripts/setup.sh` "
+            f"To resume, make a worktree (git worktree add ../study {recorded}), run `bash scripts/setup.sh` "
             f"there without an active environment, and give its moa-fairseq {folders}. "
         )
-    else:
-        remedy = "It cannot be resumed, because no single commit made it. "
     raise UserError(
-        f"{run.name} of {place.study.study} was trained at commit {there or 'unknown'}, but this is {now}: "
-        f"all runs of a study need one commit. {remedy}To start over, give other folders to --runs and "
-        "--records."
+        f"{run.name} of {place.study.study} was trained at commit {recorded or 'unknown'}, but this is "
+        f"{now}: all runs of a study need one commit. {remedy}To start over, give other folders to --runs "
+        "and --records."
     )
 
 
 def _check_text(name: str, made: dict[str, Any], place: Place, now: str | None, remedy: str = "") -> None:
     """Raise UserError if a run, by its record or folder, was trained on other text than the digest `now`."""
-    there = made.get("data")
-    if there and now and there != now:
+    recorded = made.get("data")
+    if recorded and now and recorded != now:
         raise UserError(
-            f"{name} of {place.study.study} was trained on data of the digest {there}, and "
+            f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
             f"--data {place.data} has {now}: all runs of a study need one text. Name the data of that run "
             f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
         )
 
 
-def work(runs: list[Run], place: Place) -> None:
+def run_pending(runs: list[Run], place: Place) -> None:
     """Run every run that has no record and no other worker, here or elsewhere.
 
     Runs whose block got a record from another kind of machine in the meantime are left out.
@@ -178,14 +182,17 @@ def work(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                recorded = [one for one in runs if (one.system, one.seed) in records]
-                made = [(one, records[one.system, one.seed].content) for one in recorded]
+                finished = []
+                for other_run in runs:
+                    if record := records.get((other_run.system, other_run.seed)):
+                        finished.append((other_run, record.content))
                 if (trained := place.trained(run)) is not None:
-                    made.append((run, trained))
+                    finished.append((run, trained))
                 now = commit()
-                for one, content in made:
-                    _check_commit(one, content, place, now)
-                elsewhere |= _made_elsewhere([each for each in made if each[0].block == run.block], place)
+                for other_run, made in finished:
+                    _check_commit(other_run, made, place, now)
+                of_block = [(other, made) for other, made in finished if other.block == run.block]
+                elsewhere |= _made_elsewhere(of_block, place)
                 if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
@@ -194,10 +201,10 @@ def work(runs: list[Run], place: Place) -> None:
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[bool]:
     """Hold a file's lock; yields False if another worker has it. Raises UserError if locks do not work."""
-    with contextlib.ExitStack() as held:
+    with contextlib.ExitStack() as stack:
         try:
             with disk_errors(file):
-                held.enter_context(portalocker.Lock(file, "a", timeout=0))
+                stack.enter_context(portalocker.Lock(file, "a", timeout=0))
             alone = True
         except portalocker.LockException as error:  # held by another, or no locks at all
             refuse_without_locks(file, error)
@@ -217,11 +224,11 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
             continue
         if run.system not in conditions:  # they are the same with every seed
             conditions[run.system] = place.conditions(run)
-        here = conditions[run.system]
-        before = {key: record.get(key, here[key]) for key in here}
-        if before != here:
+        current = conditions[run.system]
+        before = {key: record.get(key, current[key]) for key in current}
+        if before != current:
             elsewhere.add(run.block)
-            words = [", ".join(each.values()) for each in (before, here)]
+            words = [", ".join(values.values()) for values in (before, current)]
             log.warning("seed %d %s was started on %s and is not continued on %s", *run.block, *words)
     return elsewhere
 
@@ -236,7 +243,7 @@ def _carry_out(run: Run, place: Place) -> None:
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
-    for key, value in {**run.overrides, "train.seed": run.seed}.items():
+    for key, value in (run.overrides | {"train.seed": run.seed}).items():
         command += ["--set", f"{key}={json.dumps(value)}"]
     diverged = False
     settings = settings_of(run, place.study.stage)
@@ -264,20 +271,17 @@ def _carry_out(run: Run, place: Place) -> None:
     for path in folder.glob("generate-*.txt") if scores else ():
         subset = path.stem.removeprefix("generate-")
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
-    record = {
-        "study": place.study.study,
-        "system": run.system,
-        "seed": run.seed,
-        "settings": settings,
-        "end": DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED,
-        "metrics": {scores["subset"]: scores["metrics"], **scores["other_subsets"]} if scores else {},
-        "curve": curve,
-        "parameters": (marks(folder).get("train", {}).get("facts") or {}).get("parameters"),
-        **summarise(folder / "train.jsonl"),
-        **made_by,
-        **({"unknown": _unknown(run, data)} if data else {}),
-        "command": to_shell([_without_machine(word) for word in command], environment),
-    }
+    record: dict[str, Any] = {"study": place.study.study, "system": run.system, "seed": run.seed}
+    record["settings"] = settings
+    record["end"] = DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED
+    record["metrics"] = {scores["subset"]: scores["metrics"]} | scores["other_subsets"] if scores else {}
+    record["curve"] = curve
+    record["parameters"] = (read_step_records(folder).get("train", {}).get("facts") or {}).get("parameters")
+    record.update(summarise(folder / "train.jsonl"))
+    record.update(made_by)
+    if data:
+        record["unknown"] = _unknown(run, data)
+    record["command"] = to_shell([_without_machine(word) for word in command], environment)
     append_record(run.records, record)
 
 
@@ -308,10 +312,9 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     train: list[float] = []
     for record in read_records(path):
+        name = "loss"
         if any(key.endswith("nll_loss") for key in record):
             name = "nll_loss"
-        else:
-            name = "loss"
         if f"valid_{name}" in record:
             row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
             if train:

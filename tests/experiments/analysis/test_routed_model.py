@@ -6,7 +6,7 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.command import KINDS, checkpoint_and_data
 from moa_fairseq.experiments.analysis.routed_model import by_kind
-from moa_fairseq.experiments.make import put_mark
+from moa_fairseq.experiments.make import write_step_record
 
 
 @pytest.fixture
@@ -14,7 +14,7 @@ def run_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_best.pt").touch()
     (tmp_path / "binarised").mkdir()
-    put_mark(tmp_path, "prepare", inputs={}, facts={"folder": str(tmp_path / "binarised")})
+    write_step_record(tmp_path, "prepare", inputs={}, facts={"folder": str(tmp_path / "binarised")})
     return tmp_path
 
 

@@ -19,7 +19,7 @@ from moa_fairseq.experiments.data import obtain
 from moa_fairseq.experiments.data.archives import DamagedArchive, extract
 from moa_fairseq.experiments.data.catalogue import Part, datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.data.obtain import GIVEN, Store, before_download, human
+from moa_fairseq.experiments.data.obtain import GIVEN, Store, before_download, format_bytes
 from moa_fairseq.experiments.data.prepare import Preparation
 
 PART = Part(("de-en/train.tags.de-en.de",), "iwslt14/de-en.tgz", "wit3")
@@ -223,7 +223,7 @@ def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
 
 def test_sizes_and_sums_that_were_published():
     for name, size in {"wmt14_en_de": "1.8 GB", "multi30k": "1.4 MB"}.items():
-        assert human(sum(file.bytes for file in datasets()[name].files(("en", "de")))) == size
+        assert format_bytes(sum(file.bytes for file in datasets()[name].files(("en", "de")))) == size
     assert all(file.bytes for file in public_files().values())
 
 

@@ -240,7 +240,7 @@ POINTS = [
     ("wmt14_en_de", text_stages, "get_vocabulary", (1,)),
     ("wmt14_en_de", text_stages, "learn_bpe", (1,)),
     ("wmt14_en_de", make, "replace", (1, 4, 6, 7, 8)),
-    ("wmt14_en_de", make, "put_mark", (1, 5, 12, 16)),
+    ("wmt14_en_de", make, "write_step_record", (1, 5, 12, 16)),
     ("wikitext103_sp8k", pieces, "atomic_write", (1,)),
     ("wikitext103_sp8k", monolingual, "atomic_write", (2,)),
     ("wikitext103_sp8k", make, "replace", (1, 2)),

@@ -28,7 +28,7 @@ from moa_fairseq.experiments.data.text_stages import (
     clean,
     learn_codes,
     load_codes,
-    treat,
+    preprocess_pairs,
     write_splits,
 )
 from moa_fairseq.experiments.data.translation_steps import sample_pairs
@@ -332,10 +332,10 @@ def test_blanks_stay_as_moses_prints_them(run, tmp_path):
     assert facts["train"]["tokens_en"] == 10
     (tmp_path / "codes").write_text("#version: 0.2\na n\n", encoding="utf-8")
     chain = Treatment(codes=str(tmp_path / "codes"), cleaning=Cleaning())
-    ((segmented, _),) = treat([(sides[0][0], "x")], chain)
+    ((segmented, _),) = preprocess_pairs([(sides[0][0], "x")], chain)
     assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ") and "  " not in segmented
     # fairseq parts tokens at all white space, BPE at blanks only
-    assert treat([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [("10 000 km x", "a  b ")]
+    assert preprocess_pairs([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [("10 000 km x", "a  b ")]
 
 
 def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq import process
-from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.train_log import read_records
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 
@@ -141,7 +141,7 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     assert third.returncode == 0 and "train: done before" in output, output[-3000:]
     log = (tmp_path / "run" / f"slurm-{os.getpid()}-0.log").read_text()
     assert f"resuming from update {saved:,}" in log
-    sessions = marks(tmp_path / "run")["train"]["made_by"]
+    sessions = read_step_records(tmp_path / "run")["train"]["made_by"]
     assert all(session["hardware"].startswith("2 processes, ") for session in sessions)
     ended = [r for r in read_records(tmp_path / "run" / "train.jsonl") if "valid_loss" in r]
     assert [record["epoch"] for record in ended] == list(range(1, EPOCHS + 1))

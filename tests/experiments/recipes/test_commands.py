@@ -220,7 +220,7 @@ def test_of_the_corpus_a_run_shows_what_tells_something(said):
 def test_machines_by_flags():
     world = find_world(8, nodes=4, node_rank=2, master="node0", environment={})
     assert world == World(32, 16, 8, "tcp://node0:29500", spawn=True)
-    assert Hardware(8, world=world).shared and not Hardware(8, world=world).leads
+    assert Hardware(8, world=world).shared and not Hardware(8, world=world).is_main_process
     assert find_world(0, 2, 1, "tcp://node0:7", {}) == World(2, 1, 1, "tcp://node0:7", spawn=False)
     assert find_world(8, environment={}) is None
     assert find_world(1, nodes=1, node_rank=0, master="x", environment={}) is None

@@ -6,7 +6,7 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.batch import plan_batch
-from moa_fairseq.experiments.recipes.ending import check_ending, unmet
+from moa_fairseq.experiments.recipes.ending import check_ending, missing_checkpoints
 from moa_fairseq.experiments.recipes.loading import load_recipe
 
 EVERY_SECOND = ["train.max_epoch=null", "train.flags.save-interval=2"]
@@ -48,7 +48,7 @@ def every(number):
 def test_checkpoints_that_would_be_missing(small, write_config, overrides, per_epoch, key):
     path, problems = write_config(small), []
     try:
-        problems = list(unmet(load_recipe(path, overrides), per_epoch=per_epoch))
+        problems = list(missing_checkpoints(load_recipe(path, overrides), per_epoch=per_epoch))
     except UserError as error:  # known without the data
         assert f" {key}: " in str(error)
         problems = [(key, str(error))]
@@ -56,7 +56,7 @@ def test_checkpoints_that_would_be_missing(small, write_config, overrides, per_e
     for _, why in problems:
         for remedy in re.findall(r"--set (\S+=\w+)(?= |\.)", why.partition("Train longer")[2]):
             mended = load_recipe(path, [*overrides, remedy])
-            assert not list(unmet(mended, per_epoch=per_epoch)), remedy
+            assert not list(missing_checkpoints(mended, per_epoch=per_epoch)), remedy
 
 
 def test_the_data_says_how_long_an_epoch_is(small, write_config, toy_data):

@@ -21,7 +21,8 @@ from moa_fairseq.experiments.recipes import hardware as module
 from moa_fairseq.experiments.recipes.batch import plan_batch, planned_updates, schedule_warning, training_set
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, check_sharding, find_world
 from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe, shipped_recipes
-from moa_fairseq.experiments.recipes.schema import CANNOT_GO_ON, OWN, REFUSED, SECTIONS
+from moa_fairseq.experiments.recipes.rules import CANNOT_GO_ON, OWN, REFUSED
+from moa_fairseq.experiments.recipes.schema import SECTIONS
 
 ROOT = Path(__file__).resolve().parents[3]
 CONFIGS = sorted(shipped_recipes())

@@ -13,20 +13,18 @@ from moa_fairseq.cli import main
 from moa_fairseq.experiments.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
 from moa_fairseq.experiments.recipes.planner import (
     DEVICES,
     HOST_SECONDS,
     UTILISATION,
     _is_of,
-    _nearest,
     as_text,
-    disk,
-    parameter_bytes,
     plan,
-    read_speeds,
     workload,
 )
 from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.speeds import nearest_speed, read_speeds
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.process import flags
@@ -157,12 +155,12 @@ def test_hours_are_those_of_the_measured_speed(arch):
 
 def test_a_speed_is_of_one_size_and_precision():
     row = {"experiment": "x", "count": 1, "device": "H200", "precision": "bf16"}
-    assert _nearest([row], "H200", "bf16", 8) == _nearest([row], "H100", "bf16", 8) == row
-    assert _nearest([row], "H200", "fp32", 8) is None and _nearest([row], "A100", "bf16", 8) is None
+    assert nearest_speed([row], "H200", "bf16", 8) == nearest_speed([row], "H100", "bf16", 8) == row
+    assert nearest_speed([row], "H200", "fp32", 8) is None and nearest_speed([row], "A100", "bf16", 8) is None
     older = {**row, "precision": None, "count": 8}
-    assert _nearest([row, older], "H200", "bf16", 8) == older
+    assert nearest_speed([row, older], "H200", "bf16", 8) == older
     nearer = {**row, "device": "H100"}
-    assert _nearest([row, nearer], "H100", "bf16", 1) == nearer
+    assert nearest_speed([row, nearer], "H100", "bf16", 1) == nearer
     recipe = load_recipe(shipped_recipes()["quickstart_moa"], ["model.num_experts=16"])
     work = workload(recipe, None)
     speed = {**row, "experiment": recipe.model.arch, "parameters": work.cost.total_parameters}

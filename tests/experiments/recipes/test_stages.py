@@ -20,13 +20,13 @@ from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
 from moa_fairseq.experiments.data.prepare import size_digest
-from moa_fairseq.experiments.make import marks
+from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes import checkpoints, command, running
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.recipes.planner import read_speeds
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.scores import headline_of
+from moa_fairseq.experiments.recipes.speeds import read_speeds
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.files import checksum
 from moa_fairseq.process import Executor
@@ -731,7 +731,7 @@ def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_pa
     options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
     result = run_recipe(recipe_of("causal"), CPU, options, FakeExecutor)
     assert json.loads(result.read_text())["metrics"]["lm_ppl"] is None
-    assert marks(tmp_path / "run")["score-test"]["fingerprint"]
+    assert read_step_records(tmp_path / "run")["score-test"]["fingerprint"]
 
 
 def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(tmp_path, monkeypatch):

@@ -9,16 +9,8 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import shipped_recipes
-from moa_fairseq.experiments.scoring.compare import (
-    SCHEMA,
-    Cell,
-    Row,
-    _count,
-    default_results,
-    lines_of,
-    load_comparison,
-    render,
-)
+from moa_fairseq.experiments.scoring.compare import SCHEMA, default_results, lines_of, render
+from moa_fairseq.experiments.scoring.comparison import Cell, Row, _count, load_comparison
 from moa_fairseq.experiments.scoring.meta_model import task_of
 
 PAPER = {

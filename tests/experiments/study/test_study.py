@@ -24,13 +24,14 @@ from moa_fairseq.cli import main
 from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data.prepare import content_digest
-from moa_fairseq.experiments.make import marks, put_mark
+from moa_fairseq.experiments.make import read_step_records, write_step_record
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.scoring.complexity import complexity
-from moa_fairseq.experiments.study import command, design, report, running
+from moa_fairseq.experiments.study import command, design, loading, report, running
 from moa_fairseq.experiments.study import pictures as picture_module
-from moa_fairseq.experiments.study.design import Run, fitting_records, load_study, runs_of, settings_of
+from moa_fairseq.experiments.study.design import Run, fitting_records, runs_of, settings_of
+from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.records import append_record, records_of
 from moa_fairseq.process import flags
 
@@ -66,9 +67,9 @@ def say_what_trains(folder):
     conditions = {"hardware": detect_hardware().describe(), "threads": 1, "precision": "fp32"}
     if Player.data:
         conditions["data"] = content_digest(Player.data)
-        put_mark(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
+        write_step_record(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
     conditions |= Player.conditions
-    put_mark(folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)])
+    write_step_record(folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)])
 
 
 class Player:
@@ -529,9 +530,9 @@ def test_trainings_of_another_commit_are_not_recorded_under_this_one(study, tree
     """As with other --records after a commit, where the run folders are those of before."""
     study(seeds=1)
     left_a_checkpoint("A-seed1")
-    mark = marks(Path("runs/toy/A-seed1"))["train"]
+    mark = read_step_records(Path("runs/toy/A-seed1"))["train"]
     sessions = [{**mark["made_by"][0], "commit": commit} for commit in (made_by or "").split(", ") if commit]
-    put_mark(Path("runs/toy/A-seed1"), "train", **{**mark, "made_by": sessions})
+    write_step_record(Path("runs/toy/A-seed1"), "train", **{**mark, "made_by": sessions})
     capsys.readouterr()
     Player.ran = []
     assert study("--records", "others", seeds=1)[0] == 2 and not Player.ran
@@ -548,9 +549,9 @@ def test_a_training_of_this_commit_is_recorded_as_it_was_made(study, tree, monke
     study(seeds=1)
     left_a_checkpoint("A-seed1")
     folder = Path("runs/toy/A-seed1")
-    mark = marks(folder)["train"]
+    mark = read_step_records(folder)["train"]
     mark["made_by"][0].update(date="2001-01-01", versions={"torch": "0.1"})
-    put_mark(folder, "train", **mark)
+    write_step_record(folder, "train", **mark)
     monkeypatch.setitem(globals(), "say_what_trains", lambda folder: None)  # it is done
     assert study("--records", "others", seeds=1)[0] == 0
     record = record_of(Path("others/toy"), "A-seed1")
@@ -1046,7 +1047,7 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
         append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
 
     monkeypatch.setattr(running, "_carry_out", carry_out)
-    running.work(runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0))
+    running.run_pending(runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0))
     assert ran == [0, 2]
 
 
@@ -1054,5 +1055,5 @@ def test_every_claim_names_a_contrast_of_a_study():
     root = Path(__file__).resolve().parents[3]
     for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
         for contrast in row["contrasts"]:
-            study = design._with_base(root / "configs" / "studies" / f"{contrast['study']}.yaml")
+            study = loading._with_base(root / "configs" / "studies" / f"{contrast['study']}.yaml")
             assert contrast["contrast"] in study["contrasts"]

@@ -1,0 +1,90 @@
+"""Memory of a training's parameters, and disk space of its checkpoints.
+
+Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
+
+    fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
+    fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
+    several GPUs              + one gradient for the buckets that are reduced
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Any
+
+from torch import nn
+
+from moa_fairseq.experiments.recipes.schema import Recipe
+
+OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # per parameter; for others Adam's 8
+
+
+def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
+    """Bytes per parameter that training keeps on each device.
+
+    Args:
+        flags: of fairseq-train: optimizer, sharding, memory-efficient-*.
+        precision: see `precision_name`.
+        devices: number of devices that train together.
+    """
+    half = precision in ("fp16", "bf16")
+    efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
+    weight = 2 if half else 4
+    adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    per_parameter = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
+    if flags.get("ddp-backend") == "fully_sharded":
+        return -(-per_parameter // devices)
+    sharded = 0
+    if flags.get("zero-sharding") == "os":
+        sharded = adam - adam // devices
+    return per_parameter - sharded + (weight if devices > 1 else 0)
+
+
+def disk(
+    recipe: Recipe, model: nn.Module, on_gpu: bool, updates: int | None, epochs: int | None
+) -> dict[str, int | None]:
+    """Disk space of the checkpoints and the average that a training leaves, as fairseq writes them.
+
+    A checkpoint has the weights and the optimizer's state, in fp32 for any precision. A tied
+    weight is stored once per name if it comes from a GPU.
+
+    Args:
+        recipe: for its flags, and whether there is an average.
+        model: on any device: only shapes are read.
+        on_gpu: whether it is trained on a GPU.
+        updates, epochs: complete ones of the training, None if unknown.
+
+    Returns:
+        "checkpoint": bytes of one file, two more of which are there while a new one is written; "files": how
+        many stay; "total": bytes of all. The last two are None if nothing limits the number.
+    """
+    flags = recipe.training_flags
+    parameters = dict(model.named_parameters())
+    tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
+    state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
+    weights = sum(values.numel() * values.element_size() for values in state)
+    remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+    size = weights * (2 if flags.get("store-ema") else 1)
+    if not flags.get("no-save-optimizer-state"):
+        size += remembered * sum(parameter.numel() for parameter in parameters.values())
+
+    def number(most: float, done: int | None, interval: int) -> float:
+        return min(most, math.inf if done is None else done // interval)
+
+    keep = flags.get("keep-interval-updates", -1)
+    interval = flags.get("save-interval-updates")
+    last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
+    checkpoints = 1.0  # checkpoint_last.pt
+    if not flags.get("disable-validation"):
+        checkpoints += 1 + flags.get("keep-best-checkpoints", 0)
+    if not flags.get("no-epoch-checkpoints"):
+        checkpoints += last_epochs
+    if interval:
+        checkpoints += number(keep if keep > 0 else math.inf, updates, interval)
+    if recipe.finetune == "noft" or flags.get("no-save"):
+        checkpoints = 0
+    if checkpoints == math.inf:
+        return {"checkpoint": size, "files": None, "total": None}
+    total = int(checkpoints) * size + (weights if recipe.average else 0)
+    return {"checkpoint": size, "files": int(checkpoints), "total": total}

@@ -1,0 +1,329 @@
+"""The rules that connect the keys of a recipe: contradictions, values out of range, forbidden flags."""
+
+from __future__ import annotations
+
+import ast
+import math
+import re
+import reprlib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.experiments.data.catalogue import LEAST_COVERAGE, Dataset, datasets
+from moa_fairseq.experiments.recipes.schema import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    FINETUNING,
+    KINDS,
+    LARGEST,
+    MASKED_LM,
+    PIECE_MODELS,
+    POSITIONS,
+    SECTIONS,
+    SENTENCEPIECE,
+    SKIP,
+    TRANSLATION,
+    Data,
+    Generate,
+    Model,
+    Recipe,
+    Train,
+)
+from moa_fairseq.process import unsafe_value
+
+# Models that are scored directly from checkpoints: the beginning of their headline metrics, their name.
+_SCORED = {
+    MASKED_LM: ("masked_lm_", "a masked language model"),
+    CAUSAL_LM: ("lm_", "a causal language model"),
+    CLASSIFICATION: ("accuracy", "a classifier"),
+}
+# Forbidden in all sections: recipes are shared, and their users expect them to write only the run folder.
+REFUSED = (
+    *("post-save-script", "use-plasma-view", "plasma-path"),
+    *("log-file", "results-path", "save-predictions", "checkpoint-suffix", "aim-repo"),
+)
+# Flags that the runner sets itself, and the key to use instead.
+OWN = (
+    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
+    *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
+    *("device-id", "joined-dictionary", "source-lang", "target-lang"),
+    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
+)
+_INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
+    "update-freq": "it follows from train.effective_batch_tokens",
+    "gen-subset": "set generate.subsets",
+    "subset": "set score.subsets",
+}
+# With these flags an evaluation reads fewer sentences, or none of them changes what the model reads. For a
+# translation the first flag is free: its result gives the number of skipped sentences.
+PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
+FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
+FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subset
+Problems = Iterator[tuple[str, str]]
+# fairseq-train would repeat these at each start, or lack their files: no run of a recipe could resume.
+_ONCE = "fairseq would repeat it at every start and lose the training"
+_FROM = "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
+_NOTHING = "a run resumes from its last checkpoint and evaluates saved checkpoints"
+CANNOT_GO_ON = {
+    "restore-file": f"{_ONCE}; {_FROM}",
+    "reset-optimizer": f"{_ONCE}; {_FROM}, with a new optimizer",
+    "reset-lr-scheduler": f"{_ONCE}; {_FROM}, with a new schedule",
+    "reset-meters": f"{_ONCE}; {_FROM}",
+    "reset-dataloader": f"{_ONCE}; {_FROM}, and with the first epoch",
+    "optimizer-overrides": "an interrupted run would train differently from an uninterrupted run; set the "
+    "values themselves, such as train.flags.lr",
+    "no-save": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
+    "no-last-checkpoints": f"{_NOTHING}; for fewer files set train.flags.no-epoch-checkpoints",
+    "use-sharded-state": f"{_NOTHING} in one file; without the flag, fairseq gathers the shards",
+    "use-bmuf": "no checkpoint has its momentum, so it would be lost at every start",
+}
+
+
+def problems(recipe: Recipe) -> Problems:
+    """(key, problem) if keys contradict each other or a value is not allowed."""
+    for rule in (_values, _names, _data, _ends, _average, _kind, _finetuning, _flags):
+        yield from rule(recipe)
+
+
+def reserved(section: str, flag: str) -> str:
+    """Why a section's free flags must not include a flag; "" if they may.
+
+    Args:
+        section: one of SECTIONS.
+        flag: its name, with dashes or underscores.
+    """
+    flag, key = flag.replace("_", "-"), flag.replace("-", "_")
+    if flag in REFUSED:
+        reason = "with it fairseq would run a program, or write outside the run folder"
+        return f"is forbidden: {reason}. Leave it out."
+    if section in ("model", "train") and flag in CANNOT_GO_ON:
+        return f"prevents resuming: {CANNOT_GO_ON[flag]}. Leave it out."
+    evaluates = section in ("generate", "score")
+    if evaluates and flag in PARTIAL and (section, flag) != ("generate", SKIP):
+        return "would limit the score to a part of the subset. Leave it out."
+    if evaluates and flag in POSITIONS:
+        return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
+    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
+    owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
+    instead = "the runner sets it"
+    if owner:
+        instead = f"say {owner.__name__.lower()}.{key}"
+    free = flag not in OWN and not owner
+    if free:
+        return ""
+    return f"is not a free flag; {_INSTEAD.get(flag, instead)}."
+
+
+def _values(recipe: Recipe) -> Problems:
+    """Choices, and the ranges of numbers."""
+    if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
+        yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
+    for section in (*SECTIONS, "average"):
+        values = getattr(recipe, section)
+        for name, value in vars(values).items() if values else ():
+            key = f"{section}.{name}"
+            choices = values.__dataclass_fields__[name].metadata["choices"]
+            if choices and value not in choices:
+                yield key, f"{reprlib.repr(value)} is not one of {', '.join(choices)}."
+            if isinstance(value, int) and not isinstance(value, bool):
+                if abs(value) > LARGEST:
+                    yield key, f"must not be above {LARGEST:,}."
+                if value < 1 and name != "seed":
+                    yield key, f"must be at least 1, not {value}."
+            if isinstance(value, float) and not math.isfinite(value):
+                yield key, f"must be a number, not {value}."
+    if not 0 <= recipe.train.seed < 2**32:  # as numpy takes them
+        yield "train.seed", f"must be between 0 and {2**32 - 1:,}, not {recipe.train.seed}."
+
+
+def _names(recipe: Recipe) -> Problems:
+    """Languages, subsets and tasks, which are parts of file names."""
+    names = [("data.source", recipe.data.source), ("data.target", recipe.data.target)]
+    for section in ("generate", "score"):
+        names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
+    names += [("zero_shot", name) for name in recipe.zero_shot or ()]
+    for key, name in names:
+        if name in ("True", "False"):
+            yield key, "must be text. Quote it: YAML takes no, yes, on and off for truth values."
+        if name is not None and not (isinstance(name, str) and FILE_NAME.fullmatch(name)):
+            allowed = "Use letters, digits, '_', '-' and '.' (for file names)"
+            yield key, f"{reprlib.repr(name)} is not a valid name. {allowed}."
+
+
+def _data(recipe: Recipe) -> Problems:
+    data = recipe.data
+    dataset = datasets().get(data.recipe, Dataset(data.recipe, recipe.kind, ""))
+    if recipe.model.share_all_embeddings and not data.joined_dictionary:
+        remedy = "Set data.joined_dictionary: true, or model.share_all_embeddings: false."
+        problem = f"one embedding for both languages needs one dictionary for both. {remedy}"
+        yield "model.share_all_embeddings", problem
+    if data.tokenize and not dataset.takes_raw:
+        remedy = f"Use data.recipe {dataset.raw or 'parallel'}"
+        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out."
+    yield from _pieces(data)
+    if data.bpe and data.codes:
+        yield "data.codes", "gives merges, but data.bpe learns them. Set only one of the two keys."
+    if data.train_fraction is not None and not 0 < data.train_fraction <= 1:
+        yield "data.train_fraction", f"must be above 0 and at most 1, not {data.train_fraction}."
+    if data.tokens and not dataset.tokens:
+        yield "data.tokens", f"data.recipe {data.recipe} is always used whole. Leave the key out."
+
+
+def _pieces(data: Data) -> Problems:
+    """SentencePiece's settings, and keys that have no effect without it."""
+    takes = ("parallel", "binarised")
+    if (share := data.character_coverage) is not None:
+        if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
+            yield "data.character_coverage", f"needs text_sp or data.segmentation: {SENTENCEPIECE}."
+        elif not LEAST_COVERAGE <= share <= 1:
+            yield "data.character_coverage", f"must be between {LEAST_COVERAGE} and 1, not {share}."
+    if data.segmentation != SENTENCEPIECE:
+        for key, default in (("piece_model", PIECE_MODELS[0]), ("byte_fallback", True)):
+            if getattr(data, key) != default:
+                yield f"data.{key}", f"needs data.segmentation: {SENTENCEPIECE}. Leave it out."
+    elif data.recipe not in takes:
+        reason = f"{data.recipe} has a fixed segmentation"
+        yield "data.segmentation", f"{reason}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}."
+    elif data.recipe == "parallel" and not (data.bpe or data.codes):
+        yield "data.bpe", f"is missing. {SENTENCEPIECE} needs the number of pieces, such as 8000."
+    elif data.codes and not data.joined_dictionary:
+        yield "data.codes", "is one model for both languages. Leave data.joined_dictionary: false out."
+
+
+def _ends(recipe: Recipe) -> Problems:
+    if recipe.train.max_epoch is None and recipe.train.max_update is None:
+        yield "train.max_epoch", "is missing. Set max_epoch or max_update, otherwise training never ends."
+    if recipe.generate and not recipe.generate.subsets:
+        yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
+
+
+def _average(recipe: Recipe) -> Problems:
+    average = recipe.average
+    train = recipe.train
+    if average is None:
+        return
+    epochs = average.epochs
+    updates = average.updates
+    if (epochs is None) == (updates is None):
+        yield "average.epochs", "excludes average.updates. Set only one of them."
+    if average.count < 2:
+        remedy = "Use 2 or more, or average: null to evaluate the best checkpoint."
+        key = f"average.{'epochs' if epochs else 'updates'}"
+        yield key, f"one checkpoint is not an average. {remedy}"
+    cannot = f"cannot average {epochs} epochs"
+    if epochs and epochs > train.keep_last_epochs:
+        yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
+    if epochs and train.max_epoch and epochs > train.max_epoch:
+        yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
+    interval, num_saved = (train.flags.get(f"{verb}-interval-updates") for verb in ("save", "keep"))
+    if updates and (interval is None or (num_saved is not None and 0 <= num_saved < updates)):
+        needs = "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
+        yield "average.updates", f"{needs} {updates}."
+
+
+def _kind(recipe: Recipe) -> Problems:
+    """Required keys of translations, which have no meaning for other models, and the reverse."""
+    data = recipe.data
+    score = recipe.score
+    task = recipe.train.task
+    tasks = (TRANSLATION, *KINDS)
+    if not task.startswith(tasks):
+        requirement = "is not a task of recipes: its name, also that of a task of your own, must begin with"
+        beginnings = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
+        yield "train.task", f"{reprlib.repr(task)} {requirement} {beginnings}. Use fairseq-train for others."
+    if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
+        yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
+    if recipe.zero_shot is not None:
+        if recipe.kind != CAUSAL_LM:
+            yield "zero_shot", "is for causal language models (train.task language_modeling): leave it out."
+        if not recipe.zero_shot:
+            yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
+    metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
+    if score and score.headline.startswith(metrics) != bool(name):
+        yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
+    yield from _not_a_translation(recipe, name) if name else _translation(recipe)
+
+
+def _not_a_translation(recipe: Recipe, name: str) -> Problems:
+    data = recipe.data
+    keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
+    if data.recipe != "text_sp":
+        keys.append("bpe")
+    unused = {f"data.{key}": getattr(data, key) for key in keys}
+    unused["generate"] = recipe.generate
+    for key, value in unused.items():
+        if value:
+            yield key, f"has no meaning for {name}. Leave it out."
+    if recipe.score and not recipe.score.subsets:
+        yield "score.subsets", "is empty. Give at least one subset, such as [test]."
+
+
+def _translation(recipe: Recipe) -> Problems:
+    data = recipe.data
+    for key in ("source", "target"):
+        if getattr(data, key) is None:
+            yield f"data.{key}", "is missing. Give the language, such as en."
+    if data.source == data.target:
+        yield "data.target", f"source and target are both {data.source!r}."
+    if recipe.score and not recipe.generate:
+        yield "score", "needs a generate section."
+    if recipe.score and recipe.score.subsets:
+        yield "score.subsets", "has no meaning for a translation. Set generate.subsets."
+
+
+def _finetuning(recipe: Recipe) -> Problems:
+    task = recipe.train.task
+    method = recipe.finetune
+    if (recipe.pretrained is None) != (method is None):
+        problem = "is missing. `pretrained` gives the model and `finetune` the fine-tuning method."
+        yield "finetune" if method is None else "pretrained", problem
+    if method is not None and method not in FINETUNING:
+        yield "finetune", f"{method!r} is not one of {', '.join(FINETUNING)}."
+    if method is not None and not (task.endswith("_bcd") and recipe.kind == TRANSLATION):
+        yield "finetune", f"needs train.task translation_bcd, not {task}."
+
+
+def _flags(recipe: Recipe) -> Problems:
+    """Rules for all flags; `loading.check_flags` checks each program's own flags."""
+    for section in SECTIONS:
+        if values := getattr(recipe, section):
+            for name, value in values.flags.items():
+                for problem in _flag(section, name, value):
+                    yield f"{section}.flags.{name}", problem
+    for name in recipe.model.flags.keys() & recipe.train.flags.keys():
+        model, train = (reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags))
+        if model != train:
+            conflict = f"is {model}, but train.flags.{name}, which has precedence, is {train}"
+            yield f"model.flags.{name}", f"{conflict}. Set the flag in one of the two."
+
+
+def _flag(section: str, name: str, value: Any) -> Iterator[str]:
+    """The problems of one flag of a section."""
+    if not FLAG_NAME.fullmatch(name):
+        proper = name[:100].lower().replace("_", "-").lstrip("-")
+        yield f"write flags as on the command line, without the leading dashes: {proper}."
+    if value is not None and (reason := reserved(section, name)):
+        yield reason
+    if name == "model-overrides" and value is not None:
+        try:
+            is_dictionary = isinstance(ast.literal_eval(value), dict)
+        # as literal_eval documents
+        except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
+            is_dictionary = False
+        if not is_dictionary:
+            yield f"{reprlib.repr(value)} is not a dictionary, such as \"{{'dropout': 0}}\"."
+    if name == "tensorboard-logdir":
+        path = Path(value if isinstance(value, str) else "/")
+        if path.is_absolute() or ".." in path.parts:
+            yield f"{reprlib.repr(value)} is not a folder inside the run folder, such as logs."
+    for item in value if isinstance(value, list) else [value]:
+        if isinstance(item, int) and abs(item) > LARGEST:
+            yield f"must not be above {LARGEST:,}."
+        if isinstance(item, float) and math.isnan(item):
+            yield "must be a number, not nan."
+        if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
+            kinds = "text, a number, true, false, null or a flat list of these"
+            yield f"a flag's value must be {kinds}, not {reprlib.repr(item)}."
+    if problem := unsafe_value(value):
+        yield problem

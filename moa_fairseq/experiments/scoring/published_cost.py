@@ -1,0 +1,53 @@
+"""The cost of an attention layer as SwitchHead's authors count it."""
+
+from __future__ import annotations
+
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.moa import MixtureOfAttention
+from moa_fairseq.layers.positions import RelativePositions
+from moa_fairseq.layers.switchhead import SwitchHeadAttention
+
+
+def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, int] | None:
+    """The cost for a chunk of tokens as SwitchHead's authors count it (arXiv 2312.07987).
+
+    The formulas are those that print their Tables 1-3 and 7 (their own Eq. 11-15 differ).
+
+    Args:
+        attention: of one layer.
+        length: tokens of the chunk.
+        chunks: how many chunks of tokens are attended to, 2 with a carried one.
+
+    Returns:
+        "macs": multiply-accumulates; "floats": numbers that training stores. None for a setting for which
+        they have no formula.
+    """
+    n = attention.num_heads
+    d = attention.head_dim
+    C = chunks
+    T = length
+    width = attention.embed_dim
+    relative = isinstance(attention.positions, RelativePositions)
+    macs = 2 * C * n * d * T**2
+    floats = 2 * C * n * T**2
+    if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
+        k = 2  # in their script, for every n
+        experts = attention.num_experts
+        macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
+        return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
+    if not isinstance(attention, SwitchHeadAttention):
+        return None
+    if not attention.experts:  # dense: Eq. 11-12
+        macs += 4 * n * d * width * T + relative * 2 * C * n * d * width * T
+        return {"macs": macs, "floats": floats + 4 * n * d * T + relative * 2 * C * n * d * T}
+    if attention.experts != "vo":
+        return None
+    k = attention.experts_per_token
+    experts = attention.num_experts
+    selections = 1 if attention.shares_selection else 2
+    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
+    macs += relative * 2 * n * d * width * T
+    return {
+        "macs": macs,
+        "floats": floats + 4 * n * d * T + relative * 2 * n * d * T + selections * experts * C * T,
+    }

@@ -1,0 +1,192 @@
+"""A study file, read and checked: its base, its systems with tuned values, and its contrasts."""
+
+from __future__ import annotations
+
+import dataclasses
+import hashlib
+import itertools
+import math
+import re
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import is_number
+from moa_fairseq.experiments.recipes.loading import build, fail, read_mapping
+from moa_fairseq.experiments.study.design import (
+    Contrast,
+    Study,
+    System,
+    Tuning,
+    fitting_records,
+    has_diverged,
+    losses_of,
+    runs_of,
+)
+
+STAGES = ("train", "all")
+MOST_RUNS = 100_000
+# The numbers of a study file, and of its tuning: lowest and highest.
+_LIMITS = {
+    "seeds": (1, MOST_RUNS),
+    "first_seed": (0, 2**31),
+    "threads": (1, 1024),
+    "last": (1, 10_000),
+    "margin": (0, 100),
+    "levels": (0, 10_000),
+}
+_NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
+Grid = dict[str, tuple[System, dict[str, Any]]]  # name of a trial → its system and its point
+
+
+def load_study(path: Path, records: Path, tune: bool = False) -> Study:
+    """Read and check a study file.
+
+    Args:
+        path: the file.
+        records: the folder of all studies' records.
+        tune: its tuning runs, a system for each point of the grid; otherwise the systems have the values
+            selected by the tuning.
+
+    Raises:
+        UserError: with file and key; also if the tuning is not complete, or every run of a system in it
+            diverged.
+    """
+    file = str(path)
+    study = build(Study, _with_base(path), file)
+    tuning = None
+    if study.tuning is not None:
+        tuning = build(Tuning, study.tuning, file, "tuning")
+    _check(study, tuning, file)
+    if tune and not tuning:
+        fail(file, "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
+    rows = {}
+    for key, mapping in study.systems.items():
+        row = build(System, mapping, file, f"systems.{key}")
+        rows[key] = dataclasses.replace(row, set=study.set | row.set)
+    if tuning:
+        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
+        trial = dataclasses.replace(
+            study,
+            study=f"{study.study}_tuning",
+            seeds=tuning.seeds,
+            first_seed=tuning.first_seed,
+            systems={name: trial[0] for grid in grids.values() for name, trial in grid.items()},
+            contrasts={},
+            stage="train",
+        )
+        if tune:
+            return trial
+        for key, point in _best_points(trial, grids, path, records).items():
+            rows[key] = dataclasses.replace(rows[key], set=rows[key].set | point)
+    contrasts = {}
+    for key, mapping in study.contrasts.items():
+        contrasts[key] = contrast = build(Contrast, mapping, file, f"contrasts.{key}")
+        if unknown := {contrast.first, contrast.second} - rows.keys():
+            fail(file, f"contrasts.{key}", f"there is no system {min(unknown)!r}.")
+        if contrast.first == contrast.second:
+            fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
+    return dataclasses.replace(study, systems=rows, contrasts=contrasts)
+
+
+def _best_points(
+    trial: Study, grids: dict[str, Grid], path: Path, records: Path
+) -> dict[str, dict[str, Any]]:
+    """System → the point of its grid with the lowest loss. Raises UserError, see `load_study`."""
+    runs = runs_of(trial, path.parent, records)
+    fitting = fitting_records(trial, runs)
+    if missing := len(runs) - len(fitting):
+        raise UserError(
+            f"{path}: {missing} of {len(runs)} tuning runs are missing. Run it with --tune first."
+        )
+    losses = losses_of(trial, runs, fitting)
+    diverged = Counter(run.system for run in runs if has_diverged(trial, fitting[run.name]))
+    points = {}
+    for key, grid in grids.items():
+        best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
+        if diverged[best] == trial.seeds:
+            problem = f"every tuning run of system {key} diverged, so there is no best point of its grid"
+            remedy = "Give lower values, and run it with --tune again."
+            fail(str(path), "tuning.grid", f"{problem}. {remedy}")
+        points[key] = grid[best][1]
+    return points
+
+
+def _with_base(path: Path) -> dict[str, Any]:
+    """The mapping of a study file over that of its `base:`, a study file whose path begins in its folder.
+
+    If both have a mapping for a key (set, systems, contrasts, tuning), it has the entries of both; otherwise
+    the file's own value counts. So a system or a contrast in both files is the file's.
+    """
+    mapping = read_mapping(path, "study")
+    name = mapping.pop("base", None)
+    if name is None:
+        return mapping
+    if not isinstance(name, str):
+        fail(str(path), "base", "must be the path of a study file.")
+    below = read_mapping(path.parent / name, "study")
+    if "base" in below:
+        fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
+    for key, value in below.items():
+        above = mapping.get(key, value)
+        mapping[key] = value | above if isinstance(value, dict) and isinstance(above, dict) else above
+    return mapping
+
+
+def _check(study: Study, tuning: Tuning | None, file: str) -> None:
+    """Raise UserError for an invalid name, number or stage.
+
+    Also for too many runs, and for seeds of the tuning that are also seeds of the study.
+    """
+    for key, values in (("", study), ("tuning.", tuning or study)):
+        for name, (low, high) in _LIMITS.items():
+            value = getattr(values, name, low)
+            if not (is_number(value) and low <= value <= high):
+                fail(file, key + name, f"must be between {low} and {high:,}, not {value}.")
+    if study.stage not in STAGES:
+        fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
+    names = {"study": study.study} | {f"systems.{key}": key for key in study.systems}
+    if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
+        rule = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
+        fail(file, bad, rule)
+    if not study.systems:
+        fail(file, "systems", "is empty. Give at least one.")
+    runs = {"seeds": study.seeds * len(study.systems)}
+    if tuning:
+        points = math.prod(map(len, tuning.grid.values()))
+        if not points or not tuning.grid:
+            fail(file, "tuning.grid", "has no point. Give each key at least one value.")
+        runs["tuning.grid"] = points * tuning.seeds * len(study.systems)
+        shared = max(study.first_seed, tuning.first_seed)
+        end = study.first_seed + study.seeds
+        if shared < min(end, tuning.first_seed + tuning.seeds):
+            rule = f"makes seed {shared} a tuning seed, but it is also one of the study's seeds"
+            remedy = f"Give {end} or more, or give the study another first_seed."
+            fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
+    for key, number in runs.items():
+        if number > MOST_RUNS:
+            fail(file, key, f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.")
+
+
+def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
+    """Name → system and its point, for every point of the grid."""
+    trials: Grid = {}
+    for values in itertools.product(*tuning.grid.values()):
+        point = dict(zip(tuning.grid, values))
+        texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
+        name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
+        if name in trials:
+            fail(
+                file, "tuning.grid", f"has {name.partition(' ')[2]} twice, so its runs would share a record."
+            )
+        label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
+        trials[name] = dataclasses.replace(row, label=label, set=row.set | tuning.set | point), point
+    return trials
+
+
+def _file_name(text: str) -> str:
+    """The text if it can be part of a file's name, else its letters and digits with a hash of the whole."""
+    if re.fullmatch(r"[\w.+-]{1,40}", text):
+        return text
+    return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]

@@ -1,0 +1,147 @@
+"""A study's report as text, for a terminal or as Markdown."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from moa_fairseq.experiments.scoring.against import interval_of
+from moa_fairseq.experiments.study.design import Study
+from moa_fairseq.experiments.tables import Column, Table, page
+
+SYSTEM_COLUMNS = (
+    Column("system", ""),
+    Column("label", "system"),
+    Column("n", "seeds", "d"),
+    Column("loss", "bits", ".4f"),
+    Column("deviation", "SD", ".4f"),
+    Column("diverged", "diverged", "d"),
+    Column("parameters", "parameters", ","),
+    Column("cost", "attention MACs, ratio", ".2f"),
+    Column("start", "initial output, ratio", ".2f"),
+    Column("speed", "tokens/s, ratio", ".2f"),
+)
+CONTRAST_COLUMNS = (
+    Column("contrast", "contrast"),
+    Column("first", "system"),
+    Column("second", "baseline"),
+    Column("n", "seeds", "d"),
+    Column("mean", "difference", "+.4f"),
+    Column("interval", "95 % interval", ">"),
+    Column("p_holm", "p", ".3g"),
+    Column("minimum_detectable_effect", "MDE", ".4f"),
+    Column("verdict", "verdict"),
+)
+CACHE_COLUMNS = (
+    Column("system", ""),
+    Column("label", "system"),
+    Column("cache_bytes", "cache, bytes", ","),
+    Column("loss", "bits", ".4f"),
+    Column("mean", "difference", "+.4f"),
+    Column("interval", "95 % interval", ">"),
+    Column("cost", "attention MACs, ratio", ".2f"),
+    Column("decoding", "decoding time, ratio", ">"),
+    Column("pareto", "Pareto"),
+)
+CACHE_HEADING = (
+    "Cache: bytes per token and layer, 2 bytes per value. Difference: the system's bits − those of the "
+    "first system, with the 95 % interval of a paired t test, not corrected. Decoding time: seconds per "
+    "token, divided by the first system's; in brackets the device and the number of texts at a time. All "
+    "systems were timed in turn, in one process. Pareto: no system with as many bytes or fewer has a "
+    "lower mean loss. Verdicts belong to the contrasts above, not to this table."
+)
+CONTRAST_HEADINGS = {
+    "contrasts": "Difference: bits of the system − bits of the baseline; negative if the system is "
+    "better. p: paired t test, two-sided, after Holm's correction for all contrasts. Intervals and the "
+    "minimum detectable effect (MDE) are those of a single test. MDE: the smallest difference that a test "
+    "with this many seeds finds with a power of 80 %. Better, worse: p below 0.05. Equivalent: within ± "
+    "{margin} bits (TOST, after Holm's correction). Equivalent before correction: none of these, but a "
+    "single TOST excludes a difference beyond ± {margin} bits. Inconclusive: neither a difference nor its "
+    "absence is shown.",
+    "at_equal_training_loss": "The validation loss of a run is read at several training losses and "
+    "averaged. They go from the lowest that all runs of both systems reached to one bit above it, or to "
+    "the highest that all of them have. Training losses include dropout, so contrasts of unequal dropout "
+    "are left out.",
+}
+TRANSLATION_COLUMNS = (
+    Column("metric", "metric"),
+    Column("contrast", "contrast"),
+    Column("n", "seeds", "d"),
+    Column("first", "system", ".2f"),
+    Column("second", "baseline", ".2f"),
+    Column("difference", "difference", "+.2f"),
+    Column("interval", "95 % interval", ">"),
+    Column("p_seeds_holm", "p, seeds", ".3g"),
+    Column("p_holm", "p, sentences", ".3g"),
+)
+# Part of a report → its heading.
+HEADINGS = {
+    "contrasts": "## Contrasts",
+    "at_equal_training_loss": "## Contrasts at equal training loss",
+    "cache": "## KV cache",
+    "translations": "## Translations",
+}
+
+
+def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
+    """The report as tables, for a terminal or as Markdown."""
+    base = content["systems"][0]
+    labels = {name: system.label for name, system in study.systems.items()}
+    systems = []
+    for row in content["systems"]:
+        cost = row["attention_macs"] / base["attention_macs"]
+        start = row["branch"] / base["branch"]
+        systems.append(dict(row, cost=cost, start=start, diverged=row["diverged"] or None))
+    measure = "that of the last validation"
+    if study.last > 1:
+        measure = f"the mean of the last {study.last} validations"
+    if "unknown" in content:
+        measure += f", of text with {content['unknown']:.2%} <unk>"
+    blocks: list[str | Table] = [
+        f"# {study.question}",
+        f"{content['runs']} of {content['planned']} runs of `{study.study}`. Bits: validation loss, "
+        f"{measure}; lower is better. SD: standard deviation over seeds. Ratios are to the first system. "
+        "Initial output: the size of attention's output before training. Tokens/s: the median over seeds, "
+        "each compared with the first system's run of the same seed.",
+        Table(SYSTEM_COLUMNS, systems),
+    ]
+    for key, text in CONTRAST_HEADINGS.items():
+        if rows := content.get(key):
+            lines = []
+            for row in rows:
+                names = {side: labels[row[side]] for side in ("first", "second")}
+                lines.append(dict(row, interval=interval_of(row, 4)) | names)
+            blocks += [HEADINGS[key], text.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
+    if rows := content.get("cache"):
+        costs = {row["system"]: row["cost"] for row in systems}
+        lines = []
+        for row in rows:
+            line = dict(
+                row, label=labels[row["system"]], interval=interval_of(row, 4), cost=costs[row["system"]]
+            )
+            ratios = [f"{ratio:.2f} ({condition})" for condition, ratio in row["decoding"].items()]
+            line["decoding"] = "; ".join(ratios)
+            line["pareto"] = "yes" if row["is_pareto_optimal"] else ""
+            lines.append(line)
+        blocks += [HEADINGS["cache"], CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
+    if rows := content.get("translations"):
+        blocks += [
+            HEADINGS["translations"],
+            "Difference: system − baseline; positive if the system is better. The interval and p, seeds: "
+            "paired t test over seeds. p, sentences: approximate randomisation, which covers the choice "
+            "of test sentences, not chance in training. Both p after Holm's correction for all contrasts "
+            f"of a metric. {rows[0]['signature']}, {rows[-1]['signature']}",
+            Table(TRANSLATION_COLUMNS, [dict(row, interval=interval_of(row)) for row in rows]),
+        ]
+    blocks += ["## Runs", _made_by(content["made_by"])]
+    return page(blocks, markdown)
+
+
+def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
+    """A list of commits, machines and precisions; with their seeds, if there is more than one."""
+    lines = []
+    for key in ("commit", "hardware", "precision"):
+        of_value = values[key]
+        for value, seeds in of_value.items():
+            seeds_text = f" (seeds {', '.join(map(str, seeds))})" if len(of_value) > 1 else ""
+            lines.append(f"- {key}: {value}{seeds_text}")
+    return "\n".join(lines)
