@@ -39,7 +39,7 @@ setup(
     else "",
     long_description_content_type="text/markdown",
     license="MIT",
-    python_requires=">=3.11,<3.13",  # as scripts/setup.sh: fairseq has wheels for these
+    python_requires=">=3.11,<3.15",
     packages=find_packages(include=["moa_fairseq", "moa_fairseq.*"]),
     cmdclass={"build_py": BuildWithShare},
     package_data={"moa_fairseq": ["**/*.json", "**/*.yaml", "experiments/look/page.*", "py.typed"]},
@@ -69,8 +69,9 @@ setup(
         "ko": ["sacrebleu[ko]>=2.4,<3"],
         # text in .zst
         "zst": ["zstandard>=0.22,<1"],
-        # A working fairseq of your own serves as well: see docs/fairseq.md.
-        "fairseq": ["ve-fairseq==0.12.3"],
+        # A working fairseq of your own serves as well: see docs/fairseq.md. There are wheels for Python 3.11 and
+        # 3.12, as in scripts/setup.sh; on a newer one the plugin's import says so.
+        "fairseq": ["ve-fairseq==0.12.3; python_version < '3.13'"],
         # moa_fairseq.integrations.hf and .mixture_transformer, whose text needs what follows; transformers 5
         # cannot be imported beside fairseq's torchaudio
         "hf": [

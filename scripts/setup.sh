@@ -5,8 +5,9 @@
 #   PYTHON=python3.12 bash scripts/setup.sh
 #   bash scripts/setup.sh --integrations
 #                                      transformers and timm without fairseq, in .venv-integrations: transformers 5
-#                                      cannot be imported beside the torchaudio that fairseq brings.
-#                                      TRANSFORMERS="transformers==4.48.3" asks for another version.
+#                                      cannot be imported beside the torchaudio that fairseq brings. Python may be
+#                                      newer here. TRANSFORMERS="transformers==4.48.3" makes .venv-integrations-4.48.3
+#                                      as well, which shares all but that version.
 #   bash scripts/setup.sh --zero-shot  lm_eval beside all of this, in .venv-zero-shot: it shares what the ordinary
 #                                      environment has, whose pinned packages stay as they are.
 #
@@ -18,7 +19,7 @@
 set -euo pipefail
 export PYTHONSAFEPATH=1 PYTHONUTF8=1   # nothing is imported from the working directory
 
-[ "${1:-}" = "--help" ] && { sed -n '2,17s/^# \{0,1\}//p' "$0"; exit 0; }
+[ "${1:-}" = "--help" ] && { sed -n '2,18s/^# \{0,1\}//p' "$0"; exit 0; }
 root=$(cd "$(dirname "$(readlink -f "${BASH_SOURCE[0]}")")/.." && pwd -P)   # also through a link to it
 torch_pin=${TORCH:-torch==2.13.0}
 
@@ -56,27 +57,51 @@ refuse_foreign() {
   fail "$1 was set up for ${other:-another checkout}, whose commands would run the code of $root from then on. $remedy."
 }
 
+# find_python [NEWEST]: fairseq has wheels for 3.11 and 3.12
 find_python() {
-  local candidate candidates=(python3 python3.12 python3.11 python)
+  local candidate candidates=(python3 python3.12 python3.11 python) newest=${1:-12}
   for candidate in "${PYTHON:-${candidates[@]}}"; do
-    if "$candidate" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' 2>/dev/null; then
+    if "$candidate" -c "import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, $newest))" 2>/dev/null; then
       command -v "$candidate"
       return
     fi
   done
-  fail "no Python 3.11 or 3.12 found${PYTHON:+ at PYTHON=$PYTHON}: install one, or name it with PYTHON=/path/to/python3.11."
+  fail "no Python 3.11 to 3.$newest found${PYTHON:+ at PYTHON=$PYTHON}: install one, or name it with PYTHON=/path/to/python3.11."
 }
 
+# make_beside VENV BASE PACKAGES…: an environment that shares what the one with the Python BASE has, and has PACKAGES
+# of its own in front of that
+make_beside() {
+  local venv=$1 base=$2 python=$1/bin/python wanted site
+  shift 2
+  wanted=$(cat "$root/setup.py" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$base $*")
+  [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && return
+  "$base" -m venv --clear "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
+  site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
+  (cd / && "$base" -c 'import site; print(*site.getsitepackages(), sep="\n")') > "$site/shared_with_the_project.pth"
+  "$python" -m pip install --quiet --disable-pip-version-check "$@" || fail "pip could not install $*."
+  ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
+  printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
+  echo "setup.sh: ready. Activate it with: source $venv/bin/activate"
+}
+
+if [ "${1:-}" = "--integrations" ] && [ -n "${TRANSFORMERS:-}" ]; then
+  venv=$root/.venv-integrations-${TRANSFORMERS##*==}
+  refuse_foreign "$venv"
+  TRANSFORMERS='' bash "$root/scripts/setup.sh" --integrations
+  make_beside "$venv" "$root/.venv-integrations/bin/python" "$TRANSFORMERS"
+  exit 0
+fi
 if [ "${1:-}" = "--integrations" ]; then
   venv=$root/.venv-integrations
   python=$venv/bin/python
   pins=$root/scripts/requirements-integrations.txt
   refuse_foreign "$venv"
-  wanted=$(cat "$pins" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$torch_pin ${TRANSFORMERS:-}")
+  wanted=$(cat "$pins" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$torch_pin")
   [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
-  "$python" -m pip --version >/dev/null 2>&1 || "$(find_python)" -m venv --clear "$venv" \
+  "$python" -m pip --version >/dev/null 2>&1 || "$(find_python 14)" -m venv --clear "$venv" \
     || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
-  for words in "$torch_pin" "--requirement $pins" ${TRANSFORMERS:+"$TRANSFORMERS"}; do
+  for words in "$torch_pin" "--requirement $pins"; do
     # shellcheck disable=SC2086  # an option and its value
     "$python" -m pip install --quiet --disable-pip-version-check $words || fail "pip could not install $words."
   done
@@ -99,20 +124,9 @@ if [ "${1:-}" = "--integrations" ]; then
 fi
 if [ "${1:-}" = "--zero-shot" ]; then
   venv=$root/.venv-zero-shot
-  python=$venv/bin/python
   refuse_foreign "$venv"
   bash "$root/scripts/setup.sh"
-  base=${VIRTUAL_ENV:-$root/.venv}/bin/python
-  wanted=$(cat "$root/setup.py" "$root/scripts/setup.sh" | cksum; echo "$root"; echo "$base")
-  [ "$(cat "$venv/.moa_fairseq_setup" 2>/dev/null)" = "$wanted" ] && exit 0
-  "$base" -m venv --clear "$venv" || fail "cannot make a virtual environment (Debian: apt install python3-venv)."
-  site=$("$python" -c 'import sysconfig; print(sysconfig.get_paths()["purelib"])')
-  (cd / && "$base" -c 'import site; print(*site.getsitepackages(), sep="\n")') > "$site/shared_with_the_project.pth"
-  "$python" -m pip install --quiet --disable-pip-version-check -e "$root[zero-shot]" \
-    || fail "pip could not install lm_eval beside the project."
-  ln -sfn "$root/moa_fairseq" "$site/moa_fairseq"
-  printf '%s' "$wanted" > "$venv/.moa_fairseq_setup"
-  echo "setup.sh: ready. Activate it with: source $venv/bin/activate"
+  make_beside "$venv" "${VIRTUAL_ENV:-$root/.venv}/bin/python" -e "$root[zero-shot]"
   exit 0
 fi
 if [ -n "${VIRTUAL_ENV:-}" ]; then

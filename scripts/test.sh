@@ -3,22 +3,24 @@
 #   bash scripts/test.sh --all               the tests marked thorough, too: kills, restarts, whole chains of commands
 #   bash scripts/test.sh tests/layers/experts -x
 #   bash scripts/test.sh --integrations      only tests/integrations, in an environment with transformers that it makes;
-#                                            --all runs them where that environment is
+#                                            --all runs them where that environment is, and those of exported
+#                                            models in each environment with another version
 #   bash scripts/test.sh --zero-shot         only those of moa-fairseq zero-shot, with lm_eval in an environment that it
 #                                            makes; --all runs them where that environment is
 set -euo pipefail
 export PYTHONUTF8=1
 
 root=$(cd "$(dirname "${BASH_SOURCE[0]}")/.." && pwd)
-integrations() { # without the fixtures of the other tests, which import fairseq
-  (cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} .venv-integrations/bin/python -m pytest \
-    --confcutdir tests/integrations "$@")
+integrations() { # ENVIRONMENT ARGUMENTS…: without the fixtures of the other tests, which import fairseq
+  local python=$1/bin/python
+  shift
+  (cd "$root" && OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} "$python" -m pytest --confcutdir tests/integrations "$@")
 }
 if [ "${1:-}" = "--integrations" ]; then
   bash "$root/scripts/setup.sh" --integrations
   shift
   [ -e "${1:-}" ] || set -- tests/integrations "$@" # before options for pytest
-  integrations "$@"
+  integrations ".venv-integrations${TRANSFORMERS:+-${TRANSFORMERS##*==}}" "$@"
   exit
 fi
 zero_shot() {
@@ -65,8 +67,13 @@ export OMP_NUM_THREADS=${OMP_NUM_THREADS:-1} # of each of them
 unset PYTHONDONTWRITEBYTECODE # else each of the tests' commands compiles the plugin anew
 status=0
 "$python" -m pytest --numprocesses "$workers" --dist worksteal "$@" || status=$?
-if [ "${1:-}" = "--all" ] && [ -d .venv-integrations ]; then
-  integrations tests/integrations || status=1
+if [ "${1:-}" = "--all" ]; then
+  for stamp in .venv-integrations*/.moa_fairseq_setup; do # the last file that a set-up writes
+    tests=(tests/integrations)
+    # with another version than the pinned one: the models that are exported
+    case $stamp in .venv-integrations-*) tests=(tests/integrations/test_mixture_*.py) ;; esac
+    [ ! -e "$stamp" ] || integrations "${stamp%/*}" "${tests[@]}" || status=1
+  done
 fi
 if [ "${1:-}" = "--all" ] && [ -d .venv-zero-shot ]; then
   zero_shot --all || status=1

@@ -5,6 +5,7 @@ when the plugin is imported.
 """
 
 import functools
+import sys
 
 try:
     from moa_fairseq.plugin.patches import (
@@ -30,7 +31,8 @@ try:
 except ImportError as error:
     raise ImportError(
         f"moa_fairseq is a plugin of fairseq, which cannot be imported ({error}). `bash scripts/setup.sh` "
-        "installs one that runs on Python 3.11 and 3.12 (PyPI's own fairseq 0.12.2 does not)."
+        "installs one that runs on Python 3.11 and 3.12 (PyPI's own fairseq 0.12.2 does not); this is Python "
+        f"{sys.version_info.major}.{sys.version_info.minor}."
     ) from error
 
 load_checkpoint = checkpoint_files.load_checkpoint
