@@ -4,7 +4,6 @@ Importing this module lets AutoConfig, AutoTokenizer, AutoModelForSeq2SeqLM, Aut
 AutoModelForMaskedLM read the folders of `moa-fairseq export --transformers`.
 """
 
-import dataclasses
 from typing import Any
 
 import torch
@@ -16,30 +15,26 @@ from transformers import (
     AutoModelForMaskedLM,
     AutoModelForSeq2SeqLM,
     AutoTokenizer,
-    GenerationMixin,
-    LogitsProcessorList,
     PretrainedConfig,
     PreTrainedModel,
 )
-from transformers.modeling_outputs import (
-    BaseModelOutput,
-    CausalLMOutputWithPast,
-    MaskedLMOutput,
-    Seq2SeqLMOutput,
-)
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.integrations.mixture_generation import (
+    CACHE,
+    EncoderCall,
+    MixtureGenerationMixin,
+    MixtureOutput,
+    cache_of,
+    new_ids,
+)
 from moa_fairseq.integrations.mixture_tokenizer import MixtureTokenizer
-from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, weighted_loss
 from moa_fairseq.layers.routing import Routing, RoutingSums
 from moa_fairseq.layers.running_statistics import RunningStatistics
-from moa_fairseq.layers.transformer import LayerCache, MixtureTransformer, StackSettings
+from moa_fairseq.layers.transformer import MixtureTransformer, StackSettings
 
 IGNORED = -100  # the label of a position without a loss
-# How transformers calls a cache: `cache` from 5.24, `past_key_values` before
-_FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
-CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 
 
 class MixtureTransformerConfig(PretrainedConfig):
@@ -89,65 +84,6 @@ class MixtureTransformerConfig(PretrainedConfig):
         options.setdefault("is_encoder_decoder", bool(encoder_stack and decoder_stack))
         options["tie_word_embeddings"] = False  # a tied matrix stands in the model once
         super().__init__(**options)
-
-
-class GenerationCache:
-    """The caches of all layers, with what `generate` asks of a cache.
-
-    Args:
-        layers: a cache of each.
-    """
-
-    is_compileable = False
-    is_initialized = True
-    is_linear = ()
-    is_sliding = ()
-
-    def __init__(self, layers: list[LayerCache]):
-        self.layers = layers
-
-    def __bool__(self) -> bool:
-        return True
-
-    @property
-    def caches(self) -> list[KVCache]:
-        """Those of all attentions."""
-        return [cache for layer in self.layers for cache in layer.all]
-
-    def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many positions it holds."""
-        return self.layers[layer_idx].self_attn.length
-
-    def get_max_cache_shape(self) -> int:
-        """No limit, as transformers writes it."""
-        return -1
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the hypotheses of a beam: row i becomes row beam_idx[i]."""
-        for cache in self.caches:
-            cache.reorder(beam_idx)
-
-
-class ForcedEnd:
-    """At the last step only the end has a probability, its own: fairseq's rule.
-
-    transformers' own (`forced_eos_token_id`) sets it to 1, which changes the order of the hypotheses.
-
-    Args:
-        length: of the longest sequences, the start counted.
-        end: the id of the end.
-    """
-
-    def __init__(self, length: int, end: int):
-        self.length = length
-        self.end = end
-
-    def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.size(1) != self.length - 1:
-            return scores
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self.end] = scores[:, self.end]
-        return forced
 
 
 class MixtureTransformerModel(PreTrainedModel):
@@ -244,59 +180,38 @@ class MixtureTransformerModel(PreTrainedModel):
             loss = loss + term * (count if config.aux_loss_scale == "sample-size" else 1)
         return loss / (count if items is None else items)
 
+    def _output(
+        self,
+        logits: Tensor,
+        labels: Tensor | None,
+        routings: tuple[Routing, ...],
+        parts: dict[str, Any],
+        return_dict: bool | None = None,
+        num_items_in_batch: Any = None,
+        **others: Any,
+    ) -> Any:
+        """What a forward pass returns.
 
-class _Generates(MixtureTransformerModel, GenerationMixin):
-    """What translation and causal language models have in common."""
-
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
-        name = generation_config.cache_implementation
-        if name is not None:
-            raise UserError(f"cache_implementation={name!r}: these models have a cache of their own only.")
-        if generation_config.use_cache and model_kwargs.get(CACHE) is None:
-            beam = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-            model_kwargs[CACHE] = GenerationCache(self.model.decoder.new_caches(beam))
-
-    def _supports_default_dynamic_cache(self) -> bool:
-        return False
-
-    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
-        found = super()._get_logits_processor(generation_config, *args, **kwargs)
-        end = generation_config.eos_token_id
-        if self.config.is_encoder_decoder and isinstance(end, int) and generation_config.max_length:
-            found.append(ForcedEnd(generation_config.max_length, end))
-        return found
-
-    def _reorder_cache(self, cache: GenerationCache, beam_idx: Tensor) -> GenerationCache:
-        cache.reorder_cache(beam_idx)
-        return cache
+        Args:
+            logits, labels, routings: as of `_loss`; without labels there is no loss.
+            parts: further fields of the output.
+            return_dict: False: a tuple.
+            num_items_in_batch: how many labels an update has, of Trainer.
+            others: not read.
+        """
+        loss = None if labels is None else self._loss(logits, labels, routings, num_items_in_batch)
+        out = MixtureOutput(loss=loss, logits=logits, **parts)
+        return out.to_tuple() if return_dict is False else out
 
 
-class _EncoderCall:
-    """The encoder as `generate` calls it."""
-
-    main_input_name = "input_ids"
-
-    def __init__(self, model: "MixtureTransformerForConditionalGeneration"):
-        self.model = model
-
-    def forward(
-        self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> BaseModelOutput:
-        """The encoder's output [B, S, C]."""
-        memory, _ = self.model.encode(input_ids, attention_mask)
-        return BaseModelOutput(last_hidden_state=memory)
-
-    __call__ = forward
-
-
-class MixtureTransformerForConditionalGeneration(_Generates):
+class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, MixtureGenerationMixin):
     """A translation model."""
 
     stacks = (True, True)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
         """The encoder, as `generate` calls it."""
-        return _EncoderCall(self)
+        return EncoderCall(self)
 
     def encode(self, ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, tuple[Routing, ...]]:
         """The encoder's output [B, S, C] and routings.
@@ -322,11 +237,10 @@ class MixtureTransformerForConditionalGeneration(_Generates):
         decoder_attention_mask: Tensor | None = None,
         **kwargs: Any,
     ) -> dict[str, Any]:
-        """The ids whose keys the cache lacks."""
-        cache = kwargs.get(CACHE)
-        held = 0 if cache is None else cache.get_seq_length()
+        """The inputs of the next pass: the ids whose keys the cache lacks."""
+        cache = cache_of(kwargs)
         return {
-            "decoder_input_ids": decoder_input_ids[:, held:],
+            "decoder_input_ids": new_ids(decoder_input_ids, cache),
             "attention_mask": attention_mask,
             "decoder_attention_mask": decoder_attention_mask,
             "encoder_outputs": encoder_outputs,
@@ -341,11 +255,6 @@ class MixtureTransformerForConditionalGeneration(_Generates):
         decoder_attention_mask: Tensor | None = None,
         encoder_outputs: Any = None,
         labels: Tensor | None = None,
-        cache: GenerationCache | None = None,
-        past_key_values: GenerationCache | None = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
         """One pass.
@@ -356,16 +265,13 @@ class MixtureTransformerForConditionalGeneration(_Generates):
                 by default made of the labels.
             encoder_outputs: in place of input_ids.
             labels: [B, T], -100 where there is no loss.
-            cache, past_key_values: of `generate`, by the name of this transformers' version.
-            use_cache: not read: `generate` makes the cache.
-            return_dict: False: a tuple.
-            num_items_in_batch: how many labels an update has, of Trainer.
-            kwargs: not read.
+            kwargs: those of `_output`, and of `generate` cache or past_key_values, by the name of this
+                transformers' version. Others are not read.
 
         Returns:
-            Seq2SeqLMOutput with the logits [B, T, V].
+            MixtureOutput with the logits [B, T, V].
         """
-        cache = past_key_values if cache is None else cache
+        cache = cache_of(kwargs)
         routings: tuple[Routing, ...] = ()
         if encoder_outputs is None:
             assert input_ids is not None
@@ -391,14 +297,11 @@ class MixtureTransformerForConditionalGeneration(_Generates):
         logits, routed = self.model.decode(
             decoder_input_ids, decoder_padding, attended, padding, cache and cache.layers
         )
-        loss = None
-        if labels is not None:
-            loss = self._loss(logits, labels, routings + routed, num_items_in_batch)
-        out = Seq2SeqLMOutput(loss=loss, logits=logits, encoder_last_hidden_state=memory, **{CACHE: cache})
-        return out.to_tuple() if return_dict is False else out
+        parts = {CACHE: cache, "encoder_last_hidden_state": memory}
+        return self._output(logits, labels, routings + routed, parts, **kwargs)
 
 
-class MixtureTransformerForCausalLM(_Generates):
+class MixtureTransformerForCausalLM(MixtureTransformerModel, MixtureGenerationMixin):
     """A causal language model."""
 
     stacks = (False, True)
@@ -406,10 +309,9 @@ class MixtureTransformerForCausalLM(_Generates):
     def prepare_inputs_for_generation(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> dict[str, Any]:
-        """The ids whose keys the cache lacks."""
-        cache = kwargs.get(CACHE)
-        held = 0 if cache is None else cache.get_seq_length()
-        return {"input_ids": input_ids[:, held:], "attention_mask": attention_mask, CACHE: cache}
+        """The inputs of the next pass: the ids whose keys the cache lacks."""
+        cache = cache_of(kwargs)
+        return {"input_ids": new_ids(input_ids, cache), "attention_mask": attention_mask, CACHE: cache}
 
     def forward(
         self,
@@ -417,11 +319,6 @@ class MixtureTransformerForCausalLM(_Generates):
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
         shift_labels: Tensor | None = None,
-        cache: GenerationCache | None = None,
-        past_key_values: GenerationCache | None = None,
-        use_cache: bool | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
         """One pass.
@@ -431,22 +328,17 @@ class MixtureTransformerForCausalLM(_Generates):
             attention_mask: [B, T], with a cache [B, S] of all positions so far; 0 = padding.
             labels: [B, T], the input_ids themselves; the loss is that of the next one. -100: no loss.
             shift_labels: [B, T], in place of labels: what follows each of the input_ids, as fairseq has it.
-            cache, past_key_values, use_cache, return_dict, num_items_in_batch, kwargs: as of
-                `MixtureTransformerForConditionalGeneration.forward`.
+            kwargs: as of `MixtureTransformerForConditionalGeneration.forward`.
 
         Returns:
-            CausalLMOutputWithPast with the logits [B, T, V].
+            MixtureOutput with the logits [B, T, V].
         """
-        cache = past_key_values if cache is None else cache
+        cache = cache_of(kwargs)
         padding = self._padding(input_ids, attention_mask, self.model.decoder)
         logits, routings = self.model.decode(input_ids, padding, caches=cache and cache.layers)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
-        loss = None
-        if shift_labels is not None:
-            loss = self._loss(logits, shift_labels, routings, num_items_in_batch)
-        out = CausalLMOutputWithPast(loss=loss, logits=logits, **{CACHE: cache})
-        return out.to_tuple() if return_dict is False else out
+        return self._output(logits, shift_labels, routings, {CACHE: cache}, **kwargs)
 
 
 class MixtureTransformerForMaskedLM(MixtureTransformerModel):
@@ -459,8 +351,6 @@ class MixtureTransformerForMaskedLM(MixtureTransformerModel):
         input_ids: Tensor,
         attention_mask: Tensor | None = None,
         labels: Tensor | None = None,
-        return_dict: bool | None = None,
-        num_items_in_batch: Any = None,
         **kwargs: Any,
     ) -> Any:
         """One pass.
@@ -469,17 +359,14 @@ class MixtureTransformerForMaskedLM(MixtureTransformerModel):
             input_ids: [B, T].
             attention_mask: [B, T], 0 = padding.
             labels: [B, T], -100 where there is no loss.
-            return_dict, num_items_in_batch, kwargs: as of
-                `MixtureTransformerForConditionalGeneration.forward`.
+            kwargs: those of `_output`; others are not read.
 
         Returns:
-            MaskedLMOutput with the logits [B, T, V].
+            MixtureOutput with the logits [B, T, V].
         """
         padding = self._padding(input_ids, attention_mask, self.model.source_stack)
         logits, routings = self.model(input_ids, padding=padding)
-        loss = None if labels is None else self._loss(logits, labels, routings, num_items_in_batch)
-        out = MaskedLMOutput(loss=loss, logits=logits)
-        return out.to_tuple() if return_dict is False else out
+        return self._output(logits, labels, routings, {}, **kwargs)
 
 
 _KINDS: dict[Any, type[MixtureTransformerModel]] = {

@@ -30,7 +30,7 @@ from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, Positions, Rota
 from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS, QueryKeyNorm
 from moa_fairseq.layers.rope_scaling import RopeScaling
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights
+from moa_fairseq.layers.sdpa import NO_MASKS, Masks, attend, attend_with_weights
 from moa_fairseq.layers.static_cache import StaticCache
 from moa_fairseq.layers.torch_compat import autocast_dtype
 
@@ -199,6 +199,7 @@ class Attention(nn.Module, abc.ABC):
     reads: frozenset[str] = frozenset()  # further keywords of the call
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
+    is_non_causal = False  # whether a position's result follows from later ones, which no mask hides
     routes_heads = False  # whether tokens choose heads, so that no norm can go over all of them
 
     def __init__(
@@ -349,15 +350,9 @@ class Attention(nn.Module, abc.ABC):
     def dropout_now(self) -> float:
         """The probability with which attention weights are dropped in this pass."""
         module = self.dropout_module
-        drops = self.training or getattr(module, "apply_during_inference", False)
-        if drops:
+        if self.training or vars(module).get("apply_during_inference", False):
             return float(getattr(module, "p", 0.0))
         return 0.0
-
-    @property
-    def is_non_causal(self) -> bool:
-        """Whether what is computed at a position follows from later ones, which no mask hides."""
-        return False
 
     @overload
     def forward(
@@ -537,8 +532,8 @@ class Attention(nn.Module, abc.ABC):
         bias = None
         cache = call.cache
         held = dropped = first_query = 0
-        if cache is not None:
-            if k is not None:
+        if cache is not None and k is not None:
+            if cache.needed is not None:
                 cache.slide()
             held = cache.length
             dropped = cache.dropped
@@ -558,9 +553,11 @@ class Attention(nn.Module, abc.ABC):
         if cache is not None:
             if k is not None and v is not None:
                 cache.extend(k, v, key_experts)
-                masks = masks._replace(padding=cache.extend_padding(masks.padding))
-            elif masks.padding is None:
-                masks = masks._replace(padding=cache.padding)
+                padding = cache.extend_padding(masks.padding)
+            else:
+                padding = cache.padding if masks.padding is None else masks.padding
+            if padding is not masks.padding:
+                masks = masks._replace(padding=padding)
             k = cache.keys
             v = cache.values
         assert k is not None and v is not None
@@ -660,6 +657,8 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(
                 "query_padding is for cross-attention; here padding is the padding of x: give padding"
             )
+        if (causal or cache is not None) and self.is_non_causal:
+            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         if cache is not None:
             self._check_cache(cache, x, memory, mask, causal)
             if memory is not None and cache.length:
@@ -689,8 +688,6 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {[batch, tgt_len]}")
         if mask is not None:
             _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
-        if causal and self.is_non_causal:
-            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         if self.window is not None and not causal and (cache is None or tgt_len > 1):
             raise ValueError("this attention was built with a window: give causal=True")
         is_causal = causal and mask is None and is_self and static is None and not held
@@ -708,11 +705,14 @@ class Attention(nn.Module, abc.ABC):
             memory = x
         elif memory is not None:
             memory = without_padding(memory, padding)
+        masks = NO_MASKS
+        if mask is not None or padding is not None or is_causal:
+            masks = Masks(mask, padding, is_causal)
         return Call(
             x,
             memory,
             memory,
-            Masks(mask, padding, is_causal),
+            masks,
             query_padding,
             same_tokens=is_self,
             cache=cache,
@@ -722,18 +722,19 @@ class Attention(nn.Module, abc.ABC):
     def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool, beam: int) -> None:
         keys, values = self.memory_projections
         k_proj = getattr(self, keys, None)
-        v_proj = getattr(self, values, None)
         if memory is None:
             default = self.embed_dim
         else:
             default = memory.size(-1)
-        kdim = getattr(k_proj, "in_features", getattr(k_proj, "d_in", default))
-        vdim = getattr(v_proj, "in_features", getattr(v_proj, "d_in", default))
-        if kdim != vdim and (is_self or memory is not None):
-            raise ValueError(
-                f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
-                "memory: build the layer with equal kdim and vdim"
-            )
+        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
+        if is_self or memory is not None:
+            v_proj = getattr(self, values, None)
+            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
+            if kdim != vdim:
+                raise ValueError(
+                    f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
+                    "memory: build the layer with equal kdim and vdim"
+                )
         weight = getattr(k_proj, "weight", None)
         # a quantised layer's weight is a method
         if isinstance(weight, Tensor):
@@ -771,8 +772,6 @@ class Attention(nn.Module, abc.ABC):
             raise ValueError(
                 "cache was made by another attention: give each layer its own cache (new_cache())"
             )
-        if self.is_non_causal:
-            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
         if cache.rows not in (None, x.size(0)):
             raise ValueError(
                 f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "

@@ -7,6 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
+# What has a row for each sentence of the keys, with the axis of its positions
+_OF_KEYS = (("keys", 2), ("values", 2), ("padding", 1), ("key_experts", 1))
+
 
 class KVCache:
     """Keys and values of the positions so far. `Attention.new_cache` makes one; a call extends it.
@@ -60,8 +63,9 @@ class KVCache:
         return is_same and self._version == _version(memory)
 
     def slide(self) -> None:
-        """Drop the positions that the next query does not see."""
-        if self.needed is None or self.keys is None:
+        """Drop the positions that the next query does not see, where it sees `needed`."""
+        assert self.needed is not None
+        if self.keys is None:
             return
         surplus = self.keys.size(2) - self.needed
         if surplus > 0:
@@ -124,12 +128,16 @@ class KVCache:
         Args:
             order: [B'] int64, rows of the hypotheses; B' may be less than B once sentences are finished.
         """
-        self.sums = {name: tensor.index_select(0, order) for name, tensor in self.sums.items()}
+        if self.sums:
+            self.sums = {name: tensor.index_select(0, order) for name, tensor in self.sums.items()}
         if self.keys is not None and self.beam_size > 1:
             if self.keys.size(0) * self.beam_size == order.numel():
                 return
             order = order[:: self.beam_size] // self.beam_size
-        self._of_keys(lambda tensor, _: tensor.index_select(0, order))
+        for name, _ in _OF_KEYS:  # at each step of a beam search, so without a call for each
+            tensor = getattr(self, name)
+            if tensor is not None:
+                setattr(self, name, tensor.index_select(0, order))
 
     def trim(self, length: int) -> None:
         """Forget all positions but the first `length`.
@@ -159,7 +167,7 @@ class KVCache:
 
     def _of_keys(self, change: Callable[[Tensor, int], Tensor]) -> None:
         """Change every tensor that has a row for each sentence of the keys and a place for each position."""
-        for name, axis in (("keys", 2), ("values", 2), ("padding", 1), ("key_experts", 1)):
+        for name, axis in _OF_KEYS:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, change(tensor, axis))

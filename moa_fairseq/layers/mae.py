@@ -143,11 +143,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
                 norm = "earlier"
             sizes = (self.num_experts, settings.gate_hidden_dim, settings.gate_dropout)
             self.gate = SequenceGate(embed_dim, *sizes, norm)
+        self.is_non_causal = self.gate is not None and not causal
         self.reset_parameters()
-
-    @property
-    def is_non_causal(self) -> bool:
-        return self.gate is not None and not self.causal
 
     def compute(self, call: Call) -> Computed:
         draw = call.draw if self.training else None

@@ -31,7 +31,7 @@ def _gelu(x: Tensor) -> Tensor:
 
 
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
-    "relu": F.relu,
+    "relu": torch.relu,
     "gelu": _gelu,
     "gelu_accurate": functools.partial(F.gelu, approximate="tanh"),
     "tanh": torch.tanh,
@@ -245,45 +245,53 @@ class TransformerLayer(nn.Module):
         """
         routings: list[Routing] = []
         queries = None if padding is None else padding[:, padding.size(1) - x.size(1) :]
-
-        def attend(attention: Attention, x: Tensor, *args: Any, **options: Any) -> Tensor:
-            ids = {"token_ids": token_ids} if "token_ids" in attention.reads else {}
-            out: Tensor
-            out, routed = attention(x, *args, with_routing=True, **ids, **options)
-            routings.extend(routed)
-            return out
-
-        def attend_to_itself(x: Tensor) -> Tensor:
-            layer_cache = cache and cache.self_attn
-            return attend(self.self_attn, x, padding=padding, causal=self.causal, cache=layer_cache)
-
-        def attend_to_memory(x: Tensor) -> Tensor:
-            assert self.encoder_attn is not None
+        encoder_attn = self.encoder_attn
+        layer_cache = cache and cache.self_attn
+        # attention, norm, and what the attention reads
+        branches: list[tuple[Any, nn.Module, dict[str, Any]]] = [
+            (
+                self.self_attn,
+                self.self_attn_layer_norm,
+                {"padding": padding, "causal": self.causal, "cache": layer_cache},
+            )
+        ]
+        if encoder_attn is not None:
             layer_cache = cache and cache.encoder_attn
             masks = {"padding": memory_padding, "query_padding": queries}
-            return attend(self.encoder_attn, x, memory, cache=layer_cache, **masks)
-
-        def feed_forward(x: Tensor) -> Tensor:
-            if isinstance(self.fc1, SigmaMoE):
-                x, routed = self.fc1(x, queries, with_routing=True)
+            branches.append(
+                (
+                    encoder_attn,
+                    self.encoder_attn_layer_norm,
+                    {"memory": memory, "cache": layer_cache, **masks},
+                )
+            )
+        branches.append((None, self.final_layer_norm, {}))
+        for place, (attention, norm, inputs) in enumerate(branches):
+            out = norm(x) if self.normalize_before else x
+            if attention is None:
+                out = self._feed_forward(out, queries, routings)
+            else:
+                if "token_ids" in attention.reads:
+                    inputs["token_ids"] = token_ids
+                out, routed = attention(out, with_routing=True, **inputs)
                 routings.extend(routed)
-                return x
-            out: Tensor = self.activation_fn(self.fc1(x))
-            out = self.fc2(self.activation_dropout_module(out) if self.training else out)
-            return out
-
-        branches = [(attend_to_itself, self.self_attn_layer_norm)]
-        if self.encoder_attn is not None:
-            branches.append((attend_to_memory, self.encoder_attn_layer_norm))
-        branches.append((feed_forward, self.final_layer_norm))
-        for place, (branch, norm) in enumerate(branches):
-            out = branch(norm(x) if self.normalize_before else x)
             if self.training:
                 out = self.dropout_module(out)
             x = out + x if self.shortcuts is None else self.shortcuts[place](out, x)
             if not self.normalize_before:
                 x = norm(x)
         return x, tuple(routings)
+
+    def _feed_forward(self, x: Tensor, padding: Tensor | None, routings: list[Routing]) -> Tensor:
+        """[B, T, C], with its routings appended to the others."""
+        fc1 = self.fc1
+        if isinstance(fc1, SigmaMoE):
+            x, routed = fc1(x, padding, with_routing=True)
+            routings.extend(routed)
+            return x
+        x = self.activation_fn(fc1(x))
+        out: Tensor = self.fc2(self.activation_dropout_module(x) if self.training else x)
+        return out
 
 
 class TransformerStack(nn.Module):
@@ -363,7 +371,8 @@ class TransformerStack(nn.Module):
             x = x + self._positions(ids, padding, caches[0].self_attn.length if caches else 0, x.dtype)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
-        x = self.dropout_module(x)
+        if self.training:
+            x = self.dropout_module(x)
         routings: list[Routing] = []
         for number, layer in enumerate(self.layers):
             run: Callable[..., Any] = layer
@@ -387,7 +396,8 @@ class TransformerStack(nn.Module):
         Returns:
             [B, T, V]; log-probabilities of an adaptive softmax.
         """
-        x = self.output_dropout_module(x)
+        if self.training:
+            x = self.output_dropout_module(x)
         if self.adaptive_softmax is not None:
             words = self.embed_tokens if self.settings.adaptive_softmax.get("tied") else None
             log_probabilities: Tensor = self.adaptive_softmax(x, words)
@@ -427,7 +437,8 @@ class TransformerStack(nn.Module):
         speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(math.log(10000) / (half - 1))
         angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as fairseq's table
         table = torch.cat([angle.sin(), angle.cos()], -1)
-        table = F.pad(table, (0, self.settings.embed_dim % 2))
+        if self.settings.embed_dim % 2:
+            table = F.pad(table, (0, 1))
         if padding is not None:
             table = table.masked_fill((place == self.settings.padding_idx).unsqueeze(-1), 0.0)
         return table.to(dtype)
