@@ -69,8 +69,8 @@ setup(
         "ko": ["sacrebleu[ko]>=2.4,<3"],
         # text in .zst
         "zst": ["zstandard>=0.22,<1"],
-        # A working fairseq of your own serves as well: see docs/fairseq.md. There are wheels for Python 3.11 and
-        # 3.12, as in scripts/setup.sh; on a newer one the plugin's import says so.
+        # A working fairseq of your own serves as well: see docs/fairseq.md. There are wheels for Python 3.11
+        # and 3.12, as in scripts/setup.sh; on a newer one the plugin's import says so.
         "fairseq": ["ve-fairseq==0.12.3; python_version < '3.13'"],
         # moa_fairseq.integrations.hf and .mixture_transformer, whose text needs what follows; transformers 5
         # cannot be imported beside fairseq's torchaudio

@@ -40,6 +40,7 @@ OTHERS_FLAGS = {
     "--force",
     "--array",
     "--wrap",
+    "--data-binary",
 }
 
 
