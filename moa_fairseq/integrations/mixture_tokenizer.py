@@ -16,7 +16,7 @@ from transformers import PreTrainedTokenizer
 
 from moa_fairseq.errors import UserError, check_choice
 
-SEGMENTATIONS = ("merges", "pieces", "bytes", "words")
+SEGMENTATIONS = ("merges", "pieces", "bytes", "gpt2", "words")
 
 
 class MixtureTokenizer(PreTrainedTokenizer):
@@ -29,6 +29,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
         vocab_file: JSON of the symbols by id: "source", and "target" if that is another list.
         merges_file: of subword-nmt.
         source_spm, target_spm: SentencePiece's models, the second if there are two.
+        gpt2_encoder, gpt2_merges: encoder.json and vocab.bpe.
         segmentation: a name of SEGMENTATIONS.
         steps: line functions of the source language, with their options.
         target_language: that of decoded text; None: of a language model.
@@ -41,6 +42,8 @@ class MixtureTokenizer(PreTrainedTokenizer):
         "merges_file": "merges.codes",
         "source_spm": "source.spm",
         "target_spm": "target.spm",
+        "gpt2_encoder": "encoder.json",
+        "gpt2_merges": "vocab.bpe",
     }
     model_input_names: ClassVar[list[str]] = ["input_ids", "attention_mask"]
 
@@ -50,6 +53,8 @@ class MixtureTokenizer(PreTrainedTokenizer):
         merges_file: str | None = None,
         source_spm: str | None = None,
         target_spm: str | None = None,
+        gpt2_encoder: str | None = None,
+        gpt2_merges: str | None = None,
         segmentation: str = "words",
         steps: Sequence[Any] = (),
         target_language: str | None = None,
@@ -58,7 +63,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
         **options: Any,
     ):
         check_choice("segmentation", segmentation, SEGMENTATIONS)
-        self._files = [vocab_file, merges_file, source_spm, target_spm]
+        self._files = [vocab_file, merges_file, source_spm, target_spm, gpt2_encoder, gpt2_merges]
         with open(vocab_file, encoding="utf-8") as stream:
             symbols = json.load(stream)
         # by id; a symbol that stands there twice has its last id, as in fairseq
@@ -68,7 +73,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
             for side, found in self._symbols.items()
         }
         self._side = "source"
-        self._codec = _codec(segmentation, merges_file, source_spm, target_spm, steps, target_language)
+        self._codec = _codec(segmentation, self._files[1:], steps, target_language)
         self.prefix, self.suffix = list(prefix), list(suffix)
         named = {"segmentation": segmentation, "steps": list(steps), "target_language": target_language}
         named |= {"prefix": self.prefix, "suffix": self.suffix}
@@ -151,18 +156,21 @@ class MixtureTokenizer(PreTrainedTokenizer):
         return tuple(written)
 
 
-def _codec(
-    segmentation: str,
-    merges: str | None,
-    source_spm: str | None,
-    target_spm: str | None,
-    steps: Sequence[Any],
-    target_language: str | None,
-) -> Any:
+def _codec(segmentation: str, files: Sequence[Any], steps: Sequence[Any], target_language: str | None) -> Any:
     """What turns raw text into symbols and back. Its libraries are imported here: a model works without."""
-    from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
+    from moa_fairseq.text.codecs import (
+        ByteCodec,
+        Gpt2Codec,
+        MergeCodec,
+        PieceCodec,
+        TranslationCodec,
+        WordCodec,
+    )
 
+    merges, source_spm, target_spm, *gpt2 = files
     pair: tuple[Any, Any]
+    if segmentation == "gpt2":
+        return Gpt2Codec(*gpt2)
     if segmentation == "merges":
         from subword_nmt.apply_bpe import BPE
 

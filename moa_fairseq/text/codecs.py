@@ -1,10 +1,11 @@
-"""Symbols of a model ↔ raw text: merges, pieces, bytes or words, with the line functions before them.
+"""Symbols of a model ↔ raw text: merges, pieces, bytes, ids or words, with the line functions before them.
 
 Symbols stand between spaces. These classes need neither fairseq nor the rest of the package.
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -71,6 +72,40 @@ class ByteCodec(NamedTuple):
         """Numbers as text; bytes that are not UTF-8 are shown as such."""
         found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
         return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
+
+
+class Gpt2Codec:
+    """GPT-2's byte-pair encoding, by the library `tokenizers`. A symbol is an id, or a mark such as <mask>.
+
+    Args:
+        encoder, merges: the paths of encoder.json and vocab.bpe.
+    """
+
+    def __init__(self, encoder: str, merges: str):
+        self.files = (encoder, merges)
+        self._bpe: Any = None
+
+    @property
+    def bpe(self) -> Any:
+        """The encoding, made when it is first needed: export copies the files alone."""
+        if self._bpe is None:
+            from tokenizers import ByteLevelBPETokenizer
+
+            self._bpe = ByteLevelBPETokenizer.from_file(*self.files)
+        return self._bpe
+
+    def encode(self, line: str) -> str:
+        """Running text as ids. <mask> stands for a word with the blank before it."""
+        parts = line.split("<mask>")
+        if len(parts) > 1:
+            parts = [part.rstrip() for part in parts]
+        symbols = [" ".join(map(str, self.bpe.encode(part).ids)) for part in parts]
+        return " <mask> ".join(symbols).strip()
+
+    def decode(self, symbols: str) -> str:
+        """Ids as running text; other symbols as they are."""
+        runs = itertools.groupby(symbols.split(), str.isdigit)
+        return "".join(self.bpe.decode([*map(int, run)]) if ids else "".join(run) for ids, run in runs)
 
 
 class WordCodec(NamedTuple):

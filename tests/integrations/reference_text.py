@@ -7,17 +7,27 @@ import itertools
 import json
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import torch
 from fairseq.data import Dictionary
+from fairseq.data.encoders.gpt2_bpe import GPT2BPE
+from fairseq.data.encoders.gpt2_bpe_utils import bytes_to_unicode, get_encoder
 
 from moa_fairseq.experiments.data import pieces
 from moa_fairseq.experiments.data.parallel_text import read_lines
 from moa_fairseq.experiments.data.text_stages import learn_codes, load_codes
 from moa_fairseq.experiments.inference.text_model import TextModel
 from moa_fairseq.experiments.inference.transformers_folder import write_tokenizer
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION
-from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, MASKED_LM, TRANSLATION
+from moa_fairseq.text.codecs import (
+    ByteCodec,
+    Gpt2Codec,
+    MergeCodec,
+    PieceCodec,
+    TranslationCodec,
+    WordCodec,
+)
 
 
 def moses(language):
@@ -57,6 +67,26 @@ def write(folder, codec, kind, sides):
     (folder / "reference.json").write_text(json.dumps(text), encoding="utf-8")
 
 
+def gpt2_codec(place):
+    """fairseq's own encoding, of a small encoder.json and vocab.bpe."""
+    letters = list(bytes_to_unicode().values())
+    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("u", "t"), ("Ġ", "w"), ("t", "o"), ("to", "n")]
+    encoder = {symbol: number for number, symbol in enumerate([*letters, *map("".join, merges)])}
+    (place / "encoder.json").write_text(json.dumps(encoder))
+    (place / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
+    files = (str(place / "encoder.json"), str(place / "vocab.bpe"))
+    codec, bpe = Gpt2Codec(*files), get_encoder(*files)
+
+    def encode(line):  # as RobertaHubInterface.fill_mask does
+        spans = line.split("<mask>")
+        spans = [span.rstrip() for span in spans] if len(spans) > 1 else spans
+        return " <mask> ".join(" ".join(map(str, bpe.encode(span))) for span in spans).strip()
+
+    codec.encode = encode
+    codec.decode = GPT2BPE.decode.__get__(SimpleNamespace(bpe=bpe))
+    return codec
+
+
 if __name__ == "__main__":
     place, *files = map(Path, sys.argv[1:4])
     languages = sys.argv[4:6]
@@ -82,3 +112,5 @@ if __name__ == "__main__":
     ):
         write(place / name, TranslationCodec(chosen, pair, languages[1]), TRANSLATION, sides)
     write(place / "bytes", ByteCodec(), CAUSAL_LM, [sides[0], sides[0]])
+    masked = [f"{line[:9]} <mask>{line[9:]}" for line in sides[0]]
+    write(place / "gpt2", gpt2_codec(place), MASKED_LM, [sides[0] + masked, sides[0] + masked])

@@ -4,7 +4,7 @@ import json
 import subprocess
 
 import pytest
-from integrations.test_mixture_transformer import PYTHON, ROOT
+from integrations.conftest import PYTHON, ROOT
 from transformers import AutoTokenizer
 
 from moa_fairseq.errors import UserError
@@ -46,7 +46,7 @@ def folders(tmp_path_factory):
     return place / "out"
 
 
-@pytest.mark.parametrize("name", ("merges", "pieces", "words", "bytes"))
+@pytest.mark.parametrize("name", ("merges", "pieces", "words", "bytes", "gpt2"))
 def test_ids_and_text_are_the_runs(folders, tmp_path, name):
     tokenizer = AutoTokenizer.from_pretrained(folders / name)
     assert isinstance(tokenizer, MixtureTokenizer)
@@ -57,9 +57,12 @@ def test_ids_and_text_are_the_runs(folders, tmp_path, name):
         target = found(text_target=reference["target"])["input_ids"]
         if name == "bytes":  # the end of what came before is the first that a causal model reads
             source = [[*ids[1:], ids[0]] for ids in source]
+        if name == "gpt2":  # fairseq's binarize adds the end alone
+            assert all(ids.pop(0) == tokenizer.bos_token_id for ids in source)
         assert [source, target] == reference["ids"]
         assert found.batch_decode(target, skip_special_tokens=True) == reference["back"]
-    assert any(tokenizer.unk_token_id in row for row in target) or name == "bytes"
+    assert any(tokenizer.unk_token_id in row for row in target) or name in ("bytes", "gpt2")
+    assert any(tokenizer.mask_token_id in row for row in target) == (name == "gpt2")
 
 
 def test_a_batch_is_padded_and_a_pair_is_refused(folders):

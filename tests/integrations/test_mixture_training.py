@@ -7,7 +7,7 @@ import textwrap
 
 import pytest
 import torch
-from integrations.test_mixture_transformer import ROOT, folders, load, rows_of  # noqa: F401 (a fixture)
+from integrations.test_mixture_transformer import ROOT, load, rows_of
 from transformers import AutoModelForSeq2SeqLM, Trainer, TrainingArguments
 
 
@@ -30,7 +30,7 @@ def train(model, rows, folder, resume=False, processes=1, **settings):
     return [entry["loss"] for entry in trainer.state.log_history if "loss" in entry]
 
 
-def test_a_resumed_training_has_the_losses_of_one_that_was_not_interrupted(folders, tmp_path):  # noqa: F811
+def test_a_resumed_training_has_the_losses_of_one_that_was_not_interrupted(folders, tmp_path):
     model, reference = load(folders / "moa")
     rows = rows_of(reference, "moa")
     whole = train(model, rows, tmp_path, save_steps=2)
@@ -40,7 +40,7 @@ def test_a_resumed_training_has_the_losses_of_one_that_was_not_interrupted(folde
     assert resumed == whole
 
 
-def test_an_adapter_of_peft_is_trained_and_read_again(folders, tmp_path):  # noqa: F811
+def test_an_adapter_of_peft_is_trained_and_read_again(folders, tmp_path):
     peft = pytest.importorskip("peft")
     model, reference = load(folders / "moa")
     rows = rows_of(reference, "moa")
@@ -58,7 +58,7 @@ def test_an_adapter_of_peft_is_trained_and_read_again(folders, tmp_path):  # noq
         torch.testing.assert_close(again(**rows).logits, adapted.eval()(**rows).logits)
 
 
-def test_a_compiled_model_has_the_same_logits(folders):  # noqa: F811
+def test_a_compiled_model_has_the_same_logits(folders):
     model, reference = load(folders / "moa")
     rows = rows_of(reference, "moa")
     with torch.no_grad():
@@ -90,7 +90,7 @@ def sums(model):
     return [float(tensor.double().sum()) for tensor in model.state_dict().values()]
 
 
-def test_two_processes_train_like_one(folders, tmp_path):  # noqa: F811
+def test_two_processes_train_like_one(folders, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(textwrap.dedent(TWO_PROCESSES), encoding="utf-8")
     words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29541"]
@@ -110,7 +110,7 @@ def test_two_processes_train_like_one(folders, tmp_path):  # noqa: F811
     assert sums(model) == pytest.approx(first, rel=1e-6, abs=1e-6)
 
 
-def test_generation_settings_follow_a_saved_model(folders, tmp_path):  # noqa: F811
+def test_generation_settings_follow_a_saved_model(folders, tmp_path):
     model, _ = load(folders / "moa")
     model.save_pretrained(tmp_path)
     assert AutoModelForSeq2SeqLM.from_pretrained(tmp_path).generation_config.num_beams == 4

@@ -21,23 +21,10 @@ from moa_fairseq.integrations import mixture_transformer
 
 assert VERSION
 ROOT = Path(__file__).resolve().parents[2]
-PYTHON = ROOT / ".venv" / "bin" / "python"
 PAD = 1
 TRANSLATIONS = ("moa", "mae", "moh", "switchhead", "gqe", "namoh", "dense", "fairseq")
 CAUSAL = ("latent-lm", "moa-lm", "mae-lm", "switchall-lm", "adaptive-lm")
 MASKED = ("moa-mlm", "moh-mlm")
-
-
-@pytest.fixture(scope="module")
-def folders(tmp_path_factory):
-    """A folder of each case of reference_models.py; treat it as read-only."""
-    if not PYTHON.exists() or subprocess.call([PYTHON, "-c", "import fairseq, safetensors"]):
-        pytest.skip(f"{PYTHON} has no fairseq or no safetensors, which write the references")
-    place = tmp_path_factory.mktemp("models")
-    script = Path(__file__).with_name("reference_models.py")
-    done = subprocess.run([PYTHON, script, place], capture_output=True, text=True, cwd=ROOT)
-    assert done.returncode == 0, done.stderr[-3000:]
-    return place
 
 
 def load(folder):

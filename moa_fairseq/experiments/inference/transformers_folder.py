@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import logging
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,14 @@ from moa_fairseq.experiments.data.gpt2_files import bpe_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
-from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
+from moa_fairseq.text.codecs import (
+    ByteCodec,
+    Gpt2Codec,
+    MergeCodec,
+    PieceCodec,
+    TranslationCodec,
+    WordCodec,
+)
 
 _CLASSES = {  # by whether there is an encoder, and a decoder
     (True, True): "MixtureTransformerForConditionalGeneration",
@@ -34,7 +42,13 @@ _LOSS = (
 )
 _SEARCH = {"max_len_b": 200, "min_len": 1}  # fairseq-generate's flags that generate has, and its defaults
 _LEFT_OUT = {"skip_invalid_size_inputs_valid_test"}  # … and one that changes no answer
-_SEGMENTATIONS = {MergeCodec: "merges", PieceCodec: "pieces", ByteCodec: "bytes", WordCodec: "words"}
+_SEGMENTATIONS = {
+    MergeCodec: "merges",
+    PieceCodec: "pieces",
+    ByteCodec: "bytes",
+    Gpt2Codec: "gpt2",
+    WordCodec: "words",
+}
 # The symbols around a text: fairseq's causal models begin with the end of what came before
 _AROUND = {TRANSLATION: ([], ["</s>"]), CAUSAL_LM: (["</s>"], [])}
 log = logging.getLogger(__name__)
@@ -79,9 +93,8 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
 
 def _codec_of(text: Path, kind: str) -> Any:
     """That of a run's text, or None with a warning."""
-    if bpe_files(text):
-        log.warning("The folder has no tokenizer: text in GPT-2's encoding is not exported.")
-        return None
+    if files := bpe_files(text):
+        return Gpt2Codec(*map(str, files))
     data = catalogue.TRANSLATION if kind == TRANSLATION else catalogue.LANGUAGE_MODELING
     try:
         return codec_of(text, data)
@@ -103,6 +116,9 @@ def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, leng
     pair = codec.segmentations if isinstance(codec, TranslationCodec) else (codec, codec)
     if isinstance(pair[0], MergeCodec):
         (folder / "merges.codes").write_text(pair[0].text(), encoding="utf-8")
+    elif isinstance(codec, Gpt2Codec):
+        for path in codec.files:
+            shutil.copy(path, folder)
     elif isinstance(pair[0], PieceCodec):
         models = dict.fromkeys(side.processor.serialized_model_proto() for side in pair)
         for name, model in zip(("source.spm", "target.spm"), models):
