@@ -116,7 +116,7 @@ class MixtureTransformerModel(PreTrainedModel):
 
     def _init_weights(self, module: nn.Module) -> None:
         """Modules initialise themselves; a buffer that no file has is filled."""
-        if isinstance(module, RunningStatistics):
+        if isinstance(module, RunningStatistics) and getattr(module, "pending", None) is not None:
             module.forget()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
