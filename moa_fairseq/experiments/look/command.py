@@ -49,7 +49,7 @@ def run(args: argparse.Namespace) -> int:
     refuse_overwriting(args.output, inputs, "--output")
     started = time.monotonic()
     made_by = provenance()
-    found = [examine(folder, args, len(args.runs)) for folder in args.runs]
-    size = write(assemble(found, made_by), args.output)
+    runs = [examine(folder, args, len(args.runs)) for folder in args.runs]
+    size = write(assemble(runs, made_by), args.output)
     print(f"wrote {args.output} ({size / 1e6:.1f} MB, {time.monotonic() - started:.0f} s)")
     return 0

@@ -123,11 +123,11 @@ class Routers:
         """
         if self.all:
             return
-        named = dict(routings)
+        routing_of = dict(routings)
         for module in weights:
-            own = [name for name in named if name in (module, f"{module}.keys")]
-            self.all += [self._router(name, module, named[name], weights[module]) for name in own]
-            if not own:
+            names = [name for name in routing_of if name in (module, f"{module}.keys")]
+            self.all += [self._router(name, module, routing_of[name], weights[module]) for name in names]
+            if not names:
                 self.all.append(Router(module, module, self._side(module, False), self._memory(module)))
         for name, routing in routings:
             if name.removesuffix(".keys") not in weights:
@@ -175,10 +175,10 @@ class Routers:
         """
         if budget.spent >= budget.experts:
             return None
-        named = dict(routings)
-        found: list[dict[str, list[int]] | None] = []
+        routing_of = dict(routings)
+        routes: list[dict[str, list[int]] | None] = []
         for router in self.all:
-            routing = named.get(router.name)
+            routing = routing_of.get(router.name)
             real = places[router.on]
             route: dict[str, list[int]] = {}
             order = None
@@ -198,8 +198,8 @@ class Routers:
                 queries, keys = weights[router.module].shape[2:]
                 carried = keys - queries if router.to == router.on else 0
                 route["k"] = _strongest(maps, order, carried)
-            found.append(route)
-        return found
+            routes.append(route)
+        return routes
 
     def _maps(self, router: Router, weights: Tensor, routing: Routing | None) -> Tensor:
         """Attention of each slot, [K, T, S], of heads [H, T, S]."""

@@ -85,7 +85,7 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
     if (folder / "recipe.yaml").is_file():
         recipe = read_mapping(folder / "recipe.yaml", "recipe")
     facts: dict[str, Any] = {"name": name, "summary": recipe.get("summary"), "notes": notes}
-    found = Found(name, facts, [], recipe)
+    run = Found(name, facts, [], recipe)
     facts["curves"] = curves(folder)
     checkpoint = _checkpoint(folder)
     model = None
@@ -99,9 +99,9 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
         model = _load(folder, checkpoint, args)
         if checkpoint.name == LAST:
             notes.append(f"The training is not finished: this is {LAST}, the state at its last save.")
-        _examine_model(folder, model, args, runs, found)
+        _examine_model(folder, model, args, runs, run)
     facts["result"] = result(folder, model, recipe, notes)
-    return found
+    return run
 
 
 def _checkpoint(folder: Path) -> Path | None:
@@ -118,13 +118,13 @@ def _checkpoint(folder: Path) -> Path | None:
 def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
     """The model with its codec; symbols stand for themselves where nothing says how text was prepared."""
     data = args.data or (prepared_data(folder) if folder.is_dir() else None)
-    known = kept_text(checkpoint) or data
+    text = kept_text(checkpoint) or data
     flags = {"run_dir": checkpoint, "data": data, "segmented": True, "cpu": args.cpu}
     model = text_model.load(argparse.Namespace(**flags, file=None, output=None), TRANSLATION)
     kind = kind_of_model(model)
-    if kind != "masked" and known is not None:
+    if kind != "masked" and text is not None:
         try:
-            model.codec = codec_of(known, TRANSLATION if kind == "translation" else LANGUAGE_MODELING)
+            model.codec = codec_of(text, TRANSLATION if kind == "translation" else LANGUAGE_MODELING)
         except UserError as error:  # data of another origin
             log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
     if data is not None:  # the text that the model was loaded with may be the run's copy, without the sets
@@ -213,9 +213,9 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
     Args:
         folder: of the run; nothing where it has no train.jsonl.
     """
-    found: dict[str, dict[str, list[list[float | None]]]] = {}
+    curve_of: dict[str, dict[str, list[list[float | None]]]] = {}
     if not (folder / "train.jsonl").is_file():
-        return found
+        return curve_of
     for metric in CURVES:
         try:
             curve = read_learning_curve(folder, metric)
@@ -223,14 +223,14 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
             if "line" in str(error).partition(":")[0]:
                 raise
             continue
-        found[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
-    return found
+        curve_of[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
+    return curve_of
 
 
 def _thinned(points: list[Point]) -> list[list[float | None]]:
     step = math.ceil(len(points) / POINTS) or 1
-    kept = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
-    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in kept]
+    thinned = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
+    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in thinned]
 
 
 def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
@@ -242,9 +242,9 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         recipe: of the run, or empty.
         notes: where a missing result is noted.
     """
-    found: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
-    facts = found["facts"]
-    made = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
+    content: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
+    facts = content["facts"]
+    made_by = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
     if recipe:
         facts += [["recipe", recipe.get("experiment")], ["architecture", recipe["model"].get("arch")]]
     run: dict[str, Any] = {}
@@ -253,16 +253,14 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         rows = [(table, row) for table in comparison.tables for row in table.rows]
         run = next(iter([*comparison.other, *(run for _, row in rows for run in row.runs)]))
         for table, row in rows:
-            where = f"{table.name}, Table {table.table}"
-            found["paper"] += [{"where": where, **line} for cell in row.cells for line in lines_of(row, cell)]
+            row_name = f"{table.name}, Table {table.table}"
+            for cell in row.cells:
+                content["paper"] += [{"where": row_name} | line for line in lines_of(row, cell)]
         metrics = run["metrics"]
-        names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
-        found["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
-        found["differences"] = run.get("differences") or []
-        made = {
-            **made,
-            **{key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)},
-        }
+        names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
+        content["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
+        content["differences"] = run.get("differences") or []
+        made_by |= {key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)}
     else:
         notes.append("This run has no result.json yet, so there are no scores of the whole test set.")
     if model is not None:
@@ -273,6 +271,6 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         facts += [["cache, bytes per token and layer", cost["cache_bytes"]]]
     keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
     facts += [[key.replace("_", " "), run.get(key)] for key in keys]
-    facts += [[key, made.get(key)] for key in ("hardware", "commit", "date", "command")]
-    found["facts"] = [fact for fact in facts if fact[1] is not None]
-    return found
+    facts += [[key, made_by.get(key)] for key in ("hardware", "commit", "date", "command")]
+    content["facts"] = [fact for fact in facts if fact[1] is not None]
+    return content
