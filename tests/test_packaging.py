@@ -216,6 +216,8 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     assert done.returncode == 2 and "quickstart_moa" in done.stderr
     done = run("compare")
     assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
+    names = {path.name for path in (site / "moa_fairseq" / "experiments" / "look").glob("page.*")}
+    assert names == {"page.py", "page.html", "page.css", "page.js"}
     installed, here = site / "moa_fairseq" / "share" / "configs", ROOT / "configs"
     files = {path.relative_to(here) for path in here.rglob("*.yaml")}
     assert {path.relative_to(installed) for path in installed.rglob("*.yaml")} == files

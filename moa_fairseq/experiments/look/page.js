@@ -77,7 +77,7 @@ const CATEGORIES = {
   "numbers": (text) => /^\p{N}+([.,]\p{N}+)*$/u.test(text),
   "starts of words": (text, glue) => /\p{L}/u.test(text) && !glue && !text.startsWith("<"),
   "other pieces": (text, glue) => /\p{L}/u.test(text) && glue && !text.startsWith("<"),
-  "sentence ends": isSpecial,
+  "sentence borders": isSpecial,
 };
 
 /** Category → how often each expert was first for it, over the page. */
@@ -244,7 +244,8 @@ function tokenRow(sentence, index, run, side) {
     if (expert !== null) about["data-expert"] = expert;
     return element("button", about, shownText(text, place), note && element("sub", { "aria-hidden": "true" }, note));
   });
-  return element("div", { class: "tokens", role: "group", dir: direction(mine[side]), "data-sentence": index, "data-run": run, "data-side": side, "aria-label": `${side}, ${runs[run].name}` }, tokens);
+  const plain = !(state.colour === "expert" ? routed?.experts : side === "target");
+  return element("div", { class: `tokens ${plain ? "plain" : ""}`, role: "group", dir: direction(mine[side]), "data-sentence": index, "data-run": run, "data-side": side, "aria-label": `${side}, ${runs[run].name}` }, tokens);
 }
 
 const part = (label, content) => element("div", { class: "part" }, element("span", {}, label), content);
@@ -386,7 +387,7 @@ function drawKinds() {
   const rows = experts.map((expert) => element("tr", {}, element("th", { scope: "row" }, swatch(expert)), Object.values(found).map((counts, column) => {
     const count = counts.get(expert) || 0;
     return element("td", { class: `number ${count && count === most[column] ? "most" : ""}` }, totals[column] ? `${percent(count / totals[column])}${count && count === most[column] ? " ▲" : ""}` : "–");
-  }), element("td", { class: "wide" }, (router.typical?.[expert] || []).slice(0, 6).map(([text], at) => [at ? ", " : "", isolated(text)]))));
+  }), element("td", { class: "wide" }, (router.typical?.[expert] || []).slice(0, 6).map(([text], at) => [at ? " · " : "", isolated(text)]))));
   place.replaceChildren(element("p", { class: "quiet" }, `Of all tokens of a kind on this page: the share for which an expert of ${placeOf(router)} has the largest weight. ▲ marks the largest.`), element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ["Expert", ...Object.keys(found), "Most typical"].map((head, at) => element("th", { scope: "col", class: at && at < 6 ? "number" : "" }, head)))), element("tbody", {}, rows))));
 }
 

@@ -11,26 +11,26 @@ from typing import Any
 import jinja2
 
 from moa_fairseq.experiments.look.sentences import SCORE, check_pairing
-from moa_fairseq.experiments.look.trained_run import Found
+from moa_fairseq.experiments.look.trained_run import Examination
 from moa_fairseq.experiments.make import changes
 from moa_fairseq.files import atomic_write
 
 HERE = Path(__file__).parent
 
 
-def assemble(runs: Sequence[Found], made_by: dict[str, Any]) -> dict[str, Any]:
+def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, Any]:
     """Everything that the page shows, as JSON.
 
     Args:
-        runs: one or two, with what was found.
+        runs: one or two, as `examine` reads them.
         made_by: the page's provenance.
 
     Raises:
         UserError: for two runs of different text.
     """
-    with_text = [run for run in runs if run.sentences]
-    if len(with_text) == 2:
-        check_pairing(with_text[0].sentences, with_text[1].sentences, [run.name for run in runs])
+    readable = [run for run in runs if run.sentences]
+    if len(readable) == 2:
+        check_pairing(readable[0].sentences, readable[1].sentences, [run.name for run in runs])
     empty: list[dict[str, Any]] = [{}] * max((len(run.sentences) for run in runs), default=0)
     rows = zip(*(run.sentences or empty for run in runs))
     differences = []

@@ -123,10 +123,12 @@ class Routers:
         """
         if self.all:
             return
-        routing_of = dict(routings)
+        routings_by_name = dict(routings)
         for module in weights:
-            names = [name for name in routing_of if name in (module, f"{module}.keys")]
-            self.all += [self._router(name, module, routing_of[name], weights[module]) for name in names]
+            names = [name for name in routings_by_name if name in (module, f"{module}.keys")]
+            self.all += [
+                self._router(name, module, routings_by_name[name], weights[module]) for name in names
+            ]
             if not names:
                 self.all.append(Router(module, module, self._side(module, False), self._memory(module)))
         for name, routing in routings:
@@ -175,10 +177,10 @@ class Routers:
         """
         if budget.spent >= budget.experts:
             return None
-        routing_of = dict(routings)
+        routings_by_name = dict(routings)
         routes: list[dict[str, list[int]] | None] = []
         for router in self.all:
-            routing = routing_of.get(router.name)
+            routing = routings_by_name.get(router.name)
             real = places[router.on]
             route: dict[str, list[int]] = {}
             order = None

@@ -146,14 +146,14 @@ def sentences(
     """
     kind = kind_of_model(model)
     if kind == "translation":
-        readings = _translations(model, sources, settings, routers, budget)
+        rows = _translations(model, sources, settings, routers, budget)
     else:
-        readings = {"masked": _masked, "causal": _causal}[kind](model, sources, routers, budget)
+        rows = {"masked": _masked, "causal": _causal}[kind](model, sources, routers, budget)
     spellings = {
         "source": spelling_of(model, model.src_dict, sources.data),
         "target": spelling_of(model, model.tgt_dict, sources.data),
     }
-    for sentence in itertools.islice(readings, sources.most):
+    for sentence in itertools.islice(rows, sources.most):
         for side, spell in spellings.items():
             if side in sentence:
                 spelled = spell(sentence[side])
@@ -173,9 +173,9 @@ def _pairs(model: TextModel, sources: Sources, settings: dict[str, Any]) -> Iter
     if sources.file is not None:
         numbered = lines_of(argparse.Namespace(file=sources.file))
         for batch in numbered:
-            for (number, _), (symbols, translations) in zip(batch, hypotheses(model, batch, settings)):
-                if symbols is not None and translations:
-                    yield number, symbols, translations, None
+            for (number, _), (symbols, answers) in zip(batch, hypotheses(model, batch, settings)):
+                if symbols is not None and answers:
+                    yield number, symbols, answers, None
         return
     dataset = load_subset(model.task, sources.subset)
     longest = model.max_positions
@@ -183,16 +183,16 @@ def _pairs(model: TextModel, sources: Sources, settings: dict[str, Any]) -> Iter
     places = [n for n in range(min(len(dataset), sources.most)) if dataset.size(n)[0] <= limit]
     for start in range(0, len(places), BATCH):
         items = [dataset[place] for place in places[start : start + BATCH]]
-        translations = model.generate([item["source"] for item in items], **settings)
-        for place, item, best in zip(places[start:], items, translations):
+        outputs = model.generate([item["source"] for item in items], **settings)
+        for place, item, best in zip(places[start:], items, outputs):
             yield place + 1, item["source"], best, item.get("target")
 
 
 def _translations(
     model: TextModel, sources: Sources, settings: dict[str, Any], routers: Routers, budget: Budget
 ) -> Iterator[dict[str, Any]]:
-    for number, source, translations, reference in _pairs(model, sources, settings):
-        target = translations[0]["tokens"].cpu()
+    for number, source, answers, reference in _pairs(model, sources, settings):
+        target = answers[0]["tokens"].cpu()
         shifted = torch.cat([target.new_tensor([model.tgt_dict.eos()]), target[:-1]])
         net_input = {
             "src_tokens": source[None],
@@ -354,11 +354,11 @@ def check_pairing(
     Raises:
         UserError: with the number of the first sentence that differs.
     """
-    for sentence, counterpart in zip(first, second):
-        side = "source" if "source" in sentence else "target"
-        texts = ["".join(each.get(side, ())).replace("</s>", "") for each in (sentence, counterpart)]
-        if sentence["number"] != counterpart["number"] or texts[0] != texts[1]:
+    for left, right in zip(first, second):
+        side = "source" if "source" in left else "target"
+        texts = ["".join(each.get(side, ())).replace("</s>", "") for each in (left, right)]
+        if left["number"] != right["number"] or texts[0] != texts[1]:
             raise UserError(
-                f"Sentence {sentence['number']} of {names[0]} is not that of {names[1]}: the test sets "
-                "differ. Give both the same text by --input FILE."
+                f"Sentence {left['number']} of {names[0]} is not that of {names[1]}: the test sets differ. "
+                "Give both the same text by --input FILE."
             )

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import collections
+import contextlib
 import dataclasses
 import logging
 import math
@@ -36,6 +38,7 @@ from moa_fairseq.experiments.recipes.checkpoints import (
     prepared_data,
 )
 from moa_fairseq.experiments.recipes.loading import read_mapping
+from moa_fairseq.experiments.recipes.train_log import read_records
 from moa_fairseq.experiments.scoring.compare import SCORES, default_results, lines_of, load_comparison
 from moa_fairseq.experiments.scoring.complexity import as_json, count
 from moa_fairseq.plugin.forward_context import NamedRoutings
@@ -52,7 +55,7 @@ LENGTH = 10  # tokens of a sentence whose MACs are counted, as in `moa-fairseq c
 
 
 @dataclasses.dataclass
-class Found:
+class Examination:
     """What a page shows of one run.
 
     Args:
@@ -68,7 +71,7 @@ class Found:
     recipe: dict[str, Any]
 
 
-def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
+def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
     """Read a run.
 
     Args:
@@ -85,7 +88,7 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
     if (folder / "recipe.yaml").is_file():
         recipe = read_mapping(folder / "recipe.yaml", "recipe")
     facts: dict[str, Any] = {"name": name, "summary": recipe.get("summary"), "notes": notes}
-    run = Found(name, facts, [], recipe)
+    examination = Examination(name, facts, [], recipe)
     facts["curves"] = curves(folder)
     checkpoint = _checkpoint(folder)
     model = None
@@ -99,9 +102,9 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Found:
         model = _load(folder, checkpoint, args)
         if checkpoint.name == LAST:
             notes.append(f"The training is not finished: this is {LAST}, the state at its last save.")
-        _examine_model(folder, model, args, runs, run)
+        _examine_model(folder, model, args, runs, examination)
     facts["result"] = result(folder, model, recipe, notes)
-    return run
+    return examination
 
 
 def _checkpoint(folder: Path) -> Path | None:
@@ -132,8 +135,10 @@ def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel
     return model
 
 
-def _examine_model(folder: Path, model: TextModel, args: argparse.Namespace, runs: int, found: Found) -> None:
-    facts = found.facts
+def _examine_model(
+    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, examination: Examination
+) -> None:
+    facts = examination.facts
     notes = facts["notes"]
     data = Path(settings_of(model).data)
     kind = kind_of_model(model)
@@ -146,8 +151,8 @@ def _examine_model(folder: Path, model: TextModel, args: argparse.Namespace, run
         settings = generation(argparse.Namespace(run_dir=folder, beam=None, lenpen=None))
     routers = Routers(model.models[0], kind == "translation")
     budget = Budget(*(size // runs for size in SIZES))
-    found.sentences = list(sentences(model, sources, settings, routers, budget))
-    if not found.sentences:
+    examination.sentences = list(sentences(model, sources, settings, routers, budget))
+    if not examination.sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
     notes += _cuts(budget, args.sentences if not args.input else budget.count)
     facts.update({"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"})
@@ -159,11 +164,11 @@ def _examine_model(folder: Path, model: TextModel, args: argparse.Namespace, run
             notes.append("The data has no validation set here, so loads and typical tokens are missing.")
 
 
-def _cuts(budget: Budget, wanted: int) -> list[str]:
+def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
     """What the page leaves out for its size."""
     notes = []
     if budget.is_spent:
-        notes.append(f"Only {budget.count - 1:,} of {wanted:,} sentences fit on a page of 20 MB.")
+        notes.append(f"Only {budget.count - 1:,} of {sentences_in_all:,} sentences fit on a page of 20 MB.")
     if budget.with_experts < budget.count:
         notes.append(
             f"A page has at most 20 MB: the first {budget.with_experts:,} sentences have experts, "
@@ -212,29 +217,30 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
 
     Args:
         folder: of the run; nothing where it has no train.jsonl.
+
+    Raises:
+        UserError: for a damaged line, with its number.
     """
-    curve_of: dict[str, dict[str, list[list[float | None]]]] = {}
-    if not (folder / "train.jsonl").is_file():
-        return curve_of
+    points: dict[str, dict[str, list[list[float | None]]]] = {}
+    log_file = folder / "train.jsonl"
+    if not log_file.is_file():
+        return points
+    collections.deque(read_records(log_file), maxlen=0)  # raises for a damaged line
     for metric in CURVES:
-        try:
+        with contextlib.suppress(UserError):  # a metric that this training does not log
             curve = read_learning_curve(folder, metric)
-        except UserError as error:  # a metric that this training does not log, or a damaged line
-            if "line" in str(error).partition(":")[0]:
-                raise
-            continue
-        curve_of[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
-    return curve_of
+            points[metric] = {"train": _thinned(curve.train), "valid": _thinned(curve.valid)}
+    return points
 
 
 def _thinned(points: list[Point]) -> list[list[float | None]]:
     step = math.ceil(len(points) / POINTS) or 1
-    thinned = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
-    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in thinned]
+    spread = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
+    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in spread]
 
 
 def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
-    """Scores, the paper's row, what differs from it, costs, and what made the run.
+    """Scores, the paper's row, what differs from it, costs, and what origin the run.
 
     Args:
         folder: of the run.
@@ -242,9 +248,9 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         recipe: of the run, or empty.
         notes: where a missing result is noted.
     """
-    content: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
-    facts = content["facts"]
-    made_by = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
+    parts: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
+    facts = parts["facts"]
+    origin = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
     if recipe:
         facts += [["recipe", recipe.get("experiment")], ["architecture", recipe["model"].get("arch")]]
     run: dict[str, Any] = {}
@@ -253,14 +259,16 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         rows = [(table, row) for table in comparison.tables for row in table.rows]
         run = next(iter([*comparison.other, *(run for _, row in rows for run in row.runs)]))
         for table, row in rows:
-            row_name = f"{table.name}, Table {table.table}"
-            for cell in row.cells:
-                content["paper"] += [{"where": row_name} | line for line in lines_of(row, cell)]
+            where = f"{table.name}, Table {table.table}"
+            parts["paper"] += [{"where": where, **line} for cell in row.cells for line in lines_of(row, cell)]
         metrics = run["metrics"]
-        names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
-        content["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
-        content["differences"] = run.get("differences") or []
-        made_by |= {key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)}
+        names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
+        parts["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
+        parts["differences"] = run.get("differences") or []
+        origin = {
+            **origin,
+            **{key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)},
+        }
     else:
         notes.append("This run has no result.json yet, so there are no scores of the whole test set.")
     if model is not None:
@@ -271,6 +279,6 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         facts += [["cache, bytes per token and layer", cost["cache_bytes"]]]
     keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
     facts += [[key.replace("_", " "), run.get(key)] for key in keys]
-    facts += [[key, made_by.get(key)] for key in ("hardware", "commit", "date", "command")]
-    content["facts"] = [fact for fact in facts if fact[1] is not None]
-    return content
+    facts += [[key, origin.get(key)] for key in ("hardware", "commit", "date", "command")]
+    parts["facts"] = [fact for fact in facts if fact[1] is not None]
+    return parts

@@ -191,7 +191,7 @@ def test_two_runs_share_the_sentences(look, moa_run, dense_run, toy_data, tmp_pa
     assert all(route["k"] for _, other in page["sentences"] for route in other["routes"])
 
 
-def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path):
+def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path, capsys):
     run = tmp_path / "run"
     (run / "checkpoints").mkdir(parents=True)
     records = [{"epoch": 1, "loss": "5", "ppl": "9", "lr": "0.1", "num_updates": "1"}]
@@ -203,6 +203,10 @@ def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path):
     shutil.copy(moa_run / "checkpoint_last.pt", run / "checkpoints")
     page = look(run, "--data", toy_data, "--sentences", 1)
     assert len(page["sentences"]) == 1 and "checkpoint_last.pt" in " ".join(page["runs"][0]["notes"])
+    with open(run / "train.jsonl", "a") as log_file:
+        log_file.write('{"epoch": "first", "loss": "3"}\n')
+    assert main(["look", str(run), "--output", str(tmp_path / "damaged.html")]) == 2
+    assert "line 3" in capsys.readouterr().err and not (tmp_path / "damaged.html").exists()
 
 
 def test_language_models_show_their_surprise(look, save_model, text_data, tmp_path):
