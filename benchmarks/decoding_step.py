@@ -198,11 +198,12 @@ def main() -> None:
     args.sizes = SIZES[args.miniature]
     try:
         import transformers
+        from transformers import LlamaForCausalLM  # noqa: F401 (which loads its libraries)
 
         args.llama = f"transformers {transformers.__version__}"
-    except ImportError:
+    except ImportError as error:
         args.llama = ""
-        print("Llama: transformers is not installed here")
+        print(f"Llama: not run, because transformers cannot be imported here ({error})")
     calls: dict[str, int] = {}
     seconds: dict[int, dict[str, float]] = {}
     for texts in (1,) if args.calls or args.miniature else TEXTS[args.device]:
@@ -236,7 +237,7 @@ def write(args: argparse.Namespace, calls: dict[str, int], seconds: dict[int, di
             "dtype": args.dtype,
             "rounds": args.rounds,
             "auto": args.auto,
-            "llama": args.llama or "not run: transformers is not installed",
+            "llama": args.llama or "not run: transformers cannot be imported",
             "layers": args.sizes.layers,
             **args.made_by,
             "python_calls": calls,

@@ -44,8 +44,8 @@ from moa_fairseq.experiments.scoring.compare import lines_of, render
 from moa_fairseq.experiments.scoring.comparison import Comparison, load_comparison
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import atomic_write
-from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.head_gate import HEAD_GATES
+from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.causal_lm import SWITCHES
 from moa_fairseq.plugin.coordinate_descent.task import BlockCoordinateDescentConfig

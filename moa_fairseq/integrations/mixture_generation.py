@@ -11,7 +11,7 @@ from transformers.utils import ModelOutput
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.kv_cache import KVCache
-from moa_fairseq.layers.transformer import LayerCache
+from moa_fairseq.layers.transformer_layer import LayerCache
 
 # How transformers calls a cache: `cache` from 5.24, `past_key_values` before
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}

@@ -32,7 +32,8 @@ from moa_fairseq.integrations.mixture_tokenizer import MixtureTokenizer
 from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, weighted_loss
 from moa_fairseq.layers.routing import Routing, RoutingSums
 from moa_fairseq.layers.running_statistics import RunningStatistics
-from moa_fairseq.layers.transformer import MixtureTransformer, StackSettings
+from moa_fairseq.layers.transformer import MixtureTransformer
+from moa_fairseq.layers.transformer_layer import StackSettings
 
 IGNORED = -100  # the label of a position without a loss
 

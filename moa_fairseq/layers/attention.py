@@ -7,169 +7,25 @@ heads of keys and values, D width of a head, E experts, K of them chosen by a to
 import abc
 import itertools
 import math
-from collections.abc import Collection, Sequence
-from dataclasses import Field, dataclass, field, fields, replace
-from typing import (
-    Any,
-    ClassVar,
-    Literal,
-    Optional,
-    TypeVar,
-    overload,
-)
+from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
 
-import torch
-import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.call import Call, Computed, Inputs, Options
 from moa_fairseq.layers.head_gate import HEAD_GATES, HeadGate
 from moa_fairseq.layers.kv_cache import KVCache
-from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, Positions, RotaryPositions
-from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS, QueryKeyNorm
-from moa_fairseq.layers.rope_scaling import RopeScaling
+from moa_fairseq.layers.positions import positions_of
+from moa_fairseq.layers.query_key_norm import query_key_norm_of
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.layers.sdpa import NO_MASKS, Masks, attend, attend_with_weights
+from moa_fairseq.layers.sdpa import Masks, attend, attend_with_weights, in_window
+from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.static_cache import StaticCache
-from moa_fairseq.layers.torch_compat import autocast_dtype
+
+if TYPE_CHECKING:
+    from typing_extensions import Unpack
 
 _instances = itertools.count()
-Settings = TypeVar("Settings", bound="FamilySettings")
-_EMBEDDED_POSITIONS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
-# What the call of torch's and fairseq's attention has, and what it is here
-_ELSEWHERE = {
-    "key": "memory",
-    "value": "memory",
-    "key_padding_mask": "padding, True = padding",
-    "attn_mask": "mask, True = blocked",
-    "attention_mask": "padding, True = padding, or mask, True = blocked",
-    "is_causal": "causal",
-    "incremental_state": "cache=attention.new_cache()",
-    "need_weights": "the method `with_weights`",
-    "need_head_weights": "the method `with_weights`",
-    "query_padding_mask": "query_padding",
-}
-
-
-def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
-    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices.
-
-    Args:
-        default: of the field, and of the flag.
-        help: what `--help` says about the flag.
-        choices: all values that the flag takes; None: every value of the field's type.
-    """
-    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
-
-
-@dataclass(kw_only=True)
-class FamilySettings:
-    """The base of a family's settings: its fields are the family's flags, and its attention's keywords.
-
-    Its own fields are those of every family's self-attention. An attention refuses what it cannot have.
-    """
-
-    attention: ClassVar[type["Attention"]]
-    rope_base: Optional[float] = flag(  # noqa: UP045
-        None, "base of the angles of --positions rope and rope-half (rope_theta; default: 10000)"
-    )
-    rope_scaling: Optional[str] = flag(  # noqa: UP045
-        None,
-        "JSON with slower rotations for texts longer than in training, by the names of transformers: "
-        "rope_type (linear, dynamic or yarn), factor, original_max_position_embeddings, and YaRN's "
-        "attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim and truncate",
-    )
-    rotary_dim: Optional[int] = flag(  # noqa: UP045
-        None, "number of a head's values that --positions rope rotates (default: all of an even number)"
-    )
-    query_key_norm: str = flag(
-        "none",
-        "RMSNorm of queries and keys. head: of each head (Qwen3); rotated: of each head, after rotation; "
-        "all-heads: of all heads as one vector (OLMo 2), for attention without routed heads",
-        QUERY_KEY_NORMS,
-    )
-    query_key_norm_weight: str = flag("learned", "weight of --query-key-norm: learned, or none", NORM_WEIGHTS)
-    window: Optional[int] = flag(  # noqa: UP045
-        None,
-        "sliding window of a decoder's self-attention: the number of latest positions that a query sees, its "
-        "own included (default: all)",
-    )
-
-    @classmethod
-    def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
-        """`settings`, or those that options name.
-
-        Args:
-            settings: an object of this class, or None where options have its fields.
-            options: keywords of an attention. Those that are fields of this class are taken out of it, and
-                the settings put into it as `common`.
-
-        Raises:
-            TypeError: where both are given, or something else.
-        """
-        own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
-        if settings is None:
-            settings = cls(**own)
-        elif not isinstance(settings, cls):
-            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
-        elif own:
-            raise TypeError(
-                f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
-            )
-        options.setdefault("common", settings)  # for `Attention`, whichever class stands between
-        return settings
-
-    @classmethod
-    def own_fields(cls) -> list[Field[Any]]:
-        """The fields that this family has and others need not have."""
-        common = {each.name for each in fields(FamilySettings)}
-        return [each for each in fields(cls) if each.name not in common]
-
-    def in_role(self: Settings, self_attention: bool, causal: bool) -> Settings:
-        """The settings of one attention of a model: without those that its role has no meaning for.
-
-        Args:
-            self_attention: whether it attends to its own input.
-            causal: whether it stands in a decoder.
-        """
-        off: dict[str, Any] = {}
-        if not self_attention:
-            off = {"rope_base": None, "rope_scaling": None, "rotary_dim": None}
-            if self.query_key_norm == "rotated":
-                off["query_key_norm"] = "head"
-        if not (self_attention and causal):
-            off["window"] = None
-        return replace(self, **off)
-
-    def check(self, attentions: Sequence["Attention"]) -> None:
-        """Check the settings against all attentions of a model. This base class accepts every model.
-
-        Args:
-            attentions: of the whole model, those of other families included.
-
-        Raises:
-            UserError: for settings that do not fit the model.
-        """
-
-
-@dataclass
-class Call:
-    """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
-
-    x: Tensor  # of the queries, [B, T, C]
-    memory: Tensor | None  # what keys are made of, [B, S, kdim]; None: the cache has them
-    values: Tensor | None  # what values are made of, [B, S, vdim]: the same object where it is the same
-    masks: Masks
-    query_padding: Tensor | None = None  # [B, T] bool
-    same_tokens: bool = False  # keys are made of the queries' tokens and of no others
-    cache: KVCache | None = None
-    need_weights: bool = False
-    token_ids: Tensor | None = None  # of the queries, [B, T] int64
-    draw: Any = None  # of experts: `expert_draw.ExpertDraw`
-
-
-Computed = tuple[Tensor, Tensor | None, tuple[Routing, ...]]
 
 
 class Attention(nn.Module, abc.ABC):
@@ -230,57 +86,18 @@ class Attention(nn.Module, abc.ABC):
         self.head_dim = head_dim
         self.key_heads = key_heads or num_heads
         self.self_attention = self_attention
-        if isinstance(dropout, nn.Module):
-            self.dropout_module = dropout
-        else:
-            self.dropout_module = nn.Dropout(dropout)
+        self.dropout_module = dropout if isinstance(dropout, nn.Module) else nn.Dropout(dropout)
         self.head_gate: HeadGate | None = None
         if head_gate != "none":
             self.head_gate = HeadGate(embed_dim, own_heads or num_heads, head_dim, head_gate)
-        self.positions: Positions | None = None
-        if positions is not None:
-            check_choice("positions", positions, (*_EMBEDDED_POSITIONS, *POSITIONS_IN_ATTENTION))
-        if positions in POSITIONS_IN_ATTENTION:
-            if not self_attention:
-                raise UserError(
-                    f"positions={positions!r} is for self-attention: build the layer with "
-                    "self_attention=True, or leave positions out."
-                )
-            kind = POSITIONS_IN_ATTENTION[positions]
-            rotary = _rotary_options(common)
-            self.positions = kind.of_attention(embed_dim, self.key_heads, head_dim, **rotary)
-        if not isinstance(self.positions, RotaryPositions):
-            for name in ("rope_base", "rope_scaling", "rotary_dim"):
-                if (value := getattr(common, name)) is not None:
-                    raise UserError(
-                        f"{name}={value} is for rotary positions: add positions='rope', or leave it out."
-                    )
-        self.query_key_norm = self._query_key_norm(common)
+        sizes = (num_heads, self.key_heads, head_dim)
+        self.positions = positions_of(positions, common, embed_dim, sizes[1:], self_attention)
+        self.query_key_norm = query_key_norm_of(common, sizes, self.routes_heads, self.positions)
         self.window = common.window
         if self.window is not None and (not self_attention or self.window < 1):
             raise UserError(
-                f"window={self.window}: give a positive number of positions, and self_attention=True, or "
-                "leave it out."
+                f"window={self.window}: give a positive number, and self_attention=True, or leave it out."
             )
-
-    def _query_key_norm(self, common: FamilySettings) -> QueryKeyNorm | None:
-        kind = common.query_key_norm
-        weight = common.query_key_norm_weight
-        check_choice("query_key_norm", kind, QUERY_KEY_NORMS)
-        check_choice("query_key_norm_weight", weight, NORM_WEIGHTS)
-        if kind == "none":
-            if weight != "learned":
-                raise UserError(f"query_key_norm_weight={weight!r} needs a query_key_norm: leave it out.")
-            return None
-        if kind == "all-heads" and self.routes_heads:
-            raise UserError(
-                "query_key_norm='all-heads' needs all heads of every token, but here tokens choose heads: "
-                "choose query_key_norm='head'."
-            )
-        if kind == "rotated" and not isinstance(self.positions, RotaryPositions):
-            raise UserError("query_key_norm='rotated' needs positions='rope': choose query_key_norm='head'.")
-        sizes = (self.num_heads, self.key_heads, self.head_dim)
-        return QueryKeyNorm(*sizes, kind, weight == "learned")
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
@@ -350,9 +167,8 @@ class Attention(nn.Module, abc.ABC):
     def dropout_now(self) -> float:
         """The probability with which attention weights are dropped in this pass."""
         module = self.dropout_module
-        if self.training or vars(module).get("apply_during_inference", False):
-            return float(getattr(module, "p", 0.0))
-        return 0.0
+        drops = self.training or vars(module).get("apply_during_inference", False)
+        return float(getattr(module, "p", 0.0)) if drops else 0.0
 
     @overload
     def forward(
@@ -360,13 +176,8 @@ class Attention(nn.Module, abc.ABC):
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        cache: KVCache | None = None,
-        query_padding: Tensor | None = None,
         with_routing: Literal[False] = False,
-        **inputs: Any,
+        **inputs: "Unpack[Options]",
     ) -> Tensor: ...
 
     @overload
@@ -375,13 +186,8 @@ class Attention(nn.Module, abc.ABC):
         x: Tensor,
         memory: Tensor | None = None,
         *,
-        padding: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        cache: KVCache | None = None,
-        query_padding: Tensor | None = None,
         with_routing: Literal[True],
-        **inputs: Any,
+        **inputs: "Unpack[Options]",
     ) -> tuple[Tensor, tuple[Routing, ...]]: ...
 
     def forward(
@@ -421,27 +227,17 @@ class Attention(nn.Module, abc.ABC):
         Raises:
             ValueError, TypeError: for what does not fit, or would not be read.
         """
-        out, _, routings = self.scaled(
-            self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
-        )
+        call = Inputs(x, memory, padding, mask, causal, cache, query_padding, inputs).call(self)
+        out, _, routings = self.compute(call) if self.output_scale == 1.0 else self.scaled(call)
         return (out, routings) if with_routing else out
 
     def with_weights(
-        self,
-        x: Tensor,
-        memory: Tensor | None = None,
-        *,
-        padding: Tensor | None = None,
-        mask: Tensor | None = None,
-        causal: bool = False,
-        cache: KVCache | None = None,
-        query_padding: Tensor | None = None,
-        **inputs: Any,
+        self, x: Tensor, memory: Tensor | None = None, **inputs: "Unpack[Options]"
     ) -> tuple[Tensor, Tensor]:
         """As `forward`, and the attention weights.
 
         Args:
-            x, memory, padding, mask, causal, cache, query_padding, inputs: those of `forward`.
+            x, memory, inputs: those of `forward`.
 
         Returns:
             The output [B, T, C]; the weights [B, H, T, S] from before the dropout, in float32 (float64 of
@@ -450,7 +246,7 @@ class Attention(nn.Module, abc.ABC):
         Raises:
             ValueError, TypeError: as `forward`.
         """
-        call = self._call(x, memory, padding, mask, causal, cache, query_padding, inputs)
+        call = Inputs.of(x, memory, dict(inputs)).call(self)
         call.need_weights = True
         out, weights, _ = self.scaled(call)
         assert weights is not None
@@ -472,11 +268,9 @@ class Attention(nn.Module, abc.ABC):
                     f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
                 )
             if not self.can_trim_cache or self.keys_by_expert:
-                kept = (
-                    "the heads that tokens chose" if self.keys_by_expert else "a running sum over positions"
-                )
+                held = "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
                 raise UserError(
-                    f"max_length={max_length}: a cache of {type(self).__name__} also holds {kept}, which has "
+                    f"max_length={max_length}: a cache of {type(self).__name__} also holds {held}, which has "
                     "no place in a cache of one size. Take new_cache() without arguments."
                 )
             return StaticCache(self._instance, batch, max_length)
@@ -562,7 +356,7 @@ class Attention(nn.Module, abc.ABC):
             v = cache.values
         assert k is not None and v is not None
         if self.window is not None:
-            masks = _in_window(masks, q, k, self.window, first_query - dropped)
+            masks = in_window(masks, q, k, self.window, first_query - dropped)
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -595,31 +389,8 @@ class Attention(nn.Module, abc.ABC):
         Args:
             number_bytes: bytes of each number of a key or value; 2 are half precision.
         """
-        if self.keys_by_expert:
-            indices = 8 * self.key_heads
-        else:
-            indices = 0
+        indices = 8 * self.key_heads if self.keys_by_expert else 0
         return 2 * self.key_heads * self.head_dim * number_bytes + indices
-
-    @torch.no_grad()
-    def scale_branch(self, factor: float) -> None:
-        """Multiply the output projection, bias included: the residual branch then starts at that size.
-
-        Args:
-            factor: what every weight and bias of `out_proj` or `out_experts` is multiplied by.
-
-        Raises:
-            UserError: for an attention that has neither.
-        """
-        for name in ("out_proj", "out_experts"):
-            if hasattr(self, name):
-                for parameter in getattr(self, name).parameters():
-                    parameter.mul_(factor)
-                return
-        raise UserError(
-            f"--attention-branch-scale: {type(self).__name__} has no output projection named out_proj or "
-            "out_experts: leave the flag out."
-        )
 
     def restore_initialization(self) -> None:
         """Draw routers and experts anew, after a model has initialised every nn.Linear (as BERT does)."""
@@ -627,239 +398,3 @@ class Attention(nn.Module, abc.ABC):
             reset = getattr(child, "reset_parameters", None)
             if reset is not None and not isinstance(child, nn.Linear):
                 reset()
-
-    def _call(
-        self,
-        x: Tensor,
-        memory: Tensor | None,
-        padding: Tensor | None,
-        mask: Tensor | None,
-        causal: bool,
-        cache: KVCache | None,
-        query_padding: Tensor | None,
-        inputs: dict[str, Any],
-    ) -> Call:
-        """What was given, checked, with zeros at padding: what stands there may be NaN."""
-        for name in inputs:
-            if name not in self.reads:
-                raise TypeError(self._unread(name))
-        if cache is not None and not isinstance(cache, KVCache):
-            raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
-        is_self = memory is None and not (cache is not None and cache.holds_memory)
-        if memory is not None and self.self_attention:
-            raise ValueError(
-                "this attention was built with self_attention=True and takes no memory: leave memory out"
-            )
-        beam = 1 if cache is None else cache.beam_size
-        self._check_inputs(x, memory, is_self, beam)
-        batch, tgt_len, _ = x.shape
-        if query_padding is not None and is_self:
-            raise ValueError(
-                "query_padding is for cross-attention; here padding is the padding of x: give padding"
-            )
-        if (causal or cache is not None) and self.is_non_causal:
-            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
-        if cache is not None:
-            self._check_cache(cache, x, memory, mask, causal)
-            if memory is not None and cache.length:
-                memory = None  # its keys are there
-        held = 0 if cache is None else cache.length
-        static = None if cache is None else cache.max_length
-        if is_self:
-            src_len = held + tgt_len if static is None else static
-            lengths = [(batch, tgt_len), (batch, src_len)]
-        else:
-            if memory is None:
-                src_len = held
-            else:
-                src_len = memory.size(1)
-            lengths = [(batch // beam, src_len)]
-        if static is not None:  # whether a mask is of all positions so far, only the GPU knows
-            if padding is not None and tgt_len < padding.size(-1) < static:
-                lengths.append((batch, padding.size(-1)))
-            if mask is not None and tgt_len <= mask.size(-1) < static:
-                mask = F.pad(mask, (0, static - mask.size(-1)))
-        if padding is not None:
-            _check_mask("padding", padding, lengths, False)
-        if query_padding is not None:
-            _check_mask("query_padding", query_padding, [(batch, tgt_len)], False)
-        token_ids = inputs.get("token_ids")
-        if token_ids is not None and token_ids.shape != (batch, tgt_len):
-            raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {[batch, tgt_len]}")
-        if mask is not None:
-            _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
-        if self.window is not None and not causal and (cache is None or tgt_len > 1):
-            raise ValueError("this attention was built with a window: give causal=True")
-        is_causal = causal and mask is None and is_self and static is None and not held
-        if isinstance(cache, StaticCache):
-            mask = _blocked(mask, cache.hidden(tgt_len, causal, x.device))
-        elif causal and not (is_self and tgt_len == 1):
-            first = held if is_self else 0
-            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=x.device).triu(1 + first)
-            mask = _blocked(mask, later)
-        if is_self and padding is not None:
-            query_padding = padding[:, padding.size(1) - tgt_len :]
-        if query_padding is not None:
-            x = without_padding(x, query_padding)
-        if is_self:
-            memory = x
-        elif memory is not None:
-            memory = without_padding(memory, padding)
-        masks = NO_MASKS
-        if mask is not None or padding is not None or is_causal:
-            masks = Masks(mask, padding, is_causal)
-        return Call(
-            x,
-            memory,
-            memory,
-            masks,
-            query_padding,
-            same_tokens=is_self,
-            cache=cache,
-            **inputs,
-        )
-
-    def _check_inputs(self, x: Tensor, memory: Tensor | None, is_self: bool, beam: int) -> None:
-        keys, values = self.memory_projections
-        k_proj = getattr(self, keys, None)
-        if memory is None:
-            default = self.embed_dim
-        else:
-            default = memory.size(-1)
-        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
-        if is_self or memory is not None:
-            v_proj = getattr(self, values, None)
-            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
-            if kdim != vdim:
-                raise ValueError(
-                    f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
-                    "memory: build the layer with equal kdim and vdim"
-                )
-        weight = getattr(k_proj, "weight", None)
-        # a quantised layer's weight is a method
-        if isinstance(weight, Tensor):
-            expected = weight.dtype
-        else:
-            expected = None
-        if expected is not None and not expected.is_floating_point:
-            expected = None
-        for name, given, width in (("x", x, self.embed_dim), ("memory", memory, kdim)):
-            if given is None:
-                continue
-            if given.dim() != 3 or given.size(2) != width:
-                if name == "x":
-                    letters = "[B, T, C] with C"
-                else:
-                    letters = "[B, S, kdim] with kdim"
-                raise ValueError(f"{name} is {list(given.shape)}, not {letters} = {width}")
-            if given.dtype == expected:
-                continue
-            follows = expected is None or autocast_dtype(given.device.type) is not None
-            if not (given.is_floating_point() and follows):
-                raise ValueError(
-                    f"{name} is {given.dtype}, but the attention is {expected or 'floating point'}: convert "
-                    "one of the two"
-                )
-        if memory is not None and memory.size(0) * beam != x.size(0):
-            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {x.size(0) // beam}")
-        if is_self and kdim != self.embed_dim:
-            raise ValueError("this attention was built with kdim or vdim for a memory: give memory as well")
-
-    def _check_cache(
-        self, cache: KVCache, x: Tensor, memory: Tensor | None, mask: Tensor | None, causal: bool
-    ) -> None:
-        if cache.owner != self._instance:
-            raise ValueError(
-                "cache was made by another attention: give each layer its own cache (new_cache())"
-            )
-        if cache.rows not in (None, x.size(0)):
-            raise ValueError(
-                f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
-                "new one"
-            )
-        if memory is None:
-            if not (causal or cache.holds_memory or mask is not None or x.size(1) < 2):
-                raise ValueError(
-                    "x has several positions, and during generation earlier positions must not see later "
-                    "ones: give causal=True or a mask"
-                )
-        elif cache.max_length is not None:
-            raise ValueError("the keys of a memory do not grow: take new_cache() without max_length")
-        elif not cache.length:
-            cache.of_memory(memory)
-        elif not cache.is_of(memory):
-            raise ValueError(
-                "the cache holds keys of x or of another memory: make a new cache for this memory"
-            )
-
-    def _unread(self, name: str) -> str:
-        takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
-        if name in _ELSEWHERE:
-            here = f" It is {_ELSEWHERE[name]} here."
-        else:
-            here = ""
-        names = ", ".join([*takes, *sorted(self.reads)])
-        return f"{type(self).__name__}'s call does not read {name}.{here} It takes {names}."
-
-
-def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], additive: bool) -> None:
-    if tuple(mask.shape) not in shapes:
-        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
-        raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
-    if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
-        if additive:
-            meaning = "True = blocked, or additive float"
-        else:
-            meaning = "True = padding"
-        raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
-
-
-def _rotary_options(common: FamilySettings) -> dict[str, Any]:
-    """What `RotaryPositions` gets of the settings."""
-    scaling = common.rope_scaling
-    given = {
-        "base": common.rope_base,
-        "rotary_dim": common.rotary_dim,
-        "scaling": None if scaling is None else RopeScaling.of(scaling),
-    }
-    return {name: value for name, value in given.items() if value is not None}
-
-
-def _in_window(masks: Masks, q: Tensor, k: Tensor, window: int, first_query: int | Tensor) -> Masks:
-    """Masks that also hide the keys [B, G, S, D] before a query's window.
-
-    Args:
-        first_query: the place of the first query's own key among the S.
-    """
-    keys = k.size(2)
-    mask = masks.mask
-    if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
-        mask = mask[..., mask.size(-1) - keys :]
-    if not is_compiling() and keys <= window:  # a graph is for any length
-        return masks._replace(mask=mask)
-    query = first_query + torch.arange(q.size(2), device=q.device)
-    before = torch.arange(keys, device=q.device) <= query[:, None] - window  # [T, S]
-    return masks._replace(mask=_blocked(mask, before), is_causal=False)
-
-
-def _blocked(mask: Tensor | None, more: Tensor) -> Tensor:
-    """The mask, additive or bool, that also blocks what is True in `more`."""
-    if mask is None:
-        return more
-    if mask.is_floating_point():
-        return mask.masked_fill(more, -torch.inf)
-    return mask | more
-
-
-def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """x with zeros for padding.
-
-    What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
-
-    Args:
-        x: [B, T, C].
-        padding: [B, T] bool, True = padding, or longer, of which the last T count; None: x stays as it is.
-    """
-    if padding is None:
-        return x
-    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].unsqueeze(-1), 0.0)

@@ -8,7 +8,9 @@ import torch
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.call import Call, Computed
+from moa_fairseq.layers.settings import FamilySettings, flag
 
 
 @dataclass

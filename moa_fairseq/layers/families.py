@@ -1,6 +1,5 @@
 """The families of mixtures, by name: what an attention is built from."""
 
-from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.dense import DenseSettings
 from moa_fairseq.layers.gqe import GQESettings
 from moa_fairseq.layers.latent import LatentSettings
@@ -8,6 +7,7 @@ from moa_fairseq.layers.mae import MAESettings
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.moh import MoHSettings
 from moa_fairseq.layers.namoh import NAMOHSettings
+from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.switchhead import SwitchHeadSettings
 
 # Family → the class of its settings. No family is the default.

@@ -8,12 +8,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.experts import BACKENDS
 from moa_fairseq.layers.moa import MixtureOfAttention, MoASettings
 from moa_fairseq.layers.positions import RelativePositions
 from moa_fairseq.layers.routers import RENORMALIZATIONS, RouterSettings, TopKRouter
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.settings import FamilySettings, flag
 
 OUTPUTS = ("paper", "hard", "weighted", "experts")
 

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 import torch
 from torch import nn
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.head_gate import HeadGate
 from moa_fairseq.layers.routers import TopKRouter
@@ -53,3 +54,25 @@ def init_fan_in_normal_(root: nn.Module, scale: float = 1.0) -> None:
             module.noise_projection.weight.zero_()
         if isinstance(module, HeadGate):
             module.reset_parameters()
+
+
+@torch.no_grad()
+def scale_branch(attention: nn.Module, factor: float) -> None:
+    """Multiply an output projection, bias included: the attention's residual branch then starts at that size.
+
+    Args:
+        attention: one of the attentions here.
+        factor: what every weight and bias of its `out_proj` or `out_experts` is multiplied by.
+
+    Raises:
+        UserError: for an attention that has neither.
+    """
+    for name in ("out_proj", "out_experts"):
+        if hasattr(attention, name):
+            for parameter in getattr(attention, name).parameters():
+                parameter.mul_(factor)
+            return
+    raise UserError(
+        f"--attention-branch-scale: {type(attention).__name__} has no output projection named out_proj or "
+        "out_experts: leave the flag out."
+    )

@@ -9,10 +9,11 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.dense import DenseHeadsAttention
 from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION, RotaryPositions
 from moa_fairseq.layers.sdpa import Masks
+from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_plain
 
 

@@ -10,13 +10,15 @@ import torch
 from torch import Tensor
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.constants import constant, every_index
 from moa_fairseq.layers.dense import DenseHeadsAttention
 from moa_fairseq.layers.expert_draw import random_expert
 from moa_fairseq.layers.input_mean import running_mean, sequence_mean
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sequence_gate import NORMS, SequenceGate
+from moa_fairseq.layers.settings import FamilySettings, flag
 
 GATES = ("learned", "uniform")
 MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "random-expert")

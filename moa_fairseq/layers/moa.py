@@ -10,7 +10,8 @@ from torch import Tensor, nn
 from torch.compiler import is_compiling
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.experts import BACKENDS
 from moa_fairseq.layers.routers import (
@@ -22,6 +23,7 @@ from moa_fairseq.layers.routers import (
     TopKRouter,
 )
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_plain
 
 KEYS_VALUES = ("shared", "own")

@@ -8,7 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.dense import DenseHeadsAttention
 from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation, project, resolve_backend
 from moa_fairseq.layers.moa import token_ids_of
@@ -22,6 +22,7 @@ from moa_fairseq.layers.moh_routers import (
 from moa_fairseq.layers.positions import RotaryPositions
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.selected import attend_selected, skipping_pays
+from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_plain, is_readable
 
 ROUTERS = ("learned", "query-norm")

@@ -6,7 +6,7 @@ from typing import Any
 from torch import Tensor
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.experts import BACKENDS
 from moa_fairseq.layers.moa import MixtureOfAttention, MoASettings
@@ -14,6 +14,7 @@ from moa_fairseq.layers.routers import RENORMALIZATIONS, RouterSettings, TopKRou
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sdpa import Masks
 from moa_fairseq.layers.selected import HeadBlocks
+from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_readable
 
 CHOICES = ("learned", "frozen")

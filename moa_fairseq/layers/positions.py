@@ -2,15 +2,18 @@
 
 import functools
 import math
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
 from torch.compiler import is_compiling
 
-from moa_fairseq.errors import UserError
+from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.constants import constant
 from moa_fairseq.layers.rope_scaling import RopeScaling
+
+if TYPE_CHECKING:
+    from moa_fairseq.layers.settings import FamilySettings
 
 
 class Positions(nn.Module):
@@ -285,9 +288,55 @@ def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
     return _sinusoids(*columns)
 
 
+_EMBEDDINGS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
 # The choices of --positions that are not embeddings.
 POSITIONS_IN_ATTENTION: dict[str, type[Positions]] = {
     "rope": RotaryPositions,
     "rope-half": HalfRotaryPositions,
     "xl": RelativePositions,
 }
+
+
+def positions_of(
+    kind: str | None,
+    common: "FamilySettings",
+    embed_dim: int,
+    sizes: tuple[int, int],
+    self_attention: bool,
+) -> Positions | None:
+    """The positions inside an attention; None where it has none.
+
+    Args:
+        kind: a name of POSITIONS_IN_ATTENTION, or of an embedding; None: there are none.
+        common: settings of rotary positions.
+        embed_dim: the attention's width, C.
+        sizes: its heads of keys and their width, G and D.
+        self_attention: whether it attends to its own input, and to nothing else.
+
+    Raises:
+        UserError: for what does not fit the attention, or would not be read.
+    """
+    if kind is not None:
+        check_choice("positions", kind, (*_EMBEDDINGS, *POSITIONS_IN_ATTENTION))
+    positions: Positions | None = None
+    if kind in POSITIONS_IN_ATTENTION:
+        if not self_attention:
+            raise UserError(
+                f"positions={kind!r} is for self-attention: build the layer with self_attention=True, or "
+                "leave positions out."
+            )
+        scaling = common.rope_scaling
+        rotary: dict[str, Any] = {
+            "base": common.rope_base,
+            "rotary_dim": common.rotary_dim,
+            "scaling": None if scaling is None else RopeScaling.of(scaling),
+        }
+        given = {name: value for name, value in rotary.items() if value is not None}
+        positions = POSITIONS_IN_ATTENTION[kind].of_attention(embed_dim, *sizes, **given)
+    if not isinstance(positions, RotaryPositions):
+        for name in ("rope_base", "rope_scaling", "rotary_dim"):
+            if (value := getattr(common, name)) is not None:
+                raise UserError(
+                    f"{name}={value} is for rotary positions: add positions='rope', or leave it out."
+                )
+    return positions

@@ -1,6 +1,14 @@
 """RMSNorm of queries and keys, which bounds the scores of an attention (arXiv 2302.05442 has LayerNorm)."""
 
+from typing import TYPE_CHECKING
+
 from torch import Tensor, nn
+
+from moa_fairseq.errors import UserError, check_choice
+from moa_fairseq.layers.positions import Positions, RotaryPositions
+
+if TYPE_CHECKING:
+    from moa_fairseq.layers.settings import FamilySettings
 
 QUERY_KEY_NORMS = ("none", "head", "all-heads", "rotated")
 NORM_WEIGHTS = ("learned", "none")
@@ -44,3 +52,35 @@ class QueryKeyNorm(nn.Module):
         rows: Tensor = norm(x.transpose(1, 2).flatten(2))  # [B, H, T, D] → [B, T, H·D]
         heads: Tensor = rows.unflatten(2, (-1, x.size(3))).transpose(1, 2)
         return heads
+
+
+def query_key_norm_of(
+    common: "FamilySettings", sizes: tuple[int, int, int], routes_heads: bool, positions: Positions | None
+) -> QueryKeyNorm | None:
+    """The norm that settings name; None where they name none.
+
+    Args:
+        common: the settings.
+        sizes: H, G and D of the attention.
+        routes_heads: whether its tokens choose heads.
+        positions: those inside it.
+
+    Raises:
+        UserError: for a norm that the attention cannot have.
+    """
+    kind = common.query_key_norm
+    weight = common.query_key_norm_weight
+    check_choice("query_key_norm", kind, QUERY_KEY_NORMS)
+    check_choice("query_key_norm_weight", weight, NORM_WEIGHTS)
+    if kind == "none":
+        if weight != "learned":
+            raise UserError(f"query_key_norm_weight={weight!r} needs a query_key_norm: leave it out.")
+        return None
+    if kind == "all-heads" and routes_heads:
+        raise UserError(
+            "query_key_norm='all-heads' needs all heads of every token, but here tokens choose heads: choose "
+            "query_key_norm='head'."
+        )
+    if kind == "rotated" and not isinstance(positions, RotaryPositions):
+        raise UserError("query_key_norm='rotated' needs positions='rope': choose query_key_norm='head'.")
+    return QueryKeyNorm(*sizes, kind, weight == "learned")

@@ -215,10 +215,7 @@ class TopKRouter(RunningStatistics):
         x = x.reshape(-1, x.size(-1))
         if padding is not None:
             padding = padding.reshape(-1)
-        if self.training:
-            noise = self.noise_projection
-        else:
-            noise = None
+        noise = self.noise_projection if self.training else None
         per_token = self.experts_per_token
         chooses = per_token < self.num_experts or self.groups > 1
         routed = None
@@ -227,10 +224,7 @@ class TopKRouter(RunningStatistics):
             routed = top_k_routing(x, weight, per_token, self.renormalize, padding, self.backend)
         if routed is not None:
             logits, probs, gates, chosen = routed
-            if chosen is None:
-                expert_ids = self._every_expert(x)
-            else:
-                expert_ids = chosen
+            expert_ids = self._every_expert(x) if chosen is None else chosen
         else:
             logits = self.projection(x)
             if noise is not None:
@@ -246,10 +240,7 @@ class TopKRouter(RunningStatistics):
                     scores = probs.detach() + self.selection_bias
                 else:
                     scores = logits.detach()  # ordered as the probabilities, which may underflow to ties
-                if self.groups > 1:
-                    expert_ids = self._largest(scores)
-                else:
-                    expert_ids = scores.topk(per_token).indices
+                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
             gates = probs  # all of them stay as they are where nothing is chosen
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
@@ -263,22 +254,12 @@ class TopKRouter(RunningStatistics):
                 even = self.activate(torch.zeros_like(logits))
                 if chooses:
                     even = renormalized(even.gather(-1, expert_ids))
-                if self.gate_values == "uniform":
-                    gates = even
-                else:
-                    gates = even + (gates - gates.detach())
+                gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
         every = self.groups * self.num_experts
         routing = Routing(
-            expert_ids,
-            gates,
-            probs,
-            logits,
-            every,
-            groups=self.groups,
-            padding=padding,
-            family=self.family,
+            expert_ids, gates, probs, logits, every, groups=self.groups, padding=padding, family=self.family
         )
         if self.bias_rate and self.training and observed:
             self.observe(routing.expert_counts.to(self.pending.dtype))

@@ -102,6 +102,41 @@ def _additive(blocked: Tensor, dtype: torch.dtype) -> Tensor:
     return torch.where(blocked, -math.inf, torch.zeros((), dtype=dtype, device=blocked.device))
 
 
+def block(mask: Tensor | None, more: Tensor) -> Tensor:
+    """The mask that also blocks what is True in `more`.
+
+    Args:
+        mask: [T, S] or [B, T, S], additive or bool; None: it blocks nothing.
+        more: [T, S] bool.
+    """
+    if mask is None:
+        return more
+    if mask.is_floating_point():
+        return mask.masked_fill(more, -torch.inf)
+    return mask | more
+
+
+def in_window(masks: Masks, q: Tensor, k: Tensor, window: int, first_query: int | Tensor) -> Masks:
+    """Masks that also hide the keys before a query's window.
+
+    Args:
+        masks: of the call.
+        q: [B, H, T, D].
+        k: with those of the cache, [B, G, S, D].
+        window: how many of the latest positions a query sees, its own included.
+        first_query: the place of the first query's own key among the S.
+    """
+    keys = k.size(2)
+    mask = masks.mask
+    if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
+        mask = mask[..., mask.size(-1) - keys :]
+    if not is_compiling() and keys <= window:  # a graph is for any length
+        return masks._replace(mask=mask)
+    query = first_query + torch.arange(q.size(2), device=q.device)
+    before = torch.arange(keys, device=q.device) <= query[:, None] - window  # [T, S]
+    return masks._replace(mask=block(mask, before), is_causal=False)
+
+
 def _padding_bias(padding: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
     """Padding as an additive mask [B, 1, 1, S], and the values [B, G, S, D] with zeros at padding.
 

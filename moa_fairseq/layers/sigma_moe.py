@@ -6,10 +6,10 @@ from dataclasses import dataclass
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.settings import flag
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
 

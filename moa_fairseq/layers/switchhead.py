@@ -6,11 +6,13 @@ from typing import Any
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.layers.attention import Attention, Call, Computed, FamilySettings, flag
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.experts import BACKENDS, ExpertPermutation
 from moa_fairseq.layers.initialization import init_fan_in_normal_
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
 PROJECTIONS = "vkqo"

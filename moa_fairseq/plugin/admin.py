@@ -11,7 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from moa_fairseq.layers.transformer import Shortcut
+from moa_fairseq.layers.transformer_layer import Shortcut
 from moa_fairseq.plugin.forward_context import current_context, forward_context
 
 logger = logging.getLogger(__name__)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.initialization import forked_rng
 from moa_fairseq.layers.sigma_moe import SigmaMoE
-from moa_fairseq.layers.transformer import Shortcut, swiglu
+from moa_fairseq.layers.transformer_layer import Shortcut, swiglu
 from moa_fairseq.plugin.carried_context import CarriedContext
 from moa_fairseq.plugin.families import build_attention, build_sigma_moe, initialize
 from moa_fairseq.plugin.forward_context import ForwardContext, current_context, forward_context, restored

@@ -6,7 +6,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from moa_fairseq.layers.attention import Attention, Call, without_padding
+from moa_fairseq.layers.attention import Attention
+from moa_fairseq.layers.call import Call, without_padding
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.sdpa import Masks
 from moa_fairseq.layers.sigma_moe import SigmaMoE

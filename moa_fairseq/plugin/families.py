@@ -15,9 +15,9 @@ from fairseq.modules.fairseq_dropout import FairseqDropout
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import FamilySettings
 from moa_fairseq.layers.families import FAMILIES, register_family
 from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
+from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
 

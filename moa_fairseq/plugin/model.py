@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.head_gate import HEAD_GATES
+from moa_fairseq.layers.initialization import scale_branch
 from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.layers.sigma_moe import SigmaMoE
@@ -174,7 +175,7 @@ class MixtureModel(Extended):
             if not 0 < scale < math.inf:
                 raise UserError(f"--attention-branch-scale is {scale}: give a positive number.")
             for attention in attentions:
-                attention.scale_branch(scale)
+                scale_branch(attention, scale)
         return model
 
     def set_num_updates(self, num_updates: int) -> None:

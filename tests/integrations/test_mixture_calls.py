@@ -11,7 +11,7 @@ from moa_fairseq.integrations.mixture_transformer import (
     MixtureTransformerConfig,
     MixtureTransformerForConditionalGeneration,
 )
-from moa_fairseq.layers.transformer import StackSettings
+from moa_fairseq.layers.transformer_layer import StackSettings
 
 WIDTH, LAYERS, HEADS, VOCABULARY = 512, 6, 8, 100
 FAMILIES = {"moa": {"num_experts": 8, "experts_per_token": 4, "expert_dim": 128}, "dense": {}}

@@ -10,6 +10,7 @@ from fairseq.nan_detector import NanDetector
 from time_first import MixtureOfAttention, MixtureOfAttentiveExperts
 
 from moa_fairseq.layers.expert_draw import ExpertDraw
+from moa_fairseq.layers.initialization import scale_branch
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 WIDTH = 16
@@ -124,5 +125,5 @@ def test_the_scale_of_a_branch_is_that_of_its_bias_too():
         torch.nn.init.normal_(parameter)
     x = torch.randn(3, 2, WIDTH)
     before = attention(x, x, x)[0]
-    attention.scale_branch(0.25)
+    scale_branch(attention, 0.25)
     torch.testing.assert_close(attention(x, x, x)[0], 0.25 * before)

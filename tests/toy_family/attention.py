@@ -5,8 +5,9 @@ import dataclasses
 import torch
 from torch import nn
 
-from moa_fairseq.layers.attention import Attention, FamilySettings, flag
+from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.settings import FamilySettings, flag
 
 
 @dataclasses.dataclass

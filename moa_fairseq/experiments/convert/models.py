@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.meta_model import dictionary_of, quiet
-from moa_fairseq.layers.attention import FamilySettings
+from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.masked_lm import MixtureRobertaModel

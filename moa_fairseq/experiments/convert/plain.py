@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
-from moa_fairseq.layers.transformer import ACTIVATIONS, MixtureTransformer, StackSettings
+from moa_fairseq.layers.transformer import MixtureTransformer
+from moa_fairseq.layers.transformer_layer import ACTIVATIONS, StackSettings
 from moa_fairseq.plugin.families import settings_of
 
 WEIGHTS = "model.safetensors"

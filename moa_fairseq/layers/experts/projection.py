@@ -160,10 +160,7 @@ def project(
         ValueError: where the sizes do not fit each other.
     """
     experts, dim, model_dim = weight.shape
-    if is_up:
-        expected = (order.tokens, model_dim)
-    else:
-        expected = (order.slots // fan, dim)
+    expected = (order.tokens, model_dim) if is_up else (order.slots // fan, dim)
     if rows.shape != expected or experts != order.num_experts or order.per_token % fan:
         raise ValueError(
             f"rows {list(rows.shape)}, weight [E, D, C] = {list(weight.shape)} and fan {fan} do not fit "

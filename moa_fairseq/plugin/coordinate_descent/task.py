@@ -25,10 +25,10 @@ from fairseq.logging import metrics
 from torch import nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.layers.settings import flag
 from moa_fairseq.plugin.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.plugin.coordinate_descent.gate_log import GateEntropyLog
 from moa_fairseq.plugin.coordinate_descent.gate_steps import GStep, JointStep

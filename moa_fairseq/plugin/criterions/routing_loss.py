@@ -10,10 +10,10 @@ from fairseq.logging import metrics
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import flag
 from moa_fairseq.layers.load_statistics import load_statistics
 from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, one_row, weighted_loss
 from moa_fairseq.layers.routing import RoutingSums
+from moa_fairseq.layers.settings import flag
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 from moa_fairseq.plugin.logged_values import logged, mean_values
 

@@ -10,7 +10,7 @@ from fairseq.criterions.adaptive_loss import AdaptiveLoss, AdaptiveLossConfig
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import flag
+from moa_fairseq.layers.settings import flag
 from moa_fairseq.plugin.patches.table import patch
 
 

@@ -10,7 +10,7 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from omegaconf import II
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.layers.attention import flag
+from moa_fairseq.layers.settings import flag
 from moa_fairseq.plugin.carried_context import ChunkContext, gather_contexts
 
 logger = logging.getLogger(__name__)

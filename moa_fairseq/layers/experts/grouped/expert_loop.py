@@ -88,6 +88,21 @@ class ExpertLoop:
             _put(out, target, product, per_sum)
         return out.to(rows.dtype)
 
+    def _clear_unchosen(self, *gradients: Tensor | None) -> None:
+        """The gradients of an expert that nobody chose are zero, not missing."""
+        for gradient in gradients:
+            if gradient is not None:
+                for expert in self.unchosen:
+                    gradient[expert].zero_()
+
+    def _by_slot(self, gate: Tensor | None, gradients: list[Tensor]) -> Tensor:
+        """The gradients of all pieces in the order of the gates, [S]."""
+        assert gate is not None
+        result = torch.empty_like(gate)
+        if gradients:
+            result.index_copy_(0, self.order, torch.cat(gradients))
+        return result
+
     def backward(
         self,
         grad: Tensor,
@@ -114,11 +129,8 @@ class ExpertLoop:
         grad_bias = None
         if needs[2]:
             grad_bias = grad.new_empty(weight.shape[:2])
+        self._clear_unchosen(grad_weight, grad_bias)
         grad_shares: list[Tensor] = []
-        for expert in self.unchosen:  # its gradient is zero, not missing
-            for each in (grad_weight, grad_bias):
-                if each is not None:
-                    each[expert].zero_()
         previous = -1
         for expert, source, target, share in self._pieces(gate, is_up):
             upstream = grad.index_select(0, target)
@@ -128,8 +140,7 @@ class ExpertLoop:
             if needs[0] or needs[3]:
                 product = upstream @ matrices[expert]  # [rows of the piece, D or C] · [D or C, C or D]
                 if inputs is not None:
-                    shares = (product * inputs).sum(1)
-                    grad_shares.append(shares if bias is None else shares + upstream @ bias[expert])
+                    grad_shares.append(_gate_gradients(product, inputs, upstream, bias, expert))
                 if grad_rows is not None:
                     if share is not None:
                         product = product.mul_(share)
@@ -141,22 +152,38 @@ class ExpertLoop:
                 narrow.mul_(share)
             is_first = expert != previous
             previous = expert
-            if grad_weight is not None and narrow is not None and wide is not None:
-                if is_first:  # [D, rows of the piece] · [rows of the piece, C]
-                    torch.mm(narrow.t(), wide, out=grad_weight[expert])
-                else:
-                    grad_weight[expert].addmm_(narrow.t(), wide)
+            if grad_weight is not None:
+                assert narrow is not None
+                assert wide is not None
+                _add_product(grad_weight[expert], narrow.t(), wide, is_first)
             if grad_bias is not None and narrow is not None:
-                if is_first:
-                    torch.sum(narrow, 0, out=grad_bias[expert])
-                else:
-                    grad_bias[expert] += narrow.sum(0)
-        grad_gate = None
-        if needs[3] and gate is not None:
-            grad_gate = torch.empty_like(gate)
-            if grad_shares:
-                grad_gate.index_copy_(0, self.order, torch.cat(grad_shares))
+                _add_sum(grad_bias[expert], narrow, is_first)
+        grad_gate = self._by_slot(gate, grad_shares) if needs[3] else None
         return [None if grad_rows is None else grad_rows.to(rows.dtype), grad_weight, grad_bias, grad_gate]
+
+
+def _gate_gradients(
+    product: Tensor, inputs: Tensor, upstream: Tensor, bias: Tensor | None, expert: int
+) -> Tensor:
+    """Of the gates of a piece's slots, [rows of the piece]."""
+    gradients = (product * inputs).sum(1)
+    return gradients if bias is None else gradients + upstream @ bias[expert]
+
+
+def _add_product(target: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
+    """Write or add [D, rows of the piece] · [rows of the piece, C]."""
+    if is_first:
+        torch.mm(left, right, out=target)
+    else:
+        target.addmm_(left, right)
+
+
+def _add_sum(target: Tensor, rows: Tensor, is_first: bool) -> None:
+    """Write or add the sum of the rows [rows of the piece, D]."""
+    if is_first:
+        torch.sum(rows, 0, out=target)
+    else:
+        target += rows.sum(0)
 
 
 def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:

@@ -1,0 +1,325 @@
+"""One call of an attention: what was given, checked, and the pass that a family computes."""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, TypedDict
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+from moa_fairseq.layers.kv_cache import KVCache
+from moa_fairseq.layers.routing import Routing
+from moa_fairseq.layers.sdpa import NO_MASKS, Masks, block
+from moa_fairseq.layers.static_cache import StaticCache
+from moa_fairseq.layers.torch_compat import autocast_dtype
+
+if TYPE_CHECKING:
+    from moa_fairseq.layers.attention import Attention
+
+# What the call of torch's and fairseq's attention has, and what it is here
+_ELSEWHERE = {
+    "key": "memory",
+    "value": "memory",
+    "key_padding_mask": "padding, True = padding",
+    "attn_mask": "mask, True = blocked",
+    "attention_mask": "padding, True = padding, or mask, True = blocked",
+    "is_causal": "causal",
+    "incremental_state": "cache=attention.new_cache()",
+    "need_weights": "the method `with_weights`",
+    "need_head_weights": "the method `with_weights`",
+    "query_padding_mask": "query_padding",
+}
+
+
+@dataclass
+class Call:
+    """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
+
+    x: Tensor  # of the queries, [B, T, C]
+    memory: Tensor | None  # what keys are made of, [B, S, kdim]; None: the cache has them
+    values: Tensor | None  # what values are made of, [B, S, vdim]: the same object where it is the same
+    masks: Masks
+    query_padding: Tensor | None = None  # [B, T] bool
+    same_tokens: bool = False  # keys are made of the queries' tokens and of no others
+    cache: KVCache | None = None
+    need_weights: bool = False
+    token_ids: Tensor | None = None  # of the queries, [B, T] int64
+    draw: Any = None  # of experts: `expert_draw.ExpertDraw`
+
+
+Computed = tuple[Tensor, Tensor | None, tuple[Routing, ...]]
+
+
+class Options(TypedDict, total=False):
+    """The keywords of a call; `Attention.forward` says what each is."""
+
+    padding: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    cache: KVCache | None
+    query_padding: Tensor | None
+    token_ids: Tensor
+    draw: Any
+
+
+@dataclass
+class Inputs:
+    """What a call was given; `Attention.forward` says what each is.
+
+    Args:
+        x, memory, padding, mask, causal, cache, query_padding: those of the call.
+        more: further keywords by name, for `Attention.reads`.
+    """
+
+    x: Tensor
+    memory: Tensor | None
+    padding: Tensor | None
+    mask: Tensor | None
+    causal: bool
+    cache: KVCache | None
+    query_padding: Tensor | None
+    more: dict[str, Any]
+
+    @classmethod
+    def of(cls, x: Tensor, memory: Tensor | None, given: dict[str, Any]) -> "Inputs":
+        """The inputs of which the keywords stand in a dictionary.
+
+        Args:
+            x, memory: of the call.
+            given: its keywords, which this empties of those that every attention reads.
+        """
+        return cls(
+            x,
+            memory,
+            given.pop("padding", None),
+            given.pop("mask", None),
+            given.pop("causal", False),
+            given.pop("cache", None),
+            given.pop("query_padding", None),
+            given,
+        )
+
+    def call(self, attention: "Attention") -> Call:
+        """The pass, with zeros at padding: what stands there may be NaN.
+
+        Args:
+            attention: the one that is called.
+
+        Raises:
+            ValueError, TypeError: for what does not fit it, or would not be read.
+        """
+        x = self.x
+        memory = self.memory
+        cache = self.cache
+        if cache is not None and not isinstance(cache, KVCache):
+            raise ValueError(f"cache is a {type(cache).__name__}: make one with new_cache()")
+        if memory is not None and attention.self_attention:
+            raise ValueError(
+                "this attention was built with self_attention=True and takes no memory: leave memory out"
+            )
+        is_self = memory is None and not (cache is not None and cache.holds_memory)
+        if self.more or self.causal or attention.window is not None:
+            self._check_options(attention)
+        self._check_tensors(attention, is_self)
+        if cache is not None:
+            self._check_cache(attention, cache)
+            if memory is not None and cache.length:
+                memory = None  # its keys are there
+        masks = NO_MASKS
+        query_padding = self.query_padding
+        has_mask = self.mask is not None or self.padding is not None or query_padding is not None
+        has_future = self.causal and not (is_self and x.size(1) == 1)
+        if has_mask or has_future or isinstance(cache, StaticCache):
+            masks = self._masks(memory, is_self)
+            if is_self and masks.padding is not None:
+                query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
+        if query_padding is not None:
+            x = without_padding(x, query_padding)
+        if is_self:
+            memory = x
+        elif memory is not None:
+            memory = without_padding(memory, self.padding)
+        return Call(x, memory, memory, masks, query_padding, same_tokens=is_self, cache=cache, **self.more)
+
+    def _check_options(self, attention: "Attention") -> None:
+        for name in self.more:
+            if name not in attention.reads:
+                raise TypeError(_unread(attention, name))
+        shape = self.x.shape[:2]
+        token_ids = self.more.get("token_ids")
+        if token_ids is not None and token_ids.shape != shape:
+            raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {list(shape)}")
+        if self.causal and attention.is_non_causal:
+            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
+        if attention.window is not None and not self.causal and (self.cache is None or shape[1] > 1):
+            raise ValueError("this attention was built with a window: give causal=True")
+
+    def _check_tensors(self, attention: "Attention", is_self: bool) -> None:
+        """Check widths, dtypes and batches of x and memory."""
+        x = self.x
+        memory = self.memory
+        width = attention.embed_dim
+        keys, values = attention.memory_projections
+        k_proj = getattr(attention, keys, None)
+        default = width if memory is None else memory.size(-1)
+        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
+        if is_self or memory is not None:
+            v_proj = getattr(attention, values, None)
+            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
+            if kdim != vdim:
+                raise ValueError(
+                    f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
+                    "memory: build the layer with equal kdim and vdim"
+                )
+        if x.dim() != 3 or x.size(2) != width:
+            raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {width}")
+        if memory is not None and (memory.dim() != 3 or memory.size(2) != kdim):
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with kdim = {kdim}")
+        weight = getattr(k_proj, "weight", None)  # a quantised layer's is a method
+        dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
+        if x.dtype != dtype or (memory is not None and memory.dtype != dtype):
+            _check_dtypes(dtype, x=x, memory=memory)
+        rows = x.size(0) if self.cache is None else x.size(0) // self.cache.beam_size
+        if memory is not None and memory.size(0) != rows:
+            raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows}")
+        if is_self and kdim != width:
+            raise ValueError("this attention was built with kdim or vdim for a memory: give memory as well")
+
+    def _check_cache(self, attention: "Attention", cache: KVCache) -> None:
+        x = self.x
+        memory = self.memory
+        if cache.owner != attention._instance:
+            raise ValueError(
+                "cache was made by another attention: give each layer its own cache (new_cache())"
+            )
+        if attention.is_non_causal:
+            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
+        if cache.rows not in (None, x.size(0)):
+            raise ValueError(
+                f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
+                "new one"
+            )
+        if memory is None:
+            if not (self.causal or cache.holds_memory or self.mask is not None or x.size(1) < 2):
+                raise ValueError(
+                    "x has several positions, and during generation earlier positions must not see later "
+                    "ones: give causal=True or a mask"
+                )
+        elif cache.max_length is not None:
+            raise ValueError("the keys of a memory do not grow: take new_cache() without max_length")
+        elif not cache.length:
+            cache.of_memory(memory)
+        elif not cache.is_of(memory):
+            raise ValueError(
+                "the cache holds keys of x or of another memory: make a new cache for this memory"
+            )
+
+    def _masks(self, memory: Tensor | None, is_self: bool) -> Masks:
+        """What queries may not see.
+
+        Args:
+            memory: what keys are made of in this call; None: x, or the cache has them.
+            is_self: keys are made of x.
+        """
+        cache = self.cache
+        tgt_len = self.x.size(1)
+        cached = 0 if cache is None else cache.length
+        static = None if cache is None else cache.max_length
+        if not is_self:
+            src_len = cached if memory is None else memory.size(1)
+        elif static is None:
+            src_len = cached + tgt_len
+        else:
+            src_len = static
+        mask = self.mask
+        if mask is not None or self.padding is not None or self.query_padding is not None:
+            mask = self._checked_mask(src_len, is_self)
+        is_causal = self.causal and mask is None and is_self and static is None and not cached
+        if isinstance(cache, StaticCache):
+            hidden = cache.hidden(tgt_len, self.causal, self.x.device)
+            mask = hidden if mask is None else block(mask, hidden)
+        elif self.causal and not (is_self and tgt_len == 1):
+            first = cached if is_self else 0
+            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device).triu(1 + first)
+            mask = later if mask is None else block(mask, later)
+        return Masks(mask, self.padding, is_causal)
+
+    def _checked_mask(self, src_len: int, is_self: bool) -> Tensor | None:
+        """The mask, of all places of a static cache, after a check of both paddings and of itself.
+
+        Args:
+            src_len: S, with the keys of the cache.
+            is_self: keys are made of x.
+        """
+        mask = self.mask
+        padding = self.padding
+        cache = self.cache
+        batch, tgt_len, _ = self.x.shape
+        if is_self:
+            lengths = [(batch, tgt_len), (batch, src_len)]
+        else:
+            lengths = [(batch if cache is None else batch // cache.beam_size, src_len)]
+        if isinstance(cache, StaticCache):  # whether a mask is of all positions so far, only the GPU knows
+            if padding is not None and tgt_len < padding.size(-1) < src_len:
+                lengths.append((batch, padding.size(-1)))
+            if mask is not None and tgt_len <= mask.size(-1) < src_len:
+                mask = F.pad(mask, (0, src_len - mask.size(-1)))
+        if padding is not None and (padding.dtype != torch.bool or padding.shape not in lengths):
+            _check_mask("padding", padding, lengths, False)
+        queries = self.query_padding
+        if queries is not None and is_self:
+            raise ValueError(
+                "query_padding is for cross-attention; here padding is the padding of x: give padding"
+            )
+        if queries is not None and (queries.dtype != torch.bool or queries.shape != (batch, tgt_len)):
+            _check_mask("query_padding", queries, [(batch, tgt_len)], False)
+        if mask is not None:
+            _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
+        return mask
+
+
+def _unread(attention: "Attention", name: str) -> str:
+    here = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
+    takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
+    names = ", ".join([*takes, *sorted(attention.reads)])
+    return f"{type(attention).__name__}'s call does not read {name}.{here} It takes {names}."
+
+
+def _check_dtypes(dtype: torch.dtype | None, **tensors: Tensor | None) -> None:
+    """Refuse a tensor that neither has the attention's dtype nor gets it by autocast."""
+    for name, tensor in tensors.items():
+        if tensor is None or tensor.dtype == dtype:
+            continue
+        follows = dtype is None or autocast_dtype(tensor.device.type) is not None
+        if not (tensor.is_floating_point() and follows):
+            raise ValueError(
+                f"{name} is {tensor.dtype}, but the attention is {dtype or 'floating point'}: convert one of "
+                "the two"
+            )
+
+
+def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], additive: bool) -> None:
+    if tuple(mask.shape) not in shapes:
+        expected = " or ".join(str(list(shape)) for shape in dict.fromkeys(shapes))
+        raise ValueError(f"{name} is {list(mask.shape)}, not {expected}")
+    if mask.dtype != torch.bool and not (additive and mask.is_floating_point()):
+        if additive:
+            meaning = "True = blocked, or additive float"
+        else:
+            meaning = "True = padding"
+        raise ValueError(f"{name} is {mask.dtype}: give torch.bool, {meaning}")
+
+
+def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:
+    """x with zeros for padding.
+
+    What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
+
+    Args:
+        x: [B, T, C].
+        padding: [B, T] bool, True = padding, or longer, of which the last T count; None: x stays as it is.
+    """
+    if padding is None:
+        return x
+    return x.masked_fill(padding[:, padding.size(1) - x.size(1) :].unsqueeze(-1), 0.0)

@@ -1,0 +1,114 @@
+"""A family's settings: its flags and the keywords of its attention."""
+
+from collections.abc import Collection, Sequence
+from dataclasses import Field, dataclass, field, fields, replace
+from typing import TYPE_CHECKING, Any, ClassVar, Optional, TypeVar
+
+from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS
+
+if TYPE_CHECKING:
+    from moa_fairseq.layers.attention import Attention
+
+Settings = TypeVar("Settings", bound="FamilySettings")
+
+
+def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
+    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices.
+
+    Args:
+        default: of the field, and of the flag.
+        help: what `--help` says about the flag.
+        choices: all values that the flag takes; None: every value of the field's type.
+    """
+    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
+
+
+@dataclass(kw_only=True)
+class FamilySettings:
+    """The base of a family's settings: its fields are the family's flags, and its attention's keywords.
+
+    Its own fields are those of every family's self-attention. An attention refuses what it cannot have.
+    """
+
+    if TYPE_CHECKING:  # fairseq's parser evaluates the annotations
+        attention: ClassVar[type[Attention]]
+    rope_base: Optional[float] = flag(  # noqa: UP045
+        None, "base of the angles of --positions rope and rope-half (rope_theta; default: 10000)"
+    )
+    rope_scaling: Optional[str] = flag(  # noqa: UP045
+        None,
+        "JSON with slower rotations for texts longer than in training, by the names of transformers: "
+        "rope_type (linear, dynamic or yarn), factor, original_max_position_embeddings, and YaRN's "
+        "attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim and truncate",
+    )
+    rotary_dim: Optional[int] = flag(  # noqa: UP045
+        None, "number of a head's values that --positions rope rotates (default: all of an even number)"
+    )
+    query_key_norm: str = flag(
+        "none",
+        "RMSNorm of queries and keys. head: of each head (Qwen3); rotated: of each head, after rotation; "
+        "all-heads: of all heads as one vector (OLMo 2), for attention without routed heads",
+        QUERY_KEY_NORMS,
+    )
+    query_key_norm_weight: str = flag("learned", "weight of --query-key-norm: learned, or none", NORM_WEIGHTS)
+    window: Optional[int] = flag(  # noqa: UP045
+        None,
+        "sliding window of a decoder's self-attention: the number of latest positions that a query sees, its "
+        "own included (default: all)",
+    )
+
+    @classmethod
+    def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
+        """`settings`, or those that options name.
+
+        Args:
+            settings: an object of this class, or None where options have its fields.
+            options: keywords of an attention. Those that are fields of this class are taken out of it, and
+                the settings put into it as `common`.
+
+        Raises:
+            TypeError: where both are given, or something else.
+        """
+        own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
+        if settings is None:
+            settings = cls(**own)
+        elif not isinstance(settings, cls):
+            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
+        elif own:
+            raise TypeError(
+                f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
+            )
+        options.setdefault("common", settings)  # for `Attention`, whichever class stands between
+        return settings
+
+    @classmethod
+    def own_fields(cls) -> list[Field[Any]]:
+        """The fields that this family has and others need not have."""
+        common = {each.name for each in fields(FamilySettings)}
+        return [each for each in fields(cls) if each.name not in common]
+
+    def in_role(self: Settings, self_attention: bool, causal: bool) -> Settings:
+        """The settings of one attention of a model: without those that its role has no meaning for.
+
+        Args:
+            self_attention: whether it attends to its own input.
+            causal: whether it stands in a decoder.
+        """
+        off: dict[str, Any] = {}
+        if not self_attention:
+            off = {"rope_base": None, "rope_scaling": None, "rotary_dim": None}
+            if self.query_key_norm == "rotated":
+                off["query_key_norm"] = "head"
+        if not (self_attention and causal):
+            off["window"] = None
+        return replace(self, **off)
+
+    def check(self, attentions: Sequence["Attention"]) -> None:
+        """Check the settings against all attentions of a model. This base class accepts every model.
+
+        Args:
+            attentions: of the whole model, those of other families included.
+
+        Raises:
+            UserError: for settings that do not fit the model.
+        """
