@@ -25,7 +25,9 @@ PAIRS = {
 TINY = {"quickstart_moa": "quickstart_transformer"}  # recipes; equal MACs within 6 %
 MINIATURE = {"moa_transformer_tiny": "transformer_tiny"}
 SIZE = {"choices": ("tiny", "large"), "default": "large", "help": "the quickstart's models, or base and big"}
-VOCABULARY, TINY_VOCABULARY, SMALL_VOCABULARY = 32768, 4096, 512
+VOCABULARY = 32768
+TINY_VOCABULARY = 4096
+SMALL_VOCABULARY = 512
 BATCH = {"cpu": (40, 25), "cuda": (320, 25)}  # of one update: sentence pairs, tokens of each
 TINY_BATCH = (85, 12)  # the quickstart's 1,024 tokens
 SMALL_BATCH = (8, 9)
@@ -46,7 +48,8 @@ def dictionary(symbols: int) -> Dictionary:
 
 def build(arch: str, words: Dictionary, device: str, dtype: torch.dtype, *more: str) -> nn.Module:
     """The model of fairseq-train --arch ARCH --share-all-embeddings and more flags, or a shipped recipe's."""
-    line, recipe = ["--arch", arch, "--share-all-embeddings", *more], find_recipe(Path(arch))
+    line = ["--arch", arch, "--share-all-embeddings", *more]
+    recipe = find_recipe(Path(arch))
     if recipe.is_file():
         line = flags(load_recipe(recipe).model.as_flags())
     args = options.parse_args_and_arch(options.get_training_parser(), ["data", *line])

@@ -99,9 +99,11 @@ def compile_size(args: Any, shape: "tuple[int, int]", size: "tuple[int, int, int
 
 def measure(args: Any, shape: "tuple[int, int]") -> dict[str, Any]:
     """All sizes at T × B tokens, in one run with the GEMM."""
-    tokens, keys = shape[0] * shape[1], shape[0]
+    tokens = shape[0] * shape[1]
+    keys = shape[0]
     product, product_macs = gemm(args.device, args.torch_dtype)
-    found, macs = {}, {}
+    found = {}
+    macs = {}
     found["fairseq dense (8 heads of 64)"] = MultiheadAttention(C, 8, self_attention=True)
     macs["fairseq dense (8 heads of 64)"] = tokens * C * (4 * C + 2 * keys)
     for name, (per_token, experts, dim) in SIZES.items():
@@ -126,7 +128,8 @@ def measure(args: Any, shape: "tuple[int, int]") -> dict[str, Any]:
             "peak_bytes": peak_bytes(entry["step"], args.device),
         }
     for name in SIZES:
-        ours, dense = rows[name], rows[f"dense of {name}"]
+        ours = rows[name]
+        dense = rows[f"dense of {name}"]
         per_mac = dense["macs"] / ours["macs"]
         ours["time_over_dense"] = ours["step_seconds"] / dense["step_seconds"] * per_mac
         if ours["replay_seconds"] and dense["replay_seconds"]:
@@ -144,7 +147,8 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, dict[str, 
     calls = {
         str(experts): candidate(_moa(experts, per_token, dim), shape, args)["step"] for experts in EXPERTS
     }
-    label, replays = f"K = {per_token}, D = {dim}", replay_times(calls, args.rounds, args.device)
+    label = f"K = {per_token}, D = {dim}"
+    replays = replay_times(calls, args.rounds, args.device)
     if len(replays) == len(calls):
         return label, replays
     return f"{label}, eager" if args.device == "cuda" else label, take_turns(calls, args.rounds, args.device)
@@ -182,7 +186,8 @@ def draw(batches: "list[dict[str, Any]]", sweeps: dict[str, dict[str, float]], a
 
 def main() -> None:
     args = arguments(__doc__)
-    shapes, batches = (SMALL_SHAPE,) if args.miniature else SHAPES[args.device], []
+    shapes = (SMALL_SHAPE,) if args.miniature else SHAPES[args.device]
+    batches = []
     if args.auto["backend"] == "triton":
         sweep = [(args, SWEEP_SHAPE, (k, experts, 128)) for k in (4, 8) for experts in EXPERTS]
         sizes = [(args, shape, size) for shape in shapes for size in SIZES.values()]

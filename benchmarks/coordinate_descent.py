@@ -24,7 +24,10 @@ from moa_fairseq.plugin.forward_context import forward_context
 
 MAE = "mae_transformer_base"
 G_EVERY = 5
-DENSE, F, GF, JOINT = "dense", "F step", "G and F step", "joint update (NOBCD)"
+DENSE = "dense"
+F = "F step"
+GF = "G and F step"
+JOINT = "joint update (NOBCD)"
 
 
 def f_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any], drawn: bool) -> Callable[[], None]:

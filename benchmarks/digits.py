@@ -31,8 +31,14 @@ STAGES: dict[str, tuple[tuple[int, int], ...] | None] = {
     "50 %": ((1, 1), (2, 2), (4, 4)),
     "as MoH-ViT-B 50 %": ((2, 2), (2, 4), (2, 6)),  # all of the first stage's heads, half of the last's
 }
-HEADS, HEAD_DIM, LAYERS, CLASSES, SIDE = (4, 8, 16), 8, 2, 10, 8
-BALANCE, BATCH = 0.01, 128  # MoH's beta; pictures of an update
+HEADS = (4, 8, 16)
+HEAD_DIM = 8
+LAYERS = 2
+CLASSES = 10
+SIDE = 8
+# MoH's beta; pictures of an update
+BALANCE = 0.01
+BATCH = 128
 
 
 class Block(nn.Module):
@@ -70,7 +76,9 @@ class VisionTransformer(nn.Module):
         self.enter, self.layers, self.places = nn.ModuleList(), nn.ModuleList(), nn.ParameterList()
         width = 1
         for stage, num_heads in enumerate(HEADS):
-            before, width, tokens = width, num_heads * HEAD_DIM, (SIDE >> stage) ** 2
+            before = width
+            width = num_heads * HEAD_DIM
+            tokens = (SIDE >> stage) ** 2
             self.enter.append(nn.Conv2d(before, width, 3, stride=2 if stage else 1, padding=1))
             self.places.append(nn.Parameter(0.02 * torch.randn(tokens, width)))
             heads = None if stages is None else stages[stage]
@@ -155,8 +163,10 @@ def main() -> None:
     )
     args.dtype, args.stem = "float32", args.device  # the models train so, whatever was asked
     if args.miniature:
-        args.seeds, args.epochs = 2, 1
-    examples, rows = data(args.device), {}
+        args.seeds = 2
+        args.epochs = 1
+    examples = data(args.device)
+    rows = {}
     with tqdm(total=len(STAGES) * args.seeds * args.epochs, unit="epoch") as progress:
         found: dict[str, list] = {name: [] for name in STAGES}
         for seed in range(1, args.seeds + 1):

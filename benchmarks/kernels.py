@@ -139,7 +139,8 @@ def measure(point: dict[str, int], args: Any) -> dict[str, Any]:
     del calls["gemm"]
     replays = replay_times(calls, args.rounds, args.device)
     for name, eager in times.items():
-        work, seconds = macs * (3 if name.endswith("step") else 1), replays.get(name, eager)
+        work = macs * (3 if name.endswith("step") else 1)
+        seconds = replays.get(name, eager)
         timed = "replay" if name in replays else "eager"
         share = work / seconds / rate
         rows[name] = {"seconds": seconds, "timed": timed, "eager_seconds": eager, "gemm_share": share}

@@ -121,7 +121,8 @@ def main() -> None:
         if args.miniature and name != "tiny":
             continue
         shape = (2, 16) if args.miniature else (cuda if args.device == "cuda" else cpu)
-        steps, parameters = {}, {}
+        steps = {}
+        parameters = {}
         for label, (arch, flags) in models.items():
             steps[label], parameters[label] = update(arch, flags, shape, pieces, args)
         times = take_turns(steps, args.rounds, args.device)

@@ -48,8 +48,11 @@ except ImportError:  # an older commit
 
 STOOD_FOR = [module for module in (kernels, weight_grad, routing) if module]
 C = 512
-LENGTH, BATCH = 32, 256  # 8,192 tokens
-PROCESSORS, CACHE = 132, 60 * 2**20
+# 8,192 tokens
+LENGTH = 32
+BATCH = 256
+PROCESSORS = 132
+CACHE = 60 * 2**20
 # Radix sort: indices, histogram, scan, a copy, and a pass for each byte of the keys. Some copy, then change.
 KERNELS_OF: dict[str, Callable[[Tensor], int]] = {
     "aten.topk": lambda x: 3,

@@ -21,7 +21,9 @@ from torch import Tensor, nn
 
 from moa_fairseq.layers.moh import SKIPPING, MixtureOfHeads
 
-C, HEADS, SHARED = 512, 8, 2
+C = 512
+HEADS = 8
+SHARED = 2
 SHARES = {"90 %": 5, "75 %": 4, "50 %": 2}  # routed heads that a token chooses
 LENGTHS = (128, 256, 512, 1024, 2048, 4096)
 TOKENS = {"cpu": 4096, "cuda": 16384}
@@ -33,7 +35,8 @@ def calls(module: nn.Module, length: int, causal: bool, args: Any) -> dict[str, 
     batch = 4 if args.miniature else max(1, TOKENS[args.device] // length)
     module = module.to(args.device, args.torch_dtype)
     x = torch.randn(length, batch, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
-    upstream, mask = torch.randn_like(x), None
+    upstream = torch.randn_like(x)
+    mask = None
     if causal:
         blocked = torch.full((length, length), -math.inf, device=args.device, dtype=args.torch_dtype)
         mask = torch.triu(blocked, 1)

@@ -54,7 +54,8 @@ def _over_dense(key: str) -> Callable[[dict[str, Any]], str]:
 
 
 def _range(values: list[float]) -> str:
-    low, high = min(values), max(values)
+    low = min(values)
+    high = max(values)
     return f"{low:.2f}" if f"{low:.2f}" == f"{high:.2f}" else f"{low:.2f}-{high:.2f}"
 
 

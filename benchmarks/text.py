@@ -75,7 +75,8 @@ def measure(lines: list[str], lang: str, workers: int, repeat: int, folder: Path
         ("tokenize", {"lang": lang, "aggressive_hyphens": True}),
     )
     tokens = [apply_steps(line, steps) for line in lines]
-    raw, codes = folder / "raw", folder / "codes"
+    raw = folder / "raw"
+    codes = folder / "codes"
     raw.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     raw_pair = halves(lines, folder, "raw")
     token_pair = halves(tokens, folder, "tokens")

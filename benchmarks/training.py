@@ -21,7 +21,8 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.plugin.patches.compiled_layers import compile_layers
 
-_FLOAT32, _COMPILED = ", float32", ", compiled"
+_FLOAT32 = ", float32"
+_COMPILED = ", compiled"
 COMPILED = {"action": "store_true", "help": "each model also with its layers compiled"}
 
 
@@ -76,7 +77,10 @@ def draw(rows: dict[str, Any], ratios: dict[str, float], dense: dict[str, str], 
 def main() -> None:
     args = arguments(__doc__, amp=True, more={"--size": SIZE, "--compiled": COMPILED})
     words, sample = training_batch(args)
-    steps, parameters, beside_of, amp = {}, {}, pairs(args), args.dtype == "amp"
+    steps = {}
+    parameters = {}
+    beside_of = pairs(args)
+    amp = args.dtype == "amp"
     if amp:
         beside_of = dict(list(beside_of.items())[:1])
     for arch in [name for pair in beside_of.items() for name in pair]:

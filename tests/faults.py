@@ -33,7 +33,10 @@ import yaml
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "faults.yaml"
 MEMORY = ROOT / ".pytest_cache" / "faults.json"  # tests that pass without any fault, by the tree's checksum
-CAUGHT, SURVIVES, NO_VERDICT, MISSING = "caught", "survives", "no verdict", "does not apply"
+CAUGHT = "caught"
+SURVIVES = "survives"
+NO_VERDICT = "no verdict"
+MISSING = "does not apply"
 _PRELOADED = (
     *(
         "torch._dynamo",
@@ -94,7 +97,8 @@ class Copy:
         names = subprocess.run(listed, check=True, capture_output=True).stdout.decode().split("\0")
         digest = hashlib.sha256()
         for name in sorted(filter(None, names)):
-            source, target = ROOT / name, self.folder / name
+            source = ROOT / name
+            target = self.folder / name
             if not os.path.lexists(source):
                 continue
             target.parent.mkdir(parents=True, exist_ok=True)
@@ -291,7 +295,8 @@ def _sum_up(verdicts, faults):
 def _share(faults, args):
     """Run `args.jobs` of this program side by side."""
     with tempfile.TemporaryDirectory(prefix="faults-") as folder:
-        files, workers = [Path(folder) / f"{number}.json" for number in range(args.jobs)], []
+        files = [Path(folder) / f"{number}.json" for number in range(args.jobs)]
+        workers = []
         for number, file in enumerate(files):
             own = [fault["id"] for fault in faults[number :: args.jobs]]
             words = [sys.executable, __file__, *own, "--json", str(file), "--timeout", str(args.timeout)]

@@ -454,7 +454,8 @@ def parse_curve(place: Path) -> None:
     read_learning_curve(place / "input")
 
 
-LOG_BYTES, LOGS = dump_log(LOG).encode(), of_mapping(LOG, dump_log, VALUES, LOG_ODD)
+LOG_BYTES = dump_log(LOG).encode()
+LOGS = of_mapping(LOG, dump_log, VALUES, LOG_ODD)
 PARSERS = {
     parser.name: parser
     for parser in (

@@ -150,7 +150,8 @@ def once(request, tmp_path_factory):
     place = place.parent if hasattr(request.config, "workerinput") else place
 
     def once(name, make):
-        folder, made = place / name, place / f"{name}.made"
+        folder = place / name
+        made = place / f"{name}.made"
         with portalocker.Lock(place / f"{name}.lock", timeout=300):
             if not made.exists():
                 shutil.rmtree(folder, ignore_errors=True)  # of a worker that failed

@@ -58,7 +58,9 @@ class Graph:
     """A stand-in for torch.cuda's: it notes what happens, and refuses steps that wait for the host."""
 
     def __init__(self):
-        self.mode, self.captured, self.replays = "default", 0, 0
+        self.mode = "default"
+        self.captured = 0
+        self.replays = 0
 
     def install(self, monkeypatch):
         stream = SimpleNamespace(wait_stream=lambda other: None)

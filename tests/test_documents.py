@@ -302,7 +302,8 @@ def test_the_python_examples_train():
     exec(cross, namespace)
     assert namespace["y"].shape == (4, 20, 256)
     torch.manual_seed(0)
-    model, text = namespace["Decoder"](6), torch.arange(20).remainder(6).repeat(4, 1)
+    model = namespace["Decoder"](6)
+    text = torch.arange(20).remainder(6).repeat(4, 1)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)
     for _ in range(60):
         logits, routings = model(text[:, :-1])
@@ -393,7 +394,8 @@ def test_what_is_generated_is_fresh():
 
 
 def test_the_architecture_names_the_rooms_and_files_that_there_are():
-    package, text = ROOT / "moa_fairseq", DOCUMENTS["ARCHITECTURE.md"]
+    package = ROOT / "moa_fairseq"
+    text = DOCUMENTS["ARCHITECTURE.md"]
     spans = set(re.findall(r"`([^`\n]+)`", text))
     named = {span.rstrip("/").removesuffix(".py").replace("/", ".") for span in spans}
     assert not {room for floor in ROOMS for room in floor} - named

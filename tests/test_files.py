@@ -47,7 +47,9 @@ def test_writes_and_replaces(tmp_path):
 
 def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(tmp_path, monkeypatch):
     """Else a machine that loses its power may have a new name for an empty file."""
-    events, sync, rename = [], os.fsync, os.replace
+    events = []
+    sync = os.fsync
+    rename = os.replace
 
     def fsync(handle):
         place = os.readlink(f"/proc/self/fd/{handle}")

@@ -63,7 +63,8 @@ def test_the_order_and_the_one_folder(check, tmp_path):
         (left / name).write_text(name)
     done, notes = check("--multi30k", tmp_path, "--output", tmp_path / "out")
     assert done.returncode == 0, done.stderr
-    caches, commands = {note.rsplit("|", 1)[0] for note in notes}, [note.rsplit("|", 1)[1] for note in notes]
+    caches = {note.rsplit("|", 1)[0] for note in notes}
+    commands = [note.rsplit("|", 1)[1] for note in notes]
     tests = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "triton"
     assert caches == {f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)}
     marks = ("decoding_step.py", "--steps eager", "--steps overhead", "/training.py --device cuda --compiled")
@@ -153,7 +154,8 @@ STAMPS = ("{}\ntorch==2.13.0", "{} torch==2.13.0", "{} torch==2.13.0 ", "{} /usr
 
 
 def test_the_environment_of_another_checkout_is_left_to_it(setup, tmp_path):
-    other, project = tmp_path / "an other", tmp_path / "project"
+    other = tmp_path / "an other"
+    project = tmp_path / "project"
 
     def refused(environment, *words, **settings):
         for stamp in STAMPS:

@@ -33,7 +33,8 @@ from moa_fairseq.experiments.recipes.scores import flat_metrics, read_scores
 from moa_fairseq.experiments.recipes.train_log import TrainLog, summarise
 from moa_fairseq.text.steps import normalize_punctuation
 
-CASES, SEED = int(os.environ.get("FUZZ_CASES", "0")), int(os.environ.get("FUZZ_SEED", "0"))
+CASES = int(os.environ.get("FUZZ_CASES", "0"))
+SEED = int(os.environ.get("FUZZ_SEED", "0"))
 MEGABYTE = 1_000_000
 
 
@@ -86,7 +87,8 @@ SENTENCE = b"T-0\ta\nH-0\t-1\tb\n"
 UNITS = (b"| Generate ", b"Generate x", b"| Generate x with beam=", b"[a", b"[a] dictionary: 1", b"S-9")
 LONG_LINES = (b"1,", b"9", b"Loaded checkpoint ", b"Loaded checkpoint x (epoch 1 @ ", b"1 of ", b"| {")
 SIGNS = (".", '.".', '" ', "'", " ", ",", '."<', '..".')
-NINES, ZEROS = "9" * 5000, "0" * 400
+NINES = "9" * 5000
+ZEROS = "0" * 400
 IN_RECIPES = (
     ("summary: a recipe", "summary: !!set {a, b}", "of the kind .*set"),
     ("summary: a recipe", "summary: !!bool maybe", "not valid YAML"),
@@ -135,7 +137,8 @@ IN_CODES = (
 def zip_with(field, value):
     """A zip whose member of interest has other flags (6) or another method (8), in both of its headers."""
     data = bytearray(zip_of())
-    local, central = data.find(b"PK\x03\x04", 4), data.rfind(b"PK\x01\x02")
+    local = data.find(b"PK\x03\x04", 4)
+    central = data.rfind(b"PK\x01\x02")
     data[local + field : local + field + 2] = value.to_bytes(2, "little")
     data[central + field + 2 : central + field + 4] = value.to_bytes(2, "little")
     return bytes(data)
@@ -153,7 +156,8 @@ def tar_with(pax=(), kind=tarfile.REGTYPE):
     return data.getvalue()
 
 
-ENCRYPTED, ENDLESS = zip_with(6, 1), tar_with({"size": "9" * 20})
+ENCRYPTED = zip_with(6, 1)
+ENDLESS = tar_with({"size": "9" * 20})
 OF_GNU = {"GNU.sparse.major": "1", "GNU.sparse.minor": "0", "GNU.sparse.name": WANTED}
 TARS = (
     tar_with(kind=tarfile.GNUTYPE_SPARSE),
@@ -367,7 +371,8 @@ def test_a_packed_line_of_any_length_does_not_fill_the_memory(tmp_path, mark_bad
 @pytest.mark.parametrize("read", [contents, lambda archive: extract(archive, ["x"], archive.parent)])
 def test_a_name_of_any_length_does_not_fill_the_memory(tmp_path, kind, read):
     header = tarfile.TarInfo("././@LongLink")
-    header.type, header.size = kind, 50 * MEGABYTE
+    header.type = kind
+    header.size = 50 * MEGABYTE
     with lzma.open(tmp_path / "x.tar.xz", "wb", preset=0) as stream:
         large(stream, header.tobuf(tarfile.GNU_FORMAT), header.size)
     tracemalloc.start()

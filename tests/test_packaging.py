@@ -188,7 +188,8 @@ def test_types_are_announced():
 @pytest.mark.slow
 def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     """`pip install .`, used from another folder."""
-    source, site = tmp_path / "source", tmp_path / "site"
+    source = tmp_path / "source"
+    site = tmp_path / "site"
     parts = ("papers", "measured", "throughput", "kernels", "benchmarks")
     for name in ("moa_fairseq", "configs", *(f"results/{part}" for part in parts)):
         shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
@@ -218,7 +219,8 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
     names = {path.name for path in (site / "moa_fairseq" / "experiments" / "look").glob("page.*")}
     assert names == {"page.py", "page.html", "page.css", "page.js"}
-    installed, here = site / "moa_fairseq" / "share" / "configs", ROOT / "configs"
+    installed = site / "moa_fairseq" / "share" / "configs"
+    here = ROOT / "configs"
     files = {path.relative_to(here) for path in here.rglob("*.yaml")}
     assert {path.relative_to(installed) for path in installed.rglob("*.yaml")} == files
     assert {path.relative_to(here) for path in shipped_recipes().values()} < files

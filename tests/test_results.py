@@ -25,7 +25,8 @@ from moa_fairseq.experiments.study.report_text import as_text
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "results"
 PAGE = (RESULTS / "small-runs.md").read_text(encoding="utf-8")
-DENSE, SECOND = "multi30k_ende_transformer_tiny", "multi30k_ende_transformer_tiny_seed2"
+DENSE = "multi30k_ende_transformer_tiny"
+SECOND = "multi30k_ende_transformer_tiny_seed2"
 MIXTURES = [f"multi30k_ende_moa_tiny{name}" for name in ("_4k4e64d", "", "_release")]
 SETS = {"test_2016_flickr": "test", "test_2017_flickr": "test1", "test_2017_mscoco": "test2"}
 STUDIES = sorted(path.parent.name for path in (RESULTS / "studies").glob("*/report.json"))
@@ -87,13 +88,15 @@ def test_the_p_values_are_two_sided_and_of_these_outputs():
 
 def test_what_one_run_beside_two_cannot_show():
     """t with one degree of freedom is Cauchy's; one run less the mean of two has 1 + 1/2 variances."""
-    one, two = bleu(DENSE), bleu(SECOND)
+    one = bleu(DENSE)
+    two = bleu(SECOND)
     apart = [abs(one[s] - two[s]) for s in SETS]
     least = [math.tan(math.pi * 0.475) * difference / math.sqrt(2) * math.sqrt(1.5) for difference in apart]
     assert [f"{value:.1f}" for value in least] == ["2.7", "9.5", "5.2"]
     page = " ".join(PAGE.split())
     assert "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page and "2.7, 9.5 and 5.2 BLEU" in page
-    first, second = record(DENSE), record(SECOND)
+    first = record(DENSE)
+    second = record(SECOND)
     assert first["hardware"] != second["hardware"] and first["commit"] != second["commit"]
 
 
@@ -104,7 +107,8 @@ def test_the_losses_of_the_table():
     runs = [record(name) for name in curves]
     assert cells("epochs, updates") == [f"{run['epochs']}, {run['updates']:,}" for run in runs]
     assert cells("parameters") == [f"{run['parameters'] / 1e6:.2f}M" for run in runs]
-    levels, at = np.linspace(1.7, 2.4, 8), {}
+    levels = np.linspace(1.7, 2.4, 8)
+    at = {}
     for name, found in curves.items():
         order = found[:, 1].argsort()
         at[name] = np.interp(levels, found[order, 1], found[order, 2])

@@ -39,13 +39,15 @@ def assert_same_end(one, two):
 @pytest.mark.thorough
 def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
     """In the middle of an epoch, without a validation, and it goes on from there to the same end."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     flags = ("--max-tokens", 60, "--max-epoch", 3, "--no-epoch-checkpoints")
     fairseq.train(toy_data, whole, *flags)
     stop = {"killed_at": '"epoch": 2, "update": 1.', "number": signal.SIGTERM}
     assert fairseq.train(toy_data, killed, *flags, **stop).returncode == 128 + signal.SIGTERM
     state = load_checkpoint(killed / "checkpoint_last.pt")
-    reached, extra = state["optimizer_history"][-1]["num_updates"], state["extra_state"]
+    reached = state["optimizer_history"][-1]["num_updates"]
+    extra = state["extra_state"]
     assert extra["train_iterator"]["iterations_in_epoch"] > 0 and extra["val_loss"] is None
     assert 0 < extra["previous_training_time"] < 600
     resumed = fairseq.train(toy_data, killed, *flags)
@@ -59,7 +61,8 @@ def test_a_terminated_training_saves_a_checkpoint(fairseq, toy_data, tmp_path):
 @pytest.mark.parametrize("case", CASES)
 def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, case):
     arch, flags, moving = CASES[case]
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     fairseq.train(toy_data, whole, *EPOCHS, *flags, arch=arch)
     updates = final(whole)[2]
     stop = f'"num_updates": "{updates * 3 // 4}"'
@@ -78,7 +81,8 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, ca
 def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, tmp_path):
     """As all did before the flag existed: a checkpoint says nothing of it, its optimizer holds the gates."""
     flags = (*BCD, "--bcd", "none", "--max-tokens", 400)
-    old, of_adam = dict(arch="mae_transformer_tiny"), ("--gate-optimizer", "fairseq")
+    old = dict(arch="mae_transformer_tiny")
+    of_adam = ("--gate-optimizer", "fairseq")
     fairseq.train(toy_data, tmp_path, *flags, *of_adam, "--max-epoch", 1, **old)
     path = tmp_path / "checkpoint_last.pt"
     state = load_checkpoint(path)
@@ -103,7 +107,8 @@ def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, t
 @pytest.mark.parametrize("place", ["in the middle of epoch 2", "at the end of epoch 1"])
 def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(train_masked_lm, tmp_path, place):
     """fairseq's own number of data workers, and nothing but its own command started twice."""
-    whole, killed = tmp_path / "whole", tmp_path / "killed"
+    whole = tmp_path / "whole"
+    killed = tmp_path / "killed"
     flags = ("--max-epoch", 2, "--num-workers", 1, "--log-interval", 1, "--save-interval-updates", 4)
     train_masked_lm(whole, *flags)
     middle = f'"num_updates": "{final(whole)[2] * 3 // 4}"'
@@ -135,7 +140,8 @@ def test_patience_goes_on_where_it_was(monkeypatch):
     monkeypatch.setattr(stop, "best", None, raising=False)
     monkeypatch.setattr(stop, "num_runs", 0, raising=False)
     assert [stop(cfg, loss) for loss in (2.0, 3.0, 2.5)] == [False, False, False]
-    extra, place = {}, object()
+    extra = {}
+    place = object()
     save_patience(lambda trainer, filename, extra_state: None, None, "checkpoint_last.pt", extra)
     for updates, flag, left in (
         (7, "", 2),
@@ -144,7 +150,8 @@ def test_patience_goes_on_where_it_was(monkeypatch):
         (7, "reset_meters", 0),
         (7, "reset_optimizer", 0),
     ):
-        stop.best, stop.num_runs = None, 0
+        stop.best = None
+        stop.num_runs = 0
         trainer = SimpleNamespace(get_num_updates=lambda updates=updates: updates)
         resets = CheckpointConfig(**({flag: True} if flag else {}))
         assert load_patience(lambda cfg, trainer: (extra, place), resets, trainer) == (extra, place)

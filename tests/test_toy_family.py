@@ -112,7 +112,8 @@ def test_a_classifier_is_scored_with_the_plugin(toy_data, tmp_path, said):
 
 @pytest.mark.thorough
 def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_data, tmp_path):
-    path, run = write_recipe(tmp_path, arch="parity_transformer_huge"), tmp_path / "run"
+    path = write_recipe(tmp_path, arch="parity_transformer_huge")
+    run = tmp_path / "run"
     for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):
         done = start(*where, "--data", toy_data, "--gpus", 0, "--save-dir", run)
         assert done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()

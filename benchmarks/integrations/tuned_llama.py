@@ -49,8 +49,13 @@ from moa_fairseq.layers.routing import Routing
 ROOT = Path(__file__).resolve().parents[2]
 MADE_BY = provenance()  # before the training, for the code may change in the meantime
 MADE_BY["versions"]["transformers"] = transformers.__version__
-LENGTH, BATCH, ROWS = 128, 8, 128  # bytes of a row; rows of an update, of an evaluation
-HEADS, SHARED, ACTIVE = 8, 4, 6
+# bytes of a row; rows of an update, of an evaluation
+LENGTH = 128
+BATCH = 8
+ROWS = 128
+HEADS = 8
+SHARED = 4
+ACTIVE = 6
 SIZES = {
     "vocab_size": 256,
     "hidden_size": 256,
@@ -107,7 +112,8 @@ def train(
     model: torch.nn.Module, rows: Tensor, order: Tensor, settings: dict[str, Any], progress: Any
 ) -> None:
     """Update the model on rows[order], BATCH of them each time."""
-    updates, warm_up = settings["updates"], settings["warm_up"]
+    updates = settings["updates"]
+    warm_up = settings["warm_up"]
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=settings["learning_rate"], betas=(0.9, 0.95), weight_decay=0.1
     )

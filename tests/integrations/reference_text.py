@@ -56,7 +56,9 @@ def write(folder, codec, kind, sides):
     write_tokenizer(folder, codec, kind, dictionaries, 1024)
     model = TextModel.__new__(TextModel)  # fairseq's hub interface, of whose model nothing is asked
     torch.nn.Module.__init__(model)
-    model.codec, model.bpe, model.tokenizer = codec, None, None
+    model.codec = codec
+    model.bpe = None
+    model.tokenizer = None
     model.src_dict, model.tgt_dict = dictionaries
     ids = [
         [model.binarize(line).tolist() for line in symbols[0]],
@@ -75,7 +77,8 @@ def gpt2_codec(place):
     (place / "encoder.json").write_text(json.dumps(encoder))
     (place / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
     files = (str(place / "encoder.json"), str(place / "vocab.bpe"))
-    codec, bpe = Gpt2Codec(*files), get_encoder(*files)
+    codec = Gpt2Codec(*files)
+    bpe = get_encoder(*files)
 
     def encode(line):  # as RobertaHubInterface.fill_mask does
         spans = line.split("<mask>")

@@ -16,10 +16,15 @@ from moa_fairseq.layers import (
     SwitchHeadAttention,
 )
 
-C, D, EXPERTS = 32, 8, 3  # EXPERTS: of a head of SwitchHead
+# EXPERTS: of a head of SwitchHead
+C = 32
+D = 8
+EXPERTS = 3
 LENGTH = 13
 STEPS = (4, 1, 1, 3, 1, 1, 1, 1)
-EXACT, AS_THEY_ARE = 1e-12, 1e-4  # theirs has tables, norms and a softmax in float32
+# theirs has tables, norms and a softmax in float32
+EXACT = 1e-12
+AS_THEY_ARE = 1e-4
 LINEAR = {"rope_type": "linear", "factor": 2.5}
 DYNAMIC = {"rope_type": "dynamic", "factor": 4.0}
 YARN = {"rope_type": "yarn", "factor": 4.0, "original_max_position_embeddings": 60}
@@ -196,7 +201,8 @@ def copied(attention, make, settings):
 def test_whole_and_step_by_step(monkeypatch, decoder, family):
     """What their attention gets and gives, with their masks, is what a layer here gives for it."""
     key_heads, make = FAMILIES[family]
-    ids, calls = tokens(length=LENGTH), []
+    ids = tokens(length=LENGTH)
+    calls = []
     for wide, tolerance in ((True, EXACT), (False, AS_THEY_ARE)):
         with in_float64(monkeypatch, wide):
             model, settings = theirs(decoder, key_heads)
@@ -206,10 +212,12 @@ def test_whole_and_step_by_step(monkeypatch, decoder, family):
             )
             model(ids)
             keyword = cache_keyword(model)
-            cache, start = {}, 0
+            cache = {}
+            start = 0
             for size in STEPS:
                 step = model(ids[:, start : start + size], use_cache=True, **cache)
-                cache, start = {keyword: step.past_key_values}, start + size
+                cache = {keyword: step.past_key_values}
+                start = start + size
         assert start == LENGTH and len(calls) == 1 + len(STEPS)
         module = copied(attention, make, settings)
         (x, expected), *steps = calls

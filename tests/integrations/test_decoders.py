@@ -43,7 +43,8 @@ def close(found, wanted, tolerance=EXACT):
 
 @both
 def test_all_heads_with_neutral_gates_are_the_dense_model(kind, router):
-    model, ids = dense(kind), tokens()
+    model = dense(kind)
+    ids = tokens()
     wanted = logits(model, ids)
     for shared in (2, HEADS):
         moh = to_mixture_of_heads(copy.deepcopy(model), shared, HEADS, router=router)
@@ -71,7 +72,9 @@ def test_a_head_changes_the_tokens_that_chose_it_alone(kind):
     torch.nn.init.normal_(each.router.projection.weight)
     attention = next(module for module in model.modules() if hasattr(module, "mixture"))
     name, rows = ROWS.get(kind, ("v_proj", lambda h: slice(4 * h, 4 * h + 4)))
-    weight, ids, chosen = getattr(attention, name).weight.data, tokens(), []
+    weight = getattr(attention, name).weight.data
+    ids = tokens()
+    chosen = []
     weight = weight.T if kind == "gpt2" else weight
     each.router.register_forward_hook(lambda module, args, out: chosen.append(out.expert_ids))
     before = logits(model, ids)
@@ -101,7 +104,8 @@ def test_what_is_no_head_before_the_output_projection_is_refused(kind):
     "router, scaling", [("query-norm", "released"), ("learned", "released"), ("learned", "paper")]
 )
 def test_a_layer_is_the_sum_of_equation_4(router, scaling):
-    model, ids = mixture(router=router, scaling=scaling), tokens()
+    model = mixture(router=router, scaling=scaling)
+    ids = tokens()
     attention = model.model.layers[0].self_attn
     seen = {}
     attention.register_forward_pre_hook(
@@ -111,19 +115,23 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
     attention.o_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
     attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0]))
     logits(model, ids)
-    dim, shared, routed = 4, 2, 3
+    dim = 4
+    shared = 2
+    routed = 3
     weight = attention.o_proj.weight
     for b in range(2):
         for t in range(ids.size(1)):
             if router == "query-norm":
                 norms = seen["q"][b, t].view(HEADS, dim)[shared:].norm(dim=-1)
-                gates, chosen = torch.ones(HEADS, dtype=torch.float64), norms.topk(routed).indices
+                gates = torch.ones(HEADS, dtype=torch.float64)
+                chosen = norms.topk(routed).indices
             else:
                 raw = mixtures_of(model)[0].router.projection.weight @ seen["x"][b, t]
                 scores, first, stage = (part.softmax(0) for part in raw.split((HEADS - shared, shared, 2)))
                 chosen = scores.topk(routed).indices
                 if scaling == "released":
-                    first, stage = shared * first, 2 * stage
+                    first = shared * first
+                    stage = 2 * stage
                     scores = routed * scores / scores[chosen].sum()
                 gates = torch.cat([stage[0] * first, stage[1] * scores])
             works = torch.zeros(HEADS, dtype=torch.bool)
@@ -140,7 +148,8 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
 @pytest.mark.parametrize("reading", ("routed", "chosen"))
 def test_gates_of_one_or_zero_have_the_gradient_of_equation_10(reading):
     """The task's gradient of the queries' weights, by the softmax of every routed head or the chosen ones."""
-    model, ids = mixture(straight_through=reading), tokens()
+    model = mixture(straight_through=reading)
+    ids = tokens()
     attention = model.model.layers[1].self_attn
     seen = {}
     attention.q_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
@@ -166,9 +175,11 @@ def test_gates_of_one_or_zero_have_the_gradient_of_equation_10(reading):
 def test_stepwise_is_whole(kind, router):
     if kind == "gemma2" and VERSION < (4, 50):
         pytest.skip("the dense model fails, too: IndexError in its mask")
-    model, ids = mixture(kind, router=router), tokens()
+    model = mixture(kind, router=router)
+    ids = tokens()
     whole = logits(model, ids)
-    cache, steps = None, []
+    cache = None
+    steps = []
     with torch.no_grad():
         for t in range(ids.size(1)):
             out = model(ids[:, t : t + 1], use_cache=True, **{cache_keyword(model): cache})
@@ -181,7 +192,8 @@ def test_stepwise_is_whole(kind, router):
 def test_generation_is_the_same_with_every_cache(kind, router):
     if kind == "gemma2" and VERSION < (4, 50):
         pytest.skip("the dense model fails, too: its own warning cannot be formatted")
-    model, ids = mixture(kind, router=router), tokens(length=7)
+    model = mixture(kind, router=router)
+    ids = tokens(length=7)
     options = {"max_new_tokens": 8, "do_sample": False, "attention_mask": torch.ones_like(ids)}
     for beams in (1, 3):
         plain = model.generate(ids, num_beams=beams, use_cache=False, **options)
@@ -199,7 +211,8 @@ def test_left_padding_changes_nothing(kind, router):
         pytest.skip("the dense model's numbers change, too")
     if kind in ("gpt2", "opt") and VERSION < (4, 50):
         pytest.skip("the dense model fails, too: its mask does not fit into float64")
-    model, ids = mixture(kind, router=router), tokens(1, 8)
+    model = mixture(kind, router=router)
+    ids = tokens(1, 8)
     padded = torch.cat([torch.zeros(1, 3, dtype=torch.int64), ids], 1)
     mask = (padded != 0).long()
     places = (mask.cumsum(1) - 1).clamp_min(0)
@@ -212,7 +225,8 @@ def test_left_padding_changes_nothing(kind, router):
 
 @both
 def test_what_is_saved_is_what_is_read(kind, router, tmp_path):
-    model, ids = mixture(kind, router=router), tokens()
+    model = mixture(kind, router=router)
+    ids = tokens()
     model.save_pretrained(tmp_path)
     found = reload(tmp_path, attn_implementation=model.config._attn_implementation)
     assert type(found) is type(model) and type(found).__name__.startswith("MoH")
@@ -222,7 +236,8 @@ def test_what_is_saved_is_what_is_read(kind, router, tmp_path):
 
 @routers
 def test_a_copy_has_mixtures_of_its_own(router):
-    model, ids = mixture(router=router), tokens()
+    model = mixture(router=router)
+    ids = tokens()
     wanted = logits(model, ids)
     copied = copy.deepcopy(model)
     close(logits(copied, ids), wanted, 0)
@@ -259,7 +274,9 @@ def test_layers_with_linear_attention_stay_as_they_are():
 
 def test_qwen3_chooses_before_its_norm_of_queries():
     """After it the queries' norms are all but equal."""
-    model, ids, norms = mixture("qwen3"), tokens(), {}
+    model = mixture("qwen3")
+    ids = tokens()
+    norms = {}
     attention = model.model.layers[0].self_attn
     attention.q_proj.register_forward_hook(lambda module, args, out: norms.update(before=out))
     attention.q_norm.register_forward_hook(lambda module, args, out: norms.update(after=out))
@@ -361,7 +378,8 @@ for value in (
 def test_what_cannot_be_one_is_refused_and_unchanged(reason):
     make, settings, named = REFUSED[reason]
     model = make()
-    modules, kind = [*model.modules()], type(model)
+    modules = [*model.modules()]
+    kind = type(model)
     with pytest.raises(UserError, match=named):
         to_mixture_of_heads(model, **{"shared_heads": 2, "active": 5, **settings})
     assert type(model) is kind and [*model.modules()] == modules
@@ -410,7 +428,8 @@ def test_the_remedy_for_barts_decoder_is_true():
     from transformers import BartConfig, BartForCausalLM
 
     torch.manual_seed(0)
-    model, ids = BartForCausalLM(BartConfig(init_std=0.3, **BART)).double().eval(), tokens()
+    model = BartForCausalLM(BartConfig(init_std=0.3, **BART)).double().eval()
+    ids = tokens()
     with pytest.raises(UserError, match="layers, 4 entries"):
         to_mixture_of_heads(model, 2, 5)
     wanted = logits(model, ids)

@@ -76,7 +76,8 @@ def test_it_begins_with_nothing(tiny):
 
 
 def test_all_heads_are_the_dense_model(tiny):
-    model, moh = tiny(), tiny([(3, (4, 4, 0))])
+    model = tiny()
+    moh = tiny([(3, (4, 4, 0))])
     weights = moh.state_dict()
     for name in weights:
         if ".router." in name:
@@ -110,7 +111,8 @@ def test_a_block_is_the_equation(tiny):
 @pytest.mark.parametrize("skip", ("never", "always"))
 def test_heads_by_depth(tiny, skip):
     """Heads may be wider together than the model, or narrower; a skipped head is one with a gate of 0."""
-    model, x = tiny(BY_DEPTH, moh_skip=skip), inputs()
+    model = tiny(BY_DEPTH, moh_skip=skip)
+    x = inputs()
     assert [block.attention.q_proj.out_features for block in model.blocks] == [12, 24, 36]
     out, routings = model(*x, with_routing=True)
     assert [routing.probs.shape for routing in routings] == [(12, 2), (12, 4), (12, 6)]
@@ -124,7 +126,8 @@ def test_heads_by_depth(tiny, skip):
 
 
 def test_a_class_is_dropped_in_training_alone(tiny, monkeypatch):
-    model, x = tiny(), inputs()
+    model = tiny()
+    x = inputs()
     monkeypatch.setattr(dit, "CLASS_DROPOUT", 1.0)
     assert not torch.equal(model(*x), model(*x[:2], x[2].flip(0)))
     model.train()

@@ -13,7 +13,10 @@ from moa_fairseq.integrations.mixture_transformer import (
 )
 from moa_fairseq.layers.transformer_layer import StackSettings
 
-WIDTH, LAYERS, HEADS, VOCABULARY = 512, 6, 8, 100
+WIDTH = 512
+LAYERS = 6
+HEADS = 8
+VOCABULARY = 100
 FAMILIES = {"moa": {"num_experts": 8, "experts_per_token": 4, "expert_dim": 128}, "dense": {}}
 
 

@@ -157,7 +157,8 @@ def test_half_precision(tmp_path):
 
 @pytest.mark.skipif(VERSION < (4, 52), reason="the method is not there")
 def test_another_attention_implementation_keeps_the_mixture():
-    model, plain = mixture(), dense()
+    model = mixture()
+    plain = dense()
     before = logits(model)
     model.set_attn_implementation("eager")
     torch.testing.assert_close(logits(model), before, rtol=0, atol=1e-5)

@@ -26,7 +26,8 @@ routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
 @pytest.fixture(autouse=True)
 def often():
     """Threads take turns a hundred times as often as they do by default, and torch computes in them alone."""
-    before, threads = sys.getswitchinterval(), torch.get_num_threads()
+    before = sys.getswitchinterval()
+    threads = torch.get_num_threads()
     sys.setswitchinterval(5e-5)
     torch.set_num_threads(1)
     yield
@@ -89,7 +90,8 @@ def test_gradients_and_routings_in_threads(router, checkpoints):
 
 
 def test_a_block_has_the_passes_of_its_own_thread():
-    model, going = mixture(), threading.Event()
+    model = mixture()
+    going = threading.Event()
 
     def others():
         while not going.is_set():
@@ -145,7 +147,8 @@ def test_a_block_ends_wherever_it_is_closed():
     assert len(routings) == 2 and not _COLLECTORS.around()
 
     async def tasks():
-        block, ended = collect_routings(model), asyncio.Event()
+        block = collect_routings(model)
+        ended = asyncio.Event()
 
         async def go_on():
             await ended.wait()
@@ -167,7 +170,8 @@ def test_a_block_ends_wherever_it_is_closed():
 
 @routers
 def test_a_failed_pass_leaves_nothing(router):
-    model, fails = mixture(router=router), threading.local()
+    model = mixture(router=router)
+    fails = threading.local()
 
     def fail(*call):
         if getattr(fails, "now", False):
@@ -199,8 +203,10 @@ def test_a_failed_pass_leaves_nothing(router):
 @pytest.mark.parametrize("nested", (False, True))
 def test_an_interrupted_pass_leaves_nothing(router, nested):
     """torch calls no hook after a KeyboardInterrupt, which may end a pass inside a pass."""
-    model, interrupts = mixture(router=router), [False]
-    wanted, heads = logits(model, 0), torch.ones(2, 9, 32, dtype=torch.float64)
+    model = mixture(router=router)
+    interrupts = [False]
+    wanted = logits(model, 0)
+    heads = torch.ones(2, 9, 32, dtype=torch.float64)
     attention = model.model.layers[1].self_attn
 
     def interrupt(*call):
@@ -233,8 +239,10 @@ def test_an_interrupted_pass_leaves_nothing(router, nested):
 
 @pytest.mark.parametrize("projection", ("q_proj", "k_proj", "o_proj"))
 def test_a_hook_that_calls_the_queries_again_changes_no_heads(projection):
-    model, hidden = mixture(), torch.randn(2, 9, 32, dtype=torch.float64)
-    attention, going = model.model.layers[0].self_attn, []
+    model = mixture()
+    hidden = torch.randn(2, 9, 32, dtype=torch.float64)
+    attention = model.model.layers[0].self_attn
+    going = []
     wanted = logits(model, 0)
 
     def call_again(*call):
@@ -255,7 +263,8 @@ def test_a_hook_that_calls_the_queries_again_changes_no_heads(projection):
 
 
 def test_a_pass_inside_a_pass():
-    model, inside = mixture(), []
+    model = mixture()
+    inside = []
     wanted = [logits(model, number) for number in (0, 3)]
 
     def call_again(*call):
@@ -316,7 +325,8 @@ def test_the_first_passes_with_an_adapter():
 
 
 def test_copies_are_made_while_others_run():
-    model, going = mixture(router="learned"), threading.Event()
+    model = mixture(router="learned")
+    going = threading.Event()
     wanted = logits(model, 0)
 
     def others(number):
@@ -356,7 +366,8 @@ def test_a_compiled_model_in_threads():
 
 def test_what_another_thread_compiles_or_exports_takes_no_routing_away(monkeypatch):
     """torch's flag of a compilation is the whole process's."""
-    model, x = mixture(router="learned", balance=1.0).train(), tokens()
+    model = mixture(router="learned", balance=1.0).train()
+    x = tokens()
     alone = model(x, labels=x).loss
     monkeypatch.setattr(torch.compiler, "_is_compiling_flag", True)
     with collect_routings(model) as routings:
@@ -369,7 +380,8 @@ def test_what_another_thread_compiles_or_exports_takes_no_routing_away(monkeypat
 
 def test_a_model_in_its_own_block_is_not_held_to_another_ones_checkpoints():
     """A teacher in training mode runs without gradients: its routings are not in the block of the student."""
-    student, teacher = mixture(balance=0).train(), mixture(seed=3, balance=0).train()
+    student = mixture(balance=0).train()
+    teacher = mixture(seed=3, balance=0).train()
     with collect_routings(student) as routings:
         logits(teacher, 1)
         student(INPUTS[0])

@@ -54,7 +54,8 @@ def test_a_copied_projection_weights_its_heads_once(router):
     """Its hooks are copies, too."""
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=["q_proj"], modules_to_save=["o_proj"])
-    model, wanted = peft.get_peft_model(mixture(router=router), settings).eval(), mixture(router=router)
+    model = peft.get_peft_model(mixture(router=router), settings).eval()
+    wanted = mixture(router=router)
     for layer, other in zip(model.base_model.model.model.layers, wanted.model.layers):
         copied = layer.self_attn.o_proj.modules_to_save["default"].weight
         for weight in (copied, other.self_attn.o_proj.weight):

@@ -16,7 +16,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.heads import balance_loss, collect_routings
 
 routers = pytest.mark.parametrize("router", ("query-norm", "learned"))
-SHARED, ACTIVE = 2, 5
+SHARED = 2
+ACTIVE = 5
 
 
 def padded(batch=2, length=9, pad=3):
@@ -42,7 +43,8 @@ def balance_by_hand(routings, mask):
     total = 0.0
     for routing in routings:
         routed = HEADS - SHARED
-        summed_probability, counts = [0.0] * routed, [0] * routed
+        summed_probability = [0.0] * routed
+        counts = [0] * routed
         real = [n for n in range(mask.numel()) if mask.reshape(-1)[n]]
         for n in real:
             for head in range(routed):
@@ -56,7 +58,8 @@ def balance_by_hand(routings, mask):
 @routers
 @pytest.mark.filterwarnings("ignore:no labels")
 def test_the_loss_has_the_balance_of_the_real_tokens(router):
-    model, batch = mixture(router=router, balance=0.5).train(), padded()
+    model = mixture(router=router, balance=0.5).train()
+    batch = padded()
     with collect_routings(model) as routings:
         model(**{**batch, "labels": None})
     plain = copy.deepcopy(model)
@@ -86,10 +89,8 @@ def collected(model, *passes, **inputs):
 @pytest.mark.parametrize("mode", ("train", "eval", "no_grad"))
 @pytest.mark.filterwarnings("ignore:no labels")
 def test_a_block_keeps_every_forward_pass_in_order(router, mode):
-    model, passes = (
-        mixture(router=router).train(mode == "train"),
-        [tokens(seed=s, length=5 + s) for s in range(3)],
-    )
+    model = mixture(router=router).train(mode == "train")
+    passes = [tokens(seed=s, length=5 + s) for s in range(3)]
     with torch.set_grad_enabled(mode != "no_grad"):
         apart = [collected(model, ids) for ids in passes]
         together = collected(model, *passes)
@@ -101,7 +102,8 @@ def test_a_block_keeps_every_forward_pass_in_order(router, mode):
 
 @routers
 def test_a_block_keeps_each_step_of_generation(router):
-    model, ids = mixture(router=router), tokens(1, 6)
+    model = mixture(router=router)
+    ids = tokens(1, 6)
     with collect_routings(model) as routings:
         out = model.generate(ids, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids))
     assert [each.probs.size(0) for each in routings] == [6, 6, 1, 1, 1, 1]
@@ -114,8 +116,10 @@ def test_a_block_keeps_each_step_of_generation(router):
 @routers
 def test_a_block_has_nothing_twice(router):
     """Neither what a checkpoint computes again, nor what the training loss's own block collects."""
-    model, batches = mixture(router=router, balance=1.0).train(), [padded(length=length) for length in (9, 8)]
-    lists, losses = [], []
+    model = mixture(router=router, balance=1.0).train()
+    batches = [padded(length=length) for length in (9, 8)]
+    lists = []
+    losses = []
     for checkpoints in (False, True):
         if checkpoints:
             model.gradient_checkpointing_enable({"use_reentrant": False})
@@ -133,7 +137,8 @@ def test_a_block_has_nothing_twice(router):
 @routers
 def test_gradients_reach_what_chooses(router):
     """Without the balance loss, too: gates of 1 pass the gradient of the probabilities."""
-    model, batch = mixture(router=router, balance=0).train(), padded()
+    model = mixture(router=router, balance=0).train()
+    batch = padded()
     model(**batch).loss.backward()
     found = gradients(model)
     if router == "learned":
@@ -167,7 +172,8 @@ def test_left_padding_leaves_the_loss_as_it_is(router):
 
 @routers
 def test_checkpointing_is_exact_or_refused(router):
-    model, batch = mixture(router=router, balance=1.0).train(), padded()
+    model = mixture(router=router, balance=1.0).train()
+    batch = padded()
     model(**batch).loss.backward()
     wanted = gradients(model)
     model.zero_grad()
@@ -196,7 +202,8 @@ def loss_in_a_block(model, batch, scale):
 @pytest.mark.parametrize("reentrant", (False, True))
 def test_a_checkpoint_around_the_loss_is_exact(router, around, layers, reentrant):
     """Its first pass has no gradients if it is reentrant, and its second pass is inside the backward pass."""
-    model, batch = mixture(router=router, balance=5.0).train(), padded()
+    model = mixture(router=router, balance=5.0).train()
+    batch = padded()
     scale = torch.ones((), dtype=torch.float64, requires_grad=True)
 
     def run(scale):
@@ -227,7 +234,8 @@ def test_a_checkpoint_around_the_loss_is_exact(router, around, layers, reentrant
 
 
 def test_a_pass_without_gradients_has_the_balance():
-    model, batch = mixture(balance=5.0).train(), padded()
+    model = mixture(balance=5.0).train()
+    batch = padded()
     wanted = model(**batch).loss
     with torch.no_grad(), collect_routings(model) as routings:
         loss = model(**batch).loss
@@ -235,7 +243,8 @@ def test_a_pass_without_gradients_has_the_balance():
 
 
 def test_a_pass_without_gradients_is_told_from_a_checkpoint():
-    model, ids = mixture(balance=0).train(), tokens()
+    model = mixture(balance=0).train()
+    ids = tokens()
     with pytest.raises(UserError, match="no_grad"), collect_routings(model), torch.no_grad():
         model(ids)
     with torch.no_grad(), collect_routings(model) as routings:  # a remedy, and another
@@ -262,13 +271,15 @@ def test_micro_batches_weigh_what_they_hold(router):
 
 
 def test_inputs_by_place_are_those_by_name():
-    model, batch = mixture(balance=1.0).train(), padded()
+    model = mixture(balance=1.0).train()
+    batch = padded()
     by_place = model(batch["input_ids"], batch["attention_mask"], labels=batch["labels"])
     assert by_place.loss == model(**batch).loss
 
 
 def test_a_loss_of_ones_own_has_no_balance_and_that_is_said():
-    model, ids = mixture().train(), tokens()
+    model = mixture().train()
+    ids = tokens()
     with pytest.warns(UserWarning, match="no labels"):
         assert model(ids).loss is None
     with warnings.catch_warnings():
@@ -282,7 +293,8 @@ def test_a_loss_of_ones_own_has_no_balance_and_that_is_said():
 
 @pytest.mark.parametrize("router", ("query-norm", "learned"))
 def test_autocast(router):
-    model, batch = mixture(router=router, balance=1.0, changes={"dtype": torch.float32}).train(), padded()
+    model = mixture(router=router, balance=1.0, changes={"dtype": torch.float32}).train()
+    batch = padded()
     with torch.autocast("cpu", torch.bfloat16):
         loss = model(**batch).loss
     loss.backward()
@@ -356,7 +368,8 @@ def test_trainer_evaluates_without_the_balance(tmp_path):
 @pytest.mark.filterwarnings("ignore:no labels")
 def test_label_smoothing_predicts_the_next_token(tmp_path):
     """Trainer shifts the labels of the classes that it knows by name."""
-    model, ids = mixture().train(), tokens(4, 9)
+    model = mixture().train()
+    ids = tokens(4, 9)
     tool = trainer(model, tmp_path, Rows(4), label_smoothing_factor=0.1)
     found = tool.compute_loss(model, {"input_ids": ids, "labels": ids.clone()})
     scores = model(ids).logits[:, :-1].flatten(0, 1)

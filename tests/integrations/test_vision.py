@@ -104,14 +104,18 @@ def test_all_heads_with_neutral_gates_are_the_dense_model(kind, router, fused):
 @pytest.mark.parametrize("kind", ("vit", "norms"))
 def test_a_layer_is_the_sum_of_equation_4(kind, router):
     """Token by token; the norms are of the first third of what qkv computes, before they are normalised."""
-    model, seen = mixture(kind, router), {}
+    model = mixture(kind, router)
+    seen = {}
     attention = model.blocks[0].attn
     attention.register_forward_hook(lambda module, args, out: seen.update(x=args[0], out=out))
     attention.qkv.register_forward_hook(lambda module, args, out: seen.update(qkv=out))
     attention.proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
     logits(model)
-    shared, routed, dim = 2, 3, 4
-    weight, bias = attention.proj.weight, attention.proj.bias
+    shared = 2
+    routed = 3
+    dim = 4
+    weight = attention.proj.weight
+    bias = attention.proj.bias
     for b in range(3):
         for t in range(seen["x"].size(1)):
             gates = torch.ones(HEADS, dtype=torch.float64)
@@ -280,7 +284,8 @@ def test_compiled(router, part):
 def test_compiled_once_for_all_passes_of_a_block(part):
     """A list that grows would be compiled anew for each length."""
     torch._dynamo.reset()
-    model, counter = mixture(router="learned").train(), CompileCounter()
+    model = mixture(router="learned").train()
+    counter = CompileCounter()
     passes = [images() + shift for shift in range(4)]
     with collect_routings(model) as wanted:
         for x in passes:
@@ -405,7 +410,8 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
 @routers
 def test_passes_in_threads_are_those_of_one(router):
     """Replicas, servers: see test_threads.py."""
-    model, before = mixture("deit", router), sys.getswitchinterval()
+    model = mixture("deit", router)
+    before = sys.getswitchinterval()
     inputs = [images()[: 1 + number % 3] + number for number in range(8)]
 
     @torch.no_grad()

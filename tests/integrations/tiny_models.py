@@ -18,7 +18,8 @@ import torch
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 
 VERSION = tuple(map(int, transformers.__version__.split(".")[:2]))
-HEADS, VOCABULARY = 8, 50
+HEADS = 8
+VOCABULARY = 50
 SIZES = {
     "vocab_size": VOCABULARY,
     "hidden_size": 32,

@@ -59,10 +59,13 @@ def gated(module, results, x, heads=slice(None)):
 
 def speeds(positions, length):
     """The angle per position of each of the R / 2 pairs in a text of so many positions, and YaRN's factor."""
-    base, dim, scaling = positions.base, positions.rotary_dim, positions.scaling
+    base = positions.base
+    dim = positions.rotary_dim
+    scaling = positions.scaling
     kind = None if scaling is None else scaling.rope_type
     if kind == "dynamic":
-        trained, factor = scaling.original_max_position_embeddings, scaling.factor
+        trained = scaling.original_max_position_embeddings
+        factor = scaling.factor
         base *= (factor * max(length, trained) / trained - (factor - 1)) ** (dim / (dim - 2))
     result = [base ** (-2 * j / dim) for j in range(dim // 2)]
     if kind == "linear":
@@ -72,7 +75,8 @@ def speeds(positions, length):
     # the pairs that turn 32 times and once in the trained length
     trained = scaling.original_max_position_embeddings
     ends = [dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)]
-    low, high = max(math.floor(ends[0]), 0), min(math.ceil(ends[1]), dim - 1)
+    low = max(math.floor(ends[0]), 0)
+    high = min(math.ceil(ends[1]), dim - 1)
     share = [min(max((j - low) / (high - low), 0), 1) for j in range(dim // 2)]
     mixed = [theta * (1 - r + r / scaling.factor) for theta, r in zip(result, share)]
     return mixed, 0.1 * math.log(scaling.factor) + 1
@@ -86,10 +90,12 @@ def rotated(module, x):
     if module.positions is None:
         return x
     angles, factor = speeds(module.positions, x.size(-2))
-    pairs, columns = len(angles), list(x.unbind(-1))
+    pairs = len(angles)
+    columns = list(x.unbind(-1))
     for j, speed in enumerate(angles):
         angle = torch.arange(x.size(-2), dtype=x.dtype) * speed
-        one, other = columns[j], columns[j + pairs]
+        one = columns[j]
+        other = columns[j + pairs]
         columns[j] = factor * (one * angle.cos() - other * angle.sin())
         columns[j + pairs] = factor * (one * angle.sin() + other * angle.cos())
     return torch.stack(columns, -1)
@@ -129,7 +135,9 @@ def chosen_of(probs, per_token, token_hash, ids):
 
 def moa_gates(module, x, ids):
     """MoA Eq. 7-9 and the controls of a router: [B, T, E], zero where an expert is not chosen."""
-    router, k, experts = module.router, module.experts_per_token, module.num_experts
+    router = module.router
+    k = module.experts_per_token
+    experts = module.num_experts
     logits = x @ router.projection.weight.t()
     probs = torch.softmax(logits, -1) if router.activation == "softmax" else torch.sigmoid(logits)
     chosen = chosen_of(probs, k, router.token_hash, ids)
@@ -149,9 +157,13 @@ def moa(module, x, y, mask, padding, ids):
 
 def moa_with_weights(module, x, y, mask, padding, ids):
     """Also the attention weights of each expert's first head, [B, E, T, S]."""
-    p, heads, gate = dict(module.named_parameters()), module.heads_per_expert, moa_gates(module, x, ids)
-    width, own = heads * module.expert_dim, module.key_heads > module.heads_per_expert
-    total, weights = 0.0, []
+    p = dict(module.named_parameters())
+    heads = module.heads_per_expert
+    gate = moa_gates(module, x, ids)
+    width = heads * module.expert_dim
+    own = module.key_heads > module.heads_per_expert
+    total = 0.0
+    weights = []
     for i in range(module.num_experts):
         rows = slice(i * width, (i + 1) * width) if own else slice(None)
         biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
@@ -170,12 +182,10 @@ def moa_with_weights(module, x, y, mask, padding, ids):
 
 def switchhead(module, x, y, mask, padding, ids):
     """SwitchHead Eq. 7-10 for every expert densely."""
-    p, heads, experts, dim = (
-        dict(module.named_parameters()),
-        module.num_heads,
-        module.num_experts,
-        module.head_dim,
-    )
+    p = dict(module.named_parameters())
+    heads = module.num_heads
+    experts = module.num_experts
+    dim = module.head_dim
 
     def gates(router, inputs):  # [B, T, H, E]
         s = torch.sigmoid(inputs @ router.projection.weight.t()).unflatten(-1, (heads, experts))
@@ -193,8 +203,11 @@ def switchhead(module, x, y, mask, padding, ids):
             "bthe,btc,hedc->bhtd", gate, inputs, weight.view(heads, experts, dim, -1)
         )  # Eq. 9
 
-    q, k, v = into("q", x, destination), into("k", y, source), into("v", y, source)
-    q, k = placed(module, q, "queries"), placed(module, k, "keys")
+    q = into("q", x, destination)
+    k = into("k", y, source)
+    v = into("v", y, source)
+    q = placed(module, q, "queries")
+    k = placed(module, k, "keys")
     results = gated(module, attend(q, k, v, mask, padding)[0], x)
     if "o" not in module.experts:
         return results.transpose(1, 2).flatten(2) @ p["out_proj.weight"].t()
@@ -204,7 +217,9 @@ def switchhead(module, x, y, mask, padding, ids):
 
 def moh_gates(module, x, ids):
     """Gates [B, T, H] by MoH Eq. 5-6, or the released code line for line; P; the choice of routed heads."""
-    shared_heads, k, heads = module.shared_heads, module.experts_per_token, module.num_heads
+    shared_heads = module.shared_heads
+    k = module.experts_per_token
+    heads = module.num_heads
     if module.router.reads_queries:  # section 4.4, gates straight through
         norms = module.q_proj(x).unflatten(-1, (heads, -1))[..., shared_heads:, :].norm(dim=-1)
         gates = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
@@ -238,7 +253,8 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     p = {name: getattr(module, f"{name}_proj") for name in ("q", "k", "v", "out")}
     q = into_heads(x, p["q"].weight, p["q"].bias, module.num_heads)
     k, v = (into_heads(y, p[n].weight, p[n].bias, module.key_heads) for n in "kv")
-    q, k = placed(module, q, "queries"), placed(module, k, "keys")
+    q = placed(module, q, "queries")
+    k = placed(module, k, "keys")
     k, v = (z[:, [h % module.key_heads for h in range(module.num_heads)]] for z in (k, v))
     results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
@@ -252,7 +268,8 @@ def latent(module, x, y, mask, padding, ids):
     up = [
         z.weight.unflatten(0, (module.num_heads, -1)) for z in (module.k_proj, module.v_proj)
     ]  # [H, D, d_c]
-    c, shared = y @ module.latent_proj.weight[size:].t(), y @ module.latent_proj.weight[:size].t()
+    c = y @ module.latent_proj.weight[size:].t()
+    shared = y @ module.latent_proj.weight[:size].t()
     if module.latent_norm is not None:
         c = c / (c.square().mean(-1, keepdim=True) + 1e-6).sqrt() * module.latent_norm.weight
     heads = []
@@ -266,7 +283,8 @@ def latent(module, x, y, mask, padding, ids):
 
 def namoh(module, x, y, mask, padding, ids):
     """NAMOH token by token: a query reads the tokens that chose the same head; zeros if there are none."""
-    p, gate = dict(module.named_parameters()), moa_gates(module, x, ids)
+    p = dict(module.named_parameters())
+    gate = moa_gates(module, x, ids)
     source = module.source_router or module.router
     chosen = chosen_of(
         torch.softmax(y @ source.projection.weight.t(), -1), module.experts_per_token, None, ids
@@ -294,7 +312,8 @@ def namoh(module, x, y, mask, padding, ids):
 
 def gqe_gates(module, x):
     """[B, T, G, M]: the chosen heads' probabilities, divided by their sum; and the chosen, [B, T, G, k]."""
-    router, groups = module.router, module.groups
+    router = module.router
+    groups = module.groups
     probs = torch.softmax((x @ router.projection.weight.t()).unflatten(-1, (groups, -1)), -1)
     index = probs.topk(router.experts_per_token, -1).indices
     index = index.sort(-1).values if index.size(-1) == probs.size(-1) else index  # k = M: nothing is chosen
@@ -307,10 +326,13 @@ def gqe_gates(module, x):
 def gqe(module, x, y, mask, padding, ids):
     """GQE head by head: Concat(o, Σ w·o, s)·W_O, or each head times a matrix of its own."""
     p, (gate, index) = dict(module.named_parameters()), gqe_gates(module, x)
-    shared, groups, size = module.shared_heads, module.groups, module.router.num_experts
+    shared = module.shared_heads
+    groups = module.groups
+    size = module.router.num_experts
 
     def linear(rows, name, at=slice(None), transposed=False):
-        weight, bias = p[f"{name}.weight"][at], p.get(f"{name}.bias")
+        weight = p[f"{name}.weight"][at]
+        bias = p.get(f"{name}.bias")
         out = rows @ (weight if transposed else weight.t())
         return out if bias is None else out + bias[at]
 

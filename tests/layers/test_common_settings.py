@@ -19,7 +19,9 @@ from moa_fairseq.layers import (
     SwitchHeadAttention,
 )
 
-C, B, T = 12, 3, 7
+C = 12
+B = 3
+T = 7
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 8}
 MOA = partial(MixtureOfAttention, C, **EXPERTS)
 MOH = partial(MixtureOfHeads, 24, 4, moh_shared_heads=1, experts_per_token=2)
@@ -106,10 +108,13 @@ def test_output_and_every_gradient(family, name):
 @pytest.mark.parametrize(("family", "name"), [pair for pair in TAKEN if pair[1] != "dynamic"])
 def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
     """Also with the padding, or a mask, of all positions, those that a window has dropped included."""
-    module, order = build(family, name), torch.tensor([2, 0, 1])
+    module = build(family, name)
+    order = torch.tensor([2, 0, 1])
     x = torch.randn(B, T, module.embed_dim, dtype=torch.float64)
-    whole, cache = module(x, padding=PADDING, causal=True), module.new_cache()
-    rows, start = torch.arange(B), 0
+    whole = module(x, padding=PADDING, causal=True)
+    cache = module.new_cache()
+    rows = torch.arange(B)
+    start = 0
     for size in (1, 3, 1, 2):
         end = start + size
         for again in range(2):
@@ -125,7 +130,8 @@ def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
             torch.testing.assert_close(out[real], whole[rows, start:end][real], rtol=0, atol=1e-11)
         if module.window is not None:
             assert cache.keys.size(2) <= module.window - 1 + end - start
-        rows, start = rows[order], end
+        rows = rows[order]
+        start = end
         cache.reorder(order)
 
 
@@ -167,7 +173,8 @@ def test_impossible_settings_are_refused_by_name(options, named):
 
 def test_a_window_needs_causality_and_a_trimmed_cache_its_keys():
     module = build("MoA", "window")
-    x, cache = torch.randn(B, T, C, dtype=torch.float64), module.new_cache()
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    cache = module.new_cache()
     with pytest.raises(ValueError, match="causal=True"):
         module(x)
     for start in range(T):
@@ -207,7 +214,8 @@ def test_norms_of_cross_attention_with_cached_keys(family):
     torch.manual_seed(1)
     module = equations.drawn(FAMILIES[family][0](query_key_norm="head").double().eval())
     x, memory = (torch.randn(B, size, module.embed_dim, dtype=torch.float64) for size in (T, 4))
-    whole, cache = module(x, memory), module.new_cache()
+    whole = module(x, memory)
+    cache = module.new_cache()
     torch.testing.assert_close(whole, FAMILIES[family][1](module, x, memory, None, None, None))
     steps = [module(x[:, t : t + 1], memory, cache=cache) for t in range(T)]
     torch.testing.assert_close(torch.cat(steps, 1), whole)

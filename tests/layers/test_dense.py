@@ -11,7 +11,8 @@ from moa_fairseq import layers as attention
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.plugin.forward_context import forward_context
 
-C, H = 12, 3
+C = 12
+H = 3
 
 
 def build():
@@ -20,8 +21,10 @@ def build():
 
 
 def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
-    module, query = build(), torch.randn(4, 40, C, dtype=torch.float64)
-    out, rows = module(query, query, query)[0].transpose(0, 1), query.transpose(0, 1)
+    module = build()
+    query = torch.randn(4, 40, C, dtype=torch.float64)
+    out = module(query, query, query)[0].transpose(0, 1)
+    rows = query.transpose(0, 1)
     without = H / (H - 1) * (1 - torch.eye(H, dtype=torch.float64))  # [H, H]: one head left out in each
     expected = [equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H)) for w in without]
     dropped = torch.stack([torch.isclose(out, one).all(2).all(1) for one in expected])  # [H, B]
@@ -66,7 +69,9 @@ def test_it_starts_as_fairseqs(widths):
 
 def test_weights_of_the_other_order_of_query_heads_fit_after_reordering():
     """torch's grouped-query attention lets query head h read key head h // (H / G)."""
-    heads, groups, dim = 6, 2, 4
+    heads = 6
+    groups = 2
+    dim = 4
     module = equations.drawn(
         attention.DenseAttention(C, heads, attention_head_dim=dim, key_heads=groups, bias=False)
     ).double()

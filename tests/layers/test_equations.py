@@ -22,7 +22,11 @@ from time_first import (
 from moa_fairseq.layers.gqe import OUTPUTS
 from moa_fairseq.plugin.forward_context import forward_context
 
-C, E, K, H, D = 12, 5, 2, 6, 4
+C = 12
+E = 5
+K = 2
+H = 6
+D = 4
 
 
 def moa(**settings):
@@ -213,7 +217,10 @@ PAIRS = [
 def passed(family, backend, case, by_equations=False):
     """(its output, the gradient of each of its leaves), of the module or of the papers' equations."""
     case = dict(CASES[case])
-    tgt, batch, src, lengths = case["tgt"], case["batch"], case.get("src"), case.get("lengths")
+    tgt = case["tgt"]
+    batch = case["batch"]
+    src = case.get("src")
+    lengths = case.get("lengths")
     role = {"self_attention": True} if src is None else {"encoder_decoder_attention": True}
     module = build(family, backend, case.get("first_expert"), **role)
     g = torch.Generator().manual_seed(tgt)

@@ -110,19 +110,19 @@ DECODERS = [
     [*(each for each in PLACED if each[0] in DECODERS), *((family, "rope") for family in ODD)],
 )
 def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, positions):
-    attention, order = build(family, self_attention=True, positions=positions), torch.tensor([2, 0, 1, 1])
+    attention = build(family, self_attention=True, positions=positions)
+    order = torch.tensor([2, 0, 1, 1])
     x = torch.randn(9, 4, attention.embed_dim, dtype=torch.float64)
     padding = torch.arange(9) < torch.tensor([[0], [2], [0], [1]])
     x = torch.cat([x[:4], x[4:, order.argsort()]])  # what follows belongs to the beam that it is in by then
-    beams, state = torch.arange(4), {}
+    beams = torch.arange(4)
+    state = {}
     for step in range(9):
         if step == 4:
             attention.reorder_incremental_state(state, order)
             beams = order
-        seen, mask = (
-            torch.cat([x[:4, beams], x[4:]])[: step + 1] if step > 3 else x[: step + 1],
-            padding[beams],
-        )
+        seen = torch.cat([x[:4, beams], x[4:]])[: step + 1] if step > 3 else x[: step + 1]
+        mask = padding[beams]
         now = {"key_padding_mask": mask[:, step : step + 1] if mask[:, step].any() else None}
         out, _ = attention(seen[-1:], None, None, incremental_state=state, **now)
         whole, _ = attention(
@@ -140,7 +140,9 @@ def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
     padding = torch.arange(6) == torch.tensor([[6], [3], [4]])
     whole, _ = attention(x, x, x, key_padding_mask=padding, attn_mask=future(6).double())
     for sizes, of_all in (([1] * 6, False), ([1] * 6, True), ([2, 1, 2, 1], False), ([2, 1, 2, 1], True)):
-        state, parts, start = {}, [], 0
+        state = {}
+        parts = []
+        start = 0
         for size in sizes:
             end = start + size
             mask = padding[:, 0 if of_all else start : end]
@@ -158,7 +160,8 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
     """As a forced beginning of a translation has."""
     attention = build(family, encoder_decoder_attention=True)
     memory = torch.randn(5, 2, WIDTH, dtype=torch.float64).repeat_interleave(3, 1)
-    x, mask = torch.randn(4, 6, WIDTH, dtype=torch.float64), future(5)[:4].roll(1, 1).double()
+    x = torch.randn(4, 6, WIDTH, dtype=torch.float64)
+    mask = future(5)[:4].roll(1, 1).double()
     whole, _ = attention(x, memory, memory, attn_mask=mask)
     options = {"incremental_state": {}, "static_kv": True, "attn_mask": mask, "need_weights": False}
     with forward_context(beam_size=3):
@@ -169,7 +172,9 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
 @pytest.mark.parametrize("family", DECODERS)
 @pytest.mark.parametrize("positions", [None, "rope"])
 def test_a_token_leaves_as_many_bytes_in_the_cache_as_are_stated(family, positions):
-    attention, state, sizes = BUILD[family](self_attention=True, positions=positions).eval(), {}, []
+    attention = BUILD[family](self_attention=True, positions=positions).eval()
+    state = {}
+    sizes = []
     for _ in range(6):  # longer than a window
         attention(torch.randn(1, 1, WIDTH), None, None, incremental_state=state)
         (cache,) = state.values()
@@ -182,7 +187,9 @@ def test_a_beam_projects_its_source_once(family):
     attention = build(family, encoder_decoder_attention=True, kdim=10, vdim=10)
     memory = torch.randn(5, 2, 10, dtype=torch.float64).repeat_interleave(3, 1)
     padding = (torch.arange(5) >= torch.tensor([[5], [3]])).repeat_interleave(3, 0)
-    x, calls, states = torch.randn(4, 6, WIDTH, dtype=torch.float64), [], ({}, {})
+    x = torch.randn(4, 6, WIDTH, dtype=torch.float64)
+    calls = []
+    states = ({}, {})
     whole, _ = attention(x, memory, memory, key_padding_mask=padding)
     projection = attention.get_submodule(attention.memory_projections[0])
     projection.register_forward_hook(lambda _, inputs, out: calls.append(inputs[0].numel()))
@@ -252,9 +259,11 @@ def test_nan_in_padding_reaches_nothing(family, positions, how):
 
     def run(x, memory, need_weights):
         if how == "cross":
-            keys, masks = memory, dict(key_padding_mask=memory_padding)
+            keys = memory
+            masks = dict(key_padding_mask=memory_padding)
         else:
-            keys, masks = x, dict(key_padding_mask=PADDING)
+            keys = x
+            masks = dict(key_padding_mask=PADDING)
         masks["attn_mask"] = future(5).double() if how == "causal self" else None
         out, weights = attention(
             x, keys, keys, query_padding_mask=PADDING, need_weights=need_weights, **masks
@@ -318,10 +327,8 @@ def test_batches_without_a_row(family, how, padded, shape):
 
 @pytest.mark.parametrize("shape", [(5, 0), (0, 3)], ids=["B=0", "T=0"])
 def test_a_mixture_of_feed_forwards_without_a_row(shape):
-    layer, x = (
-        FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8)),
-        torch.randn(*shape, WIDTH, requires_grad=True),
-    )
+    layer = FairseqSigmaMoE(WIDTH, SigmaMoESettings(4, 2, 8))
+    x = torch.randn(*shape, WIDTH, requires_grad=True)
     out, losses, _, grads = outcome(layer, layer, x)
     assert out.shape == x.grad.shape == x.shape and torch.isfinite(losses).all()
     assert all(not grad.any() for grad in grads)

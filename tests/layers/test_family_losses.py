@@ -23,7 +23,9 @@ from moa_fairseq.layers import (
 from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, entropy_loss, head_balance_loss
 from moa_fairseq.layers.sigma_moe import SigmaMoE, SigmaMoESettings
 
-C, B, T = 12, 2, 6
+C = 12
+B = 2
+T = 6
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 5}
 MOH = partial(MixtureOfHeads, C, 4, moh_shared_heads=1, experts_per_token=2)
 SIGMA = SigmaMoESettings(sigma_moe_num_experts=4, sigma_moe_experts_per_token=2, sigma_moe_expert_dim=3)
@@ -54,7 +56,8 @@ def by_hand(name, routings):
     total = 0.0
     for routing in routings:
         routed = slice(routing.shared, None)
-        probs, logits = routing.probs[:, routed], routing.logits[:, routed]
+        probs = routing.probs[:, routed]
+        logits = routing.logits[:, routed]
         count = (
             torch.zeros_like(probs).scatter_(1, routing.expert_ids[:, routed] - routing.shared, 1.0).sum(0)
         )

@@ -11,7 +11,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers.losses import load_balance_loss
 from moa_fairseq.plugin.forward_context import collect_routings
 
-C, D, G, M, K = 24, 6, 3, 4, 2
+C = 24
+D = 6
+G = 3
+M = 4
+K = 2
 
 
 def build(**settings):
@@ -37,7 +41,9 @@ def test_one_group_without_a_shared_head_is_moa_bit_by_bit(renormalize, per_toke
     gqe = {"gqe_groups": 1, "gqe_shared_heads": 0, "gqe_output": "experts", **sizes}
     role = {"self_attention": True} if kdim is None else {"encoder_decoder_attention": True}
     role.update(dropout=0.2, kdim=kdim, vdim=kdim, positions=positions)
-    results, gradients, macs = [], [], []
+    results = []
+    gradients = []
+    macs = []
     for build_one, settings in ((GroupedQueryExperts, gqe), (MixtureOfAttention, sizes)):
         torch.manual_seed(5)
         module = build_one(C, **settings, **role)
@@ -73,14 +79,17 @@ def test_groups_of_one_head_that_always_work_are_dense_attention():
         dense.q_proj.bias.copy_(module.q_experts.bias.flatten())
         for name in ("k_proj", "v_proj", "out_proj"):
             getattr(dense, name).load_state_dict(getattr(module, name).state_dict())
-    x, padding = torch.randn(7, 2, C), torch.arange(7) >= torch.tensor([7, 4])[:, None]
+    x = torch.randn(7, 2, C)
+    padding = torch.arange(7) >= torch.tensor([7, 4])[:, None]
     ours, theirs = (one(x, x, x, key_padding_mask=padding)[0] for one in (module, dense))
     torch.testing.assert_close(ours[~padding.t()], theirs[~padding.t()])
 
 
 def test_keys_and_values_of_two_widths():
     module = build(kdim=10, vdim=14, encoder_decoder_attention=False)
-    query, key, value = torch.randn(5, 2, C), torch.randn(4, 2, 10), torch.randn(4, 2, 14)
+    query = torch.randn(5, 2, C)
+    key = torch.randn(4, 2, 10)
+    value = torch.randn(4, 2, 14)
     out, weights = module(query, key, value)
     assert out.shape == (5, 2, C) and weights.shape == (2, 5, 4)
 
@@ -138,7 +147,8 @@ def test_the_task_trains_the_router_unless_outputs_are_hard(output, learns):
 def test_one_gate_that_is_always_one_is_not_trained(output):
     """One group, k = 1: p/p has no gradient. The remedy has the same values, and one."""
     sizes = {"gqe_groups": 1, "experts_per_token": 1, "gqe_output": output}
-    constant, remedy = build(**sizes), build(**sizes, router_renormalize="detached")
+    constant = build(**sizes)
+    remedy = build(**sizes, router_renormalize="detached")
     remedy.load_state_dict(constant.state_dict())
     x, _ = padded()
     torch.testing.assert_close(constant(x, x, x)[0], remedy(x, x, x)[0])  # in evaluation nothing is refused
@@ -151,7 +161,8 @@ def test_one_gate_that_is_always_one_is_not_trained(output):
 
 def test_its_cost():
     """Width 24, D 6: queries of 7 heads, 3 heads of keys and values, 8 slots; M·G rows of the router."""
-    module, bare = build(self_attention=True), build(gqe_shared_heads=0, gqe_output="hard")
+    module = build(self_attention=True)
+    bare = build(gqe_shared_heads=0, gqe_output="hard")
     macs = module.macs(10, 10)
     assert macs == {"router": 10 * C * 12, "projections": 10 * C * D * (7 + 6 + 8), "scores": 200 * 7 * D}
     assert bare.macs(10, 10)["projections"] == 10 * C * D * (6 + 6 + 6)

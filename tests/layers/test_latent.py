@@ -8,7 +8,11 @@ from torch import nn
 
 from moa_fairseq import layers as attention
 
-C, H, D, R, L = 24, 3, 5, 4, 7
+C = 24
+H = 3
+D = 5
+R = 4
+L = 7
 SIZES = {"attention_head_dim": D, "latent_dim": L, "rotary_key_dim": R}
 
 
@@ -26,7 +30,9 @@ def test_sizes_without_flags_are_deepseeks_ratios():
 
 
 def test_parameters_and_multiplications():
-    module, queries, keys = build(), 7, 11
+    module = build()
+    queries = 7
+    keys = 11
     sizes = {name: parameter.numel() for name, parameter in module.named_parameters()}
     assert sizes == {
         "q_proj.weight": C * H * (D + R),
@@ -43,8 +49,10 @@ def test_parameters_and_multiplications():
 
 
 def test_a_step_of_generation_builds_no_keys_of_single_heads(monkeypatch):
-    module, shapes = build(), []
-    cache, x = module.new_cache(), torch.randn(2, 20, C, dtype=torch.float64)
+    module = build()
+    shapes = []
+    cache = module.new_cache()
+    x = torch.randn(2, 20, C, dtype=torch.float64)
     attend = module.attend
 
     def seen(call, q, k, *rest):
@@ -74,16 +82,19 @@ class Twice(nn.Module):
 
 @pytest.mark.parametrize("name", ["k_proj", "v_proj", "latent_proj", "q_proj", "out_proj"])
 def test_an_adapter_is_called_in_generation_too(name):
-    module, x = build(), torch.randn(2, 6, C, dtype=torch.float64)
+    module = build()
+    x = torch.randn(2, 6, C, dtype=torch.float64)
     plain = module(x, causal=True)
     setattr(module, name, Twice(getattr(module, name)))
-    whole, cache = module(x, causal=True), module.new_cache()
+    whole = module(x, causal=True)
+    cache = module.new_cache()
     steps = [module(x[:, at : at + 1], cache=cache) for at in range(6)]
     torch.testing.assert_close(torch.cat(steps, 1), whole)
     assert not torch.allclose(whole, plain)
 
 
 def test_keys_and_values_are_of_one_input():
-    module, x = LatentAttention(C, H), torch.randn(4, 2, C)
+    module = LatentAttention(C, H)
+    x = torch.randn(4, 2, C)
     with pytest.raises(ValueError, match="self_attention=True"):
         module(x, x, x + 1)

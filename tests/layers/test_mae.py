@@ -12,7 +12,8 @@ from time_first import MixtureOfAttentiveExperts
 from moa_fairseq.layers.expert_draw import ExpertDraw, random_expert
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-C, H = 24, 8
+C = 24
+H = 8
 FUTURE = torch.full((6, 6), -math.inf, dtype=torch.float64).triu(1)
 PADDING = torch.arange(6) >= torch.tensor([[6], [4], [6]])  # [B, T]
 
@@ -41,7 +42,8 @@ def dense_with_the_weights_of(module):
 
 def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None):
     """Σ_i g_i f_i with every expert built: Eq. 4-6 of the paper, word for word. gate [T or 1, B, E]."""
-    y, one = x.transpose(0, 1), torch.eye(H, dtype=x.dtype)
+    y = x.transpose(0, 1)
+    one = torch.eye(H, dtype=x.dtype)
     H_j = [equations.dense(module, y, y, attn_mask, padding, None, one[None, j : j + 1]) for j in range(H)]
     H_j = [head.transpose(0, 1) - module.out_proj.bias for head in H_j]
     total = 0.0
@@ -65,7 +67,9 @@ def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
     for attention in (module, dense):
         x = inputs()
         out, weights = attention(x, x, x, key_padding_mask=PADDING)
-        out, weights = out.transpose(0, 1)[~PADDING], weights[~PADDING]  # of padding nothing is promised
+        # of padding nothing is promised
+        out = out.transpose(0, 1)[~PADDING]
+        weights = weights[~PADDING]
         upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
         out.backward(upstream)
         results.append(
@@ -155,7 +159,8 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     module.name = "encoder.layers.1.self_attn"
     mixing = build(mae_dropped_heads=dropped, causal=causal, gate_dropout=0.0)
     mask = FUTURE if causal else None
-    x, call = inputs().detach(), dict(attn_mask=mask, key_padding_mask=PADDING)
+    x = inputs().detach()
+    call = dict(attn_mask=mask, key_padding_mask=PADDING)
     out, decision = gate_of(module, x, **call)
     mixed, mixture = gate_of(mixing, x, **call)
     assert torch.equal(decision.probs, mixture.probs)

@@ -14,7 +14,10 @@ from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-C, E, K, D = 24, 6, 3, 8
+C = 24
+E = 6
+K = 3
+D = 8
 
 
 def build(seed=0, dtype=torch.float32, kind=MixtureOfAttention, **settings):
@@ -52,7 +55,8 @@ def test_attention_dropout_acts_in_training_only_and_keeps_the_mean():
 
 def test_ambient_query_padding_reaches_a_cross_attention():
     module = build(encoder_decoder_attention=True)
-    query, memory = torch.randn(3, 2, C), torch.randn(4, 2, C)
+    query = torch.randn(3, 2, C)
+    memory = torch.randn(4, 2, C)
     padding = torch.tensor([[False, False, True], [False] * 3])
     with collect_routings() as decisions, forward_context(padding=padding):
         out, _ = module(query, memory, memory)
@@ -67,16 +71,20 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
     sizes = dict(experts_per_token=per_token, expert_backend=backend, self_attention=True)
     module = build(kind=attention.MixtureOfAttention, **sizes)
     x = torch.randn(3, 7, C, requires_grad=True)
-    expected, got = module(x), torch.compile(module, backend="aot_eager", fullgraph=True)(x)
+    expected = module(x)
+    got = torch.compile(module, backend="aot_eager", fullgraph=True)(x)
     torch.testing.assert_close(got, expected)
-    leaves, upstream = [x, *module.parameters()], torch.randn_like(expected)
+    leaves = [x, *module.parameters()]
+    upstream = torch.randn_like(expected)
     torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
 
 
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
     module = build(self_attention=True, dtype=torch.float64)
     x = torch.randn(5, 2, C, dtype=torch.float64, requires_grad=True)
-    outcomes, linear, widths = [], F.linear, []
+    outcomes = []
+    linear = F.linear
+    widths = []
     monkeypatch.setattr(
         F, "linear", lambda x, *matrix: (widths.append(len(matrix[0])), linear(x, *matrix))[1]
     )
@@ -101,7 +109,8 @@ def test_values_of_their_own_are_in_no_product_with_keys(monkeypatch):
 
 def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
     """`keys_values` then makes one product of them, where that pays."""
-    module, seen = build(encoder_decoder_attention=True), []
+    module = build(encoder_decoder_attention=True)
+    seen = []
     project = module.keys_values
     monkeypatch.setattr(
         module, "keys_values", lambda call: (seen.append(call.memory is call.values), project(call))[1]
@@ -131,7 +140,8 @@ def test_a_selection_bias_evens_out_loads_without_a_gradient():
     chosen = decision.probs.gather(1, decision.expert_ids)
     torch.testing.assert_close(decision.gates, chosen / chosen.sum(-1, keepdim=True))
     # an update by the rule, expert by expert
-    bias, loads = router.selection_bias.clone(), torch.tensor([3.0, 1, 2, 2, 4, 0])
+    bias = router.selection_bias.clone()
+    loads = torch.tensor([3.0, 1, 2, 2, 4, 0])
     router.update(loads)
     step = 0.002 * torch.tensor([-1.0, 1, 0, 0, -1, 1])
     torch.testing.assert_close(router.selection_bias, bias + step)

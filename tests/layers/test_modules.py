@@ -37,7 +37,8 @@ def test_copies_remember_their_own_keys(build, copied):
     second = copied(first)
     x = torch.randn(4, 2, WIDTH)
     expected, _ = second(x, x, x, attn_mask=torch.full((4, 4), -torch.inf).triu(1))
-    state, steps = {}, []
+    state = {}
+    steps = []
     for step in x.split(1):
         first(-step, None, None, incremental_state=state)
         steps.append(second(step, step, step, incremental_state=state)[0])
@@ -67,7 +68,8 @@ def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
 
 
 def test_nested_collectors_all_hear():
-    module, x = moa(self_attention=True), torch.randn(2, 1, WIDTH)
+    module = moa(self_attention=True)
+    x = torch.randn(2, 1, WIDTH)
     with collect_routings() as outer:
         module(x, x, x)
         with collect_routings() as inner:
@@ -81,7 +83,8 @@ def test_nested_collectors_all_hear():
 def test_unnamed_attentions_have_names_and_draws_of_their_own():
     modules = [MixtureOfAttentiveExperts(8, 8, self_attention=True).train() for _ in range(2)]
     assert modules[0].name != modules[1].name
-    x, draw = torch.randn(3, 64, 8), ExpertDraw(torch.arange(64), seed=1, update=1)
+    x = torch.randn(3, 64, 8)
+    draw = ExpertDraw(torch.arange(64), seed=1, update=1)
     with forward_context(draw=draw), collect_routings() as decisions:
         for module in modules:
             module(x, x, x)
@@ -112,7 +115,8 @@ def test_retained_dropout_reaches_the_weights_of_attention(retained, need_weight
 def test_the_padding_that_is_declared_comes_before_that_of_the_keys():
     """What the caller gives counts first, then what is declared, then the keys' own padding."""
     given, declared, of_keys = (torch.arange(4) >= torch.tensor([[n], [4]]) for n in (1, 2, 3))
-    attention, x = moa(self_attention=True), torch.randn(4, 2, WIDTH)
+    attention = moa(self_attention=True)
+    x = torch.randn(4, 2, WIDTH)
     for words, expected in (({"query_padding_mask": given}, given), ({}, declared)):
         with forward_context(padding=declared), collect_routings() as decisions:
             attention(x, x, x, key_padding_mask=of_keys, **words)

@@ -17,8 +17,11 @@ from moa_fairseq.layers.selected import skipping_pays
 from moa_fairseq.plugin.forward_context import collect_routings
 
 ROOT = Path(__file__).resolve().parents[2]
-C, H, D = 24, 6, 4
-SHARED, K = 2, 2
+C = 24
+H = 6
+D = 4
+SHARED = 2
+K = 2
 
 
 def build(seed=0, dtype=torch.float64, **settings):
@@ -54,7 +57,8 @@ def test_balance_losses_equal_equation_7_and_the_released_code(scaling):
     weight, gates, chosen = equations.moh_gates(module, query.transpose(0, 1), None)
     by_head = torch.zeros_like(decision.probs).scatter(1, decision.expert_ids, decision.gates)
     torch.testing.assert_close(by_head, weight.flatten(0, 1))
-    summed_probability, load = gates.mean((0, 1)), chosen.mean((0, 1))
+    summed_probability = gates.mean((0, 1))
+    load = chosen.mean((0, 1))
     torch.testing.assert_close(head_balance_loss(decision), (summed_probability * load).sum())
     torch.testing.assert_close(
         released_head_balance_loss(decision), torch.mean(summed_probability * load) * (H - SHARED) ** 2
@@ -62,7 +66,8 @@ def test_balance_losses_equal_equation_7_and_the_released_code(scaling):
 
 
 def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True)):
-    results, cross = [], "src" in case
+    results = []
+    cross = "src" in case
     for skip in ("never", "always"):
         role = {"self_attention": not cross, "encoder_decoder_attention": cross}
         module = build(moh_skip=skip, **settings, **role)
@@ -103,7 +108,8 @@ def test_skipping_survives_ugly_batches(case, everyone, skips):
 def test_the_automatic_choice_is_right_where_it_was_measured():
     """At most 8 % slower than the better of skipping and masking, in every case of results/benchmarks."""
     found = json.loads((ROOT / "results/benchmarks/moh-cpu.json").read_text())
-    per_token, chosen = {"90 %": 5, "75 %": 4, "50 %": 2}, set()
+    per_token = {"90 %": 5, "75 %": 4, "50 %": 2}
+    chosen = set()
     for row in found["rows"]:
         routed = per_token[row["share"]]
         skips = skipping_pays(
@@ -160,7 +166,8 @@ def test_query_norms_choose_and_their_gradient_goes_straight_through(reading):
 @pytest.mark.parametrize("reading, in_training", [("routed", 0), ("chosen", 1)])
 def test_heads_with_a_gradient_are_not_left_out(reading, in_training, monkeypatch):
     """Eq. 10 for every routed head reads what a head would have added: a pass without gradients skips."""
-    calls, selected = [], moh.attend_selected
+    calls = []
+    selected = moh.attend_selected
     monkeypatch.setattr(moh, "attend_selected", lambda *call: calls.append(1) or selected(*call))
     settings = {"moh_router": "query-norm", "moh_straight_through": reading, "moh_skip": "always"}
     module = build(**settings, self_attention=True)
@@ -249,8 +256,10 @@ def test_autocast_and_half_precision_run_both_ways():
 
 
 def test_only_heads_that_work_are_counted():
-    dense, sparse = build(experts_per_token=H - SHARED), build()
-    everything, less = dense.macs(10, 20), sparse.macs(10, 20)
+    dense = build(experts_per_token=H - SHARED)
+    sparse = build()
+    everything = dense.macs(10, 20)
+    less = sparse.macs(10, 20)
     assert less["scores"] * H == everything["scores"] * (SHARED + K)
     assert everything["projections"] == (2 * 10 + 2 * 20) * C * C
     saved = everything["projections"] - less["projections"]

@@ -8,7 +8,10 @@ from moa_fairseq import layers as attention
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-C, D, E, K = 24, 6, 8, 3
+C = 24
+D = 6
+E = 8
+K = 3
 
 
 def build(kind=NativeMixtureOfHeads, **settings):
@@ -25,7 +28,8 @@ def test_all_heads_are_moa_with_keys_of_their_own(bias, is_self):
     moa = build(attention.MixtureOfAttention, expert_keys_values="own", **sizes)
     state = {name: value for name, value in ours.state_dict().items() if not name.startswith("source_router")}
     moa.load_state_dict({n: v.flatten(0, 1) if n[:2] in ("k_", "v_") else v for n, v in state.items()})
-    x, memory = torch.randn(2, 7, C).double(), torch.randn(2, 5, C).double()
+    x = torch.randn(2, 7, C).double()
+    memory = torch.randn(2, 5, C).double()
     inputs = (x,) if is_self else (x, memory)
     padding = torch.arange(inputs[-1].size(1)) >= torch.tensor([[9], [3]])
     results = [module(*inputs, padding=padding) for module in (ours, moa)]
@@ -35,7 +39,8 @@ def test_all_heads_are_moa_with_keys_of_their_own(bias, is_self):
 
 def test_a_head_is_seen_by_those_who_chose_it_alone():
     """Head weights stand slot by slot over all keys: zero where the key's token chose other heads."""
-    module, x = build(self_attention=True), torch.randn(9, 2, C).double()
+    module = build(self_attention=True)
+    x = torch.randn(9, 2, C).double()
     future = torch.ones(9, 9).triu(1).bool()
     with collect_routings() as decisions:
         out, weights = module(x, x, x, attn_mask=future, need_head_weights=True)
@@ -49,7 +54,8 @@ def test_a_head_is_seen_by_those_who_chose_it_alone():
 
 
 def test_a_carried_context_is_routed_with_the_text():
-    module, x = build(self_attention=True, positions="rope"), torch.randn(10, 2, C).double()
+    module = build(self_attention=True, positions="rope")
+    x = torch.randn(10, 2, C).double()
     future = torch.full((10, 10), -torch.inf).triu(1).double()
     whole, _ = module(x, x, x, attn_mask=future)
     with forward_context(carried=x[:6]), collect_routings() as decisions:

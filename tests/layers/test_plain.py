@@ -28,7 +28,10 @@ from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.torch_compat import without_fused_attention
 
-B, T, S, C = 3, 7, 5, 16
+B = 3
+T = 7
+S = 5
+C = 16
 
 
 def gqe(output):
@@ -112,7 +115,8 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
     ],
 )
 def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
-    x, module = torch.randn(B, T, C, dtype=dtype, requires_grad=True), attention.to(dtype)
+    x = torch.randn(B, T, C, dtype=dtype, requires_grad=True)
+    module = attention.to(dtype)
     out = module(x, mask=mask, padding=padding, causal=causal)
     expected = fairseq_call(module, x, padding=padding, mask=whole)
     assert out.shape == (B, T, C) and out.dtype == dtype
@@ -126,14 +130,17 @@ def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
 def test_a_memory_makes_cross_attention(family):
     torch.manual_seed(2)
     module = FAMILIES[family]().eval()
-    x, memory, padding = torch.randn(B, T, C), torch.randn(B, S, C), PADDING[:, :S]
+    x = torch.randn(B, T, C)
+    memory = torch.randn(B, S, C)
+    padding = PADDING[:, :S]
     out = module(x, memory, padding=padding)
     assert torch.equal(out, fairseq_call(module, x, memory, padding))
 
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_for_each_sequence(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     mask = torch.rand(B, T, T, generator=torch.Generator().manual_seed(0)) < 0.4
     mask |= FUTURE
     for form in (mask, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)):
@@ -167,7 +174,8 @@ def test_compiled_without_a_break_and_exported(attention):
 
 @pytest.mark.thorough
 def test_exported_with_any_length(attention):
-    x, options = torch.randn(B, T, C), {"padding": PADDING, "causal": True}
+    x = torch.randn(B, T, C)
+    options = {"padding": PADDING, "causal": True}
     length = torch.export.Dim("length", min=2, max=64)
     exported = torch.export.export(
         attention, (x,), options, dynamic_shapes={"x": {1: length}, "padding": {1: length}, "causal": None}
@@ -184,7 +192,8 @@ def test_exported_with_any_length(attention):
 @pytest.mark.parametrize("positions", ["xl", "rope"])
 def test_positions_compile_without_a_break(family, positions):
     torch.compiler.reset()
-    module, x = FAMILIES[family](self_attention=True, positions=positions), torch.randn(B, T, C)
+    module = FAMILIES[family](self_attention=True, positions=positions)
+    x = torch.randn(B, T, C)
     compiled = torch.compile(module, backend="aot_eager", fullgraph=True)
     torch.testing.assert_close(compiled(x), module(x))
 
@@ -222,7 +231,8 @@ def test_what_stands_in_for_a_linear_map_is_called(family, monkeypatch):
     x = torch.randn(B, T, C, dtype=torch.float64)
     assert names
     for name in names:
-        changed, expected = copy.deepcopy(module), copy.deepcopy(module)
+        changed = copy.deepcopy(module)
+        expected = copy.deepcopy(module)
         adapter = Adapter(changed.get_submodule(name))
         parent, _, own = name.rpartition(".")
         setattr(changed.get_submodule(parent), own, adapter)
@@ -258,8 +268,10 @@ def test_hooks_of_linear_maps_are_called(family, monkeypatch):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_pass_on_the_meta_device(family):
     with torch.device("meta"):
-        module, memory = FAMILIES[family](), torch.randn(B, S, C)
-        x, padding = torch.randn(B, T, C), torch.zeros(B, T, dtype=torch.bool)
+        module = FAMILIES[family]()
+        memory = torch.randn(B, S, C)
+        x = torch.randn(B, T, C)
+        padding = torch.zeros(B, T, dtype=torch.bool)
         many = torch.randn(2, 3000, C)
     out = module(x, padding=padding, causal=True)
     out.sum().backward()
@@ -269,9 +281,11 @@ def test_a_pass_on_the_meta_device(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_routings_come_with_the_output(family):
-    module, x = build(family), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     memory = torch.randn(B, S, C, dtype=torch.float64)
-    own, cross = module(x, with_routing=True), module(x, memory, with_routing=True)
+    own = module(x, with_routing=True)
+    cross = module(x, memory, with_routing=True)
     sides = [[routing.side for routing in routings] for _, routings in (own, cross)]
     two = ["queries", "keys"]
     expected = {"dense": [], "multi": [], "latent": [], "SwitchHead": two, "NAMOH": two}.get(
@@ -285,7 +299,8 @@ def test_routings_come_with_the_output(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_mask_and_causality_block_what_either_blocks(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     mask = torch.zeros(T, T, dtype=torch.bool)
     mask[3:, 1] = True
     both = module(x, mask=mask | FUTURE)
@@ -296,7 +311,8 @@ def test_a_mask_and_causality_block_what_either_blocks(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_weights_add_up_to_one(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     out, weights = module.with_weights(x, padding=PADDING, causal=True)
     torch.testing.assert_close(out[~PADDING], module(x, padding=PADDING, causal=True)[~PADDING])
     assert weights.shape == (B, module.num_heads if "MoH" not in family else 3, T, T)
@@ -328,12 +344,14 @@ def steps(sizes):
     ],
 )
 def test_stepwise_equals_the_whole(family, positions, how, sizes):
-    module, x = build(family, self_attention=True, positions=positions), torch.randn(B, T, C).double()
+    module = build(family, self_attention=True, positions=positions)
+    x = torch.randn(B, T, C).double()
     padding = {
         "no padding": torch.zeros(B, T, dtype=torch.bool),
         "left": torch.arange(T) < torch.tensor([[0], [2], [4]]),
     }.get(how, torch.arange(T) == torch.tensor([[T], [3], [5]]))
-    whole, cache = module(x, padding=padding, causal=True), module.new_cache()
+    whole = module(x, padding=padding, causal=True)
+    cache = module.new_cache()
     parts = []
     for start, end in steps(sizes):
         of_the_step = how == "step" or (how == "left" and start != 1)
@@ -347,8 +365,10 @@ def test_stepwise_equals_the_whole(family, positions, how, sizes):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_beam_and_a_trimmed_cache(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
-    cache, order = module.new_cache(), torch.tensor([2, 0, 0])
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    cache = module.new_cache()
+    order = torch.tensor([2, 0, 0])
     module(x[:, :3], causal=True, cache=cache)
     cache.reorder(order)
     mixed = torch.cat([x[order, :3], x[:, 3:]], 1)
@@ -367,9 +387,12 @@ def test_a_beam_and_a_trimmed_cache(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_memorys_keys_are_made_once(family):
     module = build(family)
-    x, memory = torch.randn(B, T, C, dtype=torch.float64), torch.randn(B, S, C, dtype=torch.float64)
-    padding, made = PADDING[:, :S], []
-    whole, cache = module(x, memory, padding=padding), module.new_cache()
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    memory = torch.randn(B, S, C, dtype=torch.float64)
+    padding = PADDING[:, :S]
+    made = []
+    whole = module(x, memory, padding=padding)
+    cache = module.new_cache()
     module.get_submodule(module.memory_projections[0]).register_forward_hook(lambda *_: made.append(1))
     for step in range(T):
         given = {"memory": memory} if step % 2 == 0 else {}
@@ -428,7 +451,8 @@ def test_what_would_not_be_read_is_refused(family, error, named, inputs, options
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_caches_of_others_are_refused(family):
-    module, x = FAMILIES[family](self_attention=True).eval(), torch.randn(B, T, C)
+    module = FAMILIES[family](self_attention=True).eval()
+    x = torch.randn(B, T, C)
     cache = module.new_cache()
     module(x, causal=True, cache=cache)
     for other, error in (
@@ -454,7 +478,8 @@ def test_caches_of_others_are_refused(family):
 
 def test_a_hash_chooses_by_the_ids_that_are_given():
     module = MixtureOfAttention(C, **EXPERTS, router_choice="hash", self_attention=True)
-    x, ids = torch.randn(B, T, C), torch.randint(0, 9, (B, T))
+    x = torch.randn(B, T, C)
+    ids = torch.randint(0, 9, (B, T))
     _, (routing,) = module(x, token_ids=ids, with_routing=True)
     chosen = dict(zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()))
     for token, experts in zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()):
@@ -492,7 +517,8 @@ def test_the_output_has_a_constant_factor(family):
 
 def test_all_experts_with_even_gates_times_k_are_multi_query_attention():
     """The output matrices of the experts, side by side, are the dense one (MoA Eq. 6)."""
-    experts, width = 5, 4
+    experts = 5
+    width = 4
     sizes = dict(num_experts=experts, experts_per_token=experts, expert_dim=width)
     mixture = MixtureOfAttention(
         C, **sizes, router_gates="uniform", output_scale=experts, self_attention=True
@@ -522,7 +548,8 @@ def test_what_a_layer_is_built_with_is_read():
                 family(**options)
     with pytest.raises(UserError, match="router_choice any"):
         SwitchHeadAttention(C, router_choice="any")
-    x, memory = torch.randn(B, T, C), torch.randn(B, S, 10)
+    x = torch.randn(B, T, C)
+    memory = torch.randn(B, S, 10)
     for module, inputs, named in (
         (DenseAttention(C, 4, kdim=10, vdim=10), (x,), "give memory"),
         (DenseAttention(C, 4, kdim=10), (x, memory), "two inputs"),
@@ -534,14 +561,16 @@ def test_what_a_layer_is_built_with_is_read():
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_of_no_token_and_a_memory_that_was_written_to(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     cache = module.new_cache()
     whole = module(x, padding=PADDING, causal=True)
     for start, end in ((0, 3), (3, 3), (3, T)):
         out = module(x[:, start:end], padding=PADDING[:, :end], causal=True, cache=cache)
         real = ~PADDING[:, start:end]
         torch.testing.assert_close(out[real], whole[:, start:end][real])
-    cross, memory = build(family), torch.randn(B, S, C, dtype=torch.float64)
+    cross = build(family)
+    memory = torch.randn(B, S, C, dtype=torch.float64)
     cache = cross.new_cache()
     cross(x, memory, cache=cache)
     memory += 1
@@ -564,7 +593,8 @@ def test_settings_are_given_once():
 @pytest.mark.parametrize("family", FAMILIES)
 def test_made_on_the_meta_device(family, positions, filled):
     options = dict(self_attention=True, positions=positions)
-    module, x = build(family, **options).float(), torch.randn(B, T, C)
+    module = build(family, **options).float()
+    x = torch.randn(B, T, C)
     with torch.device("meta"):
         other = FAMILIES[family](**options)
     if filled == "to_empty":
@@ -601,7 +631,8 @@ def test_differentiated_twice(family):
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_func(family):
-    module, x = build(family, self_attention=True), torch.randn(B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     weights = dict(module.named_parameters())
 
     def loss(weights, x):
@@ -620,7 +651,8 @@ def test_torch_func(family):
 @pytest.mark.parametrize("family", FAMILIES)
 def test_torch_func_maps_and_pushes_forward(family):
     """Padding is mapped, too, which masks of every kind are made of."""
-    module, x = build(family, self_attention=True), torch.randn(2, B, T, C, dtype=torch.float64)
+    module = build(family, self_attention=True)
+    x = torch.randn(2, B, T, C, dtype=torch.float64)
     padding = torch.stack([PADDING, PADDING.roll(1, 0)])
     for causal in (False, True):
 
@@ -655,7 +687,9 @@ def test_torch_func_maps_and_pushes_forward(family):
     ],
 )
 def test_python_calls_of_a_pass(family, most, files):
-    module, x, seen = FAMILIES[family](self_attention=True).eval(), torch.randn(2, 27, C), []
+    module = FAMILIES[family](self_attention=True).eval()
+    x = torch.randn(2, 27, C)
+    seen = []
 
     def note(frame, event, argument):
         if event == "call" and "moa_fairseq" in Path(frame.f_code.co_filename).parts:

@@ -11,7 +11,8 @@ from time_first import MixtureOfAttention, SwitchHeadAttention
 from moa_fairseq.layers.positions import HalfRotaryPositions, RelativePositions, RotaryPositions
 from moa_fairseq.plugin.forward_context import forward_context
 
-C, D = 10, 4
+C = 10
+D = 4
 
 
 def positions(groups, seed=0):
@@ -30,7 +31,8 @@ def loop(found, q, k, first_query):
     """Dai et al., section 3.3: terms (a) to (d) of every pair, over the root of D. float64."""
     batch, heads, tgt_len, _ = q.shape
     groups = found.key_heads
-    q, k = q.double(), k.double()
+    q = q.double()
+    k = k.double()
     w, u, v = (p.double() for p in (found.projection.weight, found.content_bias, found.position_bias))
     scores = torch.empty(batch, heads, tgt_len, k.size(2), dtype=torch.float64)
     for i in range(tgt_len):
@@ -64,7 +66,8 @@ def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, 
     exact = loop(found, q, k, first)
     close = dict(rtol=1e-3, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
     torch.testing.assert_close(scores, exact.to(dtype), **close)
-    inputs, upstream = [q, k, *found.parameters()], torch.randn(scores.shape, generator=g, dtype=dtype)
+    inputs = [q, k, *found.parameters()]
+    upstream = torch.randn(scores.shape, generator=g, dtype=dtype)
     for grad, exact_grad in zip(
         torch.autograd.grad(scores, inputs, upstream), torch.autograd.grad(exact, inputs, upstream.double())
     ):
@@ -131,7 +134,8 @@ def test_a_carried_context_equals_one_long_pass(attention, positions, need_weigh
 
 def test_projections_learn_from_the_context(attention):
     module = attention("xl")
-    before, now = torch.randn(3, 1, C, requires_grad=True), torch.randn(2, 1, C)
+    before = torch.randn(3, 1, C, requires_grad=True)
+    now = torch.randn(2, 1, C)
     with forward_context(carried=before):
         out, _ = module(*[now] * 3, attn_mask=causal(2))
     assert torch.autograd.grad(out.sum(), before)[0].abs().sum() > 0
@@ -139,7 +143,8 @@ def test_projections_learn_from_the_context(attention):
 
 def test_half_a_head_may_be_turned():
     """The first 4 of 11 numbers as RoPE of size 4, the others as they are."""
-    q, k = torch.randn(2, 3, 5, 11), torch.randn(2, 1, 5, 11)
+    q = torch.randn(2, 3, 5, 11)
+    k = torch.randn(2, 1, 5, 11)
     got = HalfRotaryPositions(11).rotate(q, k, 7)
     whole = RotaryPositions(4).rotate(q[..., :4], k[..., :4], 7)
     for mine, turned, given in zip(got, whole, (q, k)):
@@ -149,7 +154,8 @@ def test_half_a_head_may_be_turned():
 def test_costs_count_the_distances():
     module = ATTENTIONS["dense"](self_attention=True, positions="xl")
     plain = ATTENTIONS["dense"](self_attention=True)
-    with_xl, without = module.macs(5, 8), plain.macs(5, 8)
+    with_xl = module.macs(5, 8)
+    without = plain.macs(5, 8)
     assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D
     assert without == {"router": 0, "projections": (2 * 5 + 2 * 8) * C * 2 * D, "scores": 2 * 5 * 8 * 2 * D}
@@ -157,7 +163,8 @@ def test_costs_count_the_distances():
 
 def test_sinusoids_made_in_inference_mode_do_not_reach_training():
     """They are kept for all layers, and autograd refuses tensors of that mode."""
-    found, q = positions(1), torch.randn(1, 1, 3, D)
+    found = positions(1)
+    q = torch.randn(1, 1, 3, D)
     with torch.inference_mode():
         found.bias(q, 41, 38)
     found.bias(q, 41, 38).sum().backward()

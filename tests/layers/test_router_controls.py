@@ -13,7 +13,9 @@ from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-C, E, K = 12, 5, 2
+C = 12
+E = 5
+K = 2
 IDS = torch.tensor([[7, 4, 7, 9], [4, 8, 11, 7]])
 
 
@@ -29,7 +31,8 @@ def rows():
 
 @pytest.mark.parametrize("per_token", [K, E])
 def test_uniform_gates_are_one_kth_and_the_router_has_no_gradient(per_token):
-    module, x = moa(router_gates="uniform", experts_per_token=per_token), rows()
+    module = moa(router_gates="uniform", experts_per_token=per_token)
+    x = rows()
     with collect_routings() as decisions:
         module(x, x, x)[0].sum().backward()
     decision = decisions[0][1]
@@ -50,7 +53,8 @@ def test_even_gates_are_those_of_equal_logits_for_other_settings_too():
 
 
 def test_a_frozen_router_stays_random():
-    module, x = moa(router_choice="frozen"), rows()
+    module = moa(router_choice="frozen")
+    x = rows()
     out, _ = module(x, x, x)
     before = module.router.projection.weight.clone()
     optimizer = torch.optim.AdamW(module.parameters(), lr=0.1, weight_decay=0.5)
@@ -65,7 +69,8 @@ def test_a_frozen_router_stays_random():
 def test_all_sets_of_experts_are_equally_likely_and_modules_differ():
     one, other = (TopKRouter(C, MoASettings(E, K, router_choice="hash")).token_hash for _ in range(2))
     ids = torch.arange(20_000).view(100, 200)
-    first, second = one(ids), other(ids)
+    first = one(ids)
+    second = other(ids)
     assert (first[:, 0] != first[:, 1]).all()
     pairs = torch.bincount(first[:, 0] * E + first[:, 1], minlength=E * E).view(E, E)
     off_diagonal = pairs[~torch.eye(E, dtype=torch.bool)]
@@ -75,7 +80,8 @@ def test_all_sets_of_experts_are_equally_likely_and_modules_differ():
 
 
 def test_a_hash_is_saved_and_copied_with_its_module():
-    module, fresh = moa(router_choice="hash"), moa(router_choice="hash")
+    module = moa(router_choice="hash")
+    fresh = moa(router_choice="hash")
     fresh.router.reset_parameters()
     x = rows()
     fresh.load_state_dict(module.state_dict())
@@ -88,7 +94,8 @@ def test_a_hash_is_saved_and_copied_with_its_module():
 
 
 def test_a_hash_needs_the_ids():
-    module, x = moa(router_choice="hash"), rows()
+    module = moa(router_choice="hash")
+    x = rows()
     with pytest.raises(UserError, match="router_choice hash"):
         module(x, x, x)
     with (

@@ -32,7 +32,8 @@ def build(noise=False, dtype=torch.float32):
 
 
 def test_noise_is_drawn_in_training_only():
-    router, x = build(noise=True), torch.randn(9, 16)
+    router = build(noise=True)
+    x = torch.randn(9, 16)
     assert not torch.equal(router(x).logits, router(x).logits)
     router.eval()
     assert torch.equal(router(x).logits, router(x).logits)
@@ -49,7 +50,8 @@ def test_noise_begins_with_zeros_however_matrices_are_drawn():
 
 
 def test_padding_has_zero_gates_and_sends_no_gradient():
-    router, x = build(), torch.randn(4, 16, requires_grad=True)
+    router = build()
+    x = torch.randn(4, 16, requires_grad=True)
     padding = torch.tensor([False, True, False, True])
     gate = router(x, padding).gates
     gate.square().sum().backward()
@@ -124,12 +126,15 @@ def test_under_autocast_the_routers_gradient_is_not_rounded():
 def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arithmetic(sizes):
     """Bytes kept for the backward pass per multiply-accumulate; a float32 copy of the input shows."""
     per_token, experts, dim = sizes
-    width, length, batch = 512, 32, 8
+    width = 512
+    length = 32
+    batch = 8
     module = MixtureOfAttention(
         width, num_experts=experts, experts_per_token=per_token, expert_dim=dim, self_attention=True
     ).bfloat16()
     x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
-    kept, tokens = kept_bytes(module, x), length * batch
+    kept = kept_bytes(module, x)
+    tokens = length * batch
     macs = 2 * (per_token + 1) * dim * width + experts * width + 2 * length * per_token * dim
     inner = macs / (4 * width + 2 * length)  # dense attention with as many keeps its input, q, k, v, result
     dense = 2 * (width + 4 * inner)
@@ -138,7 +143,10 @@ def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arith
 
 def test_what_switchhead_keeps_does_not_grow_with_k():
     """Never a row of width C per slot: indices (8 bytes) and gates (a few floats) for each head and side."""
-    width, heads, tokens, kept = 12, 2, 128, {}
+    width = 12
+    heads = 2
+    tokens = 128
+    kept = {}
     for k in (2, 6):
         sizes = dict(switchhead_heads=heads, expert_dim=6, num_experts=8, experts_per_token=k)
         module = SwitchHeadAttention(width, **sizes, self_attention=True)
@@ -147,7 +155,8 @@ def test_what_switchhead_keeps_does_not_grow_with_k():
 
 
 def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(monkeypatch):
-    sort, sorts = torch.sort, []
+    sort = torch.sort
+    sorts = []
     monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
     monkeypatch.setitem(every_expert._STEP, "cpu", -1)
     sizes = dict(num_experts=4, expert_dim=4, expert_backend="grouped", self_attention=True)
@@ -167,7 +176,8 @@ def test_logits_of_half_precision_are_those_of_float64(weights):
     x = torch.randn(40, 16).bfloat16().requires_grad_()
     linear = WideLinear(16, 6).to(weights)
     weight = linear.weight
-    logits, upstream = linear(x), torch.randn(40, 6)
+    logits = linear(x)
+    upstream = torch.randn(40, 6)
     leaves = [leaf.detach().double().requires_grad_() for leaf in (x, weight)]
     exact = leaves[0] @ leaves[1].t()
     torch.testing.assert_close(logits.double(), exact, atol=1e-5, rtol=1e-5)
@@ -209,7 +219,8 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
         "NAMOH": lambda: NativeMixtureOfHeads(8, **balance, encoder_decoder_attention=True),
         "MAE": lambda: MixtureOfAttentiveExperts(8, 4, encoder_decoder_attention=True),
     }[kind]()
-    x, memory = torch.randn(5, 2, 8), torch.randn(7, 2, 8)
+    x = torch.randn(5, 2, 8)
+    memory = torch.randn(7, 2, 8)
     attention(x, memory, memory)
     running_statistics = running_statistics_of(attention)
     before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
@@ -221,7 +232,10 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
 
 
 def test_the_fused_router_reads_the_weight_of_an_untouched_projection_alone(monkeypatch):
-    router, x, asked, seen = build(), torch.randn(5, 16), [], []
+    router = build()
+    x = torch.randn(5, 16)
+    asked = []
+    seen = []
     router.may_fuse = True
     monkeypatch.setattr(routers, "top_k_routing", lambda *options: asked.append(options))
     router(x)
@@ -253,7 +267,8 @@ def test_a_rule_of_ones_own_is_never_the_kernels(monkeypatch):
     monkeypatch.setattr(routers, "CHOICES", (*routers.CHOICES, "by place"))
     monkeypatch.setitem(routers.RENORMALIZATIONS, "first", lambda chosen: chosen[:1])
     monkeypatch.setattr(routers, "resolve_backend", lambda name: "triton")
-    x, padding = torch.randn(5, 8), torch.zeros(5, dtype=torch.bool)
+    x = torch.randn(5, 8)
+    padding = torch.zeros(5, dtype=torch.bool)
     router = TopKRouter(8, MoASettings(4, 2, router_choice="by place"))
     assert not router.may_fuse and torch.equal(router(x, padding).expert_ids, places)
     with pytest.raises(UserError, match="by place"):

@@ -93,7 +93,8 @@ def test_sums_of_many_are_the_equations_of_each(kind):
     assert sorted(sums.order) == list(range(len(decisions)))
     together = computed(sums)
     for row, place in enumerate(sums.order):
-        expected, alone = by_hand(decisions[place]), computed(decisions[place])
+        expected = by_hand(decisions[place])
+        alone = computed(decisions[place])
         for key, value in expected.items():
             assert together[key][row].item() == pytest.approx(value, rel=1e-9, abs=1e-12), (key, place)
             assert alone[key].shape == () and alone[key].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
@@ -103,7 +104,8 @@ def test_sums_of_many_are_the_equations_of_each(kind):
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_of_many_are_those_of_each(kind, loss):
     weights = [1.0, 2.0, -3.0, 0.5, 1.0, 1.5]
-    together, apart = lengths_of(kind), lengths_of(kind)
+    together = lengths_of(kind)
+    apart = lengths_of(kind)
     (sums,) = RoutingSums.by_kind(together)
     (loss(sums) * torch.tensor([weights[place] for place in sums.order])).sum().backward()
     sum(weight * loss(decision) for weight, decision in zip(weights, apart)).backward()
@@ -150,7 +152,8 @@ def test_sums_are_exact_under_autocast():
     """Half precision would count 257 tokens as 256."""
     decision = decide(600, chosen=1, padded=3)
     with torch.autocast("cpu", torch.bfloat16):
-        counts, values = decision.expert_counts, computed(decision)
+        counts = decision.expert_counts
+        values = computed(decision)
     assert counts.sum() == 597 and values["z_loss"].dtype == torch.float32
     for key, value in computed(decision).items():
         assert torch.equal(values[key], value), key
@@ -167,7 +170,8 @@ def test_z_loss_survives_large_logits():
 )
 def test_padding_is_ignored_whatever_it_contains(loss, content):
     plain = decide(6, seed=3)
-    decisions, leaves = [], []
+    decisions = []
+    leaves = []
     for padding in (None, torch.arange(9) > 5):
         rows = (x.detach() for x in (plain.expert_ids, plain.gates, plain.probs, plain.logits))
         if padding is not None:

@@ -23,7 +23,8 @@ def random(*shape, seed=0):
 
 def literal(q, k, v, bias, padding):
     """One query head after the other; head i reads key head i mod G."""
-    outs, weights = [], []
+    outs = []
+    weights = []
     for i in range(q.size(1)):
         scores = q[:, i] @ k[:, i % k.size(1)].transpose(1, 2) / math.sqrt(q.size(-1))
         if bias is not None:
@@ -39,7 +40,9 @@ def literal(q, k, v, bias, padding):
 @pytest.mark.parametrize("bias_shape", [None, (1, 1), (1, 6), (3, 1), (3, 6)])
 @pytest.mark.parametrize("padded", [False, True])
 def test_attend(groups, bias_shape, padded):
-    q, k, v = random(3, 6, 4, 8), random(3, groups, 5, 8), random(3, groups, 5, 8, seed=1)
+    q = random(3, 6, 4, 8)
+    k = random(3, groups, 5, 8)
+    v = random(3, groups, 5, 8, seed=1)
     bias = None if bias_shape is None else random(*bias_shape, 4, 5)
     padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if padded else None
     expected, weights = literal(q, k, v, bias, padding)
@@ -51,8 +54,11 @@ def test_attend(groups, bias_shape, padded):
 
 
 def test_attend_reads_keys_once_for_a_beam():
-    q, k, v = random(6, 4, 1, 8), random(2, 2, 5, 8), random(2, 2, 5, 8, seed=1)
-    bias, padding = random(6, 4, 1, 5), torch.arange(5)[None] >= torch.tensor([[5], [3]])
+    q = random(6, 4, 1, 8)
+    k = random(2, 2, 5, 8)
+    v = random(2, 2, 5, 8, seed=1)
+    bias = random(6, 4, 1, 5)
+    padding = torch.arange(5)[None] >= torch.tensor([[5], [3]])
     copies = [t.repeat_interleave(3, 0) for t in (k, v, padding)]
     expected = literal(q, *copies[:2], bias, copies[2])
     masks = Masks(padding=padding)
@@ -63,7 +69,9 @@ def test_attend_reads_keys_once_for_a_beam():
 @pytest.mark.parametrize("dim", [2, 3, 6, 7, 25])
 def test_rope_is_the_literal_rotation(dim):
     """Su et al. Eq. 34: a block of cos and sin for each pair of numbers; the last of an odd width stays."""
-    length, first, pairs = 5, 3, dim // 2
+    length = 5
+    first = 3
+    pairs = dim // 2
     x = random(2, 3, length, dim)
     turned, _ = RotaryPositions(dim).rotate(x, x, first)
     for position in range(length):
@@ -79,7 +87,9 @@ def test_rope_is_the_literal_rotation(dim):
 
 @pytest.mark.parametrize("dim", [8, 9])
 def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
-    q, k, rope = random(1, 1, 4, dim), random(1, 1, 4, dim, seed=1), RotaryPositions(dim).half()
+    q = random(1, 1, 4, dim)
+    k = random(1, 1, 4, dim, seed=1)
+    rope = RotaryPositions(dim).half()
     scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
     torch.testing.assert_close(*scores)
     halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
@@ -94,7 +104,8 @@ def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
 def test_padding_only_whatever_padded_keys_hold(dtype):
     """A padded row gives zeros, its keys and values get no gradient, and not-a-number in them stays there."""
     q, k, v = (random(3, heads, 5, 8, seed=heads).to(dtype) for heads in (4, 1, 2))
-    k, v = k.expand(-1, 2, -1, -1).clone(), v.clone()
+    k = k.expand(-1, 2, -1, -1).clone()
+    v = v.clone()
     padding = torch.tensor([[False] * 5, [False] * 2 + [True] * 3, [True] * 5])
     v[1, :, 3] = math.nan
     leaves = [t.requires_grad_() for t in (q, k, v)]
@@ -126,7 +137,9 @@ def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(mo
     assert is_right_padded(right, True) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool), True)
     for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
         assert not is_right_padded(left, True)
-    q, k, v = random(3, 4, 6, 8), random(3, 1, 6, 8), random(3, 1, 6, 8, seed=1)
+    q = random(3, 4, 6, 8)
+    k = random(3, 1, 6, 8)
+    v = random(3, 1, 6, 8, seed=1)
     mask = torch.triu(torch.full((6, 6), -math.inf, dtype=torch.float64), 1)
     expected = attend(q, k, v, Masks(mask, right))
     flags = []
@@ -159,7 +172,9 @@ def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(mo
 
 def test_few_long_sentences_get_copies_of_shared_keys(monkeypatch):
     """Enough programs in a GPU's backward pass; the result is the same."""
-    q, k, v = random(2, 4, 130, 8), random(2, 1, 130, 8), random(2, 1, 130, 8, seed=1)
+    q = random(2, 4, 130, 8)
+    k = random(2, 1, 130, 8)
+    v = random(2, 1, 130, 8, seed=1)
     folded = attend(q, k, v)
     heads = []
 
@@ -195,7 +210,9 @@ def test_cudnns_attention_is_left_out_unless_asked_for():
 
 def test_dropout_acts_where_weights_are_asked_for_too():
     """The weights that are returned are from before it."""
-    q, k, v = random(2, 4, 6, 8), random(2, 2, 6, 8), random(2, 2, 6, 8, seed=1)
+    q = random(2, 4, 6, 8)
+    k = random(2, 2, 6, 8)
+    v = random(2, 2, 6, 8, seed=1)
     out, weights = attend_with_weights(q, k, v)
     torch.manual_seed(0)
     dropped = torch.stack([attend_with_weights(q, k, v, dropout=0.5)[0] for _ in range(400)])
@@ -217,7 +234,8 @@ def test_cudnn_stays_off_until_the_last_thread_has_left_it_out():
     before = enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
     try:
-        first, second = without_cudnn_attention(), without_cudnn_attention()
+        first = without_cudnn_attention()
+        second = without_cudnn_attention()
         first.__enter__()
         second.__enter__()
         first.__exit__(None, None, None)

@@ -70,10 +70,12 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
 def test_the_batchs_own_statistics_are_batch_normalisation():
     """torch's, with gradients, over the real rows, while the gate learns; else the running statistics."""
     torch.manual_seed(0)
-    gate, reference = SequenceGate(5, 4, dropout=0.0, norm="batch").double(), torch.nn.BatchNorm1d(5).double()
+    gate = SequenceGate(5, 4, dropout=0.0, norm="batch").double()
+    reference = torch.nn.BatchNorm1d(5).double()
     x = (torch.randn(9, 5, dtype=torch.float64) * 3 + 7).requires_grad_()
     real = torch.arange(9) < 6
-    out, expected = gate.norm(x, real, observe=True, own=gate.learns)[:6], reference(x[:6])
+    out = gate.norm(x, real, observe=True, own=gate.learns)[:6]
+    expected = reference(x[:6])
     torch.testing.assert_close(out, expected)
     upstream = torch.randn(6, 5, dtype=torch.float64)
     inputs = ([x, gate.norm.weight, gate.norm.bias], [x, reference.weight, reference.bias])
@@ -134,7 +136,9 @@ def test_means_of_a_window(window, padded):
     if window is None:
         torch.testing.assert_close(sequence_mean(x.double(), padding), expected[:, -1])
     for sizes in ([1] * 13, [4, 1, 1, 7], [9, 4]):
-        cache, parts, start = {}, [], 0
+        cache = {}
+        parts = []
+        start = 0
         for size in sizes:
             step = slice(start, start + size)
             mask = None if padding is None else padding[:, step]
@@ -146,7 +150,8 @@ def test_means_of_a_window(window, padded):
 @pytest.mark.parametrize("large", [1e7, 3e38, math.inf, math.nan])
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_what_has_left_the_window_leaves_no_trace(stepwise, large):
-    window, x = 4, torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(1))
+    window = 4
+    x = torch.randn(1, 30, 3, generator=torch.Generator().manual_seed(1))
     spoilt = x.clone()
     spoilt[0, 5] = large
     if stepwise:
@@ -188,7 +193,8 @@ def inverse_cdf(draw, name, probs):
 def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(experts):
     probs = walk(30, 4000, experts)
     draw = ExpertDraw(torch.arange(4000), 1, 3)
-    chosen, other = draw.choose("decoder.a", probs), inverse_cdf(draw, "decoder.a", probs)
+    chosen = draw.choose("decoder.a", probs)
+    other = inverse_cdf(draw, "decoder.a", probs)
     # every position's expert still follows that position's gate (99.9 % quantiles of chi-square)
     for position in (0, 11, 29):
         expected = probs[:, position].double().sum(0)
@@ -217,7 +223,8 @@ def test_draws_depend_on_seed_update_sequence_and_module_only():
     for other in (ExpertDraw(ids, 2, 5), ExpertDraw(ids, 1, 6), ExpertDraw(ids + 1, 1, 5)):
         assert not torch.isclose(other.uniform("a"), u, atol=1e-3).any()
     assert not torch.isclose(draw.uniform("b"), u, atol=1e-3).any()
-    one, other = ExpertDraw(ids, 1, 6).uniform("a"), ExpertDraw(ids, 2, 5).uniform("a")
+    one = ExpertDraw(ids, 1, 6).uniform("a")
+    other = ExpertDraw(ids, 2, 5).uniform("a")
     assert not torch.isclose(one, other, atol=1e-3).any()  # the next seed is not the next update
     many = torch.stack([ExpertDraw(torch.arange(4000), 1, n).uniform("a") for n in range(4)])
     assert torch.corrcoef(many).fill_diagonal_(0).abs().max() < 0.06  # 4 standard errors

@@ -27,7 +27,8 @@ def relative_error(found, exact):
 @every_pair
 def test_gradients_of_each_sequence_by_torch_func(family, name):
     module = build(family, name)
-    x, upstream = inputs(module, B, 2, T), inputs(module, 2, T)
+    x = inputs(module, B, 2, T)
+    upstream = inputs(module, 2, T)
     weights = {key: weight for key, weight in module.named_parameters() if weight.requires_grad}
 
     def loss(weights, x):
@@ -77,8 +78,11 @@ def test_made_on_the_meta_device(family, name):
 def test_autocast_whole_and_step_by_step(family, name):
     """Angles, norms and routers stay wide; what the bfloat16 of a product loses is all that is lost."""
     module = build(family, name)
-    narrow, x = copy.deepcopy(module).float(), inputs(module)
-    exact, cache, steps = module(x, causal=True), narrow.new_cache(), []
+    narrow = copy.deepcopy(module).float()
+    x = inputs(module)
+    exact = module(x, causal=True)
+    cache = narrow.new_cache()
+    steps = []
     with torch.autocast("cpu", torch.bfloat16):
         assert relative_error(narrow(x.float(), causal=True), exact) < 0.03
         for t in range(T):

@@ -12,7 +12,10 @@ from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.plugin.fairseq_call import FairseqSigmaMoE
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-C, E, K, D = 12, 6, 3, 5
+C = 12
+E = 6
+K = 3
+D = 5
 
 
 def build(backend="grouped", kind=SigmaMoE, **sizes):
@@ -53,7 +56,8 @@ def test_output_and_every_gradient_equal_the_dense_sum(shape, sizes, backend):
     x = torch.randn(*shape, C, requires_grad=True)
     upstream = torch.randn(*shape, C)
     inputs = [x, *module.parameters()]
-    out, expected = module(x), exact(module, x)
+    out = module(x)
+    expected = exact(module, x)
     torch.testing.assert_close(out.double(), expected, rtol=1e-4, atol=1e-5)
     grads = torch.autograd.grad(out, inputs, upstream)
     for grad, wanted in zip(grads, torch.autograd.grad(expected, inputs, upstream.double())):
@@ -61,7 +65,9 @@ def test_output_and_every_gradient_equal_the_dense_sum(shape, sizes, backend):
 
 
 def test_padding_gives_zeros_and_counts_for_nothing():
-    module, x = build(), torch.randn(4, 2, C)  # [T, B, C]
+    # [T, B, C]
+    module = build()
+    x = torch.randn(4, 2, C)
     padding = torch.tensor([[False] * 4, [False, True, True, True]])
     expected = exact(module, x, padding)
     out, (routing,) = module(x.transpose(0, 1), padding, with_routing=True)

@@ -21,7 +21,9 @@ from moa_fairseq.layers import (
     SwitchHeadAttention,
 )
 
-C, B, LONGEST = 12, 3, 24
+C = 12
+B = 3
+LONGEST = 24
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 6}
 MOH = partial(MixtureOfHeads, 24, 4, moh_shared_heads=1, experts_per_token=2)
 FAMILIES = {
@@ -60,7 +62,8 @@ def steps(module, seed):
     """Calls of both caches with one random pattern: tokens, padding, masks, orders, lengths to go back to."""
     choose = random.Random(seed)
     random_rows = torch.Generator().manual_seed(seed)
-    growing, static = module.new_cache(), module.new_cache(batch=B, max_length=LONGEST)
+    growing = module.new_cache()
+    static = module.new_cache(batch=B, max_length=LONGEST)
     padding = torch.zeros(B, 0, dtype=torch.bool)
     calls = 0
     while calls < 5:
@@ -123,7 +126,8 @@ def test_it_takes_the_bytes_that_are_stated(family):
 
 
 def test_what_it_cannot_hold_is_refused():
-    module, x = build("MoA", {}), torch.randn(B, 2, C, dtype=torch.float64)
+    module = build("MoA", {})
+    x = torch.randn(B, 2, C, dtype=torch.float64)
     for attention in (MixtureOfAttentiveExperts(C, 4, causal=True), NativeMixtureOfHeads(C, **EXPERTS)):
         with pytest.raises(UserError, match=f"max_length=9.*{type(attention).__name__}"):
             attention.new_cache(batch=B, max_length=9)
@@ -183,7 +187,8 @@ def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
     module = build(family, {"positions": "rope", "query_key_norm": "head", "window": 50})
     counter = CompileCounter()
     step = torch.compile(module, backend=counter, fullgraph=True)
-    growing, static = module.new_cache(), module.new_cache(batch=batch, max_length=210)
+    growing = module.new_cache()
+    static = module.new_cache(batch=batch, max_length=210)
     x = torch.randn(batch, 7, module.embed_dim, dtype=torch.float64)
     for cache in (growing, static):
         module(x, causal=True, cache=cache)

@@ -13,7 +13,11 @@ from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 from moa_fairseq.layers.switchhead import SwitchHeadSettings
 from moa_fairseq.plugin.forward_context import collect_routings
 
-C, H, D, E, K = 12, 2, 6, 4, 2
+C = 12
+H = 2
+D = 6
+E = 4
+K = 2
 
 
 def build(seed=0, dtype=torch.float32, **settings):
@@ -58,7 +62,8 @@ def test_shared_selection_makes_one_decision():
 
 def test_initial_weights_are_the_papers():
     torch.manual_seed(0)
-    scale, width = 0.5, 256
+    scale = 0.5
+    width = 256
     sizes = dict(switchhead_heads=2, expert_dim=32, num_experts=5, experts_per_token=2)
     module = SwitchHeadAttention(width, **sizes, self_attention=True, positions="xl")
     init_fan_in_normal_(module, scale)

@@ -41,7 +41,8 @@ class Planted:
 
 @pytest.mark.parametrize("legacy", [False, True])
 def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(tmp_path, legacy):
-    path, marker = tmp_path / "planted.pt", tmp_path / "marker"
+    path = tmp_path / "planted.pt"
+    marker = tmp_path / "marker"
     state = {"args": argparse.Namespace(arch="x"), "cfg": None, "model": {"w": torch.arange(4.0)}}
     torch.save(state, path, _use_new_zipfile_serialization=not legacy)
     loaded = fairseq_compat.load_checkpoint(path)
@@ -169,7 +170,8 @@ def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, pr
         done = fairseq.train(toy_data, tmp_path, *flags, "--max-epoch", epochs, arch="mae_transformer_tiny")
     assert "Loading EMA from checkpoint" in done.stdout + done.stderr
     state = fairseq_compat.load_checkpoint(tmp_path / "checkpoint_last.pt")
-    averaged, count = state["extra_state"]["ema"], "encoder.layers.0.self_attn.gate.norm.num_batches_tracked"
+    averaged = state["extra_state"]["ema"]
+    count = "encoder.layers.0.self_attn.gate.norm.num_batches_tracked"
     assert averaged.keys() == state["model"].keys() and averaged[count] > 0
     weight = "encoder.layers.0.self_attn.gate.fc2.weight"
     assert not torch.equal(averaged[weight], state["model"][weight])
@@ -232,7 +234,8 @@ def test_a_training_that_diverges_names_the_flags_that_help(story, diverged, cap
 def test_the_module_that_made_a_nan_is_named(build_trainer, caplog):
     """An encoder returns a dict of lists, in which torch's backward hooks find no tensor."""
     trainer, batches = build_trainer(arch="transformer_tiny", task="translation")
-    model, sample = trainer.get_model(), batches[0]
+    model = trainer.get_model()
+    sample = batches[0]
 
     def spoil(module, inputs, output):
         output.register_hook(lambda grad: grad * np.nan)

@@ -45,10 +45,12 @@ def waits_of(build_trainer, toy_wiki_data, monkeypatch, as_by_triton):
     def run(name, layers):
         arch, task, flags = MODELS[name]
         if task == "masked_lm":
-            model, data = ("--encoder-layers", layers), {"data": toy_wiki_data}
+            model = ("--encoder-layers", layers)
+            data = {"data": toy_wiki_data}
         else:
             model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
-            model, data = (*model, "--label-smoothing", 0.1), {}
+            model = (*model, "--label-smoothing", 0.1)
+            data = {}
             if arch == "transformer":
                 model = (*model, "--decoder-embed-dim", 16)
         trainer, batches = build_trainer(*flags, arch=arch, task=task, model=model, **data)
@@ -69,7 +71,8 @@ def waits_of(build_trainer, toy_wiki_data, monkeypatch, as_by_triton):
 @pytest.mark.parametrize("name", [name for name in MODELS if "dense" not in name])
 def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits_of, name):
     """One copy of all that the routers log."""
-    one, three = waits_of(name, 1), waits_of(name, 3)
+    one = waits_of(name, 1)
+    three = waits_of(name, 3)
     assert one.total() == three.total(), listed(three - one)
     dense = waits_of("dense masked" if "masked" in name else "dense", 1)
     own = 3 if name == "mae, joint" else 0  # the norm of the gates' gradients, and twice whether it is finite
@@ -99,9 +102,12 @@ def test_no_model_waits_for_the_device(build_trainer, toy_wiki_data, monkeypatch
     task = "language_modeling" if language else "translation_bcd" if "mae" in arch else "translation"
     model = ("--decoder-layers", 2) if language else ("--encoder-layers", 1, "--decoder-layers", 2)
     if language:
-        criterion, data = ("--criterion", "cross_entropy", "--tokens-per-sample", 24), {"data": toy_wiki_data}
+        criterion = ("--criterion", "cross_entropy", "--tokens-per-sample", 24)
+        data = {"data": toy_wiki_data}
     else:
-        criterion, data, model = TRANSLATION, {}, (*model, "--share-all-embeddings")
+        criterion = TRANSLATION
+        data = {}
+        model = (*model, "--share-all-embeddings")
     trainer, batches = build_trainer(*criterion, *flags, arch=arch, task=task, model=model, **data)
     assert language or any(batch["net_input"]["src_tokens"].eq(1).any() for batch in batches)
 
@@ -146,7 +152,8 @@ def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
         model = ("--encoder-layers", depth, "--decoder-layers", depth, "--share-all-embeddings")
         flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
         trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
-        models, words = [trainer.get_model().eval()], trainer.task.target_dictionary
+        models = [trainer.get_model().eval()]
+        words = trainer.task.target_dictionary
         generator = SequenceGenerator(models, words, beam_size=2, max_len_a=0, max_len_b=2)
         with torch.no_grad(), host_waits() as places:
             generator.generate(models, batches[0])
@@ -166,7 +173,9 @@ def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trai
     flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
     sizes = ("--encoder-layers", 1, "--decoder-layers", 3, "--share-all-embeddings")
     trainer, _ = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=sizes)
-    model, told, asked = trainer.get_model(), [], []
+    model = trainer.get_model()
+    told = []
+    asked = []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda *_: told.append(current_context().right_padded))
     ask = host_tokens.is_right_padded

@@ -65,7 +65,8 @@ def differs(script):
 
 
 def test_every_rule_of_normalization_has_a_recorded_line(monkeypatch):
-    rules, unseen = normalize._normalization_rules, []
+    rules = normalize._normalization_rules
+    unseen = []
     for rule in dict.fromkeys([*rules("de", "current"), *rules("en", "current")]):
 
         def others(lang, edition, rule=rule):

@@ -30,7 +30,8 @@ class ParityAttention(Attention):
         routing = self.route(call)
         k = v = None  # where the cache has them
         if call.memory is not None:
-            k, v = self.split(self.k_proj(call.memory)), self.split(self.v_proj(call.values))
+            k = self.split(self.k_proj(call.memory))
+            v = self.split(self.v_proj(call.values))
         heads, weights = self.attend(call, self.split(self.q_proj(call.x)), k, v)
         gates = torch.zeros_like(routing.probs, dtype=heads.dtype)
         gates = gates.scatter_(1, routing.expert_ids, routing.gates.to(heads.dtype))

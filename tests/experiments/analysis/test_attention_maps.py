@@ -71,7 +71,8 @@ def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_p
 def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path, capsys):
     command = ["analyze", "attention-maps", str(toy_checkpoint), "--data", str(toy_data), "--cpu"]
     for more in ([], ["--layer", "1", "--sentence", "3"]):
-        picture, numbers = tmp_path / f"{len(more)}.png", tmp_path / f"{len(more)}.json"
+        picture = tmp_path / f"{len(more)}.png"
+        numbers = tmp_path / f"{len(more)}.json"
         assert main([*command, *more, "--output", str(picture), "--json", str(numbers)]) == 0
         assert imread(picture).std() > 0.01
         modules = json.loads(numbers.read_text())["modules"]

@@ -78,7 +78,8 @@ def test_every_token_of_the_subset_is_counted_once(
 def test_bad_input_ends_with_one_message(
     toy_checkpoint, toy_data, save_model, tmp_path, capsys, arguments, says
 ):
-    output, places = tmp_path / "load.png", {"CHECKPOINT": toy_checkpoint, "DATA": toy_data}
+    output = tmp_path / "load.png"
+    places = {"CHECKPOINT": toy_checkpoint, "DATA": toy_data}
     if "DENSE" in arguments:
         places["DENSE"] = save_model(toy_data, tmp_path / "dense.pt", arch="transformer_tiny")
     for name, path in places.items():

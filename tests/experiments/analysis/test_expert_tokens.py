@@ -221,8 +221,10 @@ def test_a_masked_model_shows_text_and_leaves_masked_positions_out(
     dataset = task.dataset("valid")
     dataset.set_epoch(1)
     batch = dataset.collater([dataset[number] for number in range(len(dataset))])
-    pad, source = task.source_dictionary.pad(), batch["net_input"]["src_tokens"]
-    masked, special = batch["target"].ne(pad), task.source_dictionary.nspecial
+    pad = task.source_dictionary.pad()
+    source = batch["net_input"]["src_tokens"]
+    masked = batch["target"].ne(pad)
+    special = task.source_dictionary.nspecial
     original = torch.where(masked, batch["target"], source)
     text = original.ge(special)
     assert found["masked_out"] == int((masked & text).sum()) > 0

@@ -25,7 +25,9 @@ SIZES = (
 )
 SIZES += ("--decoder-ffn-embed-dim", 128, "--tokens-per-sample", 64, "--positions", "rope", "--dropout", 0)
 TWICE = torch.stack([torch.tensor([2, *row, *row]) for row in ([9, 4, 12, 7, 22], [30, 8, 5, 11, 6])])
-AT, AFTER = range(6, 10), range(2, 6)  # the queries of the second time, and what is to be copied
+# the queries of the second time, and what is to be copied
+AT = range(6, 10)
+AFTER = range(2, 6)
 
 
 def build(data, arch, *flags):
@@ -72,7 +74,8 @@ def test_switchheads_scores_are_those_of_its_equations(text_data):
         scores = torch.sigmoid(x @ router.projection.weight.t()).unflatten(-1, (2, 5))
         return torch.zeros_like(scores).scatter(-1, (top := scores.topk(2, -1)).indices, top.values)
 
-    source, destination = gates(module.source_router), gates(module.router)
+    source = gates(module.source_router)
+    destination = gates(module.router)
     into, out = (
         part.weight.unflatten(0, (2, 5)) for part in (module.v_proj, module.out_proj)
     )  # [H, E, D, C]

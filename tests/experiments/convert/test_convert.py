@@ -57,10 +57,12 @@ def test_exact_conversions_give_the_same_outputs(job, flags, dense, convert, tmp
 @pytest.mark.parametrize("target", ["mae", "moh"])
 def test_back_to_dense_gives_the_first_weights_again(job, target, dense, convert, tmp_path):
     checkpoint, data = dense(job)
-    there, back = tmp_path / "there.pt", tmp_path / "back.pt"
+    there = tmp_path / "there.pt"
+    back = tmp_path / "back.pt"
     convert(checkpoint, there, *(LEARNED if target == "moh" else ("--to", "mae")))
     assert "exact" in convert(there, back, "--to", "dense")
-    before, after = load_checkpoint(checkpoint)["model"], load_checkpoint(back)["model"]
+    before = load_checkpoint(checkpoint)["model"]
+    after = load_checkpoint(back)["model"]
     assert before.keys() == after.keys()
     for name, tensor in before.items():
         torch.testing.assert_close(after[name], tensor, msg=name)
@@ -69,7 +71,8 @@ def test_back_to_dense_gives_the_first_weights_again(job, target, dense, convert
 
 def test_stock_fairseq_serves_what_came_back(dense, convert, fairseq, tmp_path):
     checkpoint, data = dense("translation")
-    there, back = tmp_path / "there.pt", tmp_path / "back.pt"
+    there = tmp_path / "there.pt"
+    back = tmp_path / "back.pt"
     convert(checkpoint, there, "--to", "mae")
     convert(there, back, "--to", "dense")
     lines = []
@@ -164,7 +167,8 @@ def test_what_dense_models_lack_other_mixtures_take_over(flags, fairseq, toy_dat
     small = ("--encoder-embed-dim", 16, "--encoder-attention-heads", 4, "--decoder-attention-heads", 4)
     small += ("--decoder-embed-dim", 16, "--max-update", 2, "--mae-gate", "uniform")
     fairseq.train(toy_data, tmp_path, *small, *flags, arch="mae_transformer_tiny")
-    checkpoint, target = tmp_path / "checkpoint_last.pt", tmp_path / "out.pt"
+    checkpoint = tmp_path / "checkpoint_last.pt"
+    target = tmp_path / "out.pt"
     assert " ".join(flags[:2]) + ": " in convert(checkpoint, target, "--to", "dense", status=2)
     assert not target.exists()
     assert convert(checkpoint, target, *LEARNED).startswith("exact: ")
@@ -319,7 +323,8 @@ def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tm
 @pytest.mark.parametrize("most", [1, 2])
 def test_so_many_batches_are_measured_and_no_more(most, dense, convert, tmp_path, monkeypatch):
     checkpoint, data = dense("translation")
-    seen, sums = [], torch.zeros(2)
+    seen = []
+    sums = torch.zeros(2)
 
     class Counted(CrossEntropyCriterion):
         def forward(self, model, sample, reduce=True):

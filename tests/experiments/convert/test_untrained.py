@@ -33,7 +33,8 @@ def untrained(path, encoder_heads, decoder_heads, encoder_dim=16, decoder_dim=16
 @pytest.mark.parametrize("kind", ["itself", "link", "hard link", "folder"])
 def test_the_trained_checkpoint_is_never_overwritten(kind, convert, tmp_path):
     given = untrained(tmp_path / "trained.pt", 4, 4)
-    before, out = given.read_bytes(), tmp_path / "out.pt"
+    before = given.read_bytes()
+    out = tmp_path / "out.pt"
     if kind == "itself":
         out = tmp_path / "x" / ".." / "trained.pt"
         (tmp_path / "x").mkdir()

@@ -58,7 +58,8 @@ def test_po_hides_its_mo_and_only_standard_german_is_read(make_wheel):
 def test_hostile_and_broken_members_touch_nothing_and_the_rest_is_read(messages, catalogue, tmp_path):
     secret = tmp_path / "secret.po"
     secret.write_bytes(catalogue([("The secret of the house", "Das Geheimnis des Hauses")]))
-    good, path = catalogue([GOOD], compiled=True), str(secret).encode()
+    good = catalogue([GOOD], compiled=True)
+    path = str(secret).encode()
     members = {
         "../../escaped/de/LC_MESSAGES/x.mo": good,
         "a/de/LC_MESSAGES/path.po": path,  # polib would open these, were it handed the text as it is

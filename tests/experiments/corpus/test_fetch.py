@@ -21,7 +21,9 @@ def pip(monkeypatch):
     """Stands in for the pip process: records commands, writes `data` to `file` or fails with `stderr`."""
 
     class Pip:
-        data, file, stderr = None, "", ""
+        data = None
+        file = ""
+        stderr = ""
 
         def __init__(self):
             self.commands = []

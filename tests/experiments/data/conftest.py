@@ -257,7 +257,8 @@ def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
 
     def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
         said.clear()
-        row, values = datasets()[name], {"recipe": name, "flags": {}}
+        row = datasets()[name]
+        values = {"recipe": name, "flags": {}}
         if row.kind == TRANSLATION:
             languages = dict(zip(("source", "target"), row.languages or ("en", "de")))
             bpe = 20 if row.merges or not row.downloadable else None

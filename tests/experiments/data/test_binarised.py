@@ -89,7 +89,8 @@ def test_flags_and_further_subsets_reach_fairseq_preprocess(own_text, tmp_path):
     settings["flags"] = {"nwordssrc": 100}
     job = Preparation(settings, ["train", "valid", "test"], own_text, tmp_path / "out", workers=2)
     (command,) = (step.command for step in job.steps() if step.command)
-    words, text = dict(itertools.pairwise(command)), tmp_path / "out" / "tokens"
+    words = dict(itertools.pairwise(command))
+    text = tmp_path / "out" / "tokens"
     assert words["--testpref"] == f"{text / 'test'},{text / 'test1'}"  # what a dry run shows is what runs
     assert words["--nwordssrc"] == "100" and "--joined-dictionary" in command
     assert words["--destdir"] == str(tmp_path / "out" / "binarised")

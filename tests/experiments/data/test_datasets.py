@@ -109,7 +109,8 @@ def test_multi30k_is_compared_with_the_published_text(prepare, miniature, monkey
         manifest = read_manifest(root)
         return manifest["published"], "\n".join(summary(manifest, root))
 
-    archives, published = miniature("multi30k"), datasets()["multi30k"].published
+    archives = miniature("multi30k")
+    published = datasets()["multi30k"].published
     found, said = compared("one")
     assert set(found) == {f"bpe/{name}" for name in published["md5"]} and len(found) == 6
     assert "train.en" in said and "! " in said and "md5" in said
@@ -198,7 +199,8 @@ def test_gpt2s_encoding(prepare, toy_wiki, toy_gpt2, said):
     assert data[0].tolist() == [dictionary.eos()]  # an empty line stays one
     assert dictionary.string(data[1]) == lines_of(root / "bpe" / "train")[1]
     assert dictionary.unk() not in data[1]
-    facts, text = read_manifest(prepared.folder), (toy_wiki / "wiki.train.raw").read_text()
+    facts = read_manifest(prepared.folder)
+    text = (toy_wiki / "wiki.train.raw").read_text()
     assert facts["splits"]["train"]["words"] == len(text.split())
     assert facts["splits"]["train"]["unk"] == text.count("<unk>")
     assert facts["dictionary"] == "roberta" and facts["splits"]["train"]["file"] == "wiki.train.raw"
@@ -274,7 +276,8 @@ def test_a_recipe_needs_no_data_of_its_users(
     prepare, miniature, tmp_path, preprocess, monkeypatch, config, name, done, said
 ):
     """`moa-fairseq recipe` without --data: what is in data/downloads is used, else fetched."""
-    archives, served = miniature(name), []
+    archives = miniature(name)
+    served = []
 
     def serve(source, folder, pauses):
         served.append(source.name)

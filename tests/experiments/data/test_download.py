@@ -66,10 +66,12 @@ class Handler(http.server.BaseHTTPRequestHandler):
             return self._trickle(name)
         if name not in ("/file.gz", "/plain.gz"):
             return self._send(404, b"gone", "text/plain")
-        start, status = 0, 200
+        start = 0
+        status = 200
         wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
         if wanted and name != "/plain.gz" and self.headers.get("If-Range") in (None, self.server.tag):
-            start, status = int(wanted.group(1)), 206
+            start = int(wanted.group(1))
+            status = 206
             if start >= len(self.server.content):
                 return self._send(416, b"", "text/plain")
         return self._send(status, self.server.content[start:], "application/gzip", start)
@@ -112,7 +114,11 @@ def server(monkeypatch):
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     monkeypatch.setattr(module, "PAUSES", (0, 0))
     running = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    running.requests, running.cut, running.content, running.tag, running.sent = [], [], CONTENT, '"1"', 0
+    running.requests = []
+    running.cut = []
+    running.content = CONTENT
+    running.tag = '"1"'
+    running.sent = 0
     running.url = f"http://127.0.0.1:{running.server_port}/"
     thread = threading.Thread(target=running.serve_forever, kwargs={"poll_interval": 0.01})
     thread.start()

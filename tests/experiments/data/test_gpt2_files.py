@@ -125,7 +125,8 @@ def test_nothing_at_hand_says_what_to_do(tmp_path, network, offline):
 
 
 def test_the_dictionary_makes_robertas_vocabulary(tmp_path, network):
-    asked, text = network(PUBLISHED), put(tmp_path / "text")
+    asked = network(PUBLISHED)
+    text = put(tmp_path / "text")
     path = obtain_gpt2_files([text], tmp_path / "cache", offline=True).dictionary
     assert not asked and len(path.read_text().splitlines()) + 4 + 1 == 50265  # fairseq's symbols and <mask>
     path.write_text(path.read_text().replace("17 1\n", "18 1\n", 1))

@@ -31,7 +31,8 @@ def digests(files):
 @pytest.fixture
 def text(tmp_path, made):
     """Three files of documents, the model learnt on them, and all of their pieces in order."""
-    parts, files = [Part((f"{number}.json.gz",)) for number in range(3)], {}
+    parts = [Part((f"{number}.json.gz",)) for number in range(3)]
+    files = {}
     for number, part in enumerate(parts):
         path = tmp_path / part.members[0]
         rows = [
@@ -51,7 +52,8 @@ def text(tmp_path, made):
 def test_the_first_pieces_are_written_and_no_file_behind_them_is_asked_for(text, tmp_path, monkeypatch, most):
     parts, files, model, expected = text
     monkeypatch.setattr(monolingual, "ROW", 50)
-    most, asked = len(expected) if most == "all" else most, []
+    most = len(expected) if most == "all" else most
+    asked = []
 
     def fetch(part):
         asked.append(part)
@@ -69,7 +71,8 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(text, tmp_pa
     monkeypatch.setattr(monolingual, "ROW", 30)
     monkeypatch.setattr(monolingual, "SAVED", 1)
     monkeypatch.setattr(monolingual, "BATCH", 2)
-    whole, other = tmp_path / "a" / "train", tmp_path / "b" / "train"
+    whole = tmp_path / "a" / "train"
+    other = tmp_path / "b" / "train"
     most = len(expected) - 5
     facts = monolingual.grow_pieces(parts, files.get, digests(files), model, whole, most, 1)
     read = []
@@ -129,7 +132,8 @@ def test_a_file_that_was_exchanged_begins_the_text_anew(text, tmp_path, monkeypa
     for name, value in (("ROW", 30), ("SAVED", 1), ("BATCH", 2)):
         monkeypatch.setattr(monolingual, name, value)
     most = len(expected) - 200
-    opened, interruptions = [], []
+    opened = []
+    interruptions = []
 
     def fetch(part):
         opened.append(part)

@@ -42,7 +42,8 @@ def parse(tokens):
 def evaluate(tree):
     if isinstance(tree, int):
         return tree
-    name, values = tree[0], [evaluate(argument) for argument in tree[1:]]
+    name = tree[0]
+    values = [evaluate(argument) for argument in tree[1:]]
     functions = {"MIN": min, "MAX": max, "SM": lambda v: sum(v) % 10, "MED": statistics.median}
     return int(functions[name](values))
 
@@ -60,7 +61,8 @@ def dependency(tree):
     """1 + that of the arguments which the result is made of."""
     if isinstance(tree, int):
         return 1
-    values, below = [evaluate(argument) for argument in tree[1:]], [dependency(a) for a in tree[1:]]
+    values = [evaluate(argument) for argument in tree[1:]]
+    below = [dependency(a) for a in tree[1:]]
     if tree[0] in ("MIN", "MAX"):
         below = [below[values.index(evaluate(tree))]]
     elif tree[0] == "MED":
@@ -135,7 +137,8 @@ def test_prepared_data_is_what_fairseqs_task_reads(prepare, made, tmp_path, said
     first, out = prepare("listops", None)
     assert first.sentences == {"train": 100, "valid": 10, "test": 20}
     assert any("train: 100 expressions" in line for line in said)
-    folder, text = out / "binarised", out / "text"
+    folder = out / "binarised"
+    text = out / "text"
     config = SentencePredictionConfig(
         data=str(folder), num_classes=10, init_token=0, regression_target=False, seed=1
     )

@@ -241,7 +241,8 @@ def test_the_archive_that_is_gone_says_what_to_do_instead(tables, tmp_path, monk
 
 
 def test_checksums_of_two_kinds_are_remembered_apart_and_a_changed_file_is_read(tmp_path):
-    file, memory = tmp_path / "x", tmp_path / "memory.json"
+    file = tmp_path / "x"
+    memory = tmp_path / "memory.json"
     file.write_bytes(b"one")
     for _ in range(2):
         for kind in ("sha256", "md5"):

@@ -69,7 +69,8 @@ def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, 
     given = source(name)
     first, root = prepare(name, given)
     assert first.folder == root / "binarised" and first.sentences["train"] == sentences
-    before, manifest = made.tree(root), manifest_of(first)
+    before = made.tree(root)
+    manifest = manifest_of(first)
     assert output in before and all(len(row["sha256"]) == 64 for row in manifest.get("outputs", {}).values())
     again, _ = prepare(name, given)
     assert again == first and made.tree(root) == before and manifest_of(again) == manifest
@@ -104,7 +105,8 @@ def test_other_merges_keep_the_tokens_and_lower_case_does_not(prepare, raw, said
 
 
 def test_merges_that_were_changed_under_their_name_are_used(prepare, raw, tmp_path, said):
-    codes, found = tmp_path / "given", []
+    codes = tmp_path / "given"
+    found = []
     for merge in ("e r</w>", "e n</w>"):
         codes.write_text(f"#version: 0.2\n{merge}\n", encoding="utf-8")
         _, root = prepare("multi30k", raw, **{**MULTI30K, "bpe": None, "codes": str(codes)})
@@ -260,7 +262,9 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
     prepare(name, given, "calm")
     for place, function, moments in (point[1:] for point in POINTS if point[0] == name):
         for when in moments:
-            real, calls, folder = getattr(place, function), [], f"{function}{when}"
+            real = getattr(place, function)
+            calls = []
+            folder = f"{function}{when}"
 
             def bomb(*arguments, real=real, calls=calls, when=when, **options):
                 calls.append(1)
@@ -281,7 +285,8 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
 @pytest.mark.slow
 def test_the_real_processes_killed_at_random(made, tmp_path):
     """listops: its sentences are drawn by several processes and binarised by fairseq's own program."""
-    chance, line = random.Random(3), [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
+    chance = random.Random(3)
+    line = [sys.executable, "-m", "moa_fairseq.cli", "prepare", "listops"]
     line += ["--sizes", "1000", "50", "50", "--workers", "2"]
     subprocess.run([*line, str(tmp_path / "calm")], check=True, capture_output=True)
     for number in (signal.SIGTERM, signal.SIGKILL) * 2:

@@ -65,7 +65,8 @@ def run(tmp_path, write):
     """run(source, target, ...) → facts and lines of the split that write_splits makes."""
 
     def make(source, target, name="train", treatment=TREATMENT, hold_out=None):
-        pair, out = write(source, target, name), tmp_path / "out"
+        pair = write(source, target, name)
+        out = tmp_path / "out"
         split = Split(name, [pair], treatment, hold_out, lenient=name == "train")
         facts = write_splits([split], ("en", "de"), out, 1)
         return facts, [(out / f"{name}.{x}").read_text("utf-8").split("\n")[:-1] for x in ("en", "de")]
@@ -126,7 +127,8 @@ GERMAN = "Es ist ein „zitiertes“ Wort – ja.\nDer Preis ist heute 20 €.\n
     ],
 )
 def test_the_remedy_for_another_encoding_gives_the_text_back(tmp_path, name, text, encoding):
-    path, new = tmp_path / name, tmp_path / f"new{Path(name).suffix}"
+    path = tmp_path / name
+    new = tmp_path / f"new{Path(name).suffix}"
     packed = path.suffix == ".gz"
     path.write_bytes(gzip.compress(text.encode(encoding)) if packed else text.encode(encoding))
     with pytest.raises(UserError, match=r"iconv -f \S+ -t utf-8") as error:
@@ -162,7 +164,8 @@ def test_nuls_are_taken_out_of_a_packed_file(tmp_path):
 
 
 def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
-    path, new = tmp_path / "x.de", tmp_path / "new.de"
+    path = tmp_path / "x.de"
+    new = tmp_path / "new.de"
     path.write_text(GERMAN.encode("cp1252").decode("latin-1"), "utf-8")
     with pytest.raises(UserError, match="control characters") as error:
         list(read_lines(path, mark_bad=True))
@@ -217,7 +220,8 @@ def test_training_lines_that_are_too_many_are_named(run, bad):
 
 
 def test_unusable_training_lines_are_dropped_with_their_partner(run, said):
-    source, target = GOOD.encode() + b"na\xefve\nnul\0\nlast\r\n", GOOD + "eins\nzwei\n\n"
+    source = GOOD.encode() + b"na\xefve\nnul\0\nlast\r\n"
+    target = GOOD + "eins\nzwei\n\n"
     facts, sides = run(source, target)
     assert facts["train"]["dropped"] == {"NUL byte": 1, "empty side": 1, "not UTF-8": 1}
     assert facts["train"]["read"] == 403 and facts["train"]["lines"] == 400 == len(sides[0])
@@ -369,7 +373,8 @@ def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
     expected = io.StringIO()
     learn_bpe([line for path in texts for line in path.read_text("utf-8").split("\n")], expected, 50)
     assert (tmp_path / "codes").read_text("utf-8") == expected.getvalue()
-    theirs, ours = BPE(io.StringIO(expected.getvalue())), load_codes(str(tmp_path / "codes"))
+    theirs = BPE(io.StringIO(expected.getvalue()))
+    ours = load_codes(str(tmp_path / "codes"))
     for line in made.sentences(50, "de", seed=3):
         assert ours.segment(line) == theirs.segment(line)
     learn_codes(texts, 2, tmp_path / "codes")  # new codes under an old name are noticed

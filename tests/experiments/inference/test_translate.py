@@ -55,7 +55,8 @@ RECIPE = {
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run folder made from raw text, and the raw text."""
-    root, generator = tmp_path_factory.mktemp("raw"), random.Random(3)
+    root = tmp_path_factory.mktemp("raw")
+    generator = random.Random(3)
     for split, size in (("train", 60), ("valid", 8), ("test", 8)):
         lines = [" ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "." for _ in range(size)]
         for language in ("en", "fr"):
@@ -558,7 +559,8 @@ def test_a_terminal_gets_no_orders_of_foreign_text(capsys):
 @pytest.fixture(scope="module")
 def language_model(tmp_path_factory, fairseq):
     """(checkpoint, binarised data) of a language model of SentencePiece's pieces, after a few updates."""
-    root, generator = tmp_path_factory.mktemp("lm"), random.Random(4)
+    root = tmp_path_factory.mktemp("lm")
+    generator = random.Random(4)
     words = ["the", "cat", "sat", "on", "a", "mat", "and", "slept"]
     for split, size in (("train", 200), ("valid", 20), ("test", 20)):
         rows = (" ".join(generator.choices(words, k=6)) for _ in range(size))
@@ -600,7 +602,8 @@ def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
     monkeypatch.setattr(sys, "stdin", io.StringIO("the cat\n"))
     (said,) = answer(capsys, "complete", checkpoint, "--data", data, "--tokens", 5)
     model, task = load_trained(checkpoint, data)
-    codec, dictionary = codec_of(data, "language_modeling"), task.source_dictionary
+    codec = codec_of(data, "language_modeling")
+    dictionary = task.source_dictionary
     tokens = dictionary.encode_line(codec.encode("the cat"), append_eos=False, add_if_not_exist=False).long()
     tokens = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens])
     prompt = len(tokens)

@@ -170,7 +170,8 @@ def test_numbers_with_a_carried_context_are_those_of_a_loop_in_float64(train, da
         for texts, answer in requests:
             ids = [end, *harness.tok_encode("".join(texts))]
             first = 1 + (len(harness.tok_encode(texts[0])) if task == "last_word" else 0)
-            total, greedy = 0.0, True
+            total = 0.0
+            greedy = True
             for place in range(first, len(ids)):
                 log_probs = log_probs_behind(harness, ids[:place])
                 total += log_probs[ids[place]].item()

@@ -24,7 +24,8 @@ def gpus(count):
 @pytest.fixture
 def quick(small, write_config, tmp_path, preprocess):
     """(recipe, data): updates of 1,024 tokens as the quickstart's, a longest sentence of 141 tokens."""
-    data, values = tmp_path / "quick", {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
+    data = tmp_path / "quick"
+    values = {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
     for split, longest in (("train", 90), ("valid", 140), ("test", 90)):
         for language in ("en", "de"):
             (tmp_path / f"{split}.{language}").write_text("".join("w " * n + "\n" for n in (longest, 7, 20)))

@@ -80,7 +80,8 @@ def made_by(published, **changed):
     ],
 )
 def test_data_that_differs_is_named(tmp_path, changed, lines, key, shipped):
-    data, recipe = tmp_path / "binarised", shipped("iwslt14_deen_mae7")
+    data = tmp_path / "binarised"
+    recipe = shipped("iwslt14_deen_mae7")
     data.mkdir()
     manifest(tmp_path, **made_by(recipe, **changed))
     found = data_differences(recipe, data, lines, claim=True)

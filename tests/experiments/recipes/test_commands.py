@@ -25,7 +25,8 @@ from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Model, Train
 from moa_fairseq.experiments.recipes.steps import Options
 
-CPU, AMX = Hardware(), Hardware(bfloat16_units=True)
+CPU = Hardware()
+AMX = Hardware(bfloat16_units=True)
 V100 = Hardware(1, "V100", (7, 0), ("0",))
 A100 = Hardware(8, "A100", (8, 0), tuple("01234567"))
 
@@ -129,7 +130,8 @@ def test_bfloat16_without_units_for_it_is_slow(hardware, warned, small, write_co
 
 def test_choice_of_devices():
     assert choose_devices(A100, None, False) == A100
-    two, none = choose_devices(A100, 2, False), choose_devices(A100, 0, False)
+    two = choose_devices(A100, 2, False)
+    none = choose_devices(A100, 0, False)
     assert (two.gpus, none.gpus) == (2, 0)
     assert two.environment == {"CUDA_VISIBLE_DEVICES": "0,1"}
     assert A100.environment == CPU.environment == none.environment == {}
@@ -166,7 +168,8 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, sh
 
 def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
     small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
-    recipe, options = load_recipe(write_config(small)), Options(stage="train")
+    recipe = load_recipe(write_config(small))
+    options = Options(stage="train")
     line = process.to_shell(shown(recipe, CPU, options)[0])
     assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
     assert line.endswith("--distributed-world-size 1 --cpu")

@@ -136,7 +136,8 @@ def test_a_config_restates_nothing_of_its_bases(path):
                 yield prefix + key
 
     own = yaml.safe_load(path.read_text(encoding="utf-8"))
-    names, base = own.pop("base", []), {}
+    names = own.pop("base", [])
+    base = {}
     for name in names if isinstance(names, list) else [names]:
         layer = read(find_recipe(Path(name), path.parent))
         base = OmegaConf.to_container(OmegaConf.merge(base, layer))
@@ -200,7 +201,8 @@ text_lm_moh_large: {lr: 0.0005, min-lr: 0.00005, warmup-updates: 500}
 def test_the_papers_settings(pattern):
     found = 0
     for path in (RECIPES[name] for name in fnmatch.filter(NAMES, pattern)):
-        recipe, found = shipped(path), found + 1
+        recipe = shipped(path)
+        found = found + 1
         for key, value in PAPERS[pattern].items():
             said = operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
             assert said == value or float(said) == float(value), f"{path.stem}: {key}"
@@ -368,7 +370,8 @@ def test_switchheads_settings(path):
     """Table 9 and appendix A.5; the batch on enwik8 is that of the authors' settings."""
     recipe = shipped(path)
     texts = 32 if "enwik8" in path.stem else 64
-    flags, large = recipe.train.flags, any(size in path.stem for size in LARGE)
+    flags = recipe.train.flags
+    large = any(size in path.stem for size in LARGE)
     length = flags["tokens-per-sample"]
     assert recipe.train.effective_batch_tokens == texts * length and recipe.train.max_update == 100000
     assert (flags["optimizer"], flags["lr"], flags["lr-scheduler"]) == ("adam", 0.00025, "cosine")

@@ -60,7 +60,9 @@ def kill_in_training(number, records, command, folder):
 @pytest.mark.slow
 def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    recipe, cpu, text = load_recipe(config), Hardware(), write_text(tmp_path / "text", "klm", 100, 10)
+    recipe = load_recipe(config)
+    cpu = Hardware()
+    text = write_text(tmp_path / "text", "klm", 100, 10)
     undisturbed = tmp_path / "undisturbed"
     result = run_recipe(recipe, cpu, Options(data=text, save_dir=undisturbed))
     values = json.loads(result.read_text())
@@ -68,7 +70,8 @@ def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatc
     assert values["metrics"]["multi_bleu"] >= 0 and values["tokens_per_second"] > 0
     assert "min_load" in next(read_records(undisturbed / "train.jsonl"))
 
-    killed, chance = tmp_path / "killed", random.Random(3)
+    killed = tmp_path / "killed"
+    chance = random.Random(3)
     # The same fingerprint of the data: both runs train on the one prepared folder.
     command = [sys.executable, "-m", "moa_fairseq.cli", "recipe", str(config), "--stage", "train"]
     command += ["--gpus", "0", "--data", str(prepared_data(undisturbed)), "--save-dir", str(killed)]
@@ -94,7 +97,8 @@ def write_checkpoint(path, age=0):
 
 def damage(path):
     """One byte in the middle changes, as a failing disk does it; the file's end is whole."""
-    content, time = bytearray(path.read_bytes()), path.stat().st_mtime_ns
+    content = bytearray(path.read_bytes())
+    time = path.stat().st_mtime_ns
     content[len(content) // 2] ^= 255
     path.write_bytes(content)
     os.utime(path, ns=(time, time))

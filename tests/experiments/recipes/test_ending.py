@@ -46,7 +46,8 @@ def every(number):
     ],
 )
 def test_checkpoints_that_would_be_missing(small, write_config, overrides, per_epoch, key):
-    path, problems = write_config(small), []
+    path = write_config(small)
+    problems = []
     try:
         problems = list(missing_checkpoints(load_recipe(path, overrides), per_epoch=per_epoch))
     except UserError as error:  # known without the data

@@ -170,7 +170,8 @@ def test_values_that_look_like_flags_stay_values(small, write_config):
 
 # --- traps of scale -----------------------------------------------------------------------------------
 
-V100S, A100S = assumed_hardware("V100", 8), assumed_hardware("A100", 8)
+V100S = assumed_hardware("V100", 8)
+A100S = assumed_hardware("A100", 8)
 TWO_CPUS = Hardware(world=find_world(0, 2, 0, "head", {}))
 
 

@@ -58,7 +58,8 @@ def test_blocks_of_a_language_model(causal, overrides, key):
 
 def test_the_blocks_of_a_perplexity_are_those_that_were_read(causal, tmp_path):
     """fairseq-eval-lm takes the model's length in place of its default."""
-    own, report = "INFO:x:--tokens-per-sample 24: the model's own\n", REPORT.format(15)
+    own = "INFO:x:--tokens-per-sample 24: the model's own\n"
+    report = REPORT.format(15)
     recipe = causal("score.flags.tokens-per-sample=1024", "score.flags.post-process='@@ '")
     check_flags(recipe)
     evaluation = read_report(own + report, tmp_path / "x", recipe)["meta"]["evaluation"]
@@ -79,7 +80,8 @@ def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, mo
     sizes = numpy.array([5, 1, 9])
     monkeypatch.setattr(scores, "sentence_sizes", lambda *_: (sizes, sizes))
     monkeypatch.setattr(scores, "count_symbols", lambda *_: {"test": Symbols(12, 3, 8)})
-    recipe, path = causal(f"score.flags.sample-break-mode={mode}"), tmp_path / "eval-lm-test.txt"
+    recipe = causal(f"score.flags.sample-break-mode={mode}")
+    path = tmp_path / "eval-lm-test.txt"
     path.write_text(REPORT.format(whole))
     evaluation = scores_in(path, recipe, tmp_path, "test")["meta"]["evaluation"]
     assert (evaluation["tokens"], evaluation["unknown"]) == (whole, 0.25)
@@ -93,7 +95,8 @@ def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, mo
 def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_lines, tmp_path, side, split):
     """make_lines' sentences have two tokens."""
     small["data"]["recipe"] = "binarised"
-    path, key = write_config(small), f"model.flags.max-{side}-positions"
+    path = write_config(small)
+    key = f"model.flags.max-{side}-positions"
     data = make_lines(tmp_path / "bin", {"train": 3, "valid": 3, "test": 3}, "en-de")
     overrides = [f"{key}=1"]
     if split == "test":

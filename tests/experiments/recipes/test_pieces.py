@@ -29,7 +29,8 @@ WORDS = {
 @pytest.fixture
 def pairs(tmp_path):
     """Raw English and Japanese; one Japanese letter of the test text is in no other."""
-    folder, chance = tmp_path / "pairs", random.Random(2)
+    folder = tmp_path / "pairs"
+    chance = random.Random(2)
     folder.mkdir()
     for split, size in (("train", 80), ("valid", 8), ("test", 8)):
         chosen = [chance.choices([*WORDS.items()], k=chance.randint(2, 5)) for _ in range(size)]

@@ -64,7 +64,8 @@ def test_text_of_unknown_size_has_the_symbols_that_the_recipe_asks_for(plan_of):
 @pytest.mark.thorough(keep=("moa_big", "switchhead_2h"))
 @pytest.mark.parametrize("name", KINDS)
 def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
-    report, recipe = plan_of(name), shipped(name)
+    report = plan_of(name)
+    recipe = shipped(name)
     assert report["parameters"] > 1e6
     assert [entry["count"] for entry in report["hardware"]] == [1, 8, 32] * 4 + [1] * 3
     for entry in report["hardware"]:
@@ -230,7 +231,8 @@ def test_every_size_has_an_origin(shipped):
 
 def test_measured_updates_are_those_of_the_training(small, write_config, toy_data):
     config = TranslationConfig(data=str(toy_data), source_lang="en", target_lang="de")
-    config.required_seq_len_multiple, config.dataset_impl = 1, "mmap"
+    config.required_seq_len_multiple = 1
+    config.dataset_impl = "mmap"
     task = TranslationTask.setup_task(config)
     task.load_dataset("train")
     small["train"].update(max_tokens=60, effective_batch_tokens=240)

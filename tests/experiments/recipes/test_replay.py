@@ -46,7 +46,8 @@ def test_the_commands_make_the_same_run_elsewhere(
     assert sum("fairseq-preprocess" in line for line in kept) == 1  # what the first line runs, as a comment
     monkeypatch.chdir(tmp_path)
     replay(kept, tmp_path / "there", fairseq)
-    models, scores = [], []
+    models = []
+    scores = []
     for folder in ("here", "there"):
         models.append(load_checkpoint(tmp_path / folder / "run" / "average.pt")["model"])
         scores.append(json.loads((tmp_path / folder / "run" / "score-test.json").read_text()))

@@ -181,11 +181,13 @@ def data_of(request, tmp_path):
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown, tmp_path, monkeypatch, said):
     monkeypatch.chdir(tmp_path)
-    FakeExecutor.calls, FakeExecutor.fail = [], None
+    FakeExecutor.calls = []
+    FakeExecutor.fail = None
     programs, (headline, value), first = KINDS[kind]
     if kind != "translation":  # whose recipe asks for text that is not there
         assert shown(recipe_of(kind))[0][:2] == ["fairseq-preprocess", first]
-    recipe, data = recipe_of(kind), data_of(kind)
+    recipe = recipe_of(kind)
+    data = data_of(kind)
     options = Options(data=data, save_dir=tmp_path / "run", command_line="moa-fairseq recipe x")
     planned = shown(recipe, CPU, options)
     result = run_recipe(recipe, CPU, options, FakeExecutor)
@@ -212,7 +214,8 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
 
 def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path, monkeypatch, said):
     """lm_eval is asked for before the training; a result stays that of its model if the tasks fail."""
-    FakeExecutor.calls, FakeExecutor.fail = [], None
+    FakeExecutor.calls = []
+    FakeExecutor.fail = None
     recipe = dataclasses.replace(recipe_of("causal"), average=None, zero_shot=["lambada_openai", "cbt"])
     options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
     last = shown(recipe, CPU, options)[-1]
@@ -275,12 +278,14 @@ CELL = {"paper": "moa", "table": "1", "row": "a row", "column": "BLEU", "value":
 @pytest.fixture
 def go(small, write_config, tmp_path, monkeypatch, make_lines, said):
     """go(*overrides, **options) runs the small recipe on the row's data; returns (said, result path)."""
-    FakeExecutor.calls, FakeExecutor.fail = [], None
+    FakeExecutor.calls = []
+    FakeExecutor.fail = None
     monkeypatch.chdir(tmp_path)
     small["data"]["recipe"] = "wmt14_en_de"
     path = write_config({**small, "reproduces": CELL})
     binarised = make_lines(tmp_path / "bin", {"train": 1, "valid": 3000, "test": 3003}, "en-de")
-    dataset, settings = catalogue.datasets()["wmt14_en_de"], vars(load_recipe(path).data)
+    dataset = catalogue.datasets()["wmt14_en_de"]
+    settings = vars(load_recipe(path).data)
     steps = {split: dataset.treatment(split, settings) for split in dataset.splits}
     made = {"settings": settings, "dataset": "wmt14_en_de", "steps": steps}
     (binarised / "manifest.json").write_text(json.dumps(made))

@@ -83,7 +83,8 @@ def test_tied_weights_are_added_once_and_stay_tied(tmp_path):
 
 @pytest.mark.parametrize("untied_first", [True, False])
 def test_weights_tied_in_some_checkpoints_only_are_averaged_apart(untied_first, total):
-    tied, untied = model(1), model(2)
+    tied = model(1)
+    untied = model(2)
     untied["output"] = untied["output"] + 1.0
     mean = total(untied, tied) if untied_first else total(tied, untied)
     torch.testing.assert_close(mean["embed"], (tied["embed"] + untied["embed"]) / 2)
@@ -211,12 +212,14 @@ def test_no_trained_checkpoint_is_overwritten(kind, tmp_path, capsys):
     paths = [save(tmp_path / f"checkpoint{number}.pt", model(number)) for number in (1, 2, 3)]
     best = save(tmp_path / "checkpoint_best.pt", model(4))
     before = {path: path.read_bytes() for path in (*paths, best)}
-    inputs, output = [str(paths[1]), str(paths[2])], paths[2]
+    inputs = [str(paths[1]), str(paths[2])]
+    output = paths[2]
     if kind == "hard link":
         output = tmp_path / "average.pt"
         os.link(paths[1], output)
     elif kind == "best of the folder":
-        inputs, output = [str(tmp_path), "--num-epoch-checkpoints", "2"], best
+        inputs = [str(tmp_path), "--num-epoch-checkpoints", "2"]
+        output = best
     assert main(["average", "--inputs", *inputs, "--output", str(output)]) == 2
     assert f"--output {output} is the same file as the input" in capsys.readouterr().err
     assert {path: path.read_bytes() for path in before} == before

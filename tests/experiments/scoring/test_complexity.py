@@ -14,12 +14,21 @@ from moa_fairseq.layers.attention import Attention
 
 
 def test_one_moa_layer_by_hand():
-    d, ffn, vocab, S, T, K, E, D = 16, 24, 50, 7, 5, 2, 3, 4
+    d = 16
+    ffn = 24
+    vocab = 50
+    S = 7
+    T = 5
+    K = 2
+    E = 3
+    D = 4
     flags = f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
     flags += f"--encoder-ffn-embed-dim {ffn} --decoder-ffn-embed-dim {ffn} "
     flags += f"--experts-per-token {K} --num-experts {E} --expert-dim {D}"
     cost = complexity("moa_transformer_tiny", vocab, S, T, model_flags=flags.split())
-    experts, router, keys = K * D * d * 2, E * d, 2 * D * d
+    experts = K * D * d * 2
+    router = E * d
+    keys = 2 * D * d
     assert cost.macs["encoder_attention"] == S * (experts + keys)
     assert cost.macs["decoder_self_attention"] == T * (experts + keys)
     assert cost.macs["cross_attention"] == T * experts + S * keys
@@ -40,7 +49,8 @@ def test_one_moa_layer_by_hand():
 
 @pytest.mark.parametrize("arch", ["transformer_tiny", "moa_transformer_tiny"])
 def test_plain_macs_equal_torchs_flop_counter(arch):
-    S, T = 9, 6
+    S = 9
+    T = 6
     # K = E: a backend may then compute nothing but the products that are needed
     flags = ["--dropout", "0"] + (["--num-experts", "4"] if arch.startswith("moa") else [])
     # training mode: torch's fused inference path of the dense encoder hides its products
@@ -49,7 +59,8 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
         torch.nn.init.normal_(parameter, std=0.1)
     for stack in (model.encoder, model.decoder):
         stack.embed_positions.weights = torch.zeros(50, stack.embed_positions.embedding_dim)
-    source, target = torch.randint(4, 60, (1, S)), torch.randint(4, 60, (1, T))
+    source = torch.randint(4, 60, (1, S))
+    target = torch.randint(4, 60, (1, T))
     counter = FlopCounterMode(display=False)
     with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels are not counted on CPU
         model(src_tokens=source, src_lengths=torch.tensor([S]), prev_output_tokens=target)
@@ -58,7 +69,9 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
 
 def test_cross_self_attention_projects_the_source_too():
     """Of one layer: q and out of T tokens, k and v of S + T, and T·(S + T) scores."""
-    S, T, d = 30, 20, 128
+    S = 30
+    T = 20
+    d = 128
     flags = ["--decoder-layers=1", "--cross-self-attention", "--no-cross-attention"]
     ours = complexity("dense_transformer_tiny", 60, S, T, model_flags=flags)
     sizes = {"embed-dim": d, "ffn-embed-dim": 256, "attention-heads": 4}
@@ -160,7 +173,8 @@ def test_language_model():
 @pytest.mark.parametrize("arch", ["switchhead_roberta_listops", "transformer_xl_roberta_listops"])
 def test_an_encoder_carries_no_chunk(arch):
     model = build_meta_model(arch, 20)
-    cost, attention = count(model, 10, 10), model.encoder.sentence_encoder.layers[0].self_attn
+    cost = count(model, 10, 10)
+    attention = model.encoder.sentence_encoder.layers[0].self_attn
     assert cost.macs["attention_matmul"] == 6 * attention.macs(10, 10)["scores"]
     assert cost.layer is None or cost.layer["plain_macs"] == sum(attention.macs(10, 10).values())
 
@@ -237,7 +251,10 @@ def test_a_shared_selection_costs_one_selection_less():
         for more in ((), ("--switchhead-shared-selection",))
     ]
     saved = {key: both[0][key] - both[1][key] for key in ("parameters", "switchhead_layer_macs")}
-    width, experts, chunks, length = 412, 5, 2, 256
+    width = 412
+    experts = 5
+    chunks = 2
+    length = 256
     assert saved == {
         "parameters": 16 * 2 * experts * width,
         "switchhead_layer_macs": experts * chunks * width * length,

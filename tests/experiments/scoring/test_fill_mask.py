@@ -29,7 +29,8 @@ def test_the_gap_is_filled_as_fairseq_fills_it(toy_masked_lm, toy_wiki_data, cap
     """The best token only: fairseq's list gets out of step with its probabilities after an </s>."""
     names = {"gpt2_encoder_json": "encoder.json", "gpt2_vocab_bpe": "vocab.bpe"}
     encoding = {name: str(toy_wiki_data / file) for name, file in names.items()}
-    folder, data = str(toy_masked_lm.parent), str(toy_wiki_data)
+    folder = str(toy_masked_lm.parent)
+    data = str(toy_wiki_data)
     model = MODEL_REGISTRY["moa_roberta"]
     hub = model.from_pretrained(folder, toy_masked_lm.name, data, bpe="gpt2", **encoding)
     ((text, probability, token),) = hub.eval().fill_mask("the <mask> sat", topk=1)

@@ -113,14 +113,16 @@ def test_log_decoded_by_fairseq_uses_its_running_text(tmp_path, capsys):
 
 
 def test_text_files_equal_the_log(tmp_path, capsys):
-    hypothesis, reference = write_text(tmp_path / "h", OUTPUTS), write_text(tmp_path / "r", TARGETS)
+    hypothesis = write_text(tmp_path / "h", OUTPUTS)
+    reference = write_text(tmp_path / "r", TARGETS)
     texts = score_json(capsys, "--hypothesis", hypothesis, "--reference", reference)
     log = score_json(capsys, write_log(tmp_path / "log"))
     assert {k: v for k, v in texts.items() if k != "meta"} == {k: v for k, v in log.items() if k != "meta"}
 
 
 def test_chains_on_request(tmp_path, capsys):
-    hypothesis, reference = write_text(tmp_path / "h", RAW_OUTPUTS), write_text(tmp_path / "r", TARGETS)
+    hypothesis = write_text(tmp_path / "h", RAW_OUTPUTS)
+    reference = write_text(tmp_path / "r", TARGETS)
     argv = ["--hypothesis", hypothesis, "--reference", reference]
     scores = score_json(capsys, *argv, "--chain", "get-ende-bleu", "--chain", "moa-release")
     assert set(scores) == {"get_ende_bleu", "moa_release_bleu", "meta"}
@@ -175,7 +177,8 @@ def test_partial_log(tmp_path, capsys):
 
 
 def test_bad_input_ends_with_status_2(tmp_path, capsys):
-    good, short = write_text(tmp_path / "good", TARGETS), write_text(tmp_path / "short", TARGETS[:1])
+    good = write_text(tmp_path / "good", TARGETS)
+    short = write_text(tmp_path / "short", TARGETS[:1])
     empty = write_text(tmp_path / "empty", [])
     latin = tmp_path / "latin"
     latin.write_bytes("schön\nja\n".encode("latin-1"))

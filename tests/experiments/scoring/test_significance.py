@@ -150,7 +150,8 @@ def test_equal_systems_are_not_told_apart():
 
 def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
     """Two equal systems of five runs, whose quality differs from run to run: how often is p below 5 %?"""
-    random, found = np.random.default_rng(1), []
+    random = np.random.default_rng(1)
+    found = []
     for trial in range(80):
         quality = random.normal(0, 0.7, 300) + random.normal(0, 0.08, (10, 1))  # of sentences, of runs
         right = random.binomial(8, 1 / (1 + np.exp(-quality)))

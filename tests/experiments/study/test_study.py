@@ -12,6 +12,7 @@ import time
 import warnings
 from pathlib import Path
 from types import SimpleNamespace
+from typing import ClassVar
 
 import numpy
 import portalocker
@@ -78,7 +79,11 @@ class Player:
     conditions: of the trainings, where they are not those of this machine.
     """
 
-    ran, end, diverges, data, conditions = [], None, (), None, {}
+    ran: ClassVar[list] = []
+    end = None
+    diverges = ()
+    data = None
+    conditions: ClassVar[dict] = {}
 
     def __init__(self, environment):
         assert environment == {"OMP_NUM_THREADS": "1"}
@@ -111,7 +116,11 @@ def study(tmp_path, monkeypatch):
         monkeypatch.setattr(module, "commit", lambda: COMMIT)
     monkeypatch.setattr(command, "draw", lambda study, content: {})  # it takes longer than all else
     monkeypatch.chdir(tmp_path)
-    Player.ran, Player.end, Player.diverges, Player.data, Player.conditions = [], None, (), None, {}
+    Player.ran = []
+    Player.end = None
+    Player.diverges = ()
+    Player.data = None
+    Player.conditions = {}
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
@@ -207,7 +216,8 @@ def test_a_study_that_was_interrupted_twice_says_the_same(study):
     study(name="again")
     assert len(Player.ran) == len(set(Player.ran)) == 8, "a recorded run is never made again"
     study(name="whole")
-    again, whole = report_of(study, name="again"), report_of(study, name="whole")
+    again = report_of(study, name="again")
+    whole = report_of(study, name="whole")
     assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
     (contrast,) = whole["contrasts"]
     assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "better" and contrast["n"] == 4
@@ -445,14 +455,16 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     builder.add_item(torch.tensor([4, 3, 4, 4, 2]))
     builder.finalize(str(data / "valid.idx"))
     (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
-    Player.data, Player.end = data, 2
+    Player.data = data
+    Player.end = 2
     _, records = study("--data", str(data))
     digest = record_of(records, "A-seed1")["data"]
     assert len(digest) == 16 and record_of(records, "B-seed1")["data"] == digest
     assert record_of(records, "A-seed1")["unknown"] == 0.25 == report_of(study)["unknown"]
     assert "25.00% <unk>" in (records / "report.md").read_text()
     (data / "dict.txt").write_text("b 1\n")  # as many bytes
-    Player.end, Player.ran = None, []
+    Player.end = None
+    Player.ran = []
     capsys.readouterr()
     assert study("--data", str(tmp_path / "data"))[0] == 2 and not Player.ran
     assert digest in (told := capsys.readouterr().err) and "--data" in told
@@ -807,17 +819,21 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     shown = {key: value + ", 1 threads" * (key == "hardware") for key, value in other.items()}
     elsewhere = lambda *arguments: {**here(*arguments), **shown}  # noqa: E731
     monkeypatch.setattr(running.Place, "conditions", elsewhere)
-    Player.end, Player.conditions = None, other
+    Player.end = None
+    Player.conditions = other
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
     said = capsys.readouterr()
     assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, "seed 1 has ended"
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
     monkeypatch.setattr(running.Place, "conditions", here)
-    Player.ran, Player.end, Player.conditions = [], 1, {}
+    Player.ran = []
+    Player.end = 1
+    Player.conditions = {}
     study("--tune", name="tuned", **tuning)
     monkeypatch.setattr(running.Place, "conditions", elsewhere)
-    Player.end, Player.conditions = None, other
+    Player.end = None
+    Player.conditions = other
     study("--tune", name="tuned", **tuning)
     assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, "A was begun elsewhere"
     monkeypatch.setattr(running, "commit", lambda: "4567def")

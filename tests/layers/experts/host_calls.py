@@ -13,20 +13,24 @@ from moa_fairseq.layers.experts.triton import kernels, routing, weight_grad
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.plugin.fairseq_call import with_fairseq_call
 
-C, T, B = 32, 6, 4
+C = 32
+T = 6
+B = 4
 TUNED = ("product_kernel", "gate_kernel", "outer_kernel")
 
 
 class Config:
     kwargs = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_C", "BLOCK_R"), 16)
-    num_warps, num_stages = 4, 3
+    num_warps = 4
+    num_stages = 3
 
 
 class Kernel:
     best_config = Config
 
     def __init__(self, name):
-        self.fn, self.name = self, name
+        self.fn = self
+        self.name = name
         if name in TUNED:
             self.configs = [Config]
 
@@ -42,7 +46,9 @@ class Kernel:
 
 def calls(attention):
     x = torch.randn(T, B, C, dtype=torch.bfloat16, requires_grad=True)
-    module, upstream, events = attention.bfloat16(), torch.randn_like(x), []
+    module = attention.bfloat16()
+    upstream = torch.randn_like(x)
+    events = []
 
     def step():
         out = module(x, x, x, need_weights=False)[0]

@@ -64,7 +64,8 @@ def takes_on_cpu(shape):
 )
 def test_forward_and_every_gradient_equal_the_loop(shape, walk, use, monkeypatch):
     walk_by(walk, monkeypatch)
-    backend, in_order = "reference" if walk == "reference" else "grouped", shape[-1] == "all"
+    backend = "reference" if walk == "reference" else "grouped"
+    in_order = shape[-1] == "all"
     for case in variants(shape, use):
         fast = case.run(
             case.projected(backend, in_order and walk in ("reference", "as chosen")), torch.float32
@@ -109,7 +110,12 @@ class Largest(TorchDispatchMode):
 @pytest.mark.parametrize("walk", ["reference", *WALKS])
 @pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
 def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, walk, monkeypatch):
-    tokens, model_dim, num_experts, k, dim, heads = 128, 64, 6, 4, 8, 2
+    tokens = 128
+    model_dim = 64
+    num_experts = 6
+    k = 4
+    dim = 8
+    heads = 2
     walk_by(walk, monkeypatch)
     monkeypatch.setattr(sorted_rows, "_FREE_ELEMENTS", 0)
     monkeypatch.setattr(sorted_rows, "_UNIT", 16)
@@ -139,7 +145,11 @@ def peak_bytes(step):
 @pytest.mark.parametrize("use", ["SwitchHead source", "SwitchHead destination"])
 def test_switchheads_peak_of_memory_is_flat_in_k(use):
     """More slots need more indices and gates, but not one row more of either width."""
-    tokens, model_dim, num_experts, dim, heads = 16384, 256, 16, 64, 2
+    tokens = 16384
+    model_dim = 256
+    num_experts = 16
+    dim = 64
+    heads = 2
     peaks = {k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)}
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
@@ -151,7 +161,8 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
 @pytest.mark.parametrize("use", USES)
 def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
     """A GPU reads what the offsets say; a CPU's product stops at the last row by itself."""
-    product, calls = torch.nn.functional.grouped_mm, []
+    product = torch.nn.functional.grouped_mm
+    calls = []
 
     def watch(left, right, offs):
         calls.append(offs.tolist())
@@ -248,7 +259,8 @@ def test_only_what_is_asked_for_is_differentiated_where_every_expert_is_chosen(s
 def test_plans_of_a_slot_order_are_made_once(monkeypatch):
     monkeypatch.setattr(expert_loop, "_PIECE", 5)
     index = torch.randint(0, 6, (29, 4), generator=torch.Generator().manual_seed(1))
-    order, flat = ExpertPermutation(index, 7), index.reshape(-1)
+    order = ExpertPermutation(index, 7)
+    flat = index.reshape(-1)
     assert (flat[order.order].diff() >= 0).all()
     assert torch.equal(order.offsets.long(), torch.bincount(flat, minlength=7).cumsum(0))
     rows = order.plan(SortedRows, 1)
@@ -313,15 +325,18 @@ def test_autocast_gives_what_a_matmul_gives(use, backend):
 def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
     """256 + 1 is 256 in bfloat16, and so seven times; but the sum of all eight is 264."""
     walk_by(walk, monkeypatch)
-    order, gate = ExpertPermutation(torch.arange(8).expand(3, -1), 8), torch.tensor([256.0] + [1.0] * 7)
-    slots, weight = torch.eye(4)[:1].expand(24, -1).bfloat16(), torch.ones(8, 4, 16).bfloat16()
+    order = ExpertPermutation(torch.arange(8).expand(3, -1), 8)
+    gate = torch.tensor([256.0] + [1.0] * 7)
+    slots = torch.eye(4)[:1].expand(24, -1).bfloat16()
+    weight = torch.ones(8, 4, 16).bfloat16()
     out = project(slots.contiguous(), weight, order, is_up=False, gates=gate.repeat(3), backend="grouped")
     assert out.shape == (3, 16) and (out == 264).all()
 
 
 def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
     """Where every expert is chosen, in pieces of rows: the product is rounded, and nothing before it."""
-    slots, gate = torch.rand(3000, 4).bfloat16(), torch.rand(3000)
+    slots = torch.rand(3000, 4).bfloat16()
+    gate = torch.rand(3000)
     exact = (slots.float() * gate[:, None]).bfloat16()
     assert torch.equal(dense._times_gate(slots, gate), exact)
     assert not torch.equal(slots * gate.bfloat16()[:, None], exact), "the case tells nothing"

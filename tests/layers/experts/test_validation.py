@@ -114,13 +114,15 @@ def test_auto_trusts_the_dtypes_that_were_gone_through(on_a_gpu, monkeypatch):
         monkeypatch.setitem(every_expert._STEP, device, -1)
     order = ExpertPermutation(torch.tensor([[0, 2], [1, 2]]), 3)
     for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        rows, weight = torch.ones(2, 8, dtype=dtype), torch.ones(3, 4, 8, dtype=dtype)
+        rows = torch.ones(2, 8, dtype=dtype)
+        weight = torch.ones(3, 4, 8, dtype=dtype)
         projection.project(rows, weight, order, is_up=True, backend="auto")
     assert taken == [torch.bfloat16]
 
 
 def test_a_stopped_check_leaves_what_it_knows_and_goes_on(on_a_gpu, monkeypatch):
-    seen, stop_at = [], "float16, sizes of no tile, MoA outputs"
+    seen = []
+    stop_at = "float16, sizes of no tile, MoA outputs"
 
     def check(dtype, name, use, device, repeats):
         group = f"{str(dtype)[6:]}, {name}, {use}"
@@ -138,7 +140,8 @@ def test_a_stopped_check_leaves_what_it_knows_and_goes_on(on_a_gpu, monkeypatch)
     known, _ = validation.read()
     assert known.dtypes == ["bfloat16"] and sum(known.groups.values()) == 1 + 2 * len(seen)
     assert automatic()[0] == "auto", "what is known is of no use"
-    before, stop_at = list(seen), ""
+    before = list(seen)
+    stop_at = ""
     validate._check(["bfloat16", "float16"], "cpu", 1)
     assert len(seen) == len(set(seen)) == 16 and seen[: len(before)] == before
     assert validation.read()[0].dtypes == ["bfloat16", "float16"]
@@ -226,7 +229,8 @@ def test_a_full_gpu_says_nothing_about_the_kernels(on_a_gpu, monkeypatch):
 
 def test_what_is_not_as_good_as_torch_is_complained_about():
     exact = {"output": torch.ones(3, dtype=torch.float64)}
-    good, bad = {"output": torch.ones(3)}, {"output": torch.tensor([1.0, 1.0, 1.01])}
+    good = {"output": torch.ones(3)}
+    bad = {"output": torch.tensor([1.0, 1.0, 1.01])}
     assert validate.complaints(good, good, exact) == []
     for wrong in (bad["output"], torch.tensor([1.0, 1.0, float("nan")])):
         assert "output is off" in validate.complaints({"output": wrong}, good, exact)[0]

@@ -139,7 +139,8 @@ def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
     monkeypatch.setattr(launch, "rows_per_chunk", lambda *sizes: 16)
     index = torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
     order = ExpertPermutation(index, 5)
-    left, right = torch.randn(74, 12, device=DEVICE), torch.randn(74, 20, device=DEVICE)
+    left = torch.randn(74, 12, device=DEVICE)
+    right = torch.randn(74, 20, device=DEVICE)
     cut = sum(-(-count // 16) for count in counts if count > 16)
     _, blocks, parts = launch._chunks(74, 5, 1, left)
     assert cut <= parts <= blocks
@@ -163,7 +164,8 @@ def test_a_tuned_kernel_is_launched_plainly_from_then_on():
         def __getitem__(self, grid):
             return lambda **arguments: calls.append((self.name, arguments))
 
-    tuned, config = Kernel("tuner"), SimpleNamespace(kwargs={"BLOCK": 32}, num_warps=8, num_stages=3)
+    tuned = Kernel("tuner")
+    config = SimpleNamespace(kwargs={"BLOCK": 32}, num_warps=8, num_stages=3)
     tuned.configs, tuned.fn, tuned.best_config = [config], Kernel("plain"), config
     x = torch.randn(3, device=DEVICE)
     for tensor, size in ((x, 4), (x, 4), (x.double(), 4), (x, 5), (x, 5)):
@@ -201,7 +203,11 @@ def test_nothing_as_large_as_every_slot_of_the_models_width_is_stored(use, monke
 
     for name in ("products", "gate_grads", "outer", "sum_rows"):
         monkeypatch.setattr(launch, name, watched(getattr(launch, name)))
-    tokens, model_dim, k, heads = 72, 96, 4, 2  # so many that no partial weight gradient is the largest
+    # so many that no partial weight gradient is the largest
+    tokens = 72
+    model_dim = 96
+    k = 4
+    heads = 2
     case = variants((tokens, model_dim, 5, k, 16, heads, "random"), use)[0]
     case.run(case.projected("triton"), torch.float32, DEVICE)
     assert tokens * model_dim <= max(largest) <= tokens * heads * k * model_dim / 2
@@ -262,7 +268,8 @@ def test_compiles_into_one_graph_for_any_number_of_tokens(dtype):
     for tokens in (9, 14):
         arguments = _arguments(tokens, dtype=dtype)
         leaves = [a for a in arguments if torch.is_tensor(a) and a.requires_grad]
-        expected, got = _both(*arguments), compiled(*arguments)
+        expected = _both(*arguments)
+        got = compiled(*arguments)
         torch.testing.assert_close(got, expected)
         upstream = torch.randn_like(expected)
         for a, b in zip(

@@ -45,7 +45,8 @@ def signatures(name, model_dim, dim, bias):
     The fans are those of MoA with 8 experts per token and of SwitchHead with 2 heads of 4.
     """
     dtype, tf32 = DTYPES[name]
-    data, gates = POINTERS[dtype], {"gate": "*fp32"}
+    data = POINTERS[dtype]
+    gates = {"gate": "*fp32"}
     maybe = {"bias": data} if bias else {}
     common = {"TF32": tf32, "EXPERTS_POW2": 32, "EXPERT_DIM": dim, "MODEL_DIM": model_dim}
     product = dict(rows=data, weight=data, out=data, first_column="i32", **ROUTING)
@@ -95,7 +96,8 @@ def signatures(name, model_dim, dim, bias):
 
 def routing_signatures(data, model_dim):
     """As `signatures`: a router of 8 of 32 experts, and the sorting of its slots."""
-    tokens, counts = {"num_tokens": "i32"}, "*i32"
+    tokens = {"num_tokens": "i32"}
+    counts = "*i32"
     floats = dict.fromkeys(("logits", "probs", "gate"), "*fp32")
     route = dict(x=data, weight=data, padding="*u8", **floats, index="*i64", **tokens)
     grads = dict.fromkeys(("grad_logits", "grad_probs", "grad_gate", "probs"), "*fp32")
@@ -207,7 +209,9 @@ def hazards(code):
     """
     overwritten = from_registers = 0
     for body in loops(code):
-        alias, products, waits = {}, {}, {}
+        alias = {}
+        products = {}
+        waits = {}
         for line in body:
             if found := VIEW.match(line):
                 alias[found[1]] = alias.get(found[2], found[2])

@@ -53,7 +53,8 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
 
     route = launch_routing.route
     monkeypatch.setattr(launch_routing, "route", lambda *args: launched.append(1) or route(*args))
-    leaves, decisions = [], []
+    leaves = []
+    decisions = []
     for router, dtype_now in ((fast, dtype), (exact, torch.float64)):
         inputs = x.to(dtype_now).requires_grad_()
         decisions.append(router(inputs, padding))
@@ -125,7 +126,8 @@ def test_slots_are_sorted_as_torch_sorts_them(tokens, experts, per_token, hot):
     scores = torch.rand(tokens, experts, generator=torch.Generator().manual_seed(3))
     scores[:, 3:4] += hot  # of 1: all tokens choose it
     index = scores.topk(per_token).indices.to(DEVICE)
-    exact, fast = ExpertPermutation(index, experts), ExpertPermutation(index, experts)
+    exact = ExpertPermutation(index, experts)
+    fast = ExpertPermutation(index, experts)
     fast.sort_by(backend.sorted_slots)
     assert torch.equal(fast.order, exact.order) and torch.equal(fast.offsets, exact.offsets)
     assert fast.offsets.dtype == torch.int32 and fast.order.dtype == torch.int64

@@ -14,7 +14,9 @@ from torch import nn
 import moa_fairseq  # noqa: F401  (registers the criterions)
 from moa_fairseq.errors import UserError
 
-PAD, WORDS, CUTOFF = 1, 48, [10, 20]
+PAD = 1
+WORDS = 48
+CUTOFF = [10, 20]
 UNTRAINED = [11, 21]  # the second word of each further cluster: fairseq takes it for padding
 EVERY_WORD = torch.tensor([[*range(2, 25), PAD], [*range(25, WORDS), PAD]])
 
@@ -51,7 +53,8 @@ def loss_of(model, name, **settings):
 
 def surprise_of_every_word(model):
     """−log p of each word in EVERY_WORD, by the definition: p(word) = p(cluster) · p(word in the cluster)."""
-    softmax, states = model.decoder.adaptive_softmax, model.states.view(-1, 16)
+    softmax = model.decoder.adaptive_softmax
+    states = model.states.view(-1, 16)
     head = torch.softmax(states @ softmax.head.weight.t(), -1)  # [N, 10 words and 2 clusters]
     parts = [head[:, : CUTOFF[0]]]
     for number, tail in enumerate(softmax.tail):
@@ -80,7 +83,8 @@ def test_the_loss_is_that_of_the_full_softmax(name):
 def test_fairseqs_own_loss_leaves_a_word_of_each_cluster_out(name):
     torch.manual_seed(0)
     model = Model()
-    surprise, softmax = surprise_of_every_word(model), model.decoder.adaptive_softmax
+    surprise = surprise_of_every_word(model)
+    softmax = model.decoder.adaptive_softmax
     head = torch.log_softmax(model.states.view(-1, 16) @ softmax.head.weight.t(), -1)
     left_out = 0.0
     for number, word in enumerate(UNTRAINED):  # of which the cluster alone counts
@@ -97,7 +101,8 @@ def test_padding_outside_of_the_first_cluster_is_refused():
 
 def test_a_loss_is_that_of_its_own_thread():
     """They share the softmax, whose results the criterion reads by a hook."""
-    model, loss = Model(), criterion("adaptive_loss")
+    model = Model()
+    loss = criterion("adaptive_loss")
     states = [torch.randn_like(model.states) for _ in range(8)]
 
     class Part(nn.Module):
@@ -105,15 +110,18 @@ def test_a_loss_is_that_of_its_own_thread():
 
         def __init__(self, number):
             super().__init__()
-            self.decoder, self.states = model.decoder, states[number]
+            self.decoder = model.decoder
+            self.states = states[number]
 
-        forward, get_targets = Model.forward, Model.get_targets
+        forward = Model.forward
+        get_targets = Model.get_targets
 
     @torch.no_grad()
     def run(number):
         return loss(Part(number), {"net_input": {}, "target": EVERY_WORD, "ntokens": 1, "nsentences": 1})[0]
 
-    alone, before = [run(number) for number in range(8)], sys.getswitchinterval()
+    alone = [run(number) for number in range(8)]
+    before = sys.getswitchinterval()
     sys.setswitchinterval(5e-5)
     try:
         with ThreadPoolExecutor(8) as pool:

@@ -16,7 +16,8 @@ from moa_fairseq.plugin.criterions.with_routing import MaskedLmWithRouting, Mask
 from moa_fairseq.plugin.forward_context import collect_routings
 from moa_fairseq.plugin.logged_values import mean_values
 
-PAD, MASK = 1, 43
+PAD = 1
+MASK = 43
 
 
 @pytest.fixture

@@ -10,7 +10,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.admin import Shortcut, profile, unprofiled
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
-ARCH, ADMIN = "dense_transformer_tiny", ("--initialization", "admin")
+ARCH = "dense_transformer_tiny"
+ADMIN = ("--initialization", "admin")
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2, "--share-all-embeddings")
 
 
@@ -24,7 +25,9 @@ def omegas(model):
 
 def by_hand(model, inputs):
     """Post-norm layers written out: ω_1 = 1, ω_{i+1}² = Var[x_i·ω_i] + Var[f_i], of real tokens."""
-    found, source, target = [], inputs["src_tokens"], inputs["prev_output_tokens"]
+    found = []
+    source = inputs["src_tokens"]
+    target = inputs["prev_output_tokens"]
     real_source, real_target = (tokens.ne(whole_models.PAD).t() for tokens in (source, target))
     future = torch.full((target.size(1),) * 2, -math.inf, dtype=torch.float64).triu(1)
 
@@ -41,7 +44,8 @@ def by_hand(model, inputs):
         x = (embedded + encoder_or_decoder.embed_positions(tokens)).transpose(0, 1)
         if memory is None:
             x = x * real[..., None]
-        variance, hidden = 1.0, {"key_padding_mask": ~real.t()}
+        variance = 1.0
+        hidden = {"key_padding_mask": ~real.t()}
         for layer in encoder_or_decoder.layers:
             mask = None if memory is None else future
             with forward_context(padding=~real.t()):
@@ -60,7 +64,8 @@ def by_hand(model, inputs):
 
 
 def test_the_first_batch_sets_every_omega():
-    model, inputs = build("--dropout", 0), whole_models.batch(ARCH)
+    model = build("--dropout", 0)
+    inputs = whole_models.batch(ARCH)
     expected = by_hand(model, inputs)
     assert len(expected) == 2 * 2 + 2 * 3 and expected[0] == expected[4] == 1.0
     assert unprofiled(model) and model.eval()(**inputs) is not None and unprofiled(model)
@@ -71,7 +76,8 @@ def test_the_first_batch_sets_every_omega():
 
 
 def test_a_saved_model_keeps_its_omegas_and_draws_the_same_dropout():
-    model, inputs = build("--dropout", 0.2), whole_models.batch(ARCH)
+    model = build("--dropout", 0.2)
+    inputs = whole_models.batch(ARCH)
     torch.manual_seed(5)
     first = model(**inputs)[0]
     state = {name: value.clone() for name, value in model.state_dict().items()}
@@ -86,7 +92,9 @@ def test_a_saved_model_keeps_its_omegas_and_draws_the_same_dropout():
 
 def test_a_pass_that_fails_leaves_no_omega_and_is_made_again():
     """The trainer skips a batch that is too large for the memory, and goes on with the next."""
-    model, whole, inputs = build("--dropout", 0), build("--dropout", 0), whole_models.batch(ARCH)
+    model = build("--dropout", 0)
+    whole = build("--dropout", 0)
+    inputs = whole_models.batch(ARCH)
 
     def fail(*_):
         raise RuntimeError("out of memory")
@@ -102,7 +110,8 @@ def test_a_pass_that_fails_leaves_no_omega_and_is_made_again():
 
 
 def test_the_first_update_collects_its_own_routings_alone():
-    model, inputs = build("--sigma-moe-num-experts", 4), whole_models.batch(ARCH)
+    model = build("--sigma-moe-num-experts", 4)
+    inputs = whole_models.batch(ARCH)
     counts = []
     for _ in range(2):
         with collect_routings() as routings:
@@ -112,7 +121,9 @@ def test_the_first_update_collects_its_own_routings_alone():
 
 
 def test_workers_count_together_and_training_moves_omega():
-    alone, together, inputs = build("--dropout", 0), build("--dropout", 0), whole_models.batch(ARCH)
+    alone = build("--dropout", 0)
+    together = build("--dropout", 0)
+    inputs = whole_models.batch(ARCH)
     alone(**inputs)
     together._begun = True
     profile(together, lambda: together(**inputs), lambda moments: moments.mul_(2))  # two of the same

@@ -68,7 +68,8 @@ def test_one_token_has_the_same_experts_wherever_it_stands(arch):
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "moh_transformer_tiny", "moa_lm_tiny"])
 @pytest.mark.parametrize("choice", ["learned", "hash"])
 def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted_once(arch, choice):
-    gradients, counts = [], []
+    gradients = []
+    counts = []
     still = ("--dropout", 0, "--attention-dropout", 0, "--router-choice", choice)
     for more in ((), ("--checkpoint-activations",)):
         model = build(arch, *still, *more).train()
@@ -102,7 +103,8 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted
 def test_a_step_with_autocast_moves_all_but_frozen_routers_and_a_checkpoint_restores_them(arch, flags, dtype):
     arch = "moh_transformer_lm_base" if arch == "moh_lm" else arch
     flags = flags if "roberta" in arch else flags_for(arch, flags)
-    model, other = build(arch, *flags).train(), build(arch, *flags, seed=4)
+    model = build(arch, *flags).train()
+    other = build(arch, *flags, seed=4)
     frozen = {name: p.clone() for name, p in model.named_parameters() if not p.requires_grad}
     assert bool(frozen) == ("frozen" in flags) and all("router" in name for name in frozen)
     optimizer = torch.optim.Adam(model.parameters(), lr=0.01)

@@ -30,7 +30,8 @@ NORMS = ["--encoder-normalize-before", "--decoder-normalize-before"]
     ],
 )
 def test_it_is_fairseqs_model_by_its_weights(arch, fairseqs, flags, size):
-    ours, theirs = build(arch, *flags), build(fairseqs, *size, *flags)
+    ours = build(arch, *flags)
+    theirs = build(fairseqs, *size, *flags)
     ours.load_state_dict(theirs.state_dict())
     inputs = batch(fairseqs)
     real = inputs.get("prev_output_tokens", inputs["src_tokens"]).ne(PAD)
@@ -41,7 +42,8 @@ def test_it_is_fairseqs_model_by_its_weights(arch, fairseqs, flags, size):
 @pytest.mark.parametrize("padded", [False, True])
 def test_cross_self_attention_leaves_out_the_sources_padding(padded):
     flags = ["--cross-self-attention", "--no-cross-attention"]
-    ours, theirs = build("dense_transformer_tiny", *flags), build("transformer", *TINY, *flags)
+    ours = build("dense_transformer_tiny", *flags)
+    theirs = build("transformer", *TINY, *flags)
     ours.load_state_dict(theirs.state_dict())
     inputs = batch("transformer", (7, 4 if padded else 7, 7))
     assert inputs["src_tokens"].eq(PAD).any() and inputs["prev_output_tokens"].eq(PAD).any() == padded
@@ -54,7 +56,8 @@ def test_gated_feed_forwards_and_rms_norms():
     flags = (*SMALL_LM, "--gated-feed-forward", "--rms-norm")
     model = build("dense_transformer_lm_base", *flags).double().eval()
     assert not any("layer_norm" in name and name.endswith("bias") for name, _ in model.named_parameters())
-    layer, x = model.decoder.layers[0], torch.randn(5, 2, 32, dtype=torch.float64)
+    layer = model.decoder.layers[0]
+    x = torch.randn(5, 2, 32, dtype=torch.float64)
     for norm in (layer.self_attn_layer_norm, layer.final_layer_norm, model.decoder.layer_norm):
         torch.nn.init.normal_(norm.weight)
         exact = x / (x.square().mean(-1, keepdim=True) + 1e-5).sqrt() * norm.weight
@@ -65,7 +68,8 @@ def test_gated_feed_forwards_and_rms_norms():
     layer.final_layer_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
     model(**batch("transformer_lm_gpt"))
     normed, (inner, out) = seen
-    gate, value = normed @ w1.t(), normed @ w3.t()
+    gate = normed @ w1.t()
+    value = normed @ w3.t()
     torch.testing.assert_close(inner, gate * torch.sigmoid(gate) * value)
     torch.testing.assert_close(out, inner @ layer.fc2.weight.t())
 
@@ -95,7 +99,8 @@ def branch_of(attention):
     ],
 )
 def test_the_branch_of_every_attention_starts_smaller_and_nothing_else_does(arch, attentions):
-    plain, small = build(arch), build(arch, "--attention-branch-scale", 0.25)
+    plain = build(arch)
+    small = build(arch, "--attention-branch-scale", 0.25)
     scaled = set()
     for one, other in zip(attentions_of(plain), attentions_of(small)):
         for before, after in zip(branch_of(one), branch_of(other)):

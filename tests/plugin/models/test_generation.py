@@ -110,7 +110,8 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
 
 def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
     model = model_of()
-    decoder, calls = model.decoder, []
+    decoder = model.decoder
+    calls = []
     compute = MixtureOfAttention.compute
     monkeypatch.setattr(
         MixtureOfAttention, "compute", lambda self, call: calls.append(call) or compute(self, call)

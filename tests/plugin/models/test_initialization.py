@@ -75,9 +75,12 @@ OTHERS += ["gqe_lm_base", "namoh_lm_base", "latent_transformer_lm_base"]
     ],
 )
 def test_models_of_one_seed_start_alike_outside_their_attention(arch, start):
-    dense, flags, few = "dense_transformer_tiny", (), ()
+    dense = "dense_transformer_tiny"
+    flags = ()
+    few = ()
     if start is not None:
-        dense, flags = "dense_transformer_lm_base", (*LM, "--initialization", start)
+        dense = "dense_transformer_lm_base"
+        flags = (*LM, "--initialization", start)
         few = ("--experts-per-token", 1) if arch.startswith("moh") else ()
     one, other = (
         whole_models.build(*words).state_dict() for words in ((dense, *flags), (arch, *flags, *few))

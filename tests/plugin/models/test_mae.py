@@ -71,7 +71,8 @@ def with_sure_gates(model):
 
 @pytest.mark.parametrize("how", ["mixture", "top-expert", "random-expert"])
 def test_translation_step_by_step_with_one_expert_in_each_module(how):
-    arch, flags = "mae_transformer_tiny", ("--mae-evaluate-with", how, "--mae-evaluate-seed", 3)
+    arch = "mae_transformer_tiny"
+    flags = ("--mae-evaluate-with", how, "--mae-evaluate-seed", 3)
     model = with_sure_gates(build(arch, "--encoder-layers", 2, "--decoder-layers", 2, *flags)).eval()
     assert_incremental_equals_full(model, arch)
     with collect_routings() as decisions:

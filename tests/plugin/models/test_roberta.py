@@ -16,7 +16,8 @@ ARCH = "moa_roberta_tiny"
 
 
 def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
-    model, dense = build(ARCH), build("roberta_tiny")
+    model = build(ARCH)
+    dense = build("roberta_tiny")
     mixtures = [m for m in model.modules() if isinstance(m, MixtureOfAttention)]
     assert [m.name for m in mixtures] == [f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)]
     assert {m.router.renormalize for m in mixtures} == {"detached"} and model.max_positions() == 128
@@ -43,7 +44,8 @@ def test_a_checkpoint_brings_its_heads_and_old_names_along():
         key.replace("layernorm_embedding", "emb_layer_norm").replace("encoder.", "decoder.", 1): value
         for key, value in model.state_dict().items()
     }
-    plain, with_heads = build(ARCH), build(ARCH, "--load-checkpoint-heads")
+    plain = build(ARCH)
+    with_heads = build(ARCH, "--load-checkpoint-heads")
     with_heads.load_state_dict(dict(state))
     torch.testing.assert_close(with_heads.state_dict(), model.state_dict())
     plain.load_state_dict(dict(state))
@@ -53,7 +55,8 @@ def test_a_checkpoint_brings_its_heads_and_old_names_along():
 
 
 def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data):
-    folder, name = str(toy_masked_lm.parent), toy_masked_lm.name
+    folder = str(toy_masked_lm.parent)
+    name = toy_masked_lm.name
     encoding = {
         "gpt2_encoder_json": str(toy_wiki_data / "encoder.json"),
         "gpt2_vocab_bpe": str(toy_wiki_data / "vocab.bpe"),
@@ -122,7 +125,8 @@ def test_fine_tuning_through_fairseqs_sentence_prediction(
     tmp_path, fairseq, preprocess, toy_masked_lm, toy_wiki_data
 ):
     """Which of two tokens comes first: a head on the pre-trained encoder learns it."""
-    texts, labels = ["12 13 14", "15 13 14"] * 20, ["a", "b"] * 20
+    texts = ["12 13 14", "15 13 14"] * 20
+    labels = ["a", "b"] * 20
     for name, lines in (("input0", texts), ("label", labels)):
         (tmp_path / name).write_text("".join(line + "\n" for line in lines))
         prefixes = {"trainpref": str(tmp_path / name), "validpref": str(tmp_path / name)}

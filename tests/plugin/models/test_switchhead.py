@@ -23,7 +23,13 @@ def test_settings_without_a_formula_print_none():
 def test_parts_of_switchall_add_up():
     model = build_meta_model("switchall_lm_tiny", 100)
     cost = complexity("switchall_lm_tiny", 100, 7, 7)
-    layers, C, H, D, E, k, T = 4, 160, 2, 30, 5, 2, 7
+    layers = 4
+    C = 160
+    H = 2
+    D = 30
+    E = 5
+    k = 2
+    T = 7
     assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
     for arch in ("switchall_lm_tiny", "switchhead_rope_lm_45m", "transformer_xl_lm_tiny", "moa_lm_tiny"):
         other = complexity(arch, 100, 7, 7)

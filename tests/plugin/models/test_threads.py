@@ -21,7 +21,8 @@ MIXTURES = [f"{name}_transformer_tiny" for name in ("moa", "mae", "switchhead", 
 @pytest.fixture(autouse=True)
 def often():
     """Threads take turns a hundred times as often as they do by default, and torch computes in them alone."""
-    before, threads = sys.getswitchinterval(), torch.get_num_threads()
+    before = sys.getswitchinterval()
+    threads = torch.get_num_threads()
     sys.setswitchinterval(5e-5)
     torch.set_num_threads(1)
     yield
@@ -36,7 +37,9 @@ def build(arch, *flags):
 def inputs(number):
     """A batch of a size of its own; padded, if it has two sentences or more."""
     g = torch.Generator().manual_seed(number)
-    rows, source, target = 1 + number % 3, 6 + number, 5 + number % 4
+    rows = 1 + number % 3
+    source = 6 + number
+    target = 5 + number % 4
     tokens = torch.randint(4, whole_models.SYMBOLS, (rows, source), generator=g)
     before = torch.randint(4, whole_models.SYMBOLS, (rows, target), generator=g)
     if rows > 1:

@@ -76,7 +76,8 @@ def test_each_attention_gets_the_settings_that_its_role_has_a_meaning_for():
     """A window is for the decoder's self-attention, rotary settings for every self-attention."""
     flags = ("--positions", "rope", "--rope-base", 50, "--rotary-dim", 4, "--window", 3)
     model = build(ARCH, *flags, "--query-key-norm", "rotated").eval()
-    encoder, decoder = model.encoder.layers[0], model.decoder.layers[0]
+    encoder = model.encoder.layers[0]
+    decoder = model.decoder.layers[0]
     attentions = (encoder.self_attn, decoder.self_attn, decoder.encoder_attn)
     assert [attention.window for attention in attentions] == [None, 3, None]
     assert [attention.query_key_norm.after_rotation for attention in attentions] == [True, True, False]
@@ -93,7 +94,8 @@ def test_shared_embeddings_need_a_joined_dictionary():
 
 
 def test_padding_never_reaches_the_statistics_or_the_real_tokens():
-    model, inputs = build(ARCH).eval(), batch(ARCH)
+    model = build(ARCH).eval()
+    inputs = batch(ARCH)
     with collect_routings() as decisions:
         logits, _ = model(**inputs)
     assert len(decisions) == 12

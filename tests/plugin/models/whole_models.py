@@ -8,7 +8,8 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.experiments.scoring.meta_model import parse_training_flags, quiet, task_of
 
-SYMBOLS, PAD = 40, 1
+SYMBOLS = 40
+PAD = 1
 
 
 def dictionary(letter="w", symbols=SYMBOLS):
@@ -25,7 +26,8 @@ def settings(arch, *flags):
 
 def build(arch, *flags, args=None, seed=3, symbols=SYMBOLS, target="w"):
     """A new model; args: its settings instead of the flags'; target: the letter of the target's words."""
-    args, names = args or settings(arch, *flags), ("source_dictionary", "dictionary", "output_dictionary")
+    args = args or settings(arch, *flags)
+    names = ("source_dictionary", "dictionary", "output_dictionary")
     task = SimpleNamespace(**dict.fromkeys(names, dictionary(symbols=symbols)), args=args)
     task.target_dictionary = dictionary(target, symbols)
     torch.manual_seed(seed)
@@ -60,7 +62,9 @@ def assert_incremental_equals_full(model, arch):
     else:
         tokens = inputs["src_tokens"]
     full, _ = model.decoder(tokens, encoder_out=encoder_out)
-    order, turn, state = torch.arange(3), torch.tensor([1, 2, 0]), {}
+    order = torch.arange(3)
+    turn = torch.tensor([1, 2, 0])
+    state = {}
     for step in range(1, 7):
         now, _ = model.decoder(tokens[order, :step], encoder_out=encoder_out, incremental_state=state)
         torch.testing.assert_close(now[:, 0], full[order, step - 1], rtol=1e-4, atol=1e-4)

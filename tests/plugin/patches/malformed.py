@@ -304,7 +304,9 @@ def inflating(data):
     stream = io.BytesIO(packed)
     with zipfile.ZipFile(stream, "a") as archive:
         info = archive.getinfo(largest)
-        info.compress_type, info.file_size, info.CRC = zipfile.ZIP_DEFLATED, 192 << 24, 1
+        info.compress_type = zipfile.ZIP_DEFLATED
+        info.file_size = 192 << 24
+        info.CRC = 1
         archive._didModify = True  # the directory is written anew
     return stream.getvalue()
 

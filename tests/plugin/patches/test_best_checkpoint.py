@@ -14,7 +14,8 @@ from moa_fairseq.plugin.fairseq_compat import PATCHES, load_checkpoint
 from moa_fairseq.plugin.patches.table import wrapped_by
 from moa_fairseq.plugin.patches.training import nan_is_the_worst
 
-NAN, INF = math.nan, math.inf
+NAN = math.nan
+INF = math.inf
 
 
 def forget_best():
@@ -38,8 +39,11 @@ class Run:
     """A trainer and an iterator at the end of an epoch, as `save_checkpoint` asks them."""
 
     def __init__(self, cfg):
-        self.cfg, self.epoch, self.extra = cfg, 0, None
-        self.data_parallel_rank, self.should_save_checkpoint_on_current_rank = 0, True
+        self.cfg = cfg
+        self.epoch = 0
+        self.extra = None
+        self.data_parallel_rank = 0
+        self.should_save_checkpoint_on_current_rank = True
         self.checkpoint_suffix, self.task = "", SimpleNamespace()
 
     def validated(self, value):

@@ -56,7 +56,8 @@ class FullDisk:
     """A stream with room for so many bytes."""
 
     def __init__(self, stream, room):
-        self.stream, self.room = stream, room
+        self.stream = stream
+        self.room = room
 
     def __enter__(self):
         return self
@@ -80,7 +81,8 @@ class FullDisk:
 @pytest.mark.parametrize("room, times", [(0, 2), (100, 2), (300_000, 2), (300_000, 3)])
 def test_a_disk_that_is_full_for_a_moment(write, room, times, old, monkeypatch):
     """Of three attempts the first two fail, or all of them."""
-    fdopen, attempts = os.fdopen, itertools.count()
+    fdopen = os.fdopen
+    attempts = itertools.count()
 
     def opened(*args, **options):
         stream = fdopen(*args, **options)

@@ -125,7 +125,8 @@ def compare(model, batches, tolerance, backend):
 @pytest.mark.usefixtures("as_before")
 def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     """Ten shapes, with and without padding: output, losses, gradients, routings under their names, counts."""
-    model, caught = build(*FAMILIES[family], layers=3), caplog.records
+    model = build(*FAMILIES[family], layers=3)
+    caught = caplog.records
     shapes = [(3, 9, 7), (5, 6, 6), (2, 5, 8), *((rows, 4 + rows, 9) for rows in range(2, 9))]
     batches = [batch(i, *shape, padded=i != 1) for i, shape in enumerate(shapes)]
     compare(model, batches, 1e-12, "aot_eager")
@@ -202,7 +203,8 @@ def test_only_a_training_pass_is_compiled_and_a_copy_has_its_own_weights(monkeyp
 
 @pytest.mark.usefixtures("as_before")
 def test_checkpointed_activations_are_those_of_the_compiled_layer(monkeypatch):
-    compiled, each = stub(monkeypatch), batch(1, 3, 9, 7)
+    compiled = stub(monkeypatch)
+    each = batch(1, 3, 9, 7)
     wanted = update(build(*FAMILIES["moa"], layers=1), *each)
     model = build(*FAMILIES["moa"], "--checkpoint-activations", layers=1)
     compile_layers(model)

@@ -99,7 +99,8 @@ def epochs_over():
     The iterator and its loader hold each other, and workers of a loader that only the garbage collector
     finds are out of its reach by then: it would wait five seconds for each.
     """
-    before, made = set(multiprocessing.active_children()), []
+    before = set(multiprocessing.active_children())
+    made = []
 
     def make(dataset, batches, workers, buffer_size=10):
         options = {"num_workers": workers, "buffer_size": buffer_size, "reuse_dataloader": True}
@@ -118,7 +119,8 @@ def epochs_over():
 def epochs_of(epochs_over, workers, buffer_size, restart_at=None, count=3):
     """What `count` epochs of 6 batches load, [72 / count, 3] each; the second may go on at a batch."""
     batches = [[2 * number, 2 * number + 1] for number in range(6)]
-    found, epochs = [], epochs_over(Noisy(), batches, workers, buffer_size)
+    found = []
+    epochs = epochs_over(Noisy(), batches, workers, buffer_size)
     for epoch in range(1, count + 1):
         if epoch == 2 and restart_at is not None:
             epochs = epochs_over(Noisy(), batches, workers, buffer_size)

@@ -83,7 +83,8 @@ def test_a_choice_of_two_searches_is_the_error_that_fairseq_raises():
 def test_diverse_groups_of_any_sentences(build_trainer, kind):
     """Numbers of sentences beyond the size of the batch; the search can still be exported."""
     trainer, (batch, *_) = build_trainer()
-    models, dictionary = [trainer.get_model().eval()], trainer.task.target_dictionary
+    models = [trainer.get_model().eval()]
+    dictionary = trainer.task.target_dictionary
     strategy = search.DiverseBeamSearch(dictionary, 2, 0.5)
     generator = kind(models, dictionary, beam_size=4, max_len_b=5, search_strategy=strategy)
     rows = len(batch["id"])

@@ -103,7 +103,8 @@ def test_a_check_without_an_outcome(status, checks, train, run, caplog):
 
 
 def test_one_process_checks_and_the_others_wait(train, run, tmp_path):
-    ends, lock = [], validation.path().parent / ".lock"
+    ends = []
+    lock = validation.path().parent / ".lock"
     lock.parent.mkdir()
     with portalocker.Lock(lock, "w"):
         thread = threading.Thread(target=lambda: ends.append(train()))

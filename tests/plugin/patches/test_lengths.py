@@ -32,8 +32,14 @@ def evaluated(tmp_path):
     def tokens(kind=LanguageModelingTask, config=LanguageModelingConfig, context_window=0, **settings):
         cfg = config(data=str(tmp_path), **settings)
         cfg.tokens_per_sample -= context_window  # as fairseq-eval-lm does
-        cfg.seed, cfg.dataset_impl, cfg.use_plasma_view, cfg.plasma_path = 1, "mmap", False, ""
-        cfg.update_freq, cfg.train_subset, cfg.batch_size, cfg.batch_size_valid = [1], "train", 1, 1
+        cfg.seed = 1
+        cfg.dataset_impl = "mmap"
+        cfg.use_plasma_view = False
+        cfg.plasma_path = ""
+        cfg.update_freq = [1]
+        cfg.train_subset = "train"
+        cfg.batch_size = 1
+        cfg.batch_size_valid = 1
         task = kind.setup_task(cfg)
         task.load_dataset("test")
         batches = task.eval_lm_dataloader(

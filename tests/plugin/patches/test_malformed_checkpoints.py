@@ -125,7 +125,8 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
     monkeypatch.chdir(tmp_path)
     ways = {"generate": generate, "validate": validate, "resume": resume}
     ways |= {way: functools.partial(load, capsys) for way, load in VERBS.items()}
-    wrong, taken = [], []
+    wrong = []
+    taken = []
     for way, load in ways.items():
         try:
             load(path, toy_data, sound["cfg"])

@@ -276,7 +276,8 @@ def downloaded(url, marker):
 @pytest.mark.thorough(keep=("pickle-generate", "pickle-train: resume", "pickle-average"))
 @pytest.mark.parametrize(("attack", "way"), PAIRS)
 def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_path, monkeypatch, capsys):
-    path, marker = tmp_path / "planted.pt", tmp_path / "marker"
+    path = tmp_path / "planted.pt"
+    marker = tmp_path / "marker"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(utils.import_user_module, "memo", set(), raising=False)
     monkeypatch.setattr(file_utils, "get_from_cache", lambda url, folder=None: downloaded(url, marker))

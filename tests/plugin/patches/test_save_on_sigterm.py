@@ -9,7 +9,9 @@ from fairseq_cli import train as program
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.plugin.patches import save_on_sigterm
 
-LAST, BEST, NUMBERED = "checkpoint_last.pt", "checkpoint_best.pt", "checkpoint_2_1.pt"
+LAST = "checkpoint_last.pt"
+BEST = "checkpoint_best.pt"
+NUMBERED = "checkpoint_2_1.pt"
 
 
 @pytest.fixture(autouse=True)

@@ -147,7 +147,8 @@ def test_a_meter_goes_on_with_the_array_that_was_saved(tmp_path):
         found.add_meter("_bleu_counts", AverageMeter(), 0)
         return found
 
-    before, after = meters(), MetersDict()
+    before = meters()
+    after = MetersDict()
     before["_bleu_counts"].update(np.array([3, 1]))
     save_checkpoint({"model": WEIGHTS, "extra_state": before.state_dict()}, tmp_path / "last.pt")
     after.load_state_dict(load_checkpoint(tmp_path / "last.pt")["extra_state"])

@@ -37,7 +37,8 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
         *EVERY_SECOND, "--gate-dropout", 0, "--gate-lr", 0.5, "--gate-clip-norm", clip, "--weight-decay", 0.1
     )
     update(trainer, F_EPOCH, samples[:1])  # Adam has moments now
-    before, adam = snapshot(trainer), copy.deepcopy(trainer.optimizer.state_dict())
+    before = snapshot(trainer)
+    adam = copy.deepcopy(trainer.optimizer.state_dict())
     expected = manual_gate_gradient(trainer, samples[:2])
     trainer.begin_epoch(G_EPOCH)
     trainer.zero_grad()
@@ -106,7 +107,8 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
     with torch.no_grad(), forgetting(running_statistics_of(first.get_model())):
         loss, tokens, _ = first.get_criterion()(first.get_model().train(), samples[0])
     first.task.before_update(first, samples[:1])
-    fresh, drawn = probabilities(), {}
+    fresh = probabilities()
+    drawn = {}
     choose = ExpertDraw.choose
 
     def spy(self, name, probs):
@@ -173,7 +175,8 @@ def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
 
 def test_what_each_method_of_fine_tuning_updates():
     model = torch.nn.Sequential(MixtureOfAttentiveExperts(8, 2, causal=True), torch.nn.Linear(8, 8))
-    every, gate = [*model.parameters()], [*model[0].gate.parameters()]
+    every = [*model.parameters()]
+    gate = [*model[0].gate.parameters()]
     expected = {"all": every, "ftall": every, "ftg": gate, "ftg_plus": [*gate, model[0].out_proj.weight]}
     assert {*expected} == {*METHODS}
     for method, parameters in expected.items():
@@ -223,7 +226,8 @@ def test_a_step_that_no_float_can_hold_ends_the_training(build_trainer):
 def test_gradients_that_overflow_are_skipped_in_half_precision_only(scaled):
     """And not for ever: fairseq's own scaler gives up, too."""
     gate = torch.nn.Parameter(torch.ones(3))
-    sgd, skips = GateSGD(1.0, 0.0), 0
+    sgd = GateSGD(1.0, 0.0)
+    skips = 0
 
     def step(value):
         gradients = GateGradients([gate])
@@ -272,7 +276,8 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
     expected = manual_gate_gradient(trainer, samples[:2])
     trainer.begin_epoch(G_EPOCH)
     trainer.task.before_update(trainer, samples[:2])
-    after, model = snapshot(trainer), trainer.get_model()
+    after = snapshot(trainer)
+    model = trainer.get_model()
     for name, gradient in expected.items():
         torch.testing.assert_close(after[name], before[name] - gradient, rtol=1e-5, atol=1e-7)
 
@@ -359,7 +364,8 @@ def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
 def test_the_future_leaks_neither_into_training_nor_into_evaluation(build_trainer):
     """G and F computation of the whole model: a later target token changes no earlier prediction."""
     trainer, samples = build_trainer("--decoder-layers", 2, "--gate-dropout", 0)
-    model, sample = trainer.get_model(), samples[-1]
+    model = trainer.get_model()
+    sample = samples[-1]
     previous = sample["net_input"]["prev_output_tokens"]
     other = previous.clone()
     other[:, -2] = torch.where(previous[:, -2] == 10, 11, 10)  # where there is no padding

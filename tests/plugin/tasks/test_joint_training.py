@@ -27,7 +27,8 @@ def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip)
     trainer.get_model().register_forward_hook(lambda *_: passes.append(1))
     for _ in range(2):  # the second finds what the first has left behind
         expected = manual_gate_gradient(trainer, samples[:2])
-        before, forward_passes = snapshot(trainer), len(passes)
+        before = snapshot(trainer)
+        forward_passes = len(passes)
         log = update(trainer, 5, batches)
         after = snapshot(trainer)
         assert len(passes) - forward_passes == 3 and "bcd_step" not in log
@@ -83,7 +84,8 @@ class Scaled(AMPOptimizer):
 def test_under_amp_gates_skip_an_update_only_if_its_scale_was_lowered(scales, steps):
     """On a CPU the scale is 1 throughout."""
     gate = SequenceGate(4, 3, dropout=0.0).requires_grad_(False)
-    step, before = JointStep(gate, lr=1.0, clip_norm=0.0), gate.fc2.weight.clone()
+    step = JointStep(gate, lr=1.0, clip_norm=0.0)
+    before = gate.fc2.weight.clone()
     with step.passing():
         (gate(torch.randn(5, 4))[0].square().sum() * scales[0]).backward()
     step.sample_size = 5.0

@@ -11,7 +11,8 @@ from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
 # 17 chunks of 24 texts, twelve in a micro-batch: epochs of 17 updates. Validated and saved in mid-epoch.
-LONG, STOPS = 22, (6, 19)
+LONG = 22
+STOPS = (6, 19)
 HABITS = ("--batch-size", 12, "--update-freq", 2)
 HABITS += ("--validate-interval-updates", 4, "--save-interval-updates", 4)
 HEADS = ("--decoder-attention-heads", 8, "--positions", "rope")
@@ -100,7 +101,8 @@ def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_pa
         return done.stdout + done.stderr
 
     train(4)
-    last, numbered = tmp_path / "checkpoint_last.pt", [tmp_path / f"checkpoint_1_{n}.pt" for n in (2, 4)]
+    last = tmp_path / "checkpoint_last.pt"
+    numbered = [tmp_path / f"checkpoint_1_{n}.pt" for n in (2, 4)]
     assert "carried_context" not in average_checkpoints(numbered)["extra_state"]
     state = load_checkpoint(last)
     carried = state["extra_state"].pop("carried_context")

@@ -305,7 +305,8 @@ def build_without_context():
 def task_of(**args):
     task = TruncatedBPTTTask.__new__(TruncatedBPTTTask)
     standard = {"tokens_per_sample": 8, "seed": 1, "train_subset": "train", "update_freq": [1]}
-    task.args, task.datasets = argparse.Namespace(**standard, **args), {}
+    task.args = argparse.Namespace(**standard, **args)
+    task.datasets = {}
     return task
 
 

@@ -7,7 +7,8 @@ from fairseq.logging import metrics
 
 from moa_fairseq.layers.sequence_gate import gates_of
 
-F_EPOCH, G_EPOCH = 1, 2
+F_EPOCH = 1
+G_EPOCH = 2
 EVERY_SECOND = ("--bcd-g-every", 2)
 # Settings of fairseq's common section for half precision on a CPU.
 HALF = {
@@ -41,15 +42,18 @@ def update(trainer, epoch, samples):
 
 def manual_gate_gradient(trainer, samples):
     """∂(mean loss over all tokens of all micro-batches)/∂gates, by backward through everything."""
-    model, criterion = trainer.get_model(), trainer.get_criterion()
+    model = trainer.get_model()
+    criterion = trainer.get_criterion()
     twin = copy.deepcopy(model).train()
     for gate in gates_of(twin):
         gate.requires_grad_(True)
         gate.dropout = 0.0
-    total, tokens = 0.0, 0
+    total = 0.0
+    tokens = 0
     for sample in samples:
         loss, sample_size, _ = criterion(twin, sample)
-        total, tokens = total + loss, tokens + sample_size
+        total = total + loss
+        tokens = tokens + sample_size
     (total / tokens).backward()
     return {name: p.grad for name, p in twin.named_parameters() if is_gate(name)}
 
