@@ -215,4 +215,6 @@ def write_model(folder: Path, model: Any, dictionary: Any, criterion: Any, gener
         }
         write_json(folder / "generation_config.json", ids | search)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
+    # safetensors lets only the owner read it; a server may run as somebody else
+    (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
     return sum(tensor.numel() for tensor in weights.values())
