@@ -133,7 +133,10 @@ class Inputs:
         if has_mask or has_future or isinstance(cache, StaticCache):
             masks = self._masks(memory, is_self)
             if is_self and masks.padding is not None:
-                query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
+                if isinstance(cache, StaticCache):
+                    query_padding = cache.latest(masks.padding, x.size(1))
+                else:
+                    query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
         if query_padding is not None:
             x = without_padding(x, query_padding)
         if is_self:
@@ -256,17 +259,13 @@ class Inputs:
         padding = self.padding
         cache = self.cache
         batch, tgt_len, _ = self.x.shape
-        if is_self:
-            lengths = [(batch, tgt_len), (batch, src_len)]
-        else:
-            lengths = [(batch if cache is None else batch // cache.beam_size, src_len)]
-        if isinstance(cache, StaticCache):  # whether a mask is of all positions so far, only the GPU knows
-            if padding is not None and tgt_len < padding.size(-1) < src_len:
-                lengths.append((batch, padding.size(-1)))
-            if mask is not None and tgt_len <= mask.size(-1) < src_len:
-                mask = F.pad(mask, (0, src_len - mask.size(-1)))
-        if padding is not None and (padding.dtype != torch.bool or padding.shape not in lengths):
-            _check_mask("padding", padding, lengths, False)
+        if padding is not None:
+            if is_self:
+                shapes = [(batch, size) for size in (tgt_len, *self._lengths(src_len, padding))]
+            else:
+                shapes = [(batch if cache is None else batch // cache.beam_size, src_len)]
+            if padding.dtype != torch.bool or padding.shape not in shapes:
+                _check_mask("padding", padding, shapes, False)
         queries = self.query_padding
         if queries is not None and is_self:
             raise ValueError(
@@ -275,8 +274,17 @@ class Inputs:
         if queries is not None and (queries.dtype != torch.bool or queries.shape != (batch, tgt_len)):
             _check_mask("query_padding", queries, [(batch, tgt_len)], False)
         if mask is not None:
-            _check_mask("mask", mask, [(tgt_len, src_len), (batch, tgt_len, src_len)], True)
+            pairs = [(tgt_len, size) for size in self._lengths(src_len, mask)]
+            _check_mask("mask", mask, [*pairs, *((batch, *pair) for pair in pairs)], True)
+            if mask.size(-1) < src_len:
+                mask = F.pad(mask, (0, src_len - mask.size(-1)))
         return mask
+
+    def _lengths(self, src_len: int, given: Tensor) -> list[int]:
+        """S of a mask or of self-attention's padding: those so far, and all places of a static cache."""
+        if isinstance(self.cache, StaticCache):
+            return sorted(self.cache.lengths(self.x.size(1), given.size(-1)))
+        return [src_len]
 
 
 def _unread(attention: "Attention", name: str) -> str:

@@ -5,6 +5,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 # What has a row for each sentence of the keys, with the axis of its positions
@@ -93,8 +94,9 @@ class KVCache:
         """The padding [B, S] of all positions, with those of the latest step, whose keys are here already.
 
         Args:
-            padding: of the step's positions, or of all so far, which replaces what was known; None where the
-                step has no padding. It may come before or after steps without one.
+            padding: of the step's positions, or of all so far; None where the step has no padding. It may
+                come before or after steps without one. What was padding in an earlier step stays padding:
+                its keys are made of zeros.
 
         Returns:
             [B, S] bool, True = padding; None while no step had one.
@@ -104,16 +106,18 @@ class KVCache:
         batch = self.keys.size(0)
         length = self.keys.size(2)
         cached_padding = self.padding
-        if padding is not None and padding.size(1) > length:
+        if padding is not None and padding.size(1) >= length:
             padding = padding[:, padding.size(1) - length :]
-        elif padding is not None and padding.size(1) < length:
+            if cached_padding is not None:
+                padding = padding | F.pad(cached_padding, (0, length - cached_padding.size(1)))
+        elif padding is not None:
             before = length - padding.size(1)
             if cached_padding is None:
                 earlier = padding.new_zeros(batch, before)
             else:
                 earlier = cached_padding[:, :before]
             padding = torch.cat([earlier, padding], dim=1)
-        elif padding is None and cached_padding is not None:
+        elif cached_padding is not None:
             padding = torch.cat(
                 [cached_padding, cached_padding.new_zeros(batch, length - cached_padding.size(1))], dim=1
             )

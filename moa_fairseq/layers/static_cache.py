@@ -27,6 +27,7 @@ class StaticCache(KVCache):
         self.max_length = max_length
         self._filled: Tensor | None = None  # a scalar, int64
         self._written = 0  # positions, as far as the host counts them; a graph counts none
+        self._is_counted = True  # whether that is all of them
         self._step = 0  # positions of the latest call
 
     @property
@@ -37,6 +38,32 @@ class StaticCache(KVCache):
     def length(self) -> int | Tensor:
         """How many positions it holds: a scalar tensor, 0 before the first call."""
         return 0 if self._filled is None else self._filled
+
+    def lengths(self, queries: int, given: int) -> set[int]:
+        """How many positions a mask or a padding may have: those so far, or all that there may be.
+
+        Args:
+            queries: T, those of the call.
+            given: how many it has, which is believed where only a GPU knows how many there are.
+        """
+        if is_compiling() or not self._is_counted:
+            so_far = max(given, queries)
+        else:
+            so_far = self._written + queries
+        return {min(so_far, self.max_length), self.max_length}
+
+    def latest(self, padding: Tensor, queries: int) -> Tensor:
+        """The padding of a call's own positions, [B, T].
+
+        Args:
+            padding: of these, of all positions so far, or of all that there may be, [B, …].
+            queries: T, which stand behind all positions that it holds.
+        """
+        if padding.size(1) < self.max_length:
+            return padding[:, padding.size(1) - queries :]
+        # clamped: `extend` refuses what is beyond
+        place = self.length + torch.arange(queries, device=padding.device)
+        return padding.index_select(1, place.clamp(max=self.max_length - 1))
 
     def hidden(self, queries: int, causal: bool, device: torch.device) -> Tensor:
         """What the queries of a call may not see: [T, S] bool, True = not written yet, or later.
@@ -70,7 +97,9 @@ class StaticCache(KVCache):
                 "torch.no_grad(), or take new_cache()"
             )
         self._step = k.size(2)
-        if not is_compiling():
+        if is_compiling():
+            self._is_counted = False
+        else:
             if self._written + self._step > self.max_length:
                 raise ValueError(
                     f"the cache has room for max_length={self.max_length} positions, of which "
@@ -92,18 +121,22 @@ class StaticCache(KVCache):
         """The padding [B, S] of all positions, those without keys included.
 
         Args:
-            padding: of the step's positions, or of all so far; None where the step has no padding.
+            padding: of the step's positions, of all so far, or of all that there may be; None where the step
+                has no padding. What was padding in an earlier step stays padding.
         """
         if padding is None:
             return self.padding
         if self.padding is None:
             self.padding = padding.new_zeros(padding.size(0), self.max_length)
             self._keep_in_place(self.padding)
+        first = self.length - self._step
         if padding.size(1) == self._step:
-            place = self.length - self._step + torch.arange(self._step, device=padding.device)
+            place = first + torch.arange(self._step, device=padding.device)
             self.padding.index_copy_(1, place, padding)
         else:
-            self.padding[:, : padding.size(1)] = padding
+            earlier = torch.arange(self.max_length, device=padding.device) < first
+            self.padding &= earlier
+            self.padding[:, : padding.size(1)] |= padding
         return self.padding
 
     def reorder(self, order: Tensor) -> None:
@@ -140,6 +173,7 @@ class StaticCache(KVCache):
             if tensor is not None:  # a weight of zero does not hide a NaN
                 tensor.narrow(axis, length, filled - length).zero_()
         self._written = length
+        self._is_counted = True
 
     def tensors(self) -> tuple[Tensor, ...]:
         return super().tensors() if self._filled is None else (*super().tensors(), self._filled)

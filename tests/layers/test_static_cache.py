@@ -197,3 +197,67 @@ def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
         expected = module(x, causal=True, cache=growing)
         torch.testing.assert_close(step(x, causal=True, cache=static), expected, rtol=0, atol=1e-12)
     assert counter.frame_count == 1
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("is_compiled", [False, True])
+def test_padding_and_masks_of_lengths_without_a_meaning_are_refused(is_compiled):
+    """Six positions are held, two are new: lengths are 2 (padding), 8 and 16."""
+    torch.compiler.reset()
+    module = build("dense", {"positions": "rope"})
+    x = torch.randn(B, 8, module.embed_dim, dtype=torch.float64)
+    padding = torch.arange(16) < torch.tensor([[3], [0], [1]])
+    expected = module(x, causal=True, padding=padding[:, :8])
+    call = torch.compile(module, backend="eager", fullgraph=True) if is_compiled else module
+    cache = module.new_cache(batch=B, max_length=16)
+    module(x[:, :6], causal=True, cache=cache, padding=padding[:, :6])
+    for length in range(1, 20):
+        if length in (2, 8, 16):
+            part = padding[:, 6:8] if length == 2 else padding[:, :length]
+            out = call(x[:, 6:], causal=True, cache=cache, padding=part)
+            torch.testing.assert_close(out, expected[:, 6:], rtol=0, atol=1e-12)
+            cache.trim(6)
+        else:
+            with pytest.raises(ValueError, match=r"padding.*\[3, 2\] or \[3, 8\] or \[3, 16\]"):
+                module(x[:, 6:], causal=True, cache=cache, padding=torch.zeros(B, length, dtype=torch.bool))
+        mask = torch.zeros(2, length, dtype=torch.bool)
+        if length in (8, 16):
+            module(x[:, 6:], causal=True, cache=cache, mask=mask)
+            cache.trim(6)
+        else:
+            with pytest.raises(ValueError, match=r"mask.*\[2, 8\] or \[2, 16\]"):
+                module(x[:, 6:], causal=True, cache=cache, mask=mask)
+
+
+@torch.no_grad()
+def test_padding_of_all_places_is_cut_at_those_of_the_step():
+    """What is not written yet may stand there as padding; what is padding may hold anything."""
+    module = build("dense", {"positions": "rope"})
+    x = torch.randn(B, 8, module.embed_dim, dtype=torch.float64)
+    padding = torch.arange(8) < torch.tensor([[3], [0], [7]])
+    expected = module(x, causal=True, padding=padding)
+    x[padding] = torch.nan
+    cache = module.new_cache(batch=B, max_length=16)
+    for start in (0, 4):
+        everything = torch.ones(B, 16, dtype=torch.bool)
+        everything[:, : start + 4] = padding[:, : start + 4]
+        out = module(x[:, start : start + 4], causal=True, cache=cache, padding=everything)
+        real = ~padding[:, start : start + 4]
+        torch.testing.assert_close(out[real], expected[:, start : start + 4][real], rtol=0, atol=1e-12)
+
+
+@torch.no_grad()
+@pytest.mark.parametrize("sizes", [{}, {"batch": B, "max_length": 16}], ids=("growing", "static"))
+@pytest.mark.parametrize("window", [None, 6])
+def test_a_padding_of_all_positions_does_not_show_what_was_padding(sizes, window):
+    """Keys of padding are made of zeros: what hides less than an earlier step leaves them hidden."""
+    module = build("dense", {"positions": "rope", "window": window})
+    x = torch.randn(B, 7, module.embed_dim, dtype=torch.float64)
+    padding = torch.arange(7) < torch.tensor([[3], [0], [1]])
+    expected = module(x, causal=True, padding=padding)
+    cache = module.new_cache(**sizes)
+    module(x[:, :5], causal=True, cache=cache, padding=padding[:, :5])
+    for end in (6, 7):
+        nothing = torch.zeros(B, end, dtype=torch.bool)
+        out = module(x[:, end - 1 : end], causal=True, cache=cache, padding=nothing)
+        torch.testing.assert_close(out, expected[:, end - 1 : end], rtol=0, atol=1e-12)
