@@ -3,6 +3,7 @@
 import json
 import subprocess
 
+import integrations.tiny_models  # noqa: F401  (skips where there is no transformers)
 import pytest
 from integrations.conftest import PYTHON, ROOT
 from transformers import AutoTokenizer
