@@ -1,7 +1,7 @@
 "use strict";
 const page = JSON.parse(document.getElementById("data").textContent);
 const runs = page.runs;
-const state = { kind: "", layer: 1, group: 0, colour: "expert", expert: null, token: null, text: "", order: "place", shown: 20 };
+const state = { kind: "", layer: 0, group: 0, colour: "expert", expert: null, token: null, text: "", order: "place", shown: 20 };
 const COLOURS = 8;
 const numbers = new Intl.NumberFormat("en-GB", { maximumFractionDigits: 3 });
 const percent = (share) => `${(100 * share).toFixed(1)} %`;
@@ -19,15 +19,19 @@ function element(name, attributes = {}, ...children) {
   return made;
 }
 
-const isolated = (text) => element("bdi", {}, String(text));
+/** Text whose direction is its own; a name may break after "_" and "|". */
+const isolated = (text) => element("bdi", {}, String(text).split(/(?<=[_|])/).map((part, at) => [at > 0 && element("wbr"), part]));
+const SURPRISE = runs[0].kind === "translation" ? "surprise at its own output" : "surprise";
 
 // --- what the routers chose -------------------------------------------------------------------------------------
 
 const routersOf = (run) => runs[run].routers || [];
 const routerOf = (run, kind = state.kind, layer = state.layer) =>
   routersOf(run).find((router) => router.kind === kind && router.layer === layer);
+const placeOf = (router) => `${router.kind}, layer ${router.layer}`;
 const hasExperts = (run) => routersOf(run).some((router) => router.experts);
 const kinds = [...new Set(runs.flatMap((_, run) => routersOf(run).map((router) => router.kind)))];
+const groups = () => Math.max(1, ...runs.map((_, run) => routerOf(run)?.groups || 1));
 const layersOf = (kind) =>
   [...new Set(runs.flatMap((_, run) => routersOf(run).filter((router) => router.kind === kind).map((router) => router.layer)))].sort((a, b) => a - b);
 
@@ -80,16 +84,18 @@ const CATEGORIES = {
   "sentence borders": isSpecial,
 };
 
-/** Category → how often each expert was first for it, over the page. */
+/** Category → how often each expert was first for it, over the page. A text counts once in a sentence: each of n occurrences as 1/n. */
 function takes(run, router, group) {
   const found = Object.fromEntries(Object.keys(CATEGORIES).map((name) => [name, new Map()]));
   for (const sentence of page.sentences) {
     const mine = sentence[run];
     if (!mine.routes) continue;
+    const often = new Map();
+    for (const text of mine[router.on]) often.set(text, (often.get(text) || 0) + 1);
     mine[router.on].forEach((text, place) => {
       const expert = firstExpert(sentence, run, router, place, group);
       const name = Object.keys(CATEGORIES).find((each) => CATEGORIES[each](text, mine[`${router.on}_glue`][place] === "1"));
-      if (expert !== null && name) found[name].set(expert, (found[name].get(expert) || 0) + 1);
+      if (expert !== null && name) found[name].set(expert, (found[name].get(expert) || 0) + 1 / often.get(text));
     });
   }
   return found;
@@ -102,19 +108,18 @@ function card(title, main, small, go) {
   byId("glance").querySelector("dl").append(element("div", {}, element("dt", {}, title), element("dd", {}, value, small && element("small", {}, small))));
 }
 
-const placeOf = (router) => `${router.kind}, layer ${router.layer}`;
-
 function drawGlance() {
   runs.forEach((run, index) => {
     const score = run.result.scores[0];
     const size = run.result.facts.find(([name]) => name === "parameters");
-    card(isolated(run.name), score ? `${score[0]} ${score[1].toFixed(2)}` : "not scored", size && `${numbers.format(size[1])} parameters`);
+    const perplexity = run.result.scores.find(([name]) => name === "Valid ppl")?.[1] ?? run.curves.ppl?.valid?.at(-1)?.[1];
+    card(isolated(run.name), score ? `${score[0]} ${score[1].toFixed(2)}` : "not scored", [perplexity && `validation perplexity ${perplexity.toFixed(2)}`, size && `${numbers.format(size[1])} parameters`].filter(Boolean).join("; "));
     if (!hasExperts(index)) return;
     const loads = run.routers.filter((router) => router.load);
     const mine = runs.filter((_, other) => hasExperts(other)).length > 1 ? ` (${run.name})` : "";
     if (loads.length) {
       const least = loads.reduce((a, b) => (b.load.evenness < a.load.evenness ? b : a));
-      card(`Least even router${mine}`, placeOf(least), `entropy ${percent(least.load.evenness)} of an even load`, () => view(least));
+      card(`Least even router${mine}`, placeOf(least), `entropy of its choices: ${percent(least.load.evenness)} of an even load (validation set)`, () => view(least));
       const dead = loads.filter((router) => router.load.dead_experts);
       const count = dead.reduce((sum, router) => sum + router.load.dead_experts, 0);
       card(`Dead experts${mine}`, count ? `${count}` : "none", count ? dead.map(placeOf).join("; ") : `each of ${loads.length} routers used every expert on the validation set`);
@@ -124,24 +129,24 @@ function drawGlance() {
       for (let group = 0; group < router.groups; group++) {
         const counts = takes(index, router, group).punctuation;
         const all = [...counts.values()].reduce((a, b) => a + b, 0);
-        for (const [expert, count] of counts) if (all >= 10 && (!best || count / all > best.share)) best = { router, expert, group, share: count / all };
+        for (const [expert, count] of counts) if (all >= 10 && (!best || count / all > best.share)) best = { router, expert, group, all, share: count / all };
       }
     }
-    if (best) card(`Punctuation${mine}`, `expert ${best.expert}`, `is first for ${percent(best.share)} of it in ${placeOf(best.router)}, the router that sorts it most`, () => view(best.router, best.group, best.expert));
+    if (best) card(`Punctuation${mine}`, `expert ${best.expert} of ${placeOf(best.router)}`, `has the largest weight for ${percent(best.share)} of n = ${Math.round(best.all)} marks, more than any other expert (this page; a mark counts once in a sentence)`, () => view(best.router, best.group, best.expert));
   });
-  const scored = page.sentences.filter((sentence) => sentence[0].score !== undefined);
-  const value = (sentence) => (scored.length ? -sentence[0].score : sentence[0].mean_bits);
-  const worst = (scored.length ? scored : page.sentences).filter((each) => each[0].number).reduce((a, b) => (!a || value(b) > value(a) ? b : a), null);
-  if (worst) {
-    const mine = worst[0];
-    const why = scored.length ? `${page.score} ${mine.score} in ${runs[0].name}, the lowest on this page` : `${mine.mean_bits} bits per token in ${runs[0].name}, the most on this page`;
-    card("Worst sentence", `number ${mine.number}`, why, () => {
-      Object.assign(state, { order: scored.length ? "score" : "bits", text: "", shown: 20 });
+  runs.forEach((run, index) => {
+    const order = `${page.score ? "score" : "bits"} ${index}`;
+    const worst = ordered(page.sentences.filter((each) => each[index].number), order, (each) => each)[0]?.[index];
+    if (!worst) return;
+    const most = page.score ? `sentence chrF ${worst.score.toFixed(1)}, its lowest on this page` : `${SURPRISE} ${worst.mean_bits.toFixed(2)} bits per token, its most on this page`;
+    card(runs.length > 1 ? ["Worst sentence, ", isolated(run.name)] : "Worst sentence", `number ${worst.number}`, most, () => {
+      Object.assign(state, { order, text: "", shown: 20 });
       drawControls();
       drawList();
-      byId("list").scrollIntoView();
+      byId("list").firstChild.classList.add("here");
+      byId("list").firstChild.scrollIntoView();
     });
-  }
+  });
   if (page.differences.length) card("What differs", `${page.differences.length} settings`, `of ${runs[1].name} and ${runs[0].name}`, () => byId("differences").scrollIntoView());
 }
 
@@ -167,25 +172,32 @@ function settle() {
   if (state.group >= groups()) state.group = 0;
 }
 
-const groups = () => Math.max(1, ...runs.map((_, run) => routerOf(run)?.groups || 1));
+/** Sentences in an order: "score 0" is by sentence chrF of the first run, lowest first; "bits 1" by the second's surprise. */
+function ordered(all, order, sentenceOf) {
+  const [what, run] = order.split(" ");
+  const key = { score: (mine) => mine.score ?? Infinity, bits: (mine) => -(mine.mean_bits ?? -Infinity) }[what];
+  return key ? [...all].sort((a, b) => key(sentenceOf(a)[run]) - key(sentenceOf(b)[run]) || 0) : all;
+}
 
 function drawControls() {
   const parts = [choice("Attention", "kind", kinds.map((kind) => [kind, kind])), choice("Layer", "layer", layersOf(state.kind).map((layer) => [layer, layer]))];
   if (groups() > 1) parts.push(choice("Group of heads", "group", Array.from({ length: groups() }, (_, group) => [group, group + 1])));
   parts.push(choice("Colour by", "colour", [["expert", "expert"], ["bits", "surprise in bits"]]));
-  const orders = [["place", "as in the text"], ["bits", "most surprising first"]];
-  if (page.sentences.some((sentence) => sentence[0].score !== undefined)) orders.push(["score", "lowest score first"]);
+  const orders = [["place", "as in the text"]];
+  runs.forEach((run, index) => {
+    const name = runs.length > 1 ? `, ${run.name}` : "";
+    if (page.score && page.sentences[0][index].number) orders.push([`score ${index}`, `lowest sentence chrF first${name}`]);
+    if (page.sentences[0][index].number) orders.push([`bits ${index}`, `most surprising first${name}`]);
+  });
   parts.push(choice("Order", "order", orders));
-  const input = (event) => {
-    state.text = event.target.value;
-    state.shown = 20;
-    drawList();
-  };
+  const input = (event) => drawList(Object.assign(state, { text: event.target.value, shown: 20 }));
   parts.push(element("label", {}, "Only with this text", element("input", { type: "search", name: "text", dir: "auto", value: state.text, input })));
   byId("controls").replaceChildren(...parts);
 }
 
-const swatch = (expert) => element("span", { class: `swatch c${expert % COLOURS} p${Math.floor(expert / COLOURS) % 4}` }, String(expert));
+/** Colour and underline of an expert: 32 experts differ. */
+const lookOf = (expert) => `c${expert % COLOURS} p${(expert + Math.floor(expert / COLOURS)) % 4}`;
+const swatch = (expert) => element("span", { class: `swatch ${lookOf(expert)}` }, String(expert));
 
 function expertButton(expert, note) {
   const click = () => {
@@ -202,13 +214,10 @@ function expertButton(expert, note) {
 function drawLegend() {
   const run = runs.findIndex((_, index) => routerOf(index)?.experts);
   const router = routerOf(run < 0 ? 0 : run);
-  if (run < 0) {
-    byId("legend").replaceChildren(element("span", { class: "title" }, router ? "No router here: dense attention. Choose a token for the keys of each head." : "Nothing to choose."));
-    return;
-  }
+  if (run < 0) return byId("legend").replaceChildren(element("span", { class: "title" }, router ? "No router here: dense attention. Choose a token for the keys of each head." : "Nothing to choose."));
   const experts = Array.from({ length: router.experts }, (_, expert) => expert).filter((expert) => router.groups === 1 || [state.group, null].includes(groupOf(router, expert)));
   const share = (expert) => (expert < router.shared ? "always on" : router.load ? percent(router.load.load[expert - router.shared]) : "");
-  byId("legend").replaceChildren(element("span", { class: "title" }, `Experts of ${placeOf(router)}, with their share of choices:`), ...experts.map((expert) => expertButton(expert, share(expert))));
+  byId("legend").replaceChildren(element("span", { class: "title" }, `Experts of ${placeOf(router)}${router.load ? ", each with its share of choices on the validation set" : ""}. ${runs[run].kind === "translation" ? `It routes ${router.on} tokens: others have no colour. ` : ""}Experts count from 0, layers and heads from 1.`), ...experts.map((expert) => expertButton(expert, share(expert))));
 }
 
 const RIGHT = /[\u0590-\u08ff\ufb1d-\ufdff\ufe70-\ufefc]/;
@@ -230,7 +239,7 @@ function tokenRow(sentence, index, run, side) {
     const expert = state.colour === "expert" && routed ? firstExpert(sentence, run, routed, place) : null;
     const bits = state.colour === "bits" && side === "target" ? mine.bits[place] : null;
     if (expert !== null) {
-      classes.push("c", `c${expert % COLOURS}`, `p${Math.floor(expert / COLOURS) % 4}`);
+      classes.push("c", lookOf(expert));
       note = String(expert);
       label += `, expert ${expert}`;
     } else if (typeof bits === "number") {
@@ -240,14 +249,12 @@ function tokenRow(sentence, index, run, side) {
     }
     if (isSpecial(text)) classes.push("special");
     if (mine[`${side}_glue`][place] === "1") classes.push("glue");
-    const about = { type: "button", class: classes.join(" "), tabindex: place ? -1 : 0, "data-place": place, "aria-label": label };
-    if (expert !== null) about["data-expert"] = expert;
+    const about = { type: "button", class: classes.join(" "), tabindex: place ? -1 : 0, "data-place": place, "aria-label": label, "data-expert": expert };
     return element("button", about, shownText(text, place), note && element("sub", { "aria-hidden": "true" }, note));
   });
   const plain = !(state.colour === "expert" ? routed?.experts : side === "target");
   return element("div", { class: `tokens ${plain ? "plain" : ""}`, role: "group", dir: direction(mine[side]), "data-sentence": index, "data-run": run, "data-side": side, "aria-label": `${side}, ${runs[run].name}` }, tokens);
 }
-
 const part = (label, content) => element("div", { class: "part" }, element("span", {}, label), content);
 const plainText = (text) => element("p", { class: "text", dir: "auto" }, text);
 
@@ -260,8 +267,8 @@ function sentenceCard(sentence, index) {
   sentence.forEach((mine, run) => {
     if (!mine.number) return;
     const name = runs.length > 1 ? element("bdi", {}, `${runs[run].name} `) : "";
-    if (mine.score !== undefined) top.append(element("span", { title: page.score }, name, "chrF ", element("b", {}, mine.score.toFixed(1))));
-    top.append(element("span", {}, mine.score === undefined ? name : "", element("b", {}, mine.mean_bits.toFixed(2)), " bits per token"));
+    if (mine.score !== undefined) top.append(element("span", {}, name, "sentence chrF ", element("b", {}, mine.score.toFixed(1))));
+    top.append(element("span", {}, mine.score === undefined ? name : "", `${SURPRISE} `, element("b", {}, mine.mean_bits.toFixed(2)), " bits per token"));
     const routed = routerOf(run)?.experts;
     if (mine.source && (run === 0 || (bySource && routed))) made.append(part(run ? ["source, ", isolated(runs[run].name)] : "source", tokenRow(sentence, index, run, "source")));
   });
@@ -279,9 +286,7 @@ function selected() {
   const wanted = state.text.trim().toLowerCase();
   const textOf = (mine) => [mine.text, mine.reference, ...["source", "target"].map((side) => (mine[side] || []).map((text, place) => (mine[`${side}_glue`][place] === "1" ? "" : " ") + text).join(""))].join(" ").toLowerCase();
   const found = page.sentences.map((sentence, index) => ({ sentence, index })).filter(({ sentence }) => !wanted || sentence.some((mine) => mine.number && textOf(mine).includes(wanted)));
-  const key = { bits: (each) => -(each[0].mean_bits ?? each[1]?.mean_bits), score: (each) => each[0].score ?? Infinity }[state.order];
-  if (key) found.sort((a, b) => key(a.sentence) - key(b.sentence));
-  return found;
+  return ordered(found, state.order, (each) => each.sentence);
 }
 
 function drawList() {
@@ -295,7 +300,8 @@ function drawList() {
 /** Show which tokens are chosen: those of an expert, or one token and its strongest keys. */
 function mark(token = state.token) {
   const place = token && { ...token, slots: slotsOf(page.sentences[token.index], token.run, token.router, token.place) };
-  const keys = new Set(place ? place.slots.flatMap((slot) => slot.keys.slice(0, 1).map(([key]) => key)) : []);
+  const keys = new Map(); // place of a token → whose strongest key it is
+  for (const { expert, head, keys: own } of place?.slots || []) if (own.length) keys.set(own[0][0], [...(keys.get(own[0][0]) || []), expert ?? head + 1]);
   for (const row of byId("list").querySelectorAll(".tokens")) {
     const same = place && Number(row.dataset.sentence) === place.index && Number(row.dataset.run) === place.run;
     const visible = place && runs[place.run].routers && (row.dataset.side === place.router.to);
@@ -303,6 +309,7 @@ function mark(token = state.token) {
       const number = Number(each.dataset.place);
       each.classList.toggle("dim", state.expert !== null && each.dataset.expert !== undefined && each.dataset.expert !== String(state.expert));
       each.classList.toggle("key", Boolean(same && visible && keys.has(number)));
+      each.dataset.of = `${place?.router.experts ? "" : "head "}${(keys.get(number) || []).join(", ")}`;
       each.setAttribute("aria-pressed", String(Boolean(state.token && same && row.dataset.side === place.side && number === place.place)));
     }
   }
@@ -317,15 +324,25 @@ function tokenAt(target) {
   const other = routersOf(Number(run)).filter((router) => router.on === side && router.layer === state.layer)[0] || routersOf(Number(run)).filter((router) => router.on === side)[0];
   return { index: Number(sentence), run: Number(run), side, place: Number(button.dataset.place), router: shown?.on === side ? shown : other, button };
 }
-
 const chip = (text, note) => element("li", {}, isolated(text), " ", element("small", {}, note));
 
 function drawPanel(token = state.token) {
   const panel = byId("panel");
   panel.classList.toggle("empty", !token && state.expert === null);
-  if (token) panel.replaceChildren(...tokenPanel(token));
-  else if (state.expert !== null) panel.replaceChildren(...expertPanel());
-  else panel.replaceChildren(element("p", { class: "quiet" }, "Nothing is chosen. Point at a token, or choose an expert above."));
+  const nothing = [element("p", { class: "quiet" }, "Nothing is chosen. Point at a token, or choose an expert above.")];
+  panel.replaceChildren(...(token ? tokenPanel(token) : state.expert !== null ? expertPanel() : nothing));
+  if (state.token || state.expert !== null) panel.prepend(element("button", { type: "button", class: "close", click: letGo, "aria-label": "Close" }, "×"));
+}
+
+/** Choose nothing; the focus goes back to the token or the expert that was chosen. */
+function letGo() {
+  const { token, expert } = state;
+  const inside = document.activeElement.closest("#legend, #panel");
+  Object.assign(state, { token: null, expert: null });
+  if (expert !== null) drawLegend();
+  if (inside) (token ? token.button : byId("legend").querySelector(`[data-expert="${expert}"]`))?.focus({ preventScroll: true });
+  mark();
+  drawPanel();
 }
 
 function tokenPanel({ index, run, side, place, router }) {
@@ -334,7 +351,8 @@ function tokenPanel({ index, run, side, place, router }) {
   const bits = side === "target" ? mine.bits[place] : null;
   const parts = [element("h3", {}, "“", isolated(shownText(mine[side][place], place)), "”"), element("p", { class: "quiet" }, `token ${place + 1} of the ${side}, sentence ${mine.number}`, runs.length > 1 ? [", ", isolated(runs[run].name)] : "", typeof bits === "number" ? `; surprise ${bits.toFixed(2)} bits` : "")];
   if (!router) return parts;
-  parts.push(element("p", { class: "quiet" }, `${router.experts ? "Experts" : "Heads"} of ${placeOf(router)}${router.scope === "sequences" ? ", the same for the whole sentence" : ""}:`));
+  if (side === "target" && runs[run].kind !== "masked") parts.push(element("p", { class: "quiet" }, `These are of the step that reads this token and predicts the next one.${typeof bits === "number" ? " The surprise is of the step before, which predicted it." : ""}`));
+  parts.push(element("p", { class: "quiet" }, `${router.experts ? "Experts, with their weights," : "Heads"} of ${placeOf(router)}${router.scope === "sequences" ? ", the same for the whole sentence" : ""}:`));
   const texts = router.to && mine[router.to];
   for (const slot of slotsOf(sentence, run, router, place)) {
     const group = slot.expert === null ? null : groupOf(router, slot.expert);
@@ -368,9 +386,9 @@ function expertPanel() {
     });
   }
   const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 20);
-  parts.push(element("h3", {}, "On this page"), element("p", { class: "quiet" }, `first choice of ${numbers.format(all)} tokens, most often of:`), element("ul", { class: "chips" }, most.map(([text, count]) => chip(text, count))));
+  parts.push(element("h3", {}, "On this page"), element("p", { class: "quiet" }, `the largest weight for ${numbers.format(all)} tokens, most often for:`), element("ul", { class: "chips" }, most.map(([text, count]) => chip(text, count))));
   const typical = router.typical?.[expert];
-  if (typical) parts.push(element("h3", {}, "Most typical"), element("p", { class: "quiet" }, "tokens of the validation set that chose it more than by chance (PMI in nats):"), element("ul", { class: "chips" }, typical.map(([text, pmi]) => chip(text, pmi.toFixed(2)))));
+  if (typical) parts.push(element("h3", {}, "Most typical"), element("p", { class: "quiet" }, "tokens of the validation set that chose it more than by chance (PMI in nats, × choices):"), element("ul", { class: "chips" }, typical.map(([text, pmi, count]) => chip(text, `${pmi.toFixed(2)}, ${numbers.format(count)} ×`))));
   return parts;
 }
 
@@ -388,7 +406,7 @@ function drawKinds() {
     const count = counts.get(expert) || 0;
     return element("td", { class: `number ${count && count === most[column] ? "most" : ""}` }, totals[column] ? `${percent(count / totals[column])}${count && count === most[column] ? " ▲" : ""}` : "–");
   }), element("td", { class: "wide" }, (router.typical?.[expert] || []).slice(0, 6).map(([text], at) => [at ? " · " : "", isolated(text)]))));
-  place.replaceChildren(element("p", { class: "quiet" }, `Of all tokens of a kind on this page: the share for which an expert of ${placeOf(router)} has the largest weight. ▲ marks the largest.`), element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ["Expert", ...Object.keys(found), "Most typical"].map((head, at) => element("th", { scope: "col", class: at && at < 6 ? "number" : "" }, head)))), element("tbody", {}, rows))));
+  place.replaceChildren(element("p", { class: "quiet" }, `Of all tokens of a kind on this page (a text counts once in a sentence): the share for which an expert of ${placeOf(router)} has the largest weight. ▲ marks the largest. Typical tokens are of the validation set.`), element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, ["Expert", ...Object.keys(found).map((name, at) => `${name} (n = ${Math.round(totals[at])})`), "Most typical"].map((head, at) => element("th", { scope: "col", class: at && at < 6 ? "number" : "" }, head)))), element("tbody", {}, rows))));
 }
 
 function drawSentences() {
@@ -418,13 +436,17 @@ function listen() {
     drawLegend();
     mark();
     drawPanel();
+    const below = token.button.getBoundingClientRect().bottom + 16 - byId("panel").getBoundingClientRect().top;
+    if (below > 0 && matchMedia("(max-width: 60rem)").matches) scrollBy(0, below); // the panel is a sheet at the bottom
   };
   list.addEventListener("pointerover", (event) => event.pointerType === "mouse" && preview(event));
   list.addEventListener("pointerleave", () => preview({ target: list }));
-  list.addEventListener("focusin", preview);
+  list.addEventListener("focusin", (event) => event.target.matches(":focus-visible") && preview(event)); // not of a tap
   list.addEventListener("click", (event) => {
     const token = tokenAt(event.target);
-    if (token) pin(state.token?.button === token.button ? null : token);
+    if (!token) return;
+    const isChosen = state.token && ["index", "run", "side", "place"].every((key) => token[key] === state.token[key]);
+    isChosen ? letGo() : pin(token);
   });
   list.addEventListener("keydown", (event) => {
     const token = event.target.closest(".token");
@@ -441,25 +463,20 @@ function listen() {
     next.focus();
   });
   document.addEventListener("keydown", (event) => {
-    if (event.key !== "Escape") return;
-    state.expert = null;
-    pin(null);
+    if (event.key === "Escape") letGo();
   });
-  byId("more").addEventListener("click", () => {
-    state.shown += 20;
-    drawList();
-  });
+  byId("more").addEventListener("click", () => drawList(Object.assign(state, { shown: state.shown + 20 })));
   byId("controls").addEventListener("submit", (event) => event.preventDefault());
   byId("kinds").addEventListener("toggle", drawKinds);
+  new ResizeObserver(() => document.documentElement.style.setProperty("--bar", `${byId("legend").offsetHeight + 8}px`)).observe(byId("legend"));
   addEventListener("beforeprint", () => drawPanel());
 }
 
 // --- loads ------------------------------------------------------------------------------------------------------
 
-/** Bars: each expert's share of choices; dots: of weights; dashed: the even share. */
-function loadBars({ load, gate_share: gates, num_experts: count }) {
+/** Bars: each expert's share of choices; dots: of weights; dashed: the even share; `top` is the share at full height. */
+function loadBars({ load, gate_share: gates, num_experts: count }, top) {
   const wide = Math.max(4, Math.min(18, 360 / count));
-  const top = Math.max(...load, ...gates) || 1;
   const y = (share) => 46 - (44 * share) / top;
   const text = load.map((share, expert) => `expert ${expert} ${percent(share)}`).join(", ");
   return element("svg", { viewBox: `0 0 ${wide * count} 48`, width: wide * count, height: 48, role: "img", "aria-label": text },
@@ -470,23 +487,21 @@ function loadBars({ load, gate_share: gates, num_experts: count }) {
 
 function drawLoads() {
   const place = byId("loads").querySelector("div");
-  place.append(element("p", { class: "help" }, "Measured on the validation set, as by moa-fairseq analyze expert-load. Bars are each expert's share of choices, dots its share of weight, the dashed line an even share. Evenness is the entropy of the choices, as a fraction of an even load's; token entropy is that of one token's probabilities, on average and in nats: a router that is surer has less."));
+  place.append(element("p", { class: "help" }, "Measured on the validation set, as by moa-fairseq analyze expert-load. Bars are each expert's share of choices, dots its share of weight, the dashed line an even share; all rows have one scale. Evenness is the entropy of the choices, as a fraction of an even load's; token entropy is that of one token's probabilities, on average and in nats: a router that is surer has less."));
+  const top = Math.max(0, ...runs.flatMap((_, index) => routersOf(index).flatMap(({ load }) => (load ? [...load.load, ...load.gate_share] : [])))) || 1;
   runs.forEach((run, index) => {
     if (runs.length > 1) place.append(element("h3", {}, isolated(run.name)));
     const loads = routersOf(index).filter((router) => router.load);
-    if (!loads.length) {
-      place.append(element("p", {}, hasExperts(index) ? "Loads were not measured." : "This run has no router: its attention is dense."));
-      return;
-    }
+    if (!loads.length) return place.append(element("p", {}, hasExperts(index) ? "Loads were not measured." : "This run has no router: its attention is dense."));
     const least = Math.min(...loads.map((router) => router.load.evenness));
     const rows = [...loads].sort((a, b) => kinds.indexOf(a.kind) - kinds.indexOf(b.kind) || a.layer - b.layer).map((router) => element("tr", {},
-      element("th", { scope: "row" }, element("button", { type: "button", class: "link", click: () => view(router) }, placeOf(router)), router.load.evenness === least && element("span", { class: "badge" }, "least even")),
-      element("td", {}, loadBars(router.load)),
-      [percent(router.load.evenness), percent(router.load.max_load), percent(router.load.min_load)].map((text) => element("td", { class: "number" }, text)),
+      element("th", { scope: "row" }, element("button", { type: "button", class: "link", click: () => view(router) }, placeOf(router)), router.load.evenness === least && element("span", { class: "badge" }, "least even choices")),
+      element("td", {}, loadBars(router.load, top)),
+      [percent(router.load.evenness), percent(router.load.max_load), percent(router.load.min_load), percent(Math.max(...router.load.gate_share))].map((text) => element("td", { class: "number" }, text)),
       element("td", { class: "number" }, router.load.dead_experts || "none"),
       element("td", { class: "number" }, `${router.load.experts_per_token} of ${router.load.num_experts}${router.shared ? ` + ${router.shared}` : ""}`),
       element("td", { class: "number" }, router.token_entropy.toFixed(3))));
-    const heads = ["Router", "Load of experts 0, 1, …", "Evenness", "Most", "Least", "Dead", "K of E", "Token entropy"];
+    const heads = ["Router", "Load of experts 0, 1, …", "Evenness of choices", "Most chosen", "Least chosen", "Largest share of weight", "Dead", "K of E", "Token entropy"];
     place.append(element("div", { class: "scroll" }, element("table", {}, element("thead", {}, element("tr", {}, heads.map((head, at) => element("th", { scope: "col", class: at > 1 ? "number" : "" }, head)))), element("tbody", {}, rows))));
   });
 }
@@ -494,6 +509,15 @@ function drawLoads() {
 // --- training ---------------------------------------------------------------------------------------------------
 
 const METRICS = { loss: "loss (bits per token)", nll_loss: "negative log-likelihood (bits per token)", ppl: "perplexity (logarithmic)", lr: "learning rate", load_entropy: "entropy of the load (nats, mean of routers)", dead_experts: "experts without a token in a batch" };
+
+/** Round numbers between two values: multiples of 1, 2 or 5 times a power of ten; of a logarithmic axis these numbers themselves. */
+function ticks(low, high, log) {
+  const round = Array.from({ length: 90 }, (_, at) => [1, 2, 5][at % 3] * 10 ** (Math.floor(at / 3) - 12));
+  const inside = round.filter((value) => log && value >= low && value <= high);
+  if (inside.length > 1) return inside.filter((value) => inside.length < 8 || String(value).startsWith("1"));
+  const step = round.find((value) => (high - low) / value <= 5) || high - low;
+  return Array.from({ length: 6 }, (_, at) => (Math.ceil(low / step) + at) * step).filter((value) => value <= high);
+}
 
 function chart(metric) {
   const lines = runs.flatMap((run, index) => ["train", "valid"].map((part) => ({ run: index, part, points: (run.curves[metric]?.[part] || []).filter(([, value]) => value !== null) }))).filter(({ points }) => points.length);
@@ -504,28 +528,23 @@ function chart(metric) {
   const values = lines.flatMap(({ points }) => points.map(([, value]) => value));
   let [low, high] = [Math.min(...values), Math.max(...values)];
   if (low === high) [low, high] = [low - Math.abs(low || 1) / 2, high + Math.abs(high || 1) / 2];
-  if (log) low = Math.max(low, 1e-9);
   const end = Math.max(1, ...lines.flatMap(({ points }) => points.map(([update]) => update)));
   const x = (update) => 46 + (300 * update) / end;
   const y = (value) => 150 - (138 * (scale(value) - scale(low))) / (scale(high) - scale(low));
-  const steps = [0, 1 / 3, 2 / 3, 1].map((part) => (log ? Math.exp(scale(low) + part * (scale(high) - scale(low))) : low + part * (high - low)));
-  const short = (value) => Number(value.toPrecision(value >= 100 ? 3 : 2)).toLocaleString("en-GB", { maximumFractionDigits: 6 });
+  const short = (value) => value.toLocaleString("en-GB", { maximumSignificantDigits: 4 });
   const drawn = lines.map(({ run, part, points }) => [
     element("path", { class: `curve run${run} ${part === "train" && validated ? "train" : ""}`, d: points.map(([update, value], at) => `${at ? "L" : "M"}${x(update).toFixed(1)} ${y(value).toFixed(1)}`).join("") }, element("title", {}, `${runs[run].name}, ${part === "train" ? "training" : "validation"}`)),
     part === "valid" && points.length <= 40 ? points.map(([update, value]) => element("circle", { class: `mark run${run}`, cx: x(update), cy: y(value), r: 2.6 }, element("title", {}, `${runs[run].name}: ${numbers.format(value)} after ${numbers.format(update)} updates`))) : []]);
   const last = lines.map(({ run, part, points }) => `${runs[run].name}, ${part === "train" ? "training" : "validation"}: ${numbers.format(points[points.length - 1][1])} after ${numbers.format(points[points.length - 1][0])} updates`);
   return element("figure", {}, element("figcaption", {}, METRICS[metric]), element("svg", { viewBox: "0 0 356 178", role: "img", "aria-label": `${METRICS[metric]}; ${last.join("; ")}` },
-    steps.map((value) => [element("line", { class: "axis", x1: 46, x2: 346, y1: y(value), y2: y(value) }), element("text", { x: 41, y: y(value) + 4, "text-anchor": "end" }, short(value))]),
-    [0, end / 2, end].map((update) => element("text", { x: x(update), y: 168, "text-anchor": update === end ? "end" : "middle" }, numbers.format(Math.round(update)))), drawn));
+    ticks(low, high, log).map((value) => [element("line", { class: "axis", x1: 46, x2: 346, y1: y(value), y2: y(value) }), element("text", { x: 41, y: y(value) + 4, "text-anchor": "end" }, short(value))]),
+    ticks(0, end, false).map((update) => element("text", { x: x(update), y: 168, "text-anchor": "middle" }, short(update))), drawn));
 }
 
 function drawTraining() {
   const place = byId("training").querySelector("div");
   const charts = Object.keys(METRICS).map(chart).filter(Boolean);
-  if (!charts.length) {
-    place.append(element("p", {}, "There is no log of the training here."));
-    return;
-  }
+  if (!charts.length) return place.append(element("p", {}, "There is no log of the training here."));
   const names = runs.map((run, index) => element("span", {}, element("i", { class: `line run${index}`, "aria-hidden": "true" }), isolated(run.name), "  "));
   place.append(element("p", { class: "help" }, names, "Against updates. Thin: training; thick: validation."), element("div", { class: "charts" }, charts));
   const valid = runs.flatMap((run) => (run.curves.ppl?.valid || []).map(([update, value]) => [run.name, update, value]));
@@ -554,20 +573,22 @@ function drawResult() {
   const place = byId("result").querySelector("div");
   const heads = ["", ...runs.map((run) => run.name)];
   const scores = joined("scores");
+  if (page.differences.length) place.append(element("h3", { id: "differences" }, "What differs: ", isolated(runs[1].name), " → ", isolated(runs[0].name)), table(["Setting", `${runs[1].name} → ${runs[0].name}`], page.differences));
   place.append(element("h3", {}, "Scores of the whole test set"), scores.length ? table(heads, scores) : element("p", {}, "Not scored."));
   runs.forEach((run) => {
     const { paper, differences } = run.result;
     if (paper.length) place.append(element("h3", {}, "The paper's row, ", isolated(run.name)), table(["Where", "Model", "Measure", "Paper", "Here", "Difference"], paper.map((row) => [row.where, row.model, row.measure, row.paper, row.ours, row.difference])));
     if (differences.length) place.append(element("h3", {}, "What differs from the paper's experiment, ", isolated(run.name)), element("ul", {}, differences.map((text) => element("li", {}, isolated(text)))));
   });
-  place.append(element("h3", {}, "Costs and origin"), table(heads, joined("facts")));
-  if (page.differences.length) place.append(element("h3", { id: "differences" }, "What differs: ", isolated(runs[1].name), " → ", isolated(runs[0].name)), table(["Setting", `${runs[1].name} → ${runs[0].name}`], page.differences));
+  const facts = joined("facts");
+  const hardware = new Set(facts.find(([label]) => label === "hardware")?.slice(1));
+  place.append(element("h3", {}, "Costs and origin"), table(heads, facts));
+  if (hardware.size > 1) place.append(element("p", { class: "note" }, "The hardware of the runs differs: their seconds and tokens per second cannot be compared."));
 }
 
 const routed = runs.findIndex((_, run) => hasExperts(run));
 if (kinds.length) {
   state.kind = (routersOf(Math.max(0, routed)).find((router) => router.experts) || routersOf(Math.max(0, routed))[0] || { kind: kinds[0] }).kind;
-  state.layer = 0;
   settle();
 }
 drawGlance();

@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from moa_fairseq.experiments.look.sentences import SCORE, check_pairing
+from moa_fairseq.experiments.look.sentences import check_pairing, score_signature
 from moa_fairseq.experiments.look.trained_run import Examination
 from moa_fairseq.experiments.make import changes
 from moa_fairseq.files import atomic_write
@@ -33,16 +33,28 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
         check_pairing(readable[0].sentences, readable[1].sentences, [run.name for run in runs])
     empty: list[dict[str, Any]] = [{}] * max((len(run.sentences) for run in runs), default=0)
     rows = zip(*(run.sentences or empty for run in runs))
+    scored = ("score" in sentence for run in runs for sentence in run.sentences)
     differences = []
     if len(runs) == 2:
-        first, second = ({**run.recipe, "experiment": None, "summary": None} for run in reversed(runs))
+        first, second = (
+            _settings({**run.recipe, "experiment": None, "summary": None}) for run in reversed(runs)
+        )
         differences = [[key, text] for key, text in changes(first, second).items()]
     return {
         "made_by": made_by,
-        "score": SCORE,
+        "score": score_signature() if any(scored) else None,
         "runs": [run.facts for run in runs],
         "differences": differences,
         "sentences": [list(row) for row in rows],
+    }
+
+
+def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+    """A recipe without what is null: a setting that is null is not set."""
+    return {
+        key: _settings(value) if isinstance(value, dict) else value
+        for key, value in recipe.items()
+        if value is not None
     }
 
 

@@ -33,7 +33,6 @@ from moa_fairseq.text.subwords import join_subwords
 log = logging.getLogger(__name__)
 STRIDE = 7  # a masked model guesses every seventh token of a pass: 14 %, like in training
 _CHRF = sacrebleu.CHRF()
-SCORE = "sentence chrF2 of sacreBLEU"
 
 Symbols = Sequence[str]
 # symbols → (text of each as it is shown, whether it continues the word before it)
@@ -54,6 +53,11 @@ class Sources(NamedTuple):
     subset: str
     data: Path
     most: int
+
+
+def score_signature() -> str:
+    """sacreBLEU's signature of a sentence's score; one must have been scored."""
+    return str(_CHRF.get_signature())
 
 
 def kind_of_model(model: TextModel) -> str:

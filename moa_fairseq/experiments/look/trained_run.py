@@ -8,6 +8,7 @@ import contextlib
 import dataclasses
 import logging
 import math
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -51,6 +52,7 @@ CURVES = ("loss", "nll_loss", "ppl", "lr", "load_entropy", "dead_experts")
 POINTS = 300  # of a curve
 TYPICAL = 10  # tokens of an expert
 MIN_COUNT = 5  # of a typical token, as in `moa-fairseq analyze expert-tokens`
+HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")  # a commit; ten digits name it on the page
 LENGTH = 10  # tokens of a sentence whose MACs are counted, as in `moa-fairseq complexity`
 
 
@@ -207,7 +209,7 @@ def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: 
             router["token_entropy"] = use.total_entropy / use.instances
             if not is_uniform(network, use.name) and counters[use.name].attributions:
                 router["typical"] = [
-                    [[token["token"], round(token["pmi"], 2)] for token in tokens]
+                    [[token["token"], round(token["pmi"], 2), round(token["count"])] for token in tokens]
                     for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT)
                 ]
 
@@ -279,6 +281,8 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         facts += [["cache, bytes per token and layer", cost["cache_bytes"]]]
     keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
     facts += [[key.replace("_", " "), run.get(key)] for key in keys]
+    if origin.get("commit"):
+        origin["commit"] = HASH.sub(r"\1", origin["commit"])
     facts += [[key, origin.get(key)] for key in ("hardware", "commit", "date", "command")]
     parts["facts"] = [fact for fact in facts if fact[1] is not None]
     return parts

@@ -120,11 +120,14 @@ def test_layers_order_and_text_choose_what_is_shown(opened):
     assert row.locator(".token").nth(1).locator("sub").inner_text() == str(
         route[data["runs"][0]["routers"][2]["per_token"]]
     )
-    page.locator("[name=order]").select_option("score")
-    scores = [sentence[0]["score"] for sentence in data["sentences"]]
-    worst = data["sentences"][scores.index(min(scores))][0]["number"]
-    assert page.locator("#list .top b").first.inner_text() == str(worst)
-    assert f"number {worst}" in page.locator("#glance").inner_text()
+    page.locator("[name=order]").select_option("score 0")
+    for run in (0, 1):
+        page.locator("[name=order]").select_option(f"score {run}")
+        scores = [sentence[run]["score"] for sentence in data["sentences"]]
+        worst = data["sentences"][scores.index(min(scores))][run]["number"]
+        assert page.locator("#list .top b").first.inner_text() == str(worst)
+        card = page.locator("#glance dl > div", has_text="Worst").nth(run).inner_text()
+        assert f"number {worst}" in card and f"{min(scores):.1f}" in card
     word = data["sentences"][3][0]["source"][0]
     page.locator("[name=text]").fill(word)
     shown = page.locator("#list > li").count()
@@ -135,6 +138,49 @@ def test_layers_order_and_text_choose_what_is_shown(opened):
     page.locator("[name=text]").fill("")
     page.locator("[name=order]").select_option("place")
     assert row.locator(".token").nth(1).locator("sub").inner_text() == f"{bits:.1f}"
+
+
+def test_a_mark_counts_once_in_a_sentence(opened):
+    page = opened("two")
+    shares = """() => {
+      const router = routersOf(0)[1];
+      const [k, target] = [router.per_token, [",", ",", ",", "."]];
+      const e = [3, 3, 1, 2].flatMap((first) => [first, ...Array(k - 1).fill(0)]);
+      page.sentences = [[{ target, target_glue: "0000", routes: [null, { e }, null] }]];
+      return Object.fromEntries(takes(0, router, 0).punctuation);
+    }"""
+    assert page.evaluate(shares) == {"1": pytest.approx(1 / 3), "2": 1, "3": pytest.approx(2 / 3)}
+
+
+def test_the_worst_sentence_is_not_behind_the_experts(opened):
+    page = opened("two", reduced_motion="reduce", viewport={"width": 900, "height": 500})
+    page.locator("#glance dl > div", has_text="Worst").nth(1).locator("button").click()
+    heading = page.locator("#list > li").first.bounding_box()["y"]
+    legend = page.locator("#legend").bounding_box()
+    assert legend["y"] + legend["height"] <= heading < 500
+
+
+def test_axes_have_round_numbers(opened):
+    page = opened("two")
+    assert page.evaluate("ticks(33, 12000, true)") == [100, 1000, 10000]
+    assert page.evaluate("ticks(0, 1040, false)") == [0, 500, 1000]
+    assert page.evaluate("ticks(6.1, 14.9, false)") == [8, 10, 12, 14]
+
+
+def test_a_tap_shows_a_token_above_the_sheet_and_another_lets_it_go(opened):
+    touch = {"has_touch": True, "is_mobile": True, "reduced_motion": "reduce"}
+    page = opened("two", viewport={"width": 400, "height": 800}, **touch)
+    token = page.locator("#list .tokens[data-side=target] .token").nth(8)
+    place = "document.querySelectorAll('#list .tokens[data-side=target] .token')[8].getBoundingClientRect()"
+    page.evaluate(f"scrollBy(0, {place}.top - 720)")
+    panel = page.locator("#panel")
+    token.tap()
+    assert page.evaluate(f"{place}.bottom") <= panel.bounding_box()["y"]
+    token.tap()
+    assert not panel.is_visible()
+    token.tap()
+    page.get_by_role("button", name="Close").tap()
+    assert not panel.is_visible() and page.evaluate("document.documentElement.scrollWidth") <= 400
 
 
 def test_the_keyboard_reaches_every_token(opened):
@@ -150,6 +196,10 @@ def test_the_keyboard_reaches_every_token(opened):
     assert page.evaluate("document.activeElement.parentElement.dataset.side") == "target"
     page.keyboard.press("Enter")
     assert page.locator(".token[aria-pressed=true]").count() == 1
+    page.locator("#legend .expert").nth(2).press("Enter")
+    page.keyboard.press("Escape")
+    assert page.locator("#legend [aria-pressed=true]").count() == 0
+    assert page.evaluate("document.activeElement.dataset.expert") == "2"
     tabbable = page.locator("#list .tokens").first.locator(".token[tabindex='0']").count()
     assert tabbable == 1
 

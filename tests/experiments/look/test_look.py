@@ -102,7 +102,8 @@ def test_loads_and_typical_tokens_are_those_of_analyze(look, moa_run, toy_data, 
         assert router["load"] == load
         typical = analyze("expert-tokens", "--module", load["name"])["tokens"]
         assert router["typical"] == [
-            [[token["token"], round(token["pmi"], 2)] for token in tokens] for tokens in typical
+            [[token["token"], round(token["pmi"], 2), token["count"]] for token in tokens]
+            for tokens in typical
         ]
 
 
@@ -188,7 +189,24 @@ def test_two_runs_share_the_sentences(look, moa_run, dense_run, toy_data, tmp_pa
     for one, other in page["sentences"]:
         assert one["source"] == other["source"] and one["reference"] == other["reference"]
     assert not any(router["experts"] for router in page["runs"][1]["routers"])
+    assert page["score"].startswith("nrefs:1|")
     assert all(route["k"] for _, other in page["sentences"] for route in other["routes"])
+
+
+def test_a_setting_that_is_null_is_not_set_and_a_commit_is_short(
+    look, moa_run, dense_run, toy_data, tmp_path
+):
+    folders = [tmp_path / "one", tmp_path / "other"]
+    models = [{"arch": "moa", "num_experts": 8, "flags": {}}, {"arch": "t", "num_experts": None}]
+    commit = "62b2bae2537c74ec3ac8cc156fb3e1fd97f2d283"
+    for folder, trained, model in zip(folders, (moa_run, dense_run), models):
+        shutil.copytree(trained, folder)
+        (folder / "recipe.yaml").write_text(yaml.safe_dump({"experiment": "x", "model": model}))
+        record = {"inputs": {}, "made_by": [{"commit": commit}]}
+        (folder / "state.json").write_text(json.dumps({"train": record}))
+    page = look(*folders, "--data", toy_data, "--sentences", 1)
+    assert ["model.num_experts", "not set → 8"] in page["differences"]
+    assert ["commit", commit[:10]] in page["runs"][0]["result"]["facts"]
 
 
 def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path, capsys):
