@@ -113,7 +113,7 @@ function drawGlance() {
     const score = run.result.scores[0];
     const size = run.result.facts.find(([name]) => name === "parameters");
     const perplexity = run.result.scores.find(([name]) => name === "Valid ppl")?.[1] ?? run.curves.ppl?.valid?.at(-1)?.[1];
-    card(isolated(run.name), score ? `${score[0]} ${score[1].toFixed(2)}` : "not scored", [perplexity && `validation perplexity ${perplexity.toFixed(2)}`, size && `${numbers.format(size[1])} parameters`].filter(Boolean).join("; "));
+    card(isolated(run.name), score ? `${score[0]} ${score[1].toFixed(2)}` : "not scored", [perplexity && score?.[0] !== "Valid ppl" && `validation perplexity ${perplexity.toFixed(2)}`, size && `${numbers.format(size[1])} parameters`].filter(Boolean).join("; "));
     if (!hasExperts(index)) return;
     const loads = run.routers.filter((router) => router.load);
     const mine = runs.filter((_, other) => hasExperts(other)).length > 1 ? ` (${run.name})` : "";
@@ -309,7 +309,7 @@ function mark(token = state.token) {
       const number = Number(each.dataset.place);
       each.classList.toggle("dim", state.expert !== null && each.dataset.expert !== undefined && each.dataset.expert !== String(state.expert));
       each.classList.toggle("key", Boolean(same && visible && keys.has(number)));
-      each.dataset.of = `${place?.router.experts ? "" : "head "}${(keys.get(number) || []).join(", ")}`;
+      each.dataset.of = (keys.get(number) || []).join(", ");
       each.setAttribute("aria-pressed", String(Boolean(state.token && same && row.dataset.side === place.side && number === place.place)));
     }
   }
@@ -386,7 +386,7 @@ function expertPanel() {
     });
   }
   const most = [...counts].sort((a, b) => b[1] - a[1]).slice(0, 20);
-  parts.push(element("h3", {}, "On this page"), element("p", { class: "quiet" }, `the largest weight for ${numbers.format(all)} tokens, most often for:`), element("ul", { class: "chips" }, most.map(([text, count]) => chip(text, count))));
+  parts.push(element("h3", {}, "On this page"), element("p", { class: "quiet" }, `the largest weight for ${numbers.format(all)} tokens, repetitions included; most often for:`), element("ul", { class: "chips" }, most.map(([text, count]) => chip(text, count))));
   const typical = router.typical?.[expert];
   if (typical) parts.push(element("h3", {}, "Most typical"), element("p", { class: "quiet" }, "tokens of the validation set that chose it more than by chance (PMI in nats, × choices):"), element("ul", { class: "chips" }, typical.map(([text, pmi, count]) => chip(text, `${pmi.toFixed(2)}, ${numbers.format(count)} ×`))));
   return parts;
