@@ -5,6 +5,7 @@ heads of keys and values, D width of a head, E experts, K of them chosen by a to
 """
 
 import abc
+import inspect
 import itertools
 import math
 from typing import TYPE_CHECKING, Any, ClassVar, Literal, overload
@@ -53,6 +54,7 @@ class Attention(nn.Module, abc.ABC):
     family: ClassVar[str | None] = None  # of its routings, for `losses_for`; None: it has none
     keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
     reads: frozenset[str] = frozenset()  # further keywords of the call
+    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})  # which a family gives itself
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
     is_non_causal = False  # whether a position's result follows from later ones, which no mask hides
@@ -128,6 +130,16 @@ class Attention(nn.Module, abc.ABC):
         """
         settings = settings.in_role(options.get("self_attention", False), causal)
         return cls(embed_dim, settings=settings, **options)  # type: ignore[call-arg]
+
+    @classmethod
+    def keywords(cls) -> set[str]:
+        """The keywords of the constructor that are no settings."""
+        names: set[str] = set()
+        for base in cls.__mro__[: cls.__mro__.index(Attention) + 1]:
+            for name, parameter in inspect.signature(base).parameters.items():
+                if parameter.kind is parameter.KEYWORD_ONLY:
+                    names.add(name)
+        return names - cls.inner_keywords
 
     @abc.abstractmethod
     def compute(self, call: Call) -> Computed:

@@ -52,6 +52,8 @@ class DenseHeadsAttention(Attention):
     """
 
     shares_keys = False
+    has_head_dim = False  # among its settings, as attention_head_dim
+    inner_keywords = Attention.inner_keywords - {"key_heads"}  # its refusal says more
     needs_causal = False
 
     def __init__(
@@ -71,10 +73,10 @@ class DenseHeadsAttention(Attention):
                 "Leave it out."
             )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
+            instead = " Or set the head dimension (attention_head_dim)." if self.has_head_dim else ""
             raise UserError(
                 f"The model width {embed_dim} is not a multiple of the {num_heads} attention heads: change "
-                "one of the two. For dense attention you can instead set the head dimension "
-                "(attention_head_dim)."
+                f"one of the two.{instead}"
             )
         if head_dim is not None and head_dim < 1:
             raise UserError(f"attention_head_dim is {head_dim}: give a positive number.")
@@ -144,6 +146,8 @@ class DenseAttention(DenseHeadsAttention):
     """
 
     shares_keys = True
+    has_head_dim = True
+    inner_keywords = DenseHeadsAttention.inner_keywords | {"head_dim"}
 
     def __init__(self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any):
         settings = DenseSettings.of(settings, options)

@@ -56,10 +56,21 @@ class FamilyLosses:
             routings: of a pass of the model, `with_routing=True` of its layers.
 
         Raises:
-            ValueError: for a routing of a family that the model lacks, or of none.
+            ValueError: for a routing of a family that the model lacks, or of none, and for no routings of a
+                model that has routers.
+            TypeError: for anything else than routings, a layer's tuple among them.
         """
         total = torch.zeros(())
-        for sums in RoutingSums.by_kind(list(routings)):
+        routings = list(routings)
+        if self.terms and not routings:
+            raise ValueError("there are no routings: call the layers with with_routing=True and give theirs")
+        for routing in routings:
+            if not isinstance(routing, Routing):
+                raise TypeError(
+                    f"a {type(routing).__name__} stands among the routings: give one flat list, to "
+                    "which each layer's tuple is added (routings.extend(…))"
+                )
+        for sums in RoutingSums.by_kind(routings):
             if sums.family not in self.terms:
                 raise ValueError(
                     f"a routing is of {sums.family}, but these are the losses of "

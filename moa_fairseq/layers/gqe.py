@@ -75,6 +75,7 @@ class GroupedQueryExperts(MixtureOfAttention):
     """
 
     family = "GQE"
+    inner_keywords = MixtureOfAttention.inner_keywords | {"router"}
 
     def __init__(self, embed_dim: int, settings: GQESettings | None = None, **options: Any):
         settings = GQESettings.of(settings, options)

@@ -69,6 +69,8 @@ class LatentAttention(DenseHeadsAttention):
     """
 
     memory_projections = ("latent_proj", "latent_proj")
+    has_head_dim = True
+    inner_keywords = DenseHeadsAttention.inner_keywords | {"head_dim", "bias"}
 
     def __init__(
         self,
@@ -87,7 +89,8 @@ class LatentAttention(DenseHeadsAttention):
         if positions in POSITIONS_IN_ATTENTION and positions != "rope":
             raise UserError(
                 f"positions={positions!r} needs per-head keys, but latent attention applies positions only "
-                "to the latent and one rotary key: choose positions='rope', learned or sinusoidal."
+                "to the latent and one rotary key: choose positions='rope', or an embedding (--positions "
+                "learned or sinusoidal)."
             )
         for name, off, instead in (
             ("rotary_dim", None, "rotary_key_dim is the width that is rotated"),
@@ -100,7 +103,8 @@ class LatentAttention(DenseHeadsAttention):
         if rotary_dim is not None and rotary_dim < 2:
             raise UserError(
                 f"rotary_key_dim {rotary_dim} is too small, because rotary positions rotate pairs of "
-                "values: give 2 or more. For no rotary key, leave it out and choose positions='sinusoidal'."
+                "values: give 2 or more. For no rotary key, leave it and positions out, and add embeddings "
+                "of positions (--positions sinusoidal)."
             )
         if (kdim or embed_dim) != (vdim or embed_dim):
             raise UserError(

@@ -28,6 +28,11 @@ def _of_families(*families: str) -> Callable[[Callable[[RoutingSums], Tensor]], 
 
         @functools.wraps(loss)
         def guarded(routed: Routing | RoutingSums) -> Tensor:
+            if not isinstance(routed, (Routing, RoutingSums)):
+                raise TypeError(
+                    f"{loss.__name__} takes one Routing and not a {type(routed).__name__}: give one of them, "
+                    "such as routings[0], or all of them to losses_for(model)"
+                )
             if routed.family not in (None, *families):
                 raise ValueError(
                     f"{loss.__name__} is a loss of {', '.join(families)}, but the routing is one of "

@@ -90,7 +90,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         if options.get("positions") == "xl":
             raise UserError(
                 "positions='xl' needs every key in every head, but a NAMOH head sees only the tokens that "
-                "selected it: choose positions='rope' or sinusoidal."
+                "selected it: choose positions='rope', or an embedding (--positions sinusoidal)."
             )
         num_experts = settings.num_experts
         dim = settings.expert_dim

@@ -288,7 +288,7 @@ def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
     return _sinusoids(*columns)
 
 
-_EMBEDDINGS = ("learned", "sinusoidal")  # added to the words: nothing to do in an attention
+_EMBEDDINGS = ("learned", "sinusoidal")  # of --positions, added to the words
 # The choices of --positions that are not embeddings.
 POSITIONS_IN_ATTENTION: dict[str, type[Positions]] = {
     "rope": RotaryPositions,
@@ -307,7 +307,7 @@ def positions_of(
     """The positions inside an attention; None where it has none.
 
     Args:
-        kind: a name of POSITIONS_IN_ATTENTION, or of an embedding; None: there are none.
+        kind: a name of POSITIONS_IN_ATTENTION; None: there are none.
         common: settings of rotary positions.
         embed_dim: the attention's width, C.
         sizes: its heads of keys and their width, G and D.
@@ -316,10 +316,14 @@ def positions_of(
     Raises:
         UserError: for what does not fit the attention, or would not be read.
     """
-    if kind is not None:
-        check_choice("positions", kind, (*_EMBEDDINGS, *POSITIONS_IN_ATTENTION))
+    if kind in _EMBEDDINGS:
+        raise UserError(
+            f"positions={kind!r} is an embedding, which is added to those of the words and not inside an "
+            "attention: add it to the layer's input and leave positions out."
+        )
     positions: Positions | None = None
-    if kind in POSITIONS_IN_ATTENTION:
+    if kind is not None:
+        check_choice("positions", kind, POSITIONS_IN_ATTENTION)
         if not self_attention:
             raise UserError(
                 f"positions={kind!r} is for self-attention: build the layer with self_attention=True, or "

@@ -1,13 +1,28 @@
 """A family's settings: its flags and the keywords of its attention."""
 
+import numbers
 from collections.abc import Collection, Sequence
 from dataclasses import Field, dataclass, field, fields, replace
 from typing import TYPE_CHECKING, Any, ClassVar, Optional, TypeVar
 
+from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS
 
 if TYPE_CHECKING:
     from moa_fairseq.layers.attention import Attention
+
+# What others call a keyword
+_ELSEWHERE = {
+    "rope_theta": "rope_base",
+    "sliding_window": "window",
+    "num_kv_heads": "key_heads",
+    "num_key_value_heads": "key_heads",
+}
+# Types of fields, what their values are instances of, and its name
+_NUMBERS = (
+    ((int, Optional[int]), numbers.Integral, "a whole number"),  # noqa: UP045
+    ((float, Optional[float]), numbers.Real, "a number"),  # noqa: UP045
+)
 
 Settings = TypeVar("Settings", bound="FamilySettings")
 
@@ -67,8 +82,10 @@ class FamilySettings:
                 the settings put into it as `common`.
 
         Raises:
-            TypeError: where both are given, or something else.
+            TypeError: where both are given, or something else, or a keyword that the attention lacks.
+            UserError: for a text or a fraction in place of a number.
         """
+        is_users = "common" not in options  # and not that of a class between, which has checked them
         own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
         if settings is None:
             settings = cls(**own)
@@ -78,8 +95,32 @@ class FamilySettings:
             raise TypeError(
                 f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
             )
+        if is_users:
+            cls._check_keywords(options)
+        settings._check_numbers()
         options.setdefault("common", settings)  # for `Attention`, whichever class stands between
         return settings
+
+    @classmethod
+    def _check_keywords(cls, options: dict[str, Any]) -> None:
+        attention = getattr(cls, "attention", None)
+        if attention is None:
+            return
+        known = {each.name for each in fields(cls)} | attention.keywords()
+        for name in options:
+            if name not in known:
+                here = _ELSEWHERE.get(name)
+                hint = f" (here {here})" if here in known else did_you_mean(name, known)
+                raise TypeError(
+                    f"{attention.__name__} does not take {name}{hint}. It takes {', '.join(sorted(known))}"
+                )
+
+    def _check_numbers(self) -> None:
+        for each in fields(self):
+            value = getattr(self, each.name)
+            for kinds, number, words in _NUMBERS:
+                if each.type in kinds and value is not None and not isinstance(value, number):
+                    raise UserError(f"{each.name}={value!r}: give {words}.")
 
     @classmethod
     def own_fields(cls) -> list[Field[Any]]:

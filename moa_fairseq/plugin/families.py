@@ -17,6 +17,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.families import FAMILIES, register_family
 from moa_fairseq.layers.initialization import forked_rng, init_fan_in_normal_
+from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
 from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
@@ -115,6 +116,12 @@ def naming_flags() -> Iterator[None]:
         raise type(error)(text) from error
 
 
+def _positions(cfg: Any) -> str | None:
+    """The positions inside an attention; None where --positions is an embedding of the model's."""
+    positions = getattr(cfg, "positions", None)
+    return positions if positions in POSITIONS_IN_ATTENTION else None
+
+
 @naming_flags()
 @forked_rng()
 def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: Any) -> FairseqCall:
@@ -139,7 +146,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
         num_heads=side.attention_heads,
         causal=decoder,
         dropout=dropout,  # its name is for --retain-dropout-modules
-        positions=getattr(cfg, "positions", None) if options.get("self_attention") else None,
+        positions=_positions(cfg) if options.get("self_attention") else None,
         head_gate=getattr(cfg, "head_gate", None) or "none",
         output_scale=1.0 if scale is None else scale,
         **options,

@@ -125,3 +125,17 @@ def test_models_without_losses_of_one_meaning_are_refused():
         losses_for(nn.Linear(2, 2))
     with pytest.raises(UserError, match="moh_scaling"):
         losses_for(nn.ModuleList([MOH(), MOH(moh_scaling="released")]))
+
+
+def test_routings_of_another_shape_are_refused():
+    model, routings = passed("MoA")
+    losses = losses_for(model)
+    assert losses(routings) > 0
+    with pytest.raises(TypeError, match=r"tuple .*flat list"):
+        losses([tuple(routings)])
+    for one in (tuple(routings), routings):
+        with pytest.raises(TypeError, match=f"load_balance_loss .*{type(one).__name__}"):
+            load_balance_loss(one)
+    with pytest.raises(ValueError, match="with_routing=True"):
+        losses([])
+    assert losses_for(passed("dense")[0])([]) == 0

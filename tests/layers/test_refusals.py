@@ -5,6 +5,7 @@ from functools import partial
 import pytest
 from time_first import (
     DenseAttention,
+    GroupedQueryExperts,
     LatentAttention,
     MixtureOfAttention,
     MixtureOfAttentiveExperts,
@@ -102,3 +103,49 @@ def test_impossible_settings_name_their_flag(build, settings, flag):
     build()
     with pytest.raises(UserError, match=flag):
         build(**settings)
+
+
+UNKNOWN = [
+    (partial(MixtureOfAttention, windows=4), ["MixtureOfAttention", "windows", "window", "num_experts"]),
+    (partial(MixtureOfAttention, num_expert=4), ["num_expert ", "num_experts"]),
+    (partial(MixtureOfAttention, rope_theta=1e6), ["rope_theta", "rope_base"]),
+    (partial(MixtureOfAttention, key_heads=1), ["key_heads", "heads_per_expert"]),
+    (partial(MixtureOfAttention, num_kv_heads=1), ["take num_kv_heads."]),
+    (partial(SwitchHeadAttention, key_heads=2), ["SwitchHeadAttention", "key_heads", "switchhead_heads"]),
+    (partial(GroupedQueryExperts, router=None), ["GroupedQueryExperts", "router "]),
+    (partial(DenseAttention, num_heads=4, head_dim=3), ["head_dim", "attention_head_dim"]),
+    (partial(DenseAttention, num_heads=4, num_kv_heads=2), ["num_kv_heads (here key_heads)"]),
+]
+
+
+@pytest.mark.parametrize("build, words", UNKNOWN)
+def test_an_unknown_keyword_is_named_with_those_that_there_are(build, words):
+    with pytest.raises(TypeError) as raised:
+        build(24)
+    for word in words:
+        assert word in str(raised.value)
+
+
+NUMBERS = {"rope_base": "5e5", "window": 1.5, "experts_per_token": 2.0, "routing_bias_rate": "0.1"}
+
+
+@pytest.mark.parametrize("name", NUMBERS)
+def test_texts_and_fractions_in_place_of_numbers_are_refused(name):
+    options = {"self_attention": True, "positions": "rope", name: NUMBERS[name]}
+    with pytest.raises(UserError, match=f"{name}=.*number"):
+        MixtureOfAttention(24, **options)
+
+
+@pytest.mark.parametrize("kind", ["learned", "sinusoidal"])
+def test_embeddings_of_positions_are_refused(kind):
+    with pytest.raises(UserError, match=f"positions='{kind}'.*embedding.*input"):
+        MixtureOfAttention(24, positions=kind, self_attention=True)
+
+
+def test_the_remedy_for_heads_that_do_not_divide_the_width_works():
+    with pytest.raises(UserError) as raised:
+        MixtureOfHeads(64, 7)
+    assert "attention_head_dim" not in str(raised.value)
+    with pytest.raises(UserError, match="attention_head_dim"):
+        DenseAttention(64, 7)
+    DenseAttention(64, 7, attention_head_dim=8)
