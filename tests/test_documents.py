@@ -290,7 +290,7 @@ def test_the_python_examples_train():
     (example,) = blocks("README.md", "python")
     exec(example, namespace)
     assert namespace["y"].shape == namespace["x"].shape
-    example, cross, decoder = blocks("docs/own-models.md", "python")
+    example, cross, decoder, compiled = blocks("docs/own-models.md", "python")
     exec(example, namespace)
     exec(decoder, namespace)
     (routing,) = namespace["routings"]
@@ -313,6 +313,8 @@ def test_the_python_examples_train():
         optimizer.step()
     generated = model.generate(text[:2, :3], 8)
     assert torch.equal(generated, text[:2, :11])
+    exec(compiled.replace("fullgraph=True", "fullgraph=True, backend='eager'"), namespace)
+    assert torch.equal(namespace["generate_compiled"](model, text[:2, :3], 8), generated)
     logits, _ = model(generated)
     assert torch.equal(logits[:, 2:-1].argmax(-1), generated[:, 3:])  # as without a cache
 
