@@ -57,12 +57,12 @@ class FamilyLosses:
 
         Raises:
             ValueError: for a routing of a family that the model lacks, or of none, and for no routings of a
-                model that has routers.
+                model that has losses.
             TypeError: for anything else than routings, a layer's tuple among them.
         """
         total = torch.zeros(())
         routings = list(routings)
-        if self.terms and not routings:
+        if any(self.terms.values()) and not routings:
             raise ValueError("there are no routings: call the layers with with_routing=True and give theirs")
         for routing in routings:
             if not isinstance(routing, Routing):

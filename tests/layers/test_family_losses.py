@@ -139,3 +139,16 @@ def test_routings_of_another_shape_are_refused():
     with pytest.raises(ValueError, match="with_routing=True"):
         losses([])
     assert losses_for(passed("dense")[0])([]) == 0
+
+
+@pytest.mark.parametrize(
+    "layer",
+    [
+        partial(DenseAttention, C, 4),
+        partial(SwitchHeadAttention, C, switchhead_heads=2, expert_dim=5, switchhead_experts="none"),
+    ],
+)
+def test_a_layer_without_losses_may_have_no_routings(layer):
+    layer = layer(self_attention=True)
+    _, routings = layer(torch.randn(B, T, C), with_routing=True)
+    assert routings == () and losses_for(layer)(routings) == 0
