@@ -2,7 +2,7 @@
 
     python benchmarks/decoding_step.py --calls         only the Python calls, which any CPU counts
     python benchmarks/decoding_step.py                 also seconds; on a GPU compiled steps are CUDA graphs
-    python benchmarks/decoding_step.py --calls --before NAME   keep the calls as those of commit NAME
+    python benchmarks/decoding_step.py --calls --before NAME   record the calls as those of commit NAME
 
 Six layers read a prompt; then each step gives one token per text. growing, static: eager, with that cache;
 compiled: the whole decoder by torch.compile (mode "reduce-overhead" on a GPU), with the static cache. Llama

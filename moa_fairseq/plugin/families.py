@@ -84,7 +84,7 @@ def _settings_from(settings: type, cfg: Any) -> Any:
     return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
 
 
-# Keywords of layers that are flags, beside the fields of settings: their names as flags
+# Keywords of layers that are flags, besides the fields of settings: their names as flags
 _FLAGS = {
     "head_gate": "--head-gate",
     "output_scale": "--attention-output-scale",

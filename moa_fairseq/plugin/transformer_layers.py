@@ -59,7 +59,7 @@ class MixtureFeedForward(Extended):
             run: called with a layer, a context, x and options; calls the layer's `whole` with the rest.
             mask: that of the self-attention as the decoder made it, which options have in another layout.
             x: [T, B, C].
-            options: what `forward` takes beside x, by name.
+            options: what `forward` takes besides x, by name.
 
         Returns:
             What `forward` returns.
@@ -87,7 +87,7 @@ class MixtureFeedForward(Extended):
         Args:
             context: in place of the thread's; its `routings` get nothing.
             x: [T, B, C].
-            options: what `forward` takes beside x, by name.
+            options: what `forward` takes besides x, by name.
 
         Returns:
             The output of `forward`, and a list of (module, routing).

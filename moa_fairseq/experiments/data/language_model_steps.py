@@ -146,7 +146,7 @@ class LanguageModelPreparation:
         inputs.update(more)
         return inputs
 
-    def _digests(self, facts: Mapping[str, Any] | None, anew: bool) -> dict[str, Any]:
+    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> dict[str, Any]:
         """The content of the files that were read, if they still exist."""
         content: dict[str, Any] = {}
         if not self.data.tokens:
@@ -157,7 +157,7 @@ class LanguageModelPreparation:
                 digests = content[f"content of {split}"] = {}
                 for part in parts:
                     if part.name in read:
-                        digests[part.name] = (anew and self.job.digest(part)) or read[part.name]
+                        digests[part.name] = (recount and self.job.digest(part)) or read[part.name]
         return content
 
     def _announce(self) -> None:

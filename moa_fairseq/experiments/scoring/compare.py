@@ -145,7 +145,7 @@ def _without_recipe(table: PaperTable) -> list[str | Table]:
 
 
 def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
-    """A printed number beside ours: the values of Model, Measure, Paper, Ours and Difference.
+    """A printed number and ours: the values of Model, Measure, Paper, Ours and Difference.
 
     Of MACs the plain count, that of the attention and the cache follow. Counts but the cache's are in
     millions, their differences in per cent.

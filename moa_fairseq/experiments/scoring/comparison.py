@@ -33,7 +33,7 @@ _REMEDY = "Restore it, or delete it: results/FORMAT.md describes the format."
 
 @dataclasses.dataclass
 class Cell:
-    """One printed number beside ours.
+    """One printed number and ours.
 
     Args:
         column: its heading in the paper.

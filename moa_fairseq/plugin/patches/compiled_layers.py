@@ -35,7 +35,7 @@ HELP = (
 )
 LAYERS = (TransformerEncoderLayerBase, TransformerDecoderLayerBase)
 _TEST = "plugin/patches/test_compiled_layers.py::"
-# What a layer's forward takes beside x, in order: an encoder's, a decoder's
+# What a layer's forward takes besides x, in order: an encoder's, a decoder's
 _NAMES = [list(inspect.signature(kind.forward).parameters)[2:] for kind in LAYERS]
 _MOST_GRAPHS = 64  # of all layers: kinds, precisions and batches of one sentence or one token
 # Section and name of a setting → why it does not go with compiled layers
