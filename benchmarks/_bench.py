@@ -44,14 +44,19 @@ def arguments(
     use_utf8()
     cuda = torch.cuda.is_available()
     parser = argparse.ArgumentParser(
-        description=description.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
+        description=description.replace("%", "%%"),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cuda" if cuda else "cpu")
     dtypes = ("float32", "bfloat16", "float16") + ("amp",) * amp
     parser.add_argument("--dtype", choices=dtypes, help="default: bfloat16 on GPUs, else float32")
-    parser.add_argument("--rounds", type=int, default=7, help="how often each candidate takes its turn")
+    parser.add_argument(
+        "--rounds", type=int, default=7, help="how often each candidate takes its turn"
+    )
     parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
-    parser.add_argument("--output", type=Path, default=RESULTS, help="folder of the JSON and the plot")
+    parser.add_argument(
+        "--output", type=Path, default=RESULTS, help="folder of the JSON and the plot"
+    )
     parser.set_defaults(size="large")  # of benchmarks without --size
     for flag, options in more.items():
         parser.add_argument(flag, **options)
@@ -61,19 +66,26 @@ def arguments(
     if args.rounds < 1:
         parser.error(f"--rounds {args.rounds}: each candidate takes at least one turn")
     if args.device == "cuda" and not cuda:
-        parser.error("--device cuda: torch sees no GPU here; use --device cpu, or check torch and the driver")
+        parser.error(
+            "--device cuda: torch sees no GPU here; use --device cpu, or check torch and the driver"
+        )
     default = "bfloat16" if args.device == "cuda" else "float32"
     args.dtype = args.dtype or default
     args.torch_dtype = torch.float32 if args.dtype == "amp" else getattr(torch, args.dtype)
     kind = [args.dtype] * (args.dtype != default) + [args.size] * (args.size != "large")
     args.stem = "-".join([args.device, *kind])
-    multiplied = torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
+    multiplied = (
+        torch.float16 if args.dtype == "amp" and args.device == "cuda" else args.torch_dtype
+    )
     chosen, why = projection.automatic(multiplied) if args.device == "cuda" else ("grouped", "")
     args.auto = {"backend": chosen, "why": why}
     if args.device == "cuda" and chosen != "triton":
         print(f"WARNING: `auto` is {chosen} on this GPU, {why}", file=sys.stderr, flush=True)
     found = provenance()  # before the measuring, for the code may change in the meantime
-    args.made_by = {**found, "versions": {**found["versions"], "platform": platform.platform(terse=True)}}
+    args.made_by = {
+        **found,
+        "versions": {**found["versions"], "platform": platform.platform(terse=True)},
+    }
     torch.manual_seed(0)
     return args
 
@@ -87,7 +99,9 @@ def _clock(call: Callable[[], Any], repeats: int, device: str) -> float:
     return (time.perf_counter() - start) / repeats
 
 
-def take_turns(candidates: dict[str, Callable[[], Any]], rounds: int, device: str) -> dict[str, float]:
+def take_turns(
+    candidates: dict[str, Callable[[], Any]], rounds: int, device: str
+) -> dict[str, float]:
     """Median seconds of each candidate's call; all are called once per round, in turn."""
     repeats = {}
     for name, call in candidates.items():
@@ -118,13 +132,16 @@ def replayed(step: Callable[[], Any], device: str) -> Callable[[], Any] | None:
         with torch.cuda.stream(beside):
             for _ in range(3):
                 step()
-            torch.cuda.set_sync_debug_mode("error")  # a capture that fails would leave the stream unusable
+            # A capture that fails would leave the stream unusable
+            torch.cuda.set_sync_debug_mode("error")
             step()
         torch.cuda.set_sync_debug_mode("default")
         torch.cuda.current_stream().wait_stream(beside)
         with torch.cuda.graph(graph):
             step()
-    except RuntimeError as error:  # of a step that waits for the host; torch has no kind of its own for it
+    except (
+        RuntimeError
+    ) as error:  # of a step that waits for the host; torch has no kind of its own for it
         _say(f"eager times where there is no CUDA graph: {error}")
         return None
     finally:
@@ -141,7 +158,11 @@ def replay_times(calls: dict[str, Callable[[], Any]], rounds: int, device: str) 
 def profile(step: Callable[[], Any], device: str) -> list[dict[str, Any]]:
     """The 25 kernels (on a CPU: operations) that take most of a step: name, count, microseconds."""
     step()
-    kind = torch.profiler.ProfilerActivity.CUDA if device == "cuda" else torch.profiler.ProfilerActivity.CPU
+    kind = (
+        torch.profiler.ProfilerActivity.CUDA
+        if device == "cuda"
+        else torch.profiler.ProfilerActivity.CPU
+    )
     with torch.profiler.profile(activities=[kind]) as found:
         step()
         if device == "cuda":
@@ -211,7 +232,9 @@ def report(name: str, args: argparse.Namespace, results: dict[str, Any], figure:
         "benchmark": name,
         "command": " ".join(["python", f"benchmarks/{name}.py", *sys.argv[1:]]),
         "device": args.device,
-        "hardware": hardware.describe() if args.device == "cuda" else detect_cpu(hardware.describe()),
+        "hardware": hardware.describe()
+        if args.device == "cuda"
+        else detect_cpu(hardware.describe()),
         "threads": torch.get_num_threads(),
         "dtype": args.dtype,
         "rounds": args.rounds,
@@ -231,4 +254,6 @@ def report(name: str, args: argparse.Namespace, results: dict[str, Any], figure:
 
 def detect_cpu(described: str) -> str:
     """The CPU's name even on a machine with GPUs."""
-    return described if "CPU" in described else f"CPU ({platform.processor() or platform.machine()})"
+    return (
+        described if "CPU" in described else f"CPU ({platform.processor() or platform.machine()})"
+    )

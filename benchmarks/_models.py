@@ -24,7 +24,11 @@ PAIRS = {
 }
 TINY = {"quickstart_moa": "quickstart_transformer"}  # recipes; equal MACs within 6 %
 MINIATURE = {"moa_transformer_tiny": "transformer_tiny"}
-SIZE = {"choices": ("tiny", "large"), "default": "large", "help": "the quickstart's models, or base and big"}
+SIZE = {
+    "choices": ("tiny", "large"),
+    "default": "large",
+    "help": "the quickstart's models, or base and big",
+}
 VOCABULARY = 32768
 TINY_VOCABULARY = 4096
 SMALL_VOCABULARY = 512
@@ -74,13 +78,19 @@ def training_batch(args: argparse.Namespace) -> "tuple[Dictionary, dict[str, Any
 def vocabulary(args: argparse.Namespace) -> Dictionary:
     """A dictionary of the size that goes with the models."""
     return dictionary(
-        SMALL_VOCABULARY if args.miniature else TINY_VOCABULARY if args.size == "tiny" else VOCABULARY
+        SMALL_VOCABULARY
+        if args.miniature
+        else TINY_VOCABULARY
+        if args.size == "tiny"
+        else VOCABULARY
     )
 
 
 def batch_shape(args: argparse.Namespace) -> "tuple[int, int]":
     """Sentence pairs of an update, and tokens of each."""
-    return SMALL_BATCH if args.miniature else TINY_BATCH if args.size == "tiny" else BATCH[args.device]
+    return (
+        SMALL_BATCH if args.miniature else TINY_BATCH if args.size == "tiny" else BATCH[args.device]
+    )
 
 
 def sentences(batch: int, length: int, words: Dictionary, device: str) -> dict[str, Any]:

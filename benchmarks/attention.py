@@ -12,7 +12,16 @@ from typing import Any
 
 import torch
 import torch.nn.functional as F
-from _bench import arguments, gemm, kept_bytes, peak_bytes, profile, replay_times, report, take_turns
+from _bench import (
+    arguments,
+    gemm,
+    kept_bytes,
+    peak_bytes,
+    profile,
+    replay_times,
+    report,
+    take_turns,
+)
 from fairseq.modules import MultiheadAttention
 from matplotlib.figure import Figure
 from torch import Tensor, nn
@@ -113,7 +122,9 @@ def measure(args: Any, shape: "tuple[int, int]") -> dict[str, Any]:
     found = {name: candidate(module, shape, args) for name, module in found.items()}
     calls = {name: entry["step"] for name, entry in found.items()}
     times = take_turns({"gemm": product, **calls}, args.rounds, args.device)
-    forwards = take_turns({name: entry["forward"] for name, entry in found.items()}, args.rounds, args.device)
+    forwards = take_turns(
+        {name: entry["forward"] for name, entry in found.items()}, args.rounds, args.device
+    )
     rate = product_macs / times.pop("gemm")
     replays = replay_times(calls, args.rounds, args.device)
     rows = {}
@@ -145,13 +156,16 @@ def sweep_experts(args: Any, per_token: int, dim: int) -> "tuple[str, dict[str, 
     """(what was timed, seconds of a step against E), at fixed K and D and 8,192 tokens."""
     shape = SMALL_SHAPE if args.miniature else SWEEP_SHAPE
     calls = {
-        str(experts): candidate(_moa(experts, per_token, dim), shape, args)["step"] for experts in EXPERTS
+        str(experts): candidate(_moa(experts, per_token, dim), shape, args)["step"]
+        for experts in EXPERTS
     }
     label = f"K = {per_token}, D = {dim}"
     replays = replay_times(calls, args.rounds, args.device)
     if len(replays) == len(calls):
         return label, replays
-    return f"{label}, eager" if args.device == "cuda" else label, take_turns(calls, args.rounds, args.device)
+    return f"{label}, eager" if args.device == "cuda" else label, take_turns(
+        calls, args.rounds, args.device
+    )
 
 
 def draw(batches: "list[dict[str, Any]]", sweeps: dict[str, dict[str, float]], args: Any) -> Figure:
@@ -173,14 +187,20 @@ def draw(batches: "list[dict[str, Any]]", sweeps: dict[str, dict[str, float]], a
     upper.legend(frameon=False, loc="upper right", ncols=2)
     for label, times in sweeps.items():
         first = next(iter(times.values()))
-        lower.plot(list(times), [value / first for value in times.values()], marker="o", label=label)
+        lower.plot(
+            list(times), [value / first for value in times.values()], marker="o", label=label
+        )
     lower.axhspan(0.9, 1.1, color="#eeeeee")
-    lower.set(xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D")
+    lower.set(
+        xlabel="experts E", ylabel="time ÷ time at E = 8", title="8,192 tokens, fixed K and D"
+    )
     lower.set_ylim(bottom=0)
     lower.legend(frameon=False, loc="lower right")
     for panel in (upper, lower):
         panel.spines[["top", "right"]].set_visible(False)
-    figure.suptitle(f"How fast is one attention layer? (width {C}, {args.device}, {args.dtype})", fontsize=11)
+    figure.suptitle(
+        f"How fast is one attention layer? (width {C}, {args.device}, {args.dtype})", fontsize=11
+    )
     return figure
 
 
@@ -194,7 +214,9 @@ def main() -> None:
         compile_ahead.run(compile_size, [*sizes, *sweep])
     for shape in shapes:
         batches.append(measure(args, shape))
-        print(f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs")
+        print(
+            f"{shape[0]} × {shape[1]} tokens: GEMM share; time, kept and peak memory ÷ dense of equal MACs"
+        )
         for name, row in batches[-1]["rows"].items():
             time = "replay_over_dense" if row["replay_seconds"] else "time_over_dense"
             ratios = [row.get(key) for key in (time, "kept_over_dense", "peak_over_dense")]
@@ -202,7 +224,9 @@ def main() -> None:
             seconds = row["replay_seconds"] or row["step_seconds"]
             print(f"  {name:32s} {1000 * seconds:8.2f} ms {row['gemm_share']:6.2f} {text}")
         for row in batches[-1]["profile"][PROFILED][:10]:
-            print(f"  {PROFILED}: {row['microseconds']:8.0f} µs  {row['count']:3d} × {row['name'][:90]}")
+            print(
+                f"  {PROFILED}: {row['microseconds']:8.0f} µs  {row['count']:3d} × {row['name'][:90]}"
+            )
     sweeps = dict(sweep_experts(args, k, d) for k, d in ((4, 128), (8, 128)))
     for label, times in sweeps.items():
         first = next(iter(times.values()))

@@ -30,7 +30,9 @@ GF = "G and F step"
 JOINT = "joint update (NOBCD)"
 
 
-def f_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any], drawn: bool) -> Callable[[], None]:
+def f_step(
+    model: nn.Module, loss_of: nn.Module, sample: dict[str, Any], drawn: bool
+) -> Callable[[], None]:
     """One update of all parameters that require gradients, with drawn or with mixed experts: gates by SGD."""
     gates = {parameter for gate in gates_of(model) for parameter in gate.parameters()}
     learning = [parameter for parameter in gates if parameter.requires_grad]
@@ -71,9 +73,13 @@ def g_step(model: nn.Module, loss_of: nn.Module, sample: dict[str, Any]) -> Call
 
 def candidates(words: Any, sample: dict[str, Any], args: Any) -> dict[str, Callable[[], None]]:
     """The updates to be compared, by name."""
-    archs = ("transformer_tiny", *["mae_transformer_tiny"] * 2) if args.miniature else (BASE, MAE, MAE)
+    archs = (
+        ("transformer_tiny", *["mae_transformer_tiny"] * 2) if args.miniature else (BASE, MAE, MAE)
+    )
     loss_of = criterion(BASE, words)
-    dense, joint, alternating = (build(arch, words, args.device, args.torch_dtype).train() for arch in archs)
+    dense, joint, alternating = (
+        build(arch, words, args.device, args.torch_dtype).train() for arch in archs
+    )
     for gate in gates_of(alternating):
         gate.requires_grad_(False)
     only_f = f_step(alternating, loss_of, sample, drawn=True)
@@ -98,7 +104,10 @@ def draw(ratios: dict[str, float], args: Any) -> Figure:
     bars = panel.barh(list(ratios), list(ratios.values()), color=colours)
     panel.bar_label(bars, fmt=" %.2f", fontsize=8)
     panel.invert_yaxis()
-    panel.set(xlabel="time of an update ÷ dense base model", title=f"MAE-7 base, {args.device}, {args.dtype}")
+    panel.set(
+        xlabel="time of an update ÷ dense base model",
+        title=f"MAE-7 base, {args.device}, {args.dtype}",
+    )
     panel.spines[["top", "right"]].set_visible(False)
     return figure
 

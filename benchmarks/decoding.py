@@ -55,7 +55,9 @@ def draw(study: Any, seconds: dict[int, dict[str, float]], args: Any) -> Figure:
         panel.tick_params(labelsize=9)
     panels[0].invert_yaxis()
     figure.suptitle("How long does decoding take?", x=0.01, ha="left", fontsize=11)
-    figure.supxlabel(f"seconds per token ÷ those of {first} ({args.device}, {args.dtype})", fontsize=10)
+    figure.supxlabel(
+        f"seconds per token ÷ those of {first} ({args.device}, {args.dtype})", fontsize=10
+    )
     return figure
 
 
@@ -71,7 +73,9 @@ def main() -> None:
     for name, run in runs.items():
         recipe = run.load()
         if recipe.kind != LANGUAGE_MODELING:
-            raise UserError(f"{args.study}: system {name} is no language model, so this cannot time it.")
+            raise UserError(
+                f"{args.study}: system {name} is no language model, so this cannot time it."
+            )
         if not models and not args.miniature:
             length = check_flags(recipe).tokens_per_sample
         # every model has positions for the first one's texts
@@ -84,7 +88,9 @@ def main() -> None:
     for texts in TEXTS[args.device]:
         tokens = torch.randint(4, SYMBOLS, (texts, length), device=args.device)
         times = take_turns(
-            {name: decode(model, tokens) for name, model in models.items()}, args.rounds, args.device
+            {name: decode(model, tokens) for name, model in models.items()},
+            args.rounds,
+            args.device,
         )
         seconds[texts] = {name: found / (texts * length) for name, found in times.items()}
         for name, found in seconds[texts].items():

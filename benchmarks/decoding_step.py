@@ -98,7 +98,9 @@ class Decoder(nn.Module):
 class Generation:
     """A prompt that is read, and steps behind it; a call goes back to the prompt and takes all steps."""
 
-    def __init__(self, step: Step, back: Callable[[], None], tokens: Tensor, args: argparse.Namespace):
+    def __init__(
+        self, step: Step, back: Callable[[], None], tokens: Tensor, args: argparse.Namespace
+    ):
         self.step = step
         self.back = back
         self.tokens = tokens
@@ -122,15 +124,21 @@ def compiled(call: Callable[..., Any], args: argparse.Namespace) -> Callable[...
     """The call as one graph; on a GPU a CUDA graph."""
     if args.device == "cuda":
         return torch.compile(call, fullgraph=True, mode="reduce-overhead")
-    return torch.compile(call, fullgraph=True, backend="aot_eager" if args.miniature else "inductor")
+    return torch.compile(
+        call, fullgraph=True, backend="aot_eager" if args.miniature else "inductor"
+    )
 
 
 @torch.no_grad()
-def of_layers(attention: Callable[[], nn.Module], prompt: Tensor, way: str, args: Any) -> Generation:
+def of_layers(
+    attention: Callable[[], nn.Module], prompt: Tensor, way: str, args: Any
+) -> Generation:
     """A decoder of layers here."""
     length = args.sizes.prompt
     model = Decoder(args.sizes, attention).to(args.device, args.torch_dtype).eval()
-    sizes = {"batch": len(prompt), "max_length": length + args.sizes.steps} if way != "growing" else {}
+    sizes = (
+        {"batch": len(prompt), "max_length": length + args.sizes.steps} if way != "growing" else {}
+    )
     caches = [block.attention.new_cache(**sizes) for block in model.blocks]
     tokens = model(prompt, caches)[:, -1:].argmax(-1)
     call = compiled(model, args) if way == "compiled" else model
@@ -161,7 +169,9 @@ def of_transformers(prompt: Tensor, way: str, args: Any) -> Generation:
         cache = DynamicCache(config=config)
     else:
         cache = StaticCache(config=config, max_cache_len=sizes.prompt + sizes.steps)
-    keyword = "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    keyword = (
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    )
     tokens = model(prompt, **{keyword: cache}).logits[:, -1:].argmax(-1)
     call = compiled(model, args) if way == "compiled" else model
 
@@ -192,7 +202,10 @@ def main() -> None:
         __doc__,
         more={
             "--calls": {"action": "store_true", "help": "count Python calls, and take no time"},
-            "--before": {"metavar": "COMMIT", "help": "these calls are an older commit's: keep them"},
+            "--before": {
+                "metavar": "COMMIT",
+                "help": "these calls are an older commit's: keep them",
+            },
         },
     )
     args.sizes = SIZES[args.miniature]
@@ -222,7 +235,9 @@ def main() -> None:
         write(args, calls, seconds)
 
 
-def write(args: argparse.Namespace, calls: dict[str, int], seconds: dict[int, dict[str, float]]) -> None:
+def write(
+    args: argparse.Namespace, calls: dict[str, int], seconds: dict[int, dict[str, float]]
+) -> None:
     """The record; with --before or --calls what it has of this code's calls or of seconds stays."""
     path: Path = args.output / f"decoding_step-{args.stem}.json"
     record = json.loads(path.read_text(encoding="utf-8")) if path.exists() else {}

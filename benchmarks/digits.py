@@ -25,11 +25,16 @@ from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 
 # model → (shared, routed) heads of each token in the three stages; None: dense attention
+# All of the first stage's heads, half of the last's
 STAGES: dict[str, tuple[tuple[int, int], ...] | None] = {
     "100 % (dense)": None,
     "75 %": ((2, 1), (3, 3), (4, 8)),
     "50 %": ((1, 1), (2, 2), (4, 4)),
-    "as MoH-ViT-B 50 %": ((2, 2), (2, 4), (2, 6)),  # all of the first stage's heads, half of the last's
+    "as MoH-ViT-B 50 %": (
+        (2, 2),
+        (2, 4),
+        (2, 6),
+    ),
 }
 HEADS = (4, 8, 16)
 HEAD_DIM = 8
@@ -53,9 +58,15 @@ class Block(nn.Module):
         else:
             shared, routed = heads
             self.attention = MixtureOfHeads(
-                width, num_heads, moh_shared_heads=shared, experts_per_token=routed, self_attention=True
+                width,
+                num_heads,
+                moh_shared_heads=shared,
+                experts_per_token=routed,
+                self_attention=True,
             )
-        self.feed_forward = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width))
+        self.feed_forward = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU(), nn.Linear(4 * width, width)
+        )
 
     def forward(self, x: Tensor, routings: list[Routing]) -> Tensor:
         h = self.norms[0](x)
@@ -107,7 +118,12 @@ def data(device: str) -> tuple[Tensor, ...]:
         digits.images / 16, digits.target, test_size=500, random_state=0, stratify=digits.target
     )
     pictures, tests, classes, answers = map(torch.as_tensor, parts)
-    return pictures.float().to(device), classes.to(device), tests.float().to(device), answers.to(device)
+    return (
+        pictures.float().to(device),
+        classes.to(device),
+        tests.float().to(device),
+        answers.to(device),
+    )
 
 
 def accuracy(
@@ -143,12 +159,16 @@ def draw(rows: dict[str, Any]) -> Figure:
     figure = Figure(figsize=(6, 3), layout="constrained")
     panel = figure.subplots()
     for place, row in enumerate(rows.values()):
-        panel.plot([place] * len(row["accuracies"]), row["accuracies"], "o", color="#BBBBBB", markersize=4)
+        panel.plot(
+            [place] * len(row["accuracies"]), row["accuracies"], "o", color="#BBBBBB", markersize=4
+        )
         error = row["standard_error"]
         panel.errorbar(place, row["mean"], yerr=error, fmt="_", color="#0072B2", markersize=20)
     panel.set_xticks(range(len(rows)), rows)
     panel.margins(x=0.15)
-    panel.set(ylabel="test accuracy, %", title="MoH on scikit-learn's digits, by heads of each token")
+    panel.set(
+        ylabel="test accuracy, %", title="MoH on scikit-learn's digits, by heads of each token"
+    )
     panel.spines[["top", "right"]].set_visible(False)
     return figure
 
@@ -174,7 +194,11 @@ def main() -> None:
                 found[name].append(accuracy(name, seed, args.epochs, examples, progress.update))
     for name, values in found.items():
         error = statistics.stdev(values) / len(values) ** 0.5 if len(values) > 1 else None
-        rows[name] = {"accuracies": values, "mean": statistics.mean(values), "standard_error": error}
+        rows[name] = {
+            "accuracies": values,
+            "mean": statistics.mean(values),
+            "standard_error": error,
+        }
         print(f"{name:20s} {rows[name]['mean']:.2f} % ± {error or 0:.2f} ({len(values)} seeds)")
     stages = {name: value for name, value in STAGES.items() if value is not None}
     sizes = {"epochs": args.epochs, "heads": HEADS, "shared_and_routed": stages}

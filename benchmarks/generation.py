@@ -28,7 +28,11 @@ def searched(args: Any) -> dict[str, str]:
     """MoA's architectures and MAE's, each with the dense one beside it."""
     if args.size == "tiny":
         return pairs(args)
-    mae = ("mae_transformer_tiny", "transformer_tiny") if args.miniature else ("mae_transformer_base", BASE)
+    mae = (
+        ("mae_transformer_tiny", "transformer_tiny")
+        if args.miniature
+        else ("mae_transformer_base", BASE)
+    )
     return {**pairs(args), mae[0]: mae[1]}
 
 
@@ -68,8 +72,12 @@ def measure(batch: int, words: Any, args: Any) -> dict[str, Any]:
     return {
         "sentences": batch,
         "rows": rows,
-        "speed_over_dense": {arch: times[dense] / times[arch] for arch, dense in searched(args).items()},
-        "weights_over_own": {arch: weights[dense] / weights[arch] for arch, dense in searched(args).items()},
+        "speed_over_dense": {
+            arch: times[dense] / times[arch] for arch, dense in searched(args).items()
+        },
+        "weights_over_own": {
+            arch: weights[dense] / weights[arch] for arch, dense in searched(args).items()
+        },
     }
 
 
@@ -80,7 +88,9 @@ def draw(results: "list[dict[str, Any]]", args: Any) -> Figure:
         names = list(found["rows"])
         speeds = [found["rows"][name]["tokens_per_second"] for name in names]
         panel.barh(
-            names, speeds, color=["#0072B2" if n in found["speed_over_dense"] else "#999999" for n in names]
+            names,
+            speeds,
+            color=["#0072B2" if n in found["speed_over_dense"] else "#999999" for n in names],
         )
         for place, name in enumerate(names):
             if name in found["speed_over_dense"]:
@@ -107,7 +117,9 @@ def main() -> None:
             beside = f"  {ratio:.2f} × {searched(args)[arch]}" if ratio else ""
             rate = f"{row['sentences_per_second']:8.2f} sentences/s {row['tokens_per_second']:8.0f} tokens/s"
             print(f"{batch:4d} sentences  {arch:36s} {rate}{beside}")
-    report("generation", args, {"beam": BEAM, "steps": LENGTH, "batches": results}, draw(results, args))
+    report(
+        "generation", args, {"beam": BEAM, "steps": LENGTH, "batches": results}, draw(results, args)
+    )
 
 
 if __name__ == "__main__":

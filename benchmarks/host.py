@@ -78,19 +78,29 @@ def wait(args: Any) -> None:
 
 def speed_over_dense(seconds: dict[str, float], args: Any, suffix: str = "") -> dict[str, float]:
     """Of each mixture whose time and whose dense model's time are known."""
-    known = [moa for moa, dense in args.pairs.items() if {moa + suffix, dense + suffix} <= seconds.keys()]
+    known = [
+        moa for moa, dense in args.pairs.items() if {moa + suffix, dense + suffix} <= seconds.keys()
+    ]
     return {moa: seconds[args.pairs[moa] + suffix] / seconds[moa + suffix] for moa in known}
 
 
 def eager(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     models = {arch: Candidate(arch, words, args) for arch in archs(args)}
-    updates: dict[str, Call] = {arch: lambda m=model: m.update(sample) for arch, model in models.items()}
+    updates: dict[str, Call] = {
+        arch: lambda m=model: m.update(sample) for arch, model in models.items()
+    }
     passes: dict[str, Call] = {
         f"{arch}, passes": lambda m=model: m.passes(sample) for arch, model in models.items()
     }
     seconds = take_turns({**updates, **passes}, args.rounds, args.device)
-    waits = {arch: host_waits(call) for arch, call in updates.items()} if args.device == "cuda" else {}
-    return {"seconds": seconds, "speed_over_dense": speed_over_dense(seconds, args), "host_waits": waits}
+    waits = (
+        {arch: host_waits(call) for arch, call in updates.items()} if args.device == "cuda" else {}
+    )
+    return {
+        "seconds": seconds,
+        "speed_over_dense": speed_over_dense(seconds, args),
+        "host_waits": waits,
+    }
 
 
 def in_one_thread(step: Call) -> None:
@@ -122,7 +132,9 @@ def operators(step: Call, args: Any) -> dict[str, Any]:
     events = seen.key_averages()
     dearest = sorted(events, key=lambda event: -event.self_cpu_time_total)[:40]
     return {
-        "operators": [{"name": e.key, "count": e.count, "host_us": e.self_cpu_time_total} for e in dearest],
+        "operators": [
+            {"name": e.key, "count": e.count, "host_us": e.self_cpu_time_total} for e in dearest
+        ],
         "launches": sum(event.count for event in events if "aunch" in event.key),
         "device_us": sum(event.self_device_time_total for event in events),
     }
@@ -139,7 +151,10 @@ def profile(words: Any, sample: Any, args: Any) -> dict[str, Any]:
         step()
         found[arch] = operators(step, args)
         found[arch]["python_calls"] = python_calls(step)
-        times: dict[str, Call] = {"threads": step, "one thread": lambda step=step: in_one_thread(step)}
+        times: dict[str, Call] = {
+            "threads": step,
+            "one thread": lambda step=step: in_one_thread(step),
+        }
         found[arch]["seconds"] = take_turns(times, args.rounds, args.device)
     return found
 
@@ -184,7 +199,11 @@ def compiled(words: Any, sample: Any, args: Any) -> dict[str, Any]:
 
 def layer(words: Any, sample: Any, args: Any) -> dict[str, Any]:
     widths = {"embed-dim": "64", "ffn-embed-dim": "256", "attention-heads": "8", "layers": "1"}
-    sizes = [f"--{side}-{name}={width}" for side in ("encoder", "decoder") for name, width in widths.items()]
+    sizes = [
+        f"--{side}-{name}={width}"
+        for side in ("encoder", "decoder")
+        for name, width in widths.items()
+    ]
     experts = ["--num-experts=8", "--experts-per-token=8", "--expert-dim=8"]
     calls: dict[str, Call] = {}
     moa, dense = base(args)
@@ -201,7 +220,8 @@ def layer(words: Any, sample: Any, args: Any) -> dict[str, Any]:
         if way == ", compiled":
             compile_layers(model)
         elif way:
-            run = torch.compile(run, dynamic=True)  # what torch makes of fairseq's layer without this package
+            # What torch makes of fairseq's layer without this package
+            run = torch.compile(run, dynamic=True)
         x = torch.randn(6, 4, 64, device=args.device, dtype=args.torch_dtype, requires_grad=True)
 
         def step(run: Any = run, x: torch.Tensor = x) -> None:
@@ -213,7 +233,8 @@ def layer(words: Any, sample: Any, args: Any) -> dict[str, Any]:
         "seconds": seconds,
         "compiled_over_eager_dense": seconds[f"{moa}, compiled"] / seconds[dense],
         "compiled_over_compiled_dense": seconds[f"{moa}, compiled"] / seconds[f"{dense}, compiled"],
-        "torch_compile_alone_over_eager_dense": seconds[f"{dense}, torch.compile alone"] / seconds[dense],
+        "torch_compile_alone_over_eager_dense": seconds[f"{dense}, torch.compile alone"]
+        / seconds[dense],
     }
 
 

@@ -143,7 +143,12 @@ def measure(point: dict[str, int], args: Any) -> dict[str, Any]:
         seconds = replays.get(name, eager)
         timed = "replay" if name in replays else "eager"
         share = work / seconds / rate
-        rows[name] = {"seconds": seconds, "timed": timed, "eager_seconds": eager, "gemm_share": share}
+        rows[name] = {
+            "seconds": seconds,
+            "timed": timed,
+            "eager_seconds": eager,
+            "gemm_share": share,
+        }
     return {**point, "rows": rows, "auto_over_best": auto_over_best(times)}
 
 
@@ -151,7 +156,11 @@ def auto_over_best(times: dict[str, float]) -> dict[str, float]:
     """Time of auto ÷ time of the fastest named backend, of a forward pass and of a step."""
     result = {}
     for kind in ("forward", "step"):
-        named = [t for name, t in times.items() if name.endswith(kind) and name[:4] not in ("auto", "bmm ")]
+        named = [
+            t
+            for name, t in times.items()
+            if name.endswith(kind) and name[:4] not in ("auto", "bmm ")
+        ]
         result[kind] = times[f"auto {kind}"] / min(named)
     return result
 
@@ -165,7 +174,10 @@ def draw(results: dict[str, Any], args: Any) -> Figure:
             rows = [(value, row["gemm_share"]) for value, row in rows if row]
             if rows:
                 panel.plot(
-                    *zip(*rows), label=backend, color=COLOURS[backend], **STYLES.get(backend, {"marker": "o"})
+                    *zip(*rows),
+                    label=backend,
+                    color=COLOURS[backend],
+                    **STYLES.get(backend, {"marker": "o"}),
                 )
         panel.set_xscale("log", base=2)
         panel.set_xticks([p[axis] for p in measured][:: 2 if len(measured) > 5 else 1])
@@ -193,7 +205,10 @@ def main() -> None:
         worst = max(worst, *found["auto_over_best"].values())
         shares = ", ".join(f"{n} {row['gemm_share']:.2f}" for n, row in found["rows"].items())
         ratios = ", ".join(f"{kind} {value:.2f}" for kind, value in found["auto_over_best"].items())
-        print(f"{axis}={point[axis]:<5d} share of GEMM rate: {shares}; auto ÷ best: {ratios}", flush=True)
+        print(
+            f"{axis}={point[axis]:<5d} share of GEMM rate: {shares}; auto ÷ best: {ratios}",
+            flush=True,
+        )
     print(f"auto is at most {worst:.2f} times the best backend's time")
     report(
         "kernels",

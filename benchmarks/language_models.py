@@ -19,11 +19,27 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTTask
 
-_TWO_HEADS = ["--num-experts", "1", "--experts-per-token", "1", "--switchhead-heads", "2", "--expert-dim"]
+_TWO_HEADS = [
+    "--num-experts",
+    "1",
+    "--experts-per-token",
+    "1",
+    "--switchhead-heads",
+    "2",
+    "--expert-dim",
+]
 _ROUTED = ["--criterion", "cross_entropy_with_routing"]
 _NO_BALANCE = [*_ROUTED, "--balance-loss", "none", "--z-loss-coef", "0"]
 _MOA = [*_ROUTED, "--load-balance-coef", "0.01", "--z-loss-coef", "0.001"]
-_ENTROPY = [*_ROUTED, "--balance-loss", "entropy", "--load-balance-coef", "0.0001", "--z-loss-coef", "0"]
+_ENTROPY = [
+    *_ROUTED,
+    "--balance-loss",
+    "entropy",
+    "--load-balance-coef",
+    "0.0001",
+    "--z-loss-coef",
+    "0",
+]
 # group → (texts and tokens of a chunk on a CPU, on a GPU; pieces of the vocabulary; models: arch and flags)
 Models = dict[str, tuple[str, list[str]]]
 GROUPS: dict[str, tuple[tuple[int, int], tuple[int, int], int, Models]] = {

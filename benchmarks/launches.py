@@ -69,7 +69,14 @@ _RESERVES = (
     "aten.new_empty_strided",
 )
 _RESERVES += ("aten.scalar_tensor",)  # a number, on the host
-NAMES = ("fairseq dense", "dense of 8K8E128D", "8K8E128D", "8K8E128D, padding", "8K32E128D", "8K32E256D")
+NAMES = (
+    "fairseq dense",
+    "dense of 8K8E128D",
+    "8K8E128D",
+    "8K8E128D, padding",
+    "8K32E128D",
+    "8K32E256D",
+)
 NAMES += ("16K32E256D", "8K32E128D, biases and padding", "8K32E128D grouped", "8K32E256D grouped")
 NAMES += ("16K32E256D grouped",)
 
@@ -94,7 +101,9 @@ class LaunchCounter(TorchDispatchMode):
             t.untyped_storage().data_ptr() not in before for t in outputs
         )
         if writes and name not in _RESERVES and not name.startswith("moa_fairseq."):
-            self.count(name, [*inputs, *outputs], KERNELS_OF.get(name, lambda x: 1)(*inputs[:1] or [None]))
+            self.count(
+                name, [*inputs, *outputs], KERNELS_OF.get(name, lambda x: 1)(*inputs[:1] or [None])
+            )
         return result
 
     def count(self, name: str, tensors: list[Tensor], launches: int = 1) -> None:
@@ -128,7 +137,8 @@ class Proxy:
             with _disable_current_modes():
                 for tensor in tensors:
                     if self.name == "route_kernel" and tensor.dtype == torch.int64:
-                        tensor.copy_(torch.arange(tensor.size(1)))  # chosen experts: the only valid numbers
+                        # Chosen experts: the only valid numbers
+                        tensor.copy_(torch.arange(tensor.size(1)))
 
         return run
 
@@ -181,7 +191,11 @@ def measure(name: str) -> dict[str, Any]:
                     out = module(x, x, x, need_weights=False, **options)[0]
             _counters.clear()
         total = sum(counter.launches.values())
-        found[part] = {"launches": total, "megabytes": round(counter.bytes / 1e6), "waits": counter.waits}
+        found[part] = {
+            "launches": total,
+            "megabytes": round(counter.bytes / 1e6),
+            "waits": counter.waits,
+        }
         found[part]["kernels"] = dict(counter.launches.most_common())
     return found
 
@@ -189,17 +203,23 @@ def measure(name: str) -> dict[str, Any]:
 def main() -> None:
     use_utf8()
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("--before", metavar="COMMIT", help="keep these counts as those of an older commit")
+    parser.add_argument(
+        "--before", metavar="COMMIT", help="keep these counts as those of an older commit"
+    )
     parser.add_argument("--output", type=Path, default=RESULTS, help="folder of launches.json")
     parser.add_argument("--kernels", action="store_true", help="print which kernels, too")
-    parser.add_argument("--only", choices=NAMES, nargs="+", help="count these layers and write nothing")
+    parser.add_argument(
+        "--only", choices=NAMES, nargs="+", help="count these layers and write nothing"
+    )
     args = parser.parse_args()
     made_by = provenance()
     stand_in()
     rows = {}
     for name in args.only or NAMES:
         rows[name] = found = measure(name)
-        parts = "   ".join(f"{p} {found[p]['launches']:3d}, {found[p]['megabytes']:5d} MB" for p in found)
+        parts = "   ".join(
+            f"{p} {found[p]['launches']:3d}, {found[p]['megabytes']:5d} MB" for p in found
+        )
         print(f"{name:32s} {parts}", flush=True)
         if args.kernels:
             print(*(f"    {part}: {found[part]['kernels']}" for part in found), sep="\n")

@@ -34,11 +34,15 @@ def calls(module: nn.Module, length: int, causal: bool, args: Any) -> dict[str, 
     """ "inference" and "training" of a module on random tokens."""
     batch = 4 if args.miniature else max(1, TOKENS[args.device] // length)
     module = module.to(args.device, args.torch_dtype)
-    x = torch.randn(length, batch, C, device=args.device, dtype=args.torch_dtype, requires_grad=True)
+    x = torch.randn(
+        length, batch, C, device=args.device, dtype=args.torch_dtype, requires_grad=True
+    )
     upstream = torch.randn_like(x)
     mask = None
     if causal:
-        blocked = torch.full((length, length), -math.inf, device=args.device, dtype=args.torch_dtype)
+        blocked = torch.full(
+            (length, length), -math.inf, device=args.device, dtype=args.torch_dtype
+        )
         mask = torch.triu(blocked, 1)
 
     def forward() -> Tensor:
@@ -75,12 +79,22 @@ def measure(length: int, causal: bool, args: Any) -> list[dict[str, Any]]:
             found[f"{share} {skip}"] = calls(module, length, causal, args)
     rows = []
     for kind in ("inference", "training"):
-        times = take_turns({name: each[kind] for name, each in found.items()}, args.rounds, args.device)
+        times = take_turns(
+            {name: each[kind] for name, each in found.items()}, args.rounds, args.device
+        )
         for share in SHARES:
             own = {skip: times[f"{share} {skip}"] for skip in SKIPPING}
             best = min(own["always"], own["never"])
             seconds = {**own, DENSE: times[DENSE]}
-            rows.append({"length": length, "causal": causal, "run": kind, "share": share, "seconds": seconds})
+            rows.append(
+                {
+                    "length": length,
+                    "causal": causal,
+                    "run": kind,
+                    "share": share,
+                    "seconds": seconds,
+                }
+            )
             rows[-1]["auto_over_best"] = own["auto"] / best
             rows[-1]["skipping_over_masking"] = own["always"] / own["never"]
     return rows
@@ -93,12 +107,18 @@ def draw(rows: list[dict[str, Any]], args: Any) -> Figure:
     for line, causal in zip(panels, (False, True)):
         for panel, kind in zip(line, ("inference", "training")):
             for share in SHARES:
-                own = [r for r in rows if (r["causal"], r["run"], r["share"]) == (causal, kind, share)]
+                own = [
+                    r for r in rows if (r["causal"], r["run"], r["share"]) == (causal, kind, share)
+                ]
                 ratios = [r["skipping_over_masking"] for r in own]
-                panel.plot([r["length"] for r in own], ratios, marker="o", label=f"{share} of the heads")
+                panel.plot(
+                    [r["length"] for r in own], ratios, marker="o", label=f"{share} of the heads"
+                )
             panel.axhline(1.0, color="#666666", linewidth=0.8)
             panel.set(title=f"{kind}{', causal' if causal else ''}", xscale="log")
-            panel.set_xticks(sorted({r["length"] for r in rows}), sorted({r["length"] for r in rows}))
+            panel.set_xticks(
+                sorted({r["length"] for r in rows}), sorted({r["length"] for r in rows})
+            )
             panel.set_xticks([], minor=True)
             panel.spines[["top", "right"]].set_visible(False)
         line[0].set_ylabel("time ÷ masking")
@@ -118,7 +138,9 @@ def main() -> None:
         for causal in (False, True):
             for row in measure(length, causal, args):
                 rows.append(row)
-                times = "  ".join(f"{name} {1000 * t:8.1f} ms" for name, t in row["seconds"].items())
+                times = "  ".join(
+                    f"{name} {1000 * t:8.1f} ms" for name, t in row["seconds"].items()
+                )
                 what = f"{length:5d} {'causal' if causal else '':6s} {row['run']:9s} {row['share']}"
                 print(f"{what}: {times}  auto ÷ best {row['auto_over_best']:.2f}", flush=True)
     worst = max(row["auto_over_best"] for row in rows)

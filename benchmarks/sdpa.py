@@ -48,9 +48,13 @@ def call(mask: str, width: int, args: Any) -> Callable[[], None]:
     upstream = torch.randn(shape, **like)
     additive: Tensor | None = None
     if "padding" in mask:
-        lengths = torch.arange(length, length // 2, -1, device=args.device)[:batch].repeat(batch)[:batch]
+        lengths = torch.arange(length, length // 2, -1, device=args.device)[:batch].repeat(batch)[
+            :batch
+        ]
         padded = torch.arange(length, device=args.device) >= lengths.unsqueeze(1)
-        additive = torch.zeros(batch, 1, 1, length, **like).masked_fill(padded[:, None, None], -torch.inf)
+        additive = torch.zeros(batch, 1, 1, length, **like).masked_fill(
+            padded[:, None, None], -torch.inf
+        )
     if mask == "causal and padding":
         additive = additive + torch.full((length, length), -torch.inf, **like).triu(1)
     is_causal = mask == "causal"
@@ -58,9 +62,9 @@ def call(mask: str, width: int, args: Any) -> Callable[[], None]:
     def step() -> None:
         q.grad = k.grad = v.grad = None
         keys, values = (k, v) if folded else (t.expand(-1, HEADS, -1, -1) for t in (k, v))
-        F.scaled_dot_product_attention(q, keys, values, attn_mask=additive, is_causal=is_causal).backward(
-            upstream
-        )
+        F.scaled_dot_product_attention(
+            q, keys, values, attn_mask=additive, is_causal=is_causal
+        ).backward(upstream)
 
     return step
 
@@ -88,11 +92,15 @@ def measure(args: Any) -> dict[str, Any]:
                     forced()
                 except torch.OutOfMemoryError:
                     raise
-                except RuntimeError:  # a backend does not take this mask: torch has no kind of its own for it
+                except (
+                    RuntimeError
+                ):  # a backend does not take this mask: torch has no kind of its own for it
                     continue
                 calls[name] = forced
             row.update(take_turns(calls, args.rounds, args.device))
-            times = ("refused" if row[name] is None else f"{row[name] * 1e3:.2f} ms" for name in row)
+            times = (
+                "refused" if row[name] is None else f"{row[name] * 1e3:.2f} ms" for name in row
+            )
             print(f"D = {width:3d}  {mask:20s}", *(f"{n} {t:10s}" for n, t in zip(row, times)))
     return rows
 
@@ -105,7 +113,9 @@ def draw(rows: dict[str, Any], args: Any) -> Figure:
     for i, name in enumerate(names):
         values = [(row[name] or 0) * 1e3 for row in rows.values()]
         panel.barh([place + i * height for place in range(len(rows))], values, height, label=name)
-    panel.set_yticks([place + 0.4 - height / 2 for place in range(len(rows))], list(rows), fontsize=8)
+    panel.set_yticks(
+        [place + 0.4 - height / 2 for place in range(len(rows))], list(rows), fontsize=8
+    )
     panel.invert_yaxis()
     panel.set_xlabel(f"ms, forward and backward ({args.device}, {args.dtype})")
     figure.suptitle("Which of torch's attention kernels is fastest?", fontsize=11)

@@ -21,7 +21,9 @@ HEADING = "## All measurements"
 
 def _smallest_share(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
     def read(found: dict[str, Any]) -> str:
-        shares = [[batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names]
+        shares = [
+            [batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names
+        ]
         return " / ".join(_range(values) for values in shares)
 
     return read
@@ -29,7 +31,10 @@ def _smallest_share(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
 
 def _share_over_dense(names: tuple[str, ...]) -> Callable[[dict[str, Any]], str]:
     def read(found: dict[str, Any]) -> str:
-        dense = [batch["rows"]["fairseq dense (8 heads of 64)"]["gemm_share"] for batch in found["batches"]]
+        dense = [
+            batch["rows"]["fairseq dense (8 heads of 64)"]["gemm_share"]
+            for batch in found["batches"]
+        ]
         ours = [[batch["rows"][name]["gemm_share"] for batch in found["batches"]] for name in names]
         return " / ".join(_range([x / y for x, y in zip(values, dense)]) for values in ours)
 
@@ -71,13 +76,16 @@ def _over_bmm(found: dict[str, Any]) -> str:
     points = {point["D"]: point["rows"] for point in found["sweeps"]["D"] if point["D"] >= 64}
     if not all("triton step" in rows for rows in points.values()):
         return NOT_RUN
-    ratios = (rows["bmm step"]["seconds"] / rows["triton step"]["seconds"] for rows in points.values())
+    ratios = (
+        rows["bmm step"]["seconds"] / rows["triton step"]["seconds"] for rows in points.values()
+    )
     return " / ".join(f"{ratio:.2f}" for ratio in ratios)
 
 
 def _over_float32(found: dict[str, Any]) -> str:
     return " / ".join(
-        f"{found['speed_over_float32'][arch]:.2f}" for arch in ("transformer", "moa_transformer_base")
+        f"{found['speed_over_float32'][arch]:.2f}"
+        for arch in ("transformer", "moa_transformer_base")
     )
 
 
@@ -282,7 +290,12 @@ def table() -> list[str]:
 
 
 # layer → most launches aimed at, forward and backward
-_MOST_LAUNCHES = {"8K8E128D": (8, 15), "8K32E128D": (16, 18), "8K32E256D": (16, 18), "16K32E256D": (16, 18)}
+_MOST_LAUNCHES = {
+    "8K8E128D": (8, 15),
+    "8K32E128D": (16, 18),
+    "8K32E256D": (16, 18),
+    "16K32E256D": (16, 18),
+}
 
 
 def launches() -> list[str]:
@@ -303,7 +316,9 @@ def launches() -> list[str]:
         cells = [" / ".join(map(str, _MOST_LAUNCHES[name])) if name in _MOST_LAUNCHES else ""]
         for key in ("launches", "megabytes"):
             for rows in (before["rows"].get(name), row):
-                cells.append(" / ".join(f"{rows[part][key]:,}" for part in _PARTS) if rows else NOT_RUN)
+                cells.append(
+                    " / ".join(f"{rows[part][key]:,}" for part in _PARTS) if rows else NOT_RUN
+                )
         lines.append(f"| {name} | {' | '.join(cells)} |")
     return [*lines, ""]
 
@@ -345,7 +360,9 @@ def sources() -> list[str]:
             hardware = f"{hardware['processors']} CPU cores ({hardware['model']})"
         name = path.relative_to(RESULTS)
         of_hardware.setdefault(hardware, []).append(f"[{name.with_suffix('')}]({name})")
-    lines = [f"- {hardware}: {', '.join(links)}." for hardware, links in sorted(of_hardware.items())]
+    lines = [
+        f"- {hardware}: {', '.join(links)}." for hardware, links in sorted(of_hardware.items())
+    ]
     return ["Each file has its command, threads, precision, versions and date:", "", *lines]
 
 

@@ -26,7 +26,13 @@ from subword_nmt.apply_bpe import BPE
 
 from moa_fairseq.experiments.data.catalogue import Cleaning
 from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_lines
-from moa_fairseq.experiments.data.text_stages import Split, Treatment, learn_codes, load_codes, write_splits
+from moa_fairseq.experiments.data.text_stages import (
+    Split,
+    Treatment,
+    learn_codes,
+    load_codes,
+    write_splits,
+)
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.files import use_utf8
 from moa_fairseq.text.steps import apply_steps
@@ -45,14 +51,20 @@ def main() -> None:
     parser.add_argument("--lang", required=True)
     parser.add_argument("--repeat", type=int, default=3)
     parser.add_argument("--workers", type=int, default=os.cpu_count() or 1)
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "benchmarks" / "text.json")
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "results" / "benchmarks" / "text.json"
+    )
     args = parser.parse_args()
     made_by = {**provenance(), "versions": versions()}
     lines = [line for path in args.texts for line in read_lines(path)]
     with tempfile.TemporaryDirectory() as folder:
         rows = measure(lines, args.lang, args.workers, args.repeat, Path(folder))
     record = {
-        "text": {"lines": len(lines), "words": sum(len(line.split()) for line in lines), "lang": args.lang},
+        "text": {
+            "lines": len(lines),
+            "words": sum(len(line.split()) for line in lines),
+            "lang": args.lang,
+        },
         "steps": "normalise punctuation, remove non-printing characters, tokenise with -a",
         "lines_per_second": rows,
         "ratios": ratios(rows),
@@ -67,7 +79,9 @@ def main() -> None:
         print(f"{name:58s} {rate:12,.2f}")
 
 
-def measure(lines: list[str], lang: str, workers: int, repeat: int, folder: Path) -> dict[str, float]:
+def measure(
+    lines: list[str], lang: str, workers: int, repeat: int, folder: Path
+) -> dict[str, float]:
     """name → lines per second, the median of `repeat` runs."""
     steps = (
         ("normalize_punctuation", {"lang": lang}),
@@ -93,7 +107,9 @@ def measure(lines: list[str], lang: str, workers: int, repeat: int, folder: Path
 
     def stage(treatment: Treatment, pair: PiecePair, processes: int) -> None:
         if treatment.codes:
-            load_codes(treatment.codes).cache.clear()  # every run meets each word for the first time
+            load_codes(
+                treatment.codes
+            ).cache.clear()  # every run meets each word for the first time
         with tempfile.TemporaryDirectory(dir=folder) as out:
             write_splits([Split("train", [pair], treatment)], ("a", "b"), Path(out), processes)
 
@@ -123,7 +139,9 @@ def halves(lines: list[str], folder: Path, name: str) -> PiecePair:
     """Two files of equal length: a stage handles pairs of lines."""
     middle = len(lines) // 2
     for half, part in (("a", lines[:middle]), ("b", lines[middle : 2 * middle])):
-        (folder / f"{name}.{half}").write_text("".join(line + "\n" for line in part), encoding="utf-8")
+        (folder / f"{name}.{half}").write_text(
+            "".join(line + "\n" for line in part), encoding="utf-8"
+        )
     return Piece(folder / f"{name}.a"), Piece(folder / f"{name}.b")
 
 
@@ -143,10 +161,14 @@ def ratios(rows: dict[str, float]) -> dict[str, float]:
     ours = rows["tokens, our functions, 1 process"]
     best = max(rate for name, rate in rows.items() if name.startswith("tokens, our stage"))
     found = {f"our tokens / {name}": ours / rate for name, rate in rows.items() if "Perl" in name}
-    found |= {f"our fastest stage / {name}": best / rate for name, rate in rows.items() if "Perl" in name}
+    found |= {
+        f"our fastest stage / {name}": best / rate for name, rate in rows.items() if "Perl" in name
+    }
     theirs = rows["subwords, subword-nmt, 1 process"]
     found |= {
-        f"{name} / subword-nmt": rows[name] / theirs for name in rows if name.startswith("subwords, our")
+        f"{name} / subword-nmt": rows[name] / theirs
+        for name in rows
+        if name.startswith("subwords, our")
     }
     found["our tokens / subword-nmt's subwords"] = ours / theirs
     return {name: round(value, 3) for name, value in found.items()}
@@ -158,7 +180,11 @@ def processor() -> str:
         text = Path("/proc/cpuinfo").read_text(encoding="utf-8")
     except OSError:  # only Linux has it
         return platform.processor()
-    names = [line.partition(":")[2].strip() for line in text.splitlines() if line.startswith("model name")]
+    names = [
+        line.partition(":")[2].strip()
+        for line in text.splitlines()
+        if line.startswith("model name")
+    ]
     return names[0] if names else platform.processor()
 
 
@@ -168,7 +194,9 @@ def versions() -> dict[str, str]:
     for name in ("subword-nmt", "sacremoses", "regex"):
         found[name] = importlib.metadata.version(name)
     if shutil.which("perl"):
-        told = subprocess.run(["perl", "-e", "print $^V"], capture_output=True, text=True, check=True)
+        told = subprocess.run(
+            ["perl", "-e", "print $^V"], capture_output=True, text=True, check=True
+        )
         found["perl"] = told.stdout
     return found
 

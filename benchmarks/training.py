@@ -57,7 +57,9 @@ def host_waits(step: Callable[[], None]) -> int:
     return sum("synchronizing" in str(warning.message) for warning in caught)
 
 
-def draw(rows: dict[str, Any], ratios: dict[str, float], dense: dict[str, str], args: Any) -> Figure:
+def draw(
+    rows: dict[str, Any], ratios: dict[str, float], dense: dict[str, str], args: Any
+) -> Figure:
     figure = Figure(figsize=(7, 3.2), layout="constrained")
     panel = figure.subplots()
     names = list(rows)
@@ -104,23 +106,34 @@ def main() -> None:
         for arch, seconds in times.items()
     }
     if args.compiled:
-        beside_of = {**beside_of, **{moa + _COMPILED: of + _COMPILED for moa, of in beside_of.items()}}
+        beside_of = {
+            **beside_of,
+            **{moa + _COMPILED: of + _COMPILED for moa, of in beside_of.items()},
+        }
     ratios = {arch: times[dense] / times[arch] for arch, dense in beside_of.items()}
     for arch, row in rows.items():
         beside = f"  {ratios[arch]:.2f} × {beside_of[arch]}" if arch in ratios else ""
-        print(f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}")
+        print(
+            f"{arch:36s} {row['tokens_per_second']:9.0f} tokens/s  {row['peak_bytes'] >> 20} MiB{beside}"
+        )
     batch, length = batch_shape(args)
     payload = {"batch": batch, "length": length, "rows": rows, "speed_over_dense": ratios}
     if amp:
         speedups = {
-            arch: times[f"{arch}{_FLOAT32}"] / times[arch] for arch in times if f"{arch}{_FLOAT32}" in times
+            arch: times[f"{arch}{_FLOAT32}"] / times[arch]
+            for arch in times
+            if f"{arch}{_FLOAT32}" in times
         }
-        print("amp ÷ float32:", ", ".join(f"{arch} {ratio:.2f}" for arch, ratio in speedups.items()))
+        print(
+            "amp ÷ float32:", ", ".join(f"{arch} {ratio:.2f}" for arch, ratio in speedups.items())
+        )
         payload["speed_over_float32"] = speedups
     if args.compiled:
         args.stem += "-compiled"
         payload["compiled_over_eager"] = {
-            arch: times[arch] / times[arch + _COMPILED] for arch in times if arch + _COMPILED in times
+            arch: times[arch] / times[arch + _COMPILED]
+            for arch in times
+            if arch + _COMPILED in times
         }
     report("training", args, payload, draw(rows, ratios, beside_of, args))
 

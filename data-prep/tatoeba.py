@@ -22,11 +22,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=raw)
     parser.add_argument("file", type=Path)
     parser.add_argument("folder", type=Path)
-    parser.add_argument("--languages", default="en,de", help="endings of the files, in the columns' order")
-    parser.add_argument("--held-out", type=int, default=2000, help="pairs of valid and of test, about")
+    parser.add_argument(
+        "--languages", default="en,de", help="endings of the files, in the columns' order"
+    )
+    parser.add_argument(
+        "--held-out", type=int, default=2000, help="pairs of valid and of test, about"
+    )
     args = parser.parse_args()
     with gzip.open(args.file) if args.file.suffix == ".gz" else open(args.file, "rb") as lines:
-        pairs = sorted({tuple(line.decode("utf-8").split("\t")[:2]) for line in lines if b"\t" in line})
+        pairs = sorted(
+            {tuple(line.decode("utf-8").split("\t")[:2]) for line in lines if b"\t" in line}
+        )
     if not pairs:
         parser.error(f"{args.file} has no line with a tab: give the text file out of the archive.")
     pairs = [tuple(" ".join(side.split()) for side in pair) for pair in pairs]
@@ -39,7 +45,9 @@ def main() -> None:
     args.folder.mkdir(parents=True, exist_ok=True)
     for name, rows in parts.items():
         for language, column in zip(args.languages.split(","), zip(*rows)):
-            (args.folder / f"{name}.{language}").write_text("\n".join(column) + "\n", encoding="utf-8")
+            (args.folder / f"{name}.{language}").write_text(
+                "\n".join(column) + "\n", encoding="utf-8"
+            )
         print(f"{name}: {len(rows):,} pairs")
 
 

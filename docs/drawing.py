@@ -35,29 +35,51 @@ class Panel:
         self.text(WIDTH / 2, 11.9, name, size=14, weight="bold")
         self.text(WIDTH / 2, 10.95, routed, size=10)
 
-    def text(self, x: float, y: float, words: str, size: float = 9.5, weight: str = "normal") -> None:
-        self.axes.text(x, y, words, size=size, weight=weight, color=self.ink, ha="center", va="center")
+    def text(
+        self, x: float, y: float, words: str, size: float = 9.5, weight: str = "normal"
+    ) -> None:
+        self.axes.text(
+            x, y, words, size=size, weight=weight, color=self.ink, ha="center", va="center"
+        )
 
-    def box(self, x: float, y: float, width: float, height: float, colour: str = "", words: str = "") -> None:
+    def box(
+        self, x: float, y: float, width: float, height: float, colour: str = "", words: str = ""
+    ) -> None:
         """A box with its lower left corner at (x, y): filled where it works for this token."""
         style = {"facecolor": colour, "edgecolor": colour} if colour else {"edgecolor": self.faint}
         shape = "round,pad=0,rounding_size=0.15"
         self.axes.add_patch(
-            FancyBboxPatch((x, y), width, height, boxstyle=shape, fill=bool(colour), linewidth=1.2, **style)
+            FancyBboxPatch(
+                (x, y), width, height, boxstyle=shape, fill=bool(colour), linewidth=1.2, **style
+            )
         )
         if words:
             self.axes.text(
-                x + width / 2, y + height / 2, words, size=9.5, color=INK["light"], ha="center", va="center"
+                x + width / 2,
+                y + height / 2,
+                words,
+                size=9.5,
+                color=INK["light"],
+                ha="center",
+                va="center",
             )
 
-    def row(self, left: float, y: float, width: float, colours: Sequence[str], height: float = 1.0) -> None:
+    def row(
+        self, left: float, y: float, width: float, colours: Sequence[str], height: float = 1.0
+    ) -> None:
         """Boxes side by side over `width`; a colour each, or "" for one that rests."""
         step = width / len(colours)
         for place, colour in enumerate(colours):
             self.box(left + place * step + 0.08, y, step - 0.16, height, colour)
 
     def arrow(self, low: float, high: float, x: float = WIDTH / 2) -> None:
-        arrow = {"arrowstyle": "-|>", "color": self.ink, "linewidth": 1.0, "shrinkA": 0, "shrinkB": 0}
+        arrow = {
+            "arrowstyle": "-|>",
+            "color": self.ink,
+            "linewidth": 1.0,
+            "shrinkA": 0,
+            "shrinkB": 0,
+        }
         self.axes.annotate("", (x, high), (x, low), arrowprops=arrow)
 
     def ends(self, sum_of: str) -> None:

@@ -136,7 +136,9 @@ def headlines(comparison: Comparison) -> str:
     lines = []
     for table in comparison.tables:
         for row in (row for row in table.rows if row.headline):
-            size = next(lines_of(row, cell)[0] for cell in row.cells if cell.quantity == "parameters")
+            size = next(
+                lines_of(row, cell)[0] for cell in row.cells if cell.quantity == "parameters"
+            )
             model = f"{row.row}, {row.headline} ({table.name}, Table {table.table})"
             lines.append({**size, "model": model, "arch": f"`{row.arch}`"})
     columns = [Column("model", "Model"), Column("arch", "Architecture")]
@@ -149,17 +151,25 @@ def experiments(comparison: Comparison) -> str:
     groups: dict[str, list[list[str]]] = {paper: [] for paper in [*FAMILY_PAPERS.values(), "dense"]}
     for name, path in sorted(shipped_recipes().items()):
         recipe = load_recipe(path)
-        families = (paper for start, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(start))
+        families = (
+            paper for start, paper in FAMILY_PAPERS.items() if recipe.model.arch.startswith(start)
+        )
         paper, printed, row = next(families, "dense"), recipe.reproduces, ""
         if printed:
-            source = "Wu et al. 2021" if printed.paper == "revisit_mmt" else f"Table {printed.table}"
-            paper, row = (printed.paper if printed.paper in groups else paper), f"{source}: {printed.value}"
+            source = (
+                "Wu et al. 2021" if printed.paper == "revisit_mmt" else f"Table {printed.table}"
+            )
+            paper, row = (
+                (printed.paper if printed.paper in groups else paper),
+                f"{source}: {printed.value}",
+            )
         groups[paper].append([f"[{name}]({path.parent.name}/{path.name})", recipe.summary, row])
     titles = {table.paper: table.name for table in comparison.tables}
     titles["dense"] = "Other dense models"
     head = ["Experiment", "What it trains", "Paper's score"]
     return "\n\n".join(
-        f"### {titles.get(paper, paper.upper())}\n\n{grid(head, lines)}" for paper, lines in groups.items()
+        f"### {titles.get(paper, paper.upper())}\n\n{grid(head, lines)}"
+        for paper, lines in groups.items()
     )
 
 
@@ -174,7 +184,9 @@ def recipe_keys(section: Any = Recipe, indent: str = "") -> Iterator[str]:
             if field.name != "reproduces":  # which is for rows of papers alone
                 yield from ("", f"# {kind.__doc__}", f"{field.name}:", *recipe_keys(kind, "  "))
             continue
-        required = field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        required = (
+            field.default is dataclasses.MISSING and field.default_factory is dataclasses.MISSING
+        )
         default = None if required else field.default
         if field.default_factory is not dataclasses.MISSING:
             default = field.default_factory()
@@ -204,7 +216,9 @@ def flags() -> str:
         ("Carried context: `--task language_modeling_truncated_bptt`", TruncatedBPTTConfig),
     ]
     head = ["Flag", "Default", "Meaning"]
-    tables = [f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections]
+    tables = [
+        f"### {title}\n\n{grid(head, list(_flags(settings)))}" for title, settings in sections
+    ]
     positions = ["`--positions`", "of the arch", f"{_choices(POSITIONS)}; position encoding"]
     start = ["`--initialization`", "of the arch", f"{_choices(INITIALIZATIONS)}; {INITIALIZATION}"]
     branch = ["`--attention-branch-scale`", "–", BRANCH]
@@ -214,7 +228,10 @@ def flags() -> str:
     compiles = [f"`{COMPILE}`", "off", COMPILE_HELP]
     switches = [[f"`{flag}`", "off", text] for flag, text in SWITCHES.items()]
     for title, lines in (
-        ("Every architecture here", [positions, *_flags(FamilySettings), start, branch, scale, gates, check]),
+        (
+            "Every architecture here",
+            [positions, *_flags(FamilySettings), start, branch, scale, gates, check],
+        ),
         ("Every training of a Transformer, fairseq's included", [compiles]),
         ("Causal language models", switches),
     ):
@@ -228,12 +245,24 @@ def _flags(settings: Any) -> Iterator[list[str]]:
         if field.name in fairseqs or "help" not in field.metadata:
             continue
         flag = "--" + field.name.replace("_", "-")
-        negated = f", `--no-{flag[2:]}`" if settings in FAMILIES.values() and field.default is False else ""
+        negated = (
+            f", `--no-{flag[2:]}`"
+            if settings in FAMILIES.values() and field.default is False
+            else ""
+        )
         choices = field.metadata.get("choices") or (
-            list(field.type) if isinstance(field.type, enum.EnumMeta) else _annotated_choices(settings, field)
+            list(field.type)
+            if isinstance(field.type, enum.EnumMeta)
+            else _annotated_choices(settings, field)
         )
         text = (f"{_choices(choices)}; " if choices else "") + field.metadata["help"]
-        default = "off" if field.default is False else "–" if field.default is None else f"`{field.default}`"
+        default = (
+            "off"
+            if field.default is False
+            else "–"
+            if field.default is None
+            else f"`{field.default}`"
+        )
         yield [f"`{flag}`{negated}", default, text.replace("|", "\\|")]
 
 
@@ -305,7 +334,11 @@ def fill(text: str, parts: Mapping[str, str]) -> str:
     for name, part in parts.items():
         begin, end = f"<!-- {name}:begin -->", f"<!-- {name}:end -->"
         if begin in text or end in text:
-            if text.count(begin) != 1 or text.count(end) != 1 or text.index(begin) > text.index(end):
+            if (
+                text.count(begin) != 1
+                or text.count(end) != 1
+                or text.index(begin) > text.index(end)
+            ):
                 raise SystemExit(f"{begin} and {end} must stand there once, in this order.")
             before, rest = text.split(begin)
             text = f"{before}{begin}\n\n{part.strip()}\n\n{end}{rest.split(end)[1]}"

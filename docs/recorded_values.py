@@ -46,7 +46,9 @@ _HTML_BLOCK = re.compile(r"^\s*(?:[-*+>]\s+|\d+\.\s+)*<!-- [^\s/<>]+/[^<>\n]+? -
 def documents() -> list[Path]:
     """All Markdown files that may have values."""
     folders = ("benchmarks", "configs", "data-prep", "docs", "results")
-    return sorted([*ROOT.glob("*.md"), *(path for name in folders for path in (ROOT / name).rglob("*.md"))])
+    return sorted(
+        [*ROOT.glob("*.md"), *(path for name in folders for path in (ROOT / name).rglob("*.md"))]
+    )
 
 
 def fill_values(text: str, document: str) -> str:
@@ -99,7 +101,9 @@ def _row(study: str, table: str, name: str) -> Mapping[str, Any]:
     rows = report["translations" if table in METRICS else table]
     if table in METRICS:
         translated = [row for row in rows if row["metric"] == table]
-        rows = [{**row, "mean": row["difference"], "p_holm": row["p_seeds_holm"]} for row in translated]
+        rows = [
+            {**row, "mean": row["difference"], "p_holm": row["p_seeds_holm"]} for row in translated
+        ]
     return _choose({row.get("contrast", row.get("system")): row for row in rows}, name)
 
 
@@ -114,7 +118,9 @@ def _field(row: Mapping[str, Any], field: str, decimals: str) -> str:
     if field == "range":
         if row["low"] * row["high"] < 0:
             raise ValueError("its interval has both signs: use interval")
-        return " to ".join(f"{end:.{places}f}" for end in sorted((abs(row["low"]), abs(row["high"]))))
+        return " to ".join(
+            f"{end:.{places}f}" for end in sorted((abs(row["low"]), abs(row["high"])))
+        )
     if field == "p":
         return f"{row['p_holm']:.{decimals or 2}g}"
     found = _choose(row, field)

@@ -49,7 +49,9 @@ def read_claims() -> list[dict[str, Any]]:
     for claim in claims:
         for row in claim["contrasts"]:
             contrasts = reports.get(row["study"], {}).get("contrasts", [])
-            row["measured"] = next((each for each in contrasts if each["contrast"] == row["contrast"]), None)
+            row["measured"] = next(
+                (each for each in contrasts if each["contrast"] == row["contrast"]), None
+            )
     return claims
 
 
@@ -96,7 +98,9 @@ def first_rows() -> list[dict[str, Any]]:
     rows = [row for claim in read_claims() for row in claim["contrasts"] if "first_screen" in row]
     for row in rows:
         if not row["measured"]:
-            raise SystemExit(f"results/claims.yaml: {row['study']}, {row['contrast']} has no result yet.")
+            raise SystemExit(
+                f"results/claims.yaml: {row['study']}, {row['contrast']} has no result yet."
+            )
     return sorted(rows, key=lambda row: row["first_screen"])
 
 
@@ -130,7 +134,9 @@ def first_screen() -> str:
 
 def forest_text() -> str:
     """The picture's rows as a text that its file carries: if they differ, the picture is out of date."""
-    return json.dumps([{**row, "measured": bits(row["measured"])} for row in first_rows()], ensure_ascii=True)
+    return json.dumps(
+        [{**row, "measured": bits(row["measured"])} for row in first_rows()], ensure_ascii=True
+    )
 
 
 def forest_in_file() -> str | None:
@@ -147,7 +153,9 @@ def draw_forest() -> Figure:
     verdicts = []
     for row in first_rows():
         measured = row["measured"]
-        label = textwrap.fill(f"{row['first_screen']}. {row['question']}", 30, break_on_hyphens=False)
+        label = textwrap.fill(
+            f"{row['first_screen']}. {row['question']}", 30, break_on_hyphens=False
+        )
         parts[row["part"]].append(Interval(label, VERDICTS[measured["verdict"]], [], measured))
         verdicts.append(measured["verdict"])
     heights = [height_of(rows) for rows in parts.values()]
@@ -179,7 +187,9 @@ def set_up(name: str) -> str:
     """Sizes, budget, seeds, rates and machines of a study, from its file and its report."""
     study = study_of(name)
     report = _report_of(name)
-    recipes = {run.system: run.load() for run in runs_of(study, ROOT / "configs" / "studies", STUDIES)}
+    recipes = {
+        run.system: run.load() for run in runs_of(study, ROOT / "configs" / "studies", STUDIES)
+    }
     sizes = sorted(row["parameters"] for row in report["systems"])
     rows = [
         [
@@ -189,13 +199,18 @@ def set_up(name: str) -> str:
         ["Data", _text([f"`{recipe.data.recipe}`" for recipe in recipes.values()])],
         ["Budget of a run", _text([_budget(recipe) for recipe in recipes.values()])],
         ["Learning rate", _rates(study, recipes)],
-        ["Seeds", f"{report['runs'] // len(recipes)} of {report['planned'] // len(recipes)} planned"],
+        [
+            "Seeds",
+            f"{report['runs'] // len(recipes)} of {report['planned'] // len(recipes)} planned",
+        ],
     ]
     for key in ("precision", "hardware", "commit"):
         values = report["made_by"][key]
         shown = [f"`{value[:8]}`" if key == "commit" else value for value in values]
         if len(values) > 1:
-            shown = [f"{text} (seeds {_seeds(seeds)})" for text, seeds in zip(shown, values.values())]
+            shown = [
+                f"{text} (seeds {_seeds(seeds)})" for text, seeds in zip(shown, values.values())
+            ]
         rows.append([key.capitalize(), "; ".join(shown)])
     return grid(["", ""], rows)
 
@@ -252,7 +267,9 @@ def grid(head: list[str], lines: list[list[str]]) -> str:
         lines: a text for each column.
     """
     columns = [Column(str(place), text) for place, text in enumerate(head)]
-    return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(markdown=True)
+    return Table(columns, [dict(zip(map(str, range(len(head))), line)) for line in lines]).text(
+        markdown=True
+    )
 
 
 def _report_of(name: str) -> dict[str, Any]:

@@ -33,7 +33,10 @@ VERBS = {
     "complete": ("inference.complete", "let a trained language model go on with a text"),
     "fill-mask": ("scoring.fill_mask", "let a masked language model fill a gap"),
     "export": ("inference.export", "a trained run as a small folder to give away"),
-    "zero-shot": ("inference.zero_shot", "accuracy of a language model on tasks of lm-evaluation-harness"),
+    "zero-shot": (
+        "inference.zero_shot",
+        "accuracy of a language model on tasks of lm-evaluation-harness",
+    ),
     "complexity": ("scoring.complexity", "parameters and MACs of an architecture"),
     "compare": ("scoring.compare", "the papers' numbers beside the measured ones"),
     "analyze": (
@@ -139,13 +142,17 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """
     parser = _Parser(prog="moa-fairseq", description=DESCRIPTION)
     parser.add_argument(
-        "--user-dir", metavar="DIR", help="a fairseq plugin of your own, for architectures that it registers"
+        "--user-dir",
+        metavar="DIR",
+        help="a fairseq plugin of your own, for architectures that it registers",
     )
     words = argv
     if argv[:1] == ["--user-dir"]:
         words = argv[2:]
     verb_name = next((word for word in words if not word.startswith("-")), None)
-    verbs = parser.add_subparsers(dest="verb", required=True, metavar="VERB", parser_class=_VerbParser)
+    verbs = parser.add_subparsers(
+        dest="verb", required=True, metavar="VERB", parser_class=_VerbParser
+    )
     for verb, (module_name, summary) in VERBS.items():
         subparser = verbs.add_parser(verb, help=summary)
         if verb == verb_name:
@@ -175,7 +182,9 @@ def _refuse_other_encodings(words: list[str]) -> None:
         try:
             word.encode()
         except UnicodeEncodeError as error:
-            raise UserError(f"{word}: a name that is not UTF-8 cannot be recorded. Rename it.") from error
+            raise UserError(
+                f"{word}: a name that is not UTF-8 cannot be recorded. Rename it."
+            ) from error
 
 
 def _give_up_output() -> None:
@@ -201,7 +210,8 @@ def main(argv: list[str] | None = None) -> int:
     Raises:
         SystemExit: of argparse, for --help and for wrong flags.
     """
-    if argv is None:  # the program itself: what it starts imports nothing from the working directory either
+    # The program itself: what it starts imports nothing from the working directory either
+    if argv is None:
         use_utf8()
         os.environ["PYTHONSAFEPATH"] = "1"
         argv = sys.argv[1:]
@@ -220,7 +230,11 @@ def main(argv: list[str] | None = None) -> int:
     # torch's, of fairseq's calls: nothing for a user to change
     warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
     # With --json the standard output holds the JSON alone, of these verbs the text alone.
-    alone = getattr(args, "json", None) is True or args.verb in ("translate", "complete", "fill-mask")
+    alone = getattr(args, "json", None) is True or args.verb in (
+        "translate",
+        "complete",
+        "fill-mask",
+    )
     stream = sys.stderr if alone else sys.stdout
     try:
         _refuse_other_encodings(argv)
@@ -249,7 +263,10 @@ def main(argv: list[str] | None = None) -> int:
         )
         return 2
     except KeyboardInterrupt:
-        print(f"moa-fairseq {args.verb}: interrupted; run the same command again to go on", file=sys.stderr)
+        print(
+            f"moa-fairseq {args.verb}: interrupted; run the same command again to go on",
+            file=sys.stderr,
+        )
         return 130
 
 

@@ -43,7 +43,8 @@ def printable(text: str, coloured: bool = False) -> str:
     if text.isprintable():
         return text
     return _CONTROL.sub(
-        lambda sign: sign[0] if coloured and sign[1] else sign[0].encode("unicode_escape").decode(), text
+        lambda sign: sign[0] if coloured and sign[1] else sign[0].encode("unicode_escape").decode(),
+        text,
     )
 
 

@@ -27,7 +27,9 @@ NOT_WRITABLE = (
 )
 
 _LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
-_LOCK_TRIES = 100  # of new files, each with a name of its own, that another process would have to lock first
+_LOCK_TRIES = (
+    100  # of new files, each with a name of its own, that another process would have to lock first
+)
 
 _IRREGULAR = {
     stat.S_IFDIR: "a folder",
@@ -67,7 +69,9 @@ def atomic_write(
     special = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
     if path.exists() and (special or not path.is_file()):
         # a folder, or a device such as /dev/null or /dev/stdout: renaming onto it would replace it
-        raise UserError(f"Cannot write {path}: it exists and is not an ordinary file. Choose another name.")
+        raise UserError(
+            f"Cannot write {path}: it exists and is not an ordinary file. Choose another name."
+        )
     if "b" in mode:
         encoding = None
         newline = None
@@ -81,7 +85,9 @@ def atomic_write(
             remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
         for _ in range(_LOCK_TRIES):
             if temporary is None:
-                handle, written = tempfile.mkstemp(prefix=f".{path.name}.", suffix=".tmp", dir=path.parent)
+                handle, written = tempfile.mkstemp(
+                    prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
+                )
             else:
                 written = str(temporary)
                 with contextlib.suppress(FileNotFoundError):
@@ -152,7 +158,8 @@ def atomic_folder(path: Path) -> Iterator[Path]:
     """
 
     def remove(lock: Path) -> None:
-        shutil.rmtree(lock.parent / "new", ignore_errors=True)  # the lock last: a kill leaves what it marks
+        # The lock last: a kill leaves what it marks
+        shutil.rmtree(lock.parent / "new", ignore_errors=True)
         shutil.rmtree(lock.parent)
 
     with disk_errors(path):
@@ -171,7 +178,9 @@ def atomic_folder(path: Path) -> Iterator[Path]:
                 remove(place / _LOCK)
 
 
-def remove_leftovers(folder: Path, pattern: str, remove: Callable[[Path], None] = Path.unlink) -> None:
+def remove_leftovers(
+    folder: Path, pattern: str, remove: Callable[[Path], None] = Path.unlink
+) -> None:
     """Remove the temporary files of this name that killed processes left; those of living ones stay.
 
     Args:
@@ -220,7 +229,9 @@ def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
     """
     refuse_irregular(output, flag)
     if os.path.lexists(output) and not force:
-        raise UserError(f"{flag} {output} exists: choose another name, or give --force to overwrite it.")
+        raise UserError(
+            f"{flag} {output} exists: choose another name, or give --force to overwrite it."
+        )
 
 
 def refuse_link(path: PathLike) -> None:
@@ -232,7 +243,9 @@ def refuse_link(path: PathLike) -> None:
         UserError: for such a link.
     """
     if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
-        raise UserError(f"{path} is a link, and would be written through. Take it out of the run folder.")
+        raise UserError(
+            f"{path} is a link, and would be written through. Take it out of the run folder."
+        )
 
 
 def refuse_link_out(path: Path, *folders: Path) -> None:
@@ -279,7 +292,9 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
         mode = 0
         kind = "a file of the kernel, which can be endless"
     if not stat.S_ISREG(mode):
-        raise UserError(f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way.")
+        raise UserError(
+            f"{what} {path} is {kind}. Name an ordinary file, or move this out of the way."
+        )
 
 
 def sync_folder(folder: Path) -> None:
@@ -290,7 +305,9 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-    except OSError as error:  # some file systems cannot, and some folders may be written and not read
+    except (
+        OSError
+    ) as error:  # some file systems cannot, and some folders may be written and not read
         if error.errno in (errno.EIO, *DISK_FULL):
             raise
 
@@ -312,7 +329,9 @@ def as_user_error(error: OSError, path: Path) -> Exception:
             "same command again: what is finished is kept, and no half file stands under a final name."
         )
     if error.errno in NOT_WRITABLE:
-        return UserError(f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to.")
+        return UserError(
+            f"Cannot write {path}: {error.strerror}. Choose a folder that you may write to."
+        )
     if error.errno == errno.EFBIG:
         return UserError(
             f"Cannot write {path}: {error.strerror}. Raise the shell's limit (ulimit -f), or choose a folder "

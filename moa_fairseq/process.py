@@ -110,7 +110,9 @@ def unsafe_value(value: Any) -> str | None:
         A sentence, or None if it may.
     """
     items = value if isinstance(value, (list, tuple)) else []
-    flag = next((i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None)
+    flag = next(
+        (i for i in map(str, items) if i.startswith("-") and not _NUMBER.fullmatch(i)), None
+    )
     if flag is not None:
         return f"{flag!r} in a list of values would be taken for a flag: a list holds values only."
     if REDIRECT in (items or [value]):
@@ -158,10 +160,14 @@ def environment_of_a_child() -> dict[str, str]:
     environment = utf8_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     silent = f"ignore:{moa_fairseq.JIT_WARNING}:FutureWarning"
     # the later one wins
-    environment["PYTHONWARNINGS"] = ",".join(filter(None, [os.environ.get("PYTHONWARNINGS"), silent]))
+    environment["PYTHONWARNINGS"] = ",".join(
+        filter(None, [os.environ.get("PYTHONWARNINGS"), silent])
+    )
     root = Path(moa_fairseq.__file__).resolve().parents[1]
     if not {"site-packages", "dist-packages"} & set(root.parts):
-        environment["PYTHONPATH"] = os.pathsep.join(filter(None, [str(root), os.environ.get("PYTHONPATH")]))
+        environment["PYTHONPATH"] = os.pathsep.join(
+            filter(None, [str(root), os.environ.get("PYTHONPATH")])
+        )
     return environment
 
 
@@ -181,7 +187,8 @@ def refuse_without_locks(file: Path, error: portalocker.LockException) -> None:
         UserError: The file system has no locks. Without them two runs could write into one folder.
     """
     cause: Any = error
-    while isinstance(cause, portalocker.LockException) and cause.args:  # what the system said is inside
+    # What the system said is inside
+    while isinstance(cause, portalocker.LockException) and cause.args:
         cause = cause.args[0]
     if isinstance(cause, OSError) and cause.errno not in (errno.EAGAIN, errno.EACCES):
         raise UserError(
@@ -219,13 +226,17 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
         stream = lock.acquire(fail_when_locked=True)
     except portalocker.LockException as held:  # held, or no locks at all: told apart
         refuse_without_locks(file, held)
-        holder = f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
+        holder = (
+            f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
+        )
         logger.info("%s; waiting for it to finish", holder)
         try:
             stream = lock.acquire(fail_when_locked=False)
         except portalocker.LockException as error:  # as above
             refuse_without_locks(file, error)
-            raise UserError(f"{holder}. Wait for it, stop it, or use another --save-dir.") from error
+            raise UserError(
+                f"{holder}. Wait for it, stop it, or use another --save-dir."
+            ) from error
     with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
         _held[key] = stream
         try:
@@ -313,7 +324,9 @@ class Executor:
             log_text = stream.read().decode("utf-8", errors="replace")
         tail = log_text.splitlines()[-TAIL_LINES:]
         text = "\n".join(tail)
-        hint = next((f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), "")
+        hint = next(
+            (f" {advice}" for pattern, advice in HINTS.items() if re.search(pattern, text)), ""
+        )
         if status == -signal.SIGKILL and not hint:
             hint = " The system killed it, most often because the machine's memory was full."
         if status < 0:
@@ -322,7 +335,9 @@ class Executor:
             ending = f"failed with status {status}"
         excerpt = "\n".join(f"    {line[:300]}" for line in tail)
         location = f"What is done so far is kept. The whole log is {log}; its last lines:"
-        diverged = status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(log_text)
+        diverged = (
+            status == Diverged.status if command[0] == "moa-fairseq" else DIVERGED.search(log_text)
+        )
         kind = Diverged if diverged else UserError
         raise kind(f"{command[0]} {ending}.{hint} {location}\n{excerpt}")
 
@@ -377,7 +392,9 @@ def signals_held() -> Iterator[list[int]]:
     of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
     """
     received: list[int] = []
-    numbers = [n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN]
+    numbers = [
+        n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN
+    ]
     with _signals_handled_by(lambda number, _: received.append(number), *numbers):
         yield received
 
@@ -406,7 +423,8 @@ def _ended_with_us(
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(seconds)
                         break
-                os.set_blocking(process.stdout.fileno(), False)  # a child of the child may hold it open
+                # A child of the child may hold it open
+                os.set_blocking(process.stdout.fileno(), False)
                 for raw in (process.stdout.read() or b"").splitlines(keepends=True):
                     take(raw)
         process.stdout.close()

@@ -59,7 +59,8 @@ class Stream:
 
 def command(module, words, stdin, streams, cwd, environment):
     """In the forked process: what `python -m MODULE WORDS…` does; streams: its output, errors, others."""
-    multiprocessing.set_start_method("fork", force=True)  # as in a process of its own: no servers of servers
+    # As in a process of its own: no servers of servers
+    multiprocessing.set_start_method("fork", force=True)
     parent = multiprocessing.parent_process()
     threading.Thread(target=lambda: (parent.join(), os._exit(1)), daemon=True).start()
     os.environ.clear()
@@ -68,7 +69,9 @@ def command(module, words, stdin, streams, cwd, environment):
     warnings.simplefilter("ignore")
     for number, stream in zip((1, 2), streams):
         os.dup2(stream.number, number)
-    sys.stdout, sys.stderr = (os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2))
+    sys.stdout, sys.stderr = (
+        os.fdopen(number, "w", 1, "utf-8", closefd=False) for number in (1, 2)
+    )
     sys.stdin = io.StringIO(stdin or "")
     sys.path[:0] = filter(None, environment.get("PYTHONPATH", "").split(os.pathsep))
     logging.getLogger().handlers.clear()  # of an imported module; the command has its own
@@ -127,7 +130,9 @@ class Command:
             paths = [Path(self.folder.name) / stream for stream in ("stdout", "stderr")]
             streams = [Stream(files.enter_context(open(path, "ab")).fileno()) for path in paths]
             place = (str(cwd or os.getcwd()), {**os.environ, **_ENVIRONMENT, **(env or {})})
-            self.process = _FORKS.Process(target=command, args=(module, words, stdin, streams, *place))
+            self.process = _FORKS.Process(
+                target=command, args=(module, words, stdin, streams, *place)
+            )
             self.process.start()
 
     def _said(self, stream):
@@ -149,7 +154,9 @@ class Command:
         self.process.join(timeout)
         if self.process.is_alive():
             self.process.kill()
-            raise AssertionError(f"{' '.join(self.args)}\n{self._said('stdout')[-3000:]}\nstill runs")
+            raise AssertionError(
+                f"{' '.join(self.args)}\n{self._said('stdout')[-3000:]}\nstill runs"
+            )
         done = (self.process.exitcode, self._said("stdout"), self._said("stderr"))
         self.folder.cleanup()
         return subprocess.CompletedProcess(self.args, *done)

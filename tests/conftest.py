@@ -2,7 +2,9 @@
 
 
 def pytest_addoption(parser):
-    parser.addoption("--all", action="store_true", dest="thorough", help="run the tests marked thorough, too")
+    parser.addoption(
+        "--all", action="store_true", dest="thorough", help="run the tests marked thorough, too"
+    )
 
 
 def pytest_configure(config):

@@ -38,9 +38,15 @@ def outcomes(folder, words, with_plugin):
         command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--tb=line"]
         command += ["--continue-on-collection-errors"]
         command += ["-p", "with_the_plugin"] if with_plugin else []
-        command += ["--import-mode=importlib", f"--rootdir={folder.parent}", f"--junitxml={report}", *words]
+        command += [
+            "--import-mode=importlib",
+            f"--rootdir={folder.parent}",
+            f"--junitxml={report}",
+            *words,
+        ]
         settings = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.pathsep.join(filter(None, paths))}
-        if not with_plugin:  # fairseq's checkpoints need it since torch 2.6; no failure may hide another
+        # Fairseq's checkpoints need it since torch 2.6; no failure may hide another
+        if not with_plugin:
             settings["TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD"] = "1"
         subprocess.run(
             [*command, str(folder)],
@@ -60,12 +66,16 @@ def outcomes(folder, words, with_plugin):
 
 
 def main(arguments=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     parser.add_argument("folder", type=Path)
     args, words = parser.parse_known_args(arguments)
     without, plugin = (outcomes(args.folder.resolve(), words, each) for each in (False, True))
     for title, found in (("without the plugin", without), ("with the plugin", plugin)):
-        counts = {kind: list(found.values()).count(kind) for kind in ("passed", "failed", "skipped")}
+        counts = {
+            kind: list(found.values()).count(kind) for kind in ("passed", "failed", "skipped")
+        }
         print(f"{title}: {', '.join(f'{number} {kind}' for kind, number in counts.items())}")
     if "passed" not in without.values():
         parser.error(

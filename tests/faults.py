@@ -32,7 +32,8 @@ import yaml
 
 ROOT = Path(__file__).resolve().parents[1]
 FILE = ROOT / "tests" / "faults.yaml"
-MEMORY = ROOT / ".pytest_cache" / "faults.json"  # tests that pass without any fault, by the tree's checksum
+# Tests that pass without any fault, by the tree's checksum
+MEMORY = ROOT / ".pytest_cache" / "faults.json"
 CAUGHT = "caught"
 SURVIVES = "survives"
 NO_VERDICT = "no verdict"
@@ -45,7 +46,15 @@ _PRELOADED = (
         "fairseq_cli.preprocess",
         "fairseq.tasks",
     ),
-    *("hydra", "sacrebleu", "sacremoses", "sentencepiece", "scipy.stats", "matplotlib.figure", "requests"),
+    *(
+        "hydra",
+        "sacrebleu",
+        "sacremoses",
+        "sentencepiece",
+        "scipy.stats",
+        "matplotlib.figure",
+        "requests",
+    ),
     *("polib", "subword_nmt.learn_bpe", "omegaconf", "portalocker", "regex", "tqdm", "pytest"),
 )
 _NO_TEST = (4, 5)  # pytest's exit status where it finds no test
@@ -65,7 +74,9 @@ class _Text(yaml.SafeDumper):
 
 
 def _represent(dumper, text):
-    return dumper.represent_scalar("tag:yaml.org,2002:str", text, style="|" if "\n" in text else None)
+    return dumper.represent_scalar(
+        "tag:yaml.org,2002:str", text, style="|" if "\n" in text else None
+    )
 
 
 _Text.add_representer(str, _represent)
@@ -74,7 +85,8 @@ _Text.add_representer(str, _represent)
 def save(faults):
     """Rewrite faults.yaml."""
     entries = [
-        yaml.dump([fault], Dumper=_Text, sort_keys=False, allow_unicode=True, width=1000) for fault in faults
+        yaml.dump([fault], Dumper=_Text, sort_keys=False, allow_unicode=True, width=1000)
+        for fault in faults
     ]
     FILE.write_text("\n".join(entries), encoding="utf-8")
 
@@ -126,7 +138,11 @@ class Copy:
             os.killpg(child.pid, signal.SIGKILL)
             child.join()
             return None, []
-        found = json.loads(answer.read_text()) if answer.is_file() else {"status": 1, "failed": ["a crash"]}
+        found = (
+            json.loads(answer.read_text())
+            if answer.is_file()
+            else {"status": 1, "failed": ["a crash"]}
+        )
         return found["status"], found["failed"]
 
     def _test(self, words, answer):
@@ -138,10 +154,14 @@ class Copy:
         os.environ.update({**self.environment, **dict(word.split("=", 1) for word in settings)})
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if re.match(r"triton(?!\._C)\b", name)]:
-            del sys.modules[name]  # torch loads it; it looks at its environment once. Its C part loads once.
+            # Torch loads it; it looks at its environment once. Its C part loads once.
+            del sys.modules[name]
         os.chdir(self.folder)
         tests = str(Path(__file__).parent)
-        sys.path[:] = [str(self.folder), *(path for path in sys.path if path not in (tests, str(ROOT), ""))]
+        sys.path[:] = [
+            str(self.folder),
+            *(path for path in sys.path if path not in (tests, str(ROOT), "")),
+        ]
         sys.argv = ["pytest"]
         importlib.invalidate_caches()
         origin = importlib.util.find_spec("moa_fairseq").origin
@@ -170,7 +190,8 @@ def _inherit_the_server():
     """Tests of commands have a server that forks them: let all of them share the one that runs already."""
     from multiprocessing import forkserver
 
-    if forkserver._forkserver._forkserver_pid is not None:  # a child cannot wait for its parent's child
+    # A child cannot wait for its parent's child
+    if forkserver._forkserver._forkserver_pid is not None:
         forkserver.ensure_running = forkserver._forkserver.ensure_running = lambda: None
 
 
@@ -192,7 +213,10 @@ def verdict(fault, copy, timeout, confirms, most=None):
         is_asked = any(part in target for target in fault["tests"])
         if is_asked and importlib.util.find_spec(package) is None:
             option = part.replace("_", "-")
-            return NO_VERDICT, f"its tests run where {package} is (bash scripts/setup.sh --{option})"
+            return (
+                NO_VERDICT,
+                f"its tests run where {package} is (bash scripts/setup.sh --{option})",
+            )
     path = copy.folder / fault["file"]
     before = path.read_text(encoding="utf-8")
     targets = list(dict.fromkeys([*filter(None, [fault.get("caught")]), *fault["tests"][:most]]))
@@ -237,27 +261,52 @@ def chosen(faults, names, sample, date):
         raise SystemExit(f"no room or fault is called {', '.join(sorted(unknown))}")
     found = faults
     if names:
-        found = [fault for name in names for fault in faults if name in (fault["id"], fault["room"])]
+        found = [
+            fault for name in names for fault in faults if name in (fault["id"], fault["room"])
+        ]
     return random.Random(date).sample(found, min(sample, len(found))) if sample else found
 
 
 def main(words=None):
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawTextHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawTextHelpFormatter
+    )
     add = parser.add_argument
     add("names", nargs="*", metavar="ROOM|ID", help="which faults (all)")
     add("--sample", type=int, metavar="N", help="N of them, chosen by the date")
-    add("--date", default=datetime.date.today().isoformat(), metavar="YYYY-MM-DD", help="of --sample (today)")
     add(
-        "--no-baseline", action="store_true", help="believe a catch without asking the test without the fault"
+        "--date",
+        default=datetime.date.today().isoformat(),
+        metavar="YYYY-MM-DD",
+        help="of --sample (today)",
+    )
+    add(
+        "--no-baseline",
+        action="store_true",
+        help="believe a catch without asking the test without the fault",
     )
     add("--unasked", action="store_true", help="of these, those that have no verdict yet")
     add("--first", action="store_true", help="ask the first of a fault's tests alone")
-    add("--timeout", type=int, default=600, metavar="S", help="seconds a test file or folder may take (600)")
-    add("--jobs", type=int, default=1, metavar="N", help="faults at a time, each in a copy of its own (1)")
+    add(
+        "--timeout",
+        type=int,
+        default=600,
+        metavar="S",
+        help="seconds a test file or folder may take (600)",
+    )
+    add(
+        "--jobs",
+        type=int,
+        default=1,
+        metavar="N",
+        help="faults at a time, each in a copy of its own (1)",
+    )
     add("--record", action="store_true", help="keep in faults.yaml what caught a fault")
     add("--json", type=Path, metavar="FILE", help="write the verdicts")
     args = parser.parse_args(words)
-    known = [fault for fault in load() if not (args.unasked and fault.keys() & {"caught", "reason"})]
+    known = [
+        fault for fault in load() if not (args.unasked and fault.keys() & {"caught", "reason"})
+    ]
     faults = chosen(known, args.names, args.sample, args.date)
     verdicts = {}
     if args.jobs > 1:
@@ -267,7 +316,9 @@ def main(words=None):
         copy = Copy(folder)
         for fault in faults:
             began = time.monotonic()
-            kind, why = verdict(fault, copy, args.timeout, not args.no_baseline, 1 if args.first else None)
+            kind, why = verdict(
+                fault, copy, args.timeout, not args.no_baseline, 1 if args.first else None
+            )
             seconds = round(time.monotonic() - began, 1)
             verdicts[fault["id"]] = {"verdict": kind, "why": why, "seconds": seconds}
             print(f"{fault['id']}: {kind}, {seconds} s: {why}", flush=True)
@@ -286,7 +337,11 @@ def _sum_up(verdicts, faults):
     kinds = [found["verdict"] for found in verdicts.values()]
     print(", ".join(f"{kinds.count(kind)} {kind}" for kind in dict.fromkeys(kinds)))
     expected = {fault["id"] for fault in faults if fault.get("reason")}
-    new = [name for name, found in verdicts.items() if found["verdict"] != CAUGHT and name not in expected]
+    new = [
+        name
+        for name, found in verdicts.items()
+        if found["verdict"] != CAUGHT and name not in expected
+    ]
     for name in new:
         print(f"not caught: {name}")
     return int(bool(new))
@@ -299,7 +354,15 @@ def _share(faults, args):
         workers = []
         for number, file in enumerate(files):
             own = [fault["id"] for fault in faults[number :: args.jobs]]
-            words = [sys.executable, __file__, *own, "--json", str(file), "--timeout", str(args.timeout)]
+            words = [
+                sys.executable,
+                __file__,
+                *own,
+                "--json",
+                str(file),
+                "--timeout",
+                str(args.timeout),
+            ]
             words += ["--no-baseline"] * args.no_baseline + ["--first"] * args.first
             workers += [subprocess.Popen(words)] if own else []
         for worker in workers:

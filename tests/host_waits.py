@@ -25,7 +25,12 @@ ASKING = {
     aten.repeat_interleave.Tensor,
     aten.equal.default,
 }
-INDEXING = {aten.index.Tensor, aten.index_put.default, aten.index_put_.default, aten._index_put_impl_.default}
+INDEXING = {
+    aten.index.Tensor,
+    aten.index_put.default,
+    aten.index_put_.default,
+    aten._index_put_impl_.default,
+}
 # Where Python asks for memory of the host, which a tensor on the CPU gives without any operation.
 COPYING = {torch.Tensor.tolist, torch.Tensor.numpy, torch.Tensor.cpu}
 
@@ -82,4 +87,6 @@ def by_every_expert(rows, weight, bias, gates, order, sizes):
 
 
 # Triton's kernels run on GPUs alone: what computes the same in their place asks for nothing either.
-TRITON = SimpleNamespace(why_not=lambda: "", takes=lambda rows, weight: True, project=by_every_expert)
+TRITON = SimpleNamespace(
+    why_not=lambda: "", takes=lambda rows, weight: True, project=by_every_expert
+)

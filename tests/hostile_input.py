@@ -84,9 +84,46 @@ def mutated(rng: random.Random, data: bytes, fragments: Sequence[bytes]) -> byte
     return data
 
 
-NUMBERS = (b"1e999", b"-1e999", b"9" * 5000, b"NaN", b"Infinity", b"-1", b"0x", b"1_0", "²".encode(), b"true")
-JSON_ODD = (*NUMBERS, b"null", b"[", b"[" * 5000, b'{"a":', b'{"epoch": ', b'"', b"\\ud800", b"\x00", b"\xff")
-VALUES = (None, True, "", "x", [], {}, -1, 0, 10**400, 1e308, float("inf"), float("nan"), [1], {"a": 1})
+NUMBERS = (
+    b"1e999",
+    b"-1e999",
+    b"9" * 5000,
+    b"NaN",
+    b"Infinity",
+    b"-1",
+    b"0x",
+    b"1_0",
+    "²".encode(),
+    b"true",
+)
+JSON_ODD = (
+    *NUMBERS,
+    b"null",
+    b"[",
+    b"[" * 5000,
+    b'{"a":',
+    b'{"epoch": ',
+    b'"',
+    b"\\ud800",
+    b"\x00",
+    b"\xff",
+)
+VALUES = (
+    None,
+    True,
+    "",
+    "x",
+    [],
+    {},
+    -1,
+    0,
+    10**400,
+    1e308,
+    float("inf"),
+    float("nan"),
+    [1],
+    {"a": 1},
+)
 
 
 def of_bytes(data: bytes, fragments: Sequence[bytes]) -> Callable[[random.Random], bytes]:
@@ -135,7 +172,15 @@ GENERATION = (
     b"S-1\ta\nT-1\tb\nH-1\t-1.5\tc\nGenerate test with beam=5: BLEU4 = 0.00\n"
 )
 GENERATION_ODD = (
-    *(b"| Generate ", b"Generate x", b" with beam=", b"with beam=5", b"[", b"[a] dictionary: 4", b"\t"),
+    *(
+        b"| Generate ",
+        b"Generate x",
+        b" with beam=",
+        b"with beam=5",
+        b"[",
+        b"[a] dictionary: 4",
+        b"\t",
+    ),
     *(b"\n", b"H-", b"T-0\t", b"H-0\t-1\tx\n", b"S-" + b"9" * 5000, b"\xff", "H-²\t".encode()),
 )
 
@@ -147,8 +192,27 @@ def parse_generation(place: Path) -> None:
 
 GERMAN = 'Er sagte: „Ja ...“ und „so“. Das ist 5 %, nº 3 ( gut ) ."Ende". '.encode()
 GERMAN_ODD = (
-    *(b".", b'."', b'.".', b'"', b" ", b"\t", b"<", b'.."<', b"'", b"''", b"``", b"(", b")", b" %", b"1"),
-    *(c.encode() for c in ("…", "\u00a0", "«\u00a0", "\u00a0»", "’", "‚", "„", "–", "1\u00a01", ",")),
+    *(
+        b".",
+        b'."',
+        b'.".',
+        b'"',
+        b" ",
+        b"\t",
+        b"<",
+        b'.."<',
+        b"'",
+        b"''",
+        b"``",
+        b"(",
+        b")",
+        b" %",
+        b"1",
+    ),
+    *(
+        c.encode()
+        for c in ("…", "\u00a0", "«\u00a0", "\u00a0»", "’", "‚", "„", "–", "1\u00a01", ",")
+    ),
 )
 
 
@@ -159,7 +223,18 @@ def parse_german(place: Path) -> None:
 
 
 CODES = b"#version: 0.2\nt h\nth e</w>\na n\nan d</w>\n"
-CODES_ODD = (b"#version: ", b"#version: x", b".0", b" ", b"\n", b"\r", b"a b c", b"\xff", b"\x00", *NUMBERS)
+CODES_ODD = (
+    b"#version: ",
+    b"#version: x",
+    b".0",
+    b" ",
+    b"\n",
+    b"\r",
+    b"a b c",
+    b"\xff",
+    b"\x00",
+    *NUMBERS,
+)
 
 
 def parse_codes(place: Path) -> None:
@@ -205,7 +280,9 @@ def tars(rng: random.Random) -> bytes:
     form = tarfile.PAX_FORMAT if chosen else rng.choice((tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
     data = tar_of(kind, form if kind == b"0" or chosen else tarfile.GNU_FORMAT, **chosen)
     if rng.random() < 0.5:
-        data = mutated(rng, data, (b"\x00" * 512, b"\xff" * 8, b"\x80" + b"\x00" * 11, b"77777777777", b"-1"))
+        data = mutated(
+            rng, data, (b"\x00" * 512, b"\xff" * 8, b"\x80" + b"\x00" * 11, b"77777777777", b"-1")
+        )
     if rng.random() < 0.5:
         data = with_checksums(data)
     return gzip.compress(data, 1, mtime=0) if rng.random() < 0.5 else data
@@ -266,20 +343,52 @@ RECIPE = {
     "reproduces": {"paper": "moa", "table": "1", "row": "a", "column": "BLEU", "value": 1.5},
     "data": {"recipe": "binarised", "source": "en", "target": "de", "flags": {"workers": 1}},
     "model": {"arch": "transformer", "flags": {"dropout": 0.1, "betas": ["0.9", "0.98"]}},
-    "train": {"max_tokens": 400, "max_epoch": 3, "criterion": "cross_entropy", "flags": {"lr": 0.1}},
+    "train": {
+        "max_tokens": 400,
+        "max_epoch": 3,
+        "criterion": "cross_entropy",
+        "flags": {"lr": 0.1},
+    },
     "average": {"epochs": 2},
     "generate": {"subsets": ["test"], "beam": 2, "lenpen": 0.6},
     "score": {"headline": "multi_bleu"},
 }
 YAML_ODD = (
     *(b"2020-01-01", b"2020-99-99", b"!!set {a, b}", b"!!binary ////", b"!!python/name:os.system"),
-    *(b"!!bool x", b"!!int ''", b"!!timestamp x", b"&a [*a]", b"&a", b"*a", b"<<: ", b"? [a]\n: b\n"),
+    *(
+        b"!!bool x",
+        b"!!int ''",
+        b"!!timestamp x",
+        b"&a [*a]",
+        b"&a",
+        b"*a",
+        b"<<: ",
+        b"? [a]\n: b\n",
+    ),
     *(b"? {a: b}\n", b"- ", b"[", b"{", b"a: ", b"  ", b"\t", b"\n", b"|", b">", b"'", b'"', b"#"),
-    *(b"%YAML 9\n", b"---\n", b"none", b".inf", b".nan", b"1:60:60", b"base: input\n", b"\xff", b"\x07"),
+    *(
+        b"%YAML 9\n",
+        b"---\n",
+        b"none",
+        b".inf",
+        b".nan",
+        b"1:60:60",
+        b"base: input\n",
+        b"\xff",
+        b"\x07",
+    ),
     *(b'base: "a\\0b"\n', *NUMBERS),
 )
 YAML_TEXTS = [part.decode("latin-1").strip() for part in YAML_ODD[:22]]
-OVERRIDES = ("train.max_epoch", "data.recipe", "data.bpe", "average", "finetune", "reproduces", "train.seed")
+OVERRIDES = (
+    "train.max_epoch",
+    "data.recipe",
+    "data.bpe",
+    "average",
+    "finetune",
+    "reproduces",
+    "train.seed",
+)
 
 
 def parse_recipe(place: Path) -> None:
@@ -300,7 +409,9 @@ def dump_yaml(tree: Any) -> str:
 
 STUDY = {
     **{"study": "input", "question": "?", "seeds": 2, "margin": 0.01},
-    "systems": {name: {"label": name, "recipe": "recipe.yaml", "set": {"train.seed": 1}} for name in "AB"},
+    "systems": {
+        name: {"label": name, "recipe": "recipe.yaml", "set": {"train.seed": 1}} for name in "AB"
+    },
     "contrasts": {"gain": {"first": "B", "second": "A", "question": "?"}},
     "tuning": {"grid": {"train.flags.lr": [1, 2]}, "seeds": 1},
 }
@@ -347,13 +458,33 @@ def parse_translations(place: Path) -> None:
 
 LOG = [
     {"epoch": 1, "update": 0.5, "loss": "9.0", "wps": "100", "wall": "3", "num_updates": "2"},
-    {"epoch": 1, "train_loss": "8", "train_wps": "100", "train_num_updates": "4", "train_wpb": "250"},
+    {
+        "epoch": 1,
+        "train_loss": "8",
+        "train_wps": "100",
+        "train_num_updates": "4",
+        "train_wpb": "250",
+    },
     {"epoch": 1, "valid_loss": "7", "valid_ppl": "128", "valid_num_updates": "4"},
 ]
 LINES = b"num. shared model params: 1,234 (num. trained: 1,234)\nLoaded checkpoint x (epoch 1 @ 2 updates)\n"
 LOG_ODD = (
-    *(b"num. shared model params: ", b"Loaded checkpoint ", b" (epoch 1 @ 2 updates)", b"1,", b"9" * 5000),
-    *(b" of ", b"1 of 2 parameters are updated", b"| {", b'"epoch": ', b'"num_updates": ', b"\n", *JSON_ODD),
+    *(
+        b"num. shared model params: ",
+        b"Loaded checkpoint ",
+        b" (epoch 1 @ 2 updates)",
+        b"1,",
+        b"9" * 5000,
+    ),
+    *(
+        b" of ",
+        b"1 of 2 parameters are updated",
+        b"| {",
+        b'"epoch": ',
+        b'"num_updates": ',
+        b"\n",
+        *JSON_ODD,
+    ),
 )
 
 
@@ -376,7 +507,17 @@ PERPLEXITY = b"""INFO:fairseq_cli.eval_lm:Evaluated 245,569 tokens in 12.5s (196
 INFO:fairseq_cli.eval_lm:Loss (base 2): 4.2258, Perplexity: 18.71
 """
 PERPLEXITY_ODD = (
-    *(b"Loss (base 2): ", b", Perplexity: ", b"Evaluated ", b" tokens", b".", b",", b"1.2.3", b"inf", b"nan"),
+    *(
+        b"Loss (base 2): ",
+        b", Perplexity: ",
+        b"Evaluated ",
+        b" tokens",
+        b".",
+        b",",
+        b"1.2.3",
+        b"inf",
+        b"nan",
+    ),
     *(b"\n", *NUMBERS),
 )
 
@@ -394,13 +535,29 @@ SCORES = {
     "meta": {"evaluation": {"tokens": 5}, "warnings": [], "hyphens": {"references": "split"}},
 }
 STATE = {
-    "prepare": {"inputs": {}, "facts": {"folder": "/", "sentences": {"test": 3}, "fingerprint": "f"}},
+    "prepare": {
+        "inputs": {},
+        "facts": {"folder": "/", "sentences": {"test": 3}, "fingerprint": "f"},
+    },
     "train": {
-        **{"inputs": {"data": "f", "model": {}, "train": {}}, "goal": {"max_epoch": 3}, "files": {}},
+        **{
+            "inputs": {"data": "f", "model": {}, "train": {}},
+            "goal": {"max_epoch": 3},
+            "files": {},
+        },
         **{"fingerprint": "t", "facts": {"parameters": 5}},
     },
-    "average": {"fingerprint": "a", "inputs": {"train": ["t"], "count": 2}, "files": {}, "facts": None},
-    "generate-test": {"fingerprint": "g", "inputs": {"made": ["a"], "settings": {"beam": 2}}, "files": {}},
+    "average": {
+        "fingerprint": "a",
+        "inputs": {"train": ["t"], "count": 2},
+        "files": {},
+        "facts": None,
+    },
+    "generate-test": {
+        "fingerprint": "g",
+        "inputs": {"made": ["a"], "settings": {"beam": 2}},
+        "files": {},
+    },
 }
 
 
@@ -425,7 +582,12 @@ RESULT: dict[str, Any] = {
     "metrics": {"multi_bleu": 20.5, "valid_ppl": 7.0, "sacrebleu_signature": "nrefs:1"},
     "status": "running",
     **{"subset": "test", "updates": 9, "epochs": 3, "checkpoints_averaged": 2, "seed": 1},
-    **{"parameters": 12345, "generation": {"beam": 2}, "evaluation": {"tokens": 5}, "hardware": "CPU"},
+    **{
+        "parameters": 12345,
+        "generation": {"beam": 2},
+        "evaluation": {"tokens": 5},
+        "hardware": "CPU",
+    },
     **{"date": "2026-01-01", "commit": "0123456789-dirty", "train_seconds": 90.5},
 }
 PAPER = {
@@ -459,7 +621,9 @@ LOGS = of_mapping(LOG, dump_log, VALUES, LOG_ODD)
 PARSERS = {
     parser.name: parser
     for parser in (
-        Parser("generation-log", GENERATION, of_bytes(GENERATION, GENERATION_ODD), parse_generation),
+        Parser(
+            "generation-log", GENERATION, of_bytes(GENERATION, GENERATION_ODD), parse_generation
+        ),
         Parser("german", GERMAN, of_bytes(GERMAN, GERMAN_ODD), parse_german),
         Parser("bpe-codes", CODES, of_bytes(CODES, CODES_ODD), parse_codes),
         Parser("archives", tar_of(), archives, parse_archive),

@@ -42,7 +42,9 @@ ONE_LAYER = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddin
 def _server():
     start_the_server()
     yield
-    for child in multiprocessing.active_children():  # of a test that failed; Python would wait for it
+    for (
+        child
+    ) in multiprocessing.active_children():  # of a test that failed; Python would wait for it
         child.kill()
 
 
@@ -50,7 +52,9 @@ def _server():
 def forked_commands():
     """Recipes start their commands without importing fairseq anew."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(process, "subprocess", SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked}))
+        patch.setattr(
+            process, "subprocess", SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked})
+        )
         yield
 
 
@@ -101,7 +105,9 @@ class Fairseq:
             started.send_signal(number)
         done = started.end(timeout)
         if check and not killed_at and done.returncode:
-            raise AssertionError(f"{' '.join(done.args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}")
+            raise AssertionError(
+                f"{' '.join(done.args)}\n{done.stdout[-3000:]}\n{done.stderr[-3000:]}"
+            )
         return done
 
     def pair(self, *args):
@@ -109,7 +115,13 @@ class Fairseq:
         with socket.socket() as probe:
             probe.bind(("127.0.0.1", 0))
             address = f"tcp://127.0.0.1:{probe.getsockname()[1]}"
-        world = ("--distributed-world-size", 2, "--distributed-no-spawn", "--distributed-backend", "gloo")
+        world = (
+            "--distributed-world-size",
+            2,
+            "--distributed-no-spawn",
+            "--distributed-backend",
+            "gloo",
+        )
         world += ("--ddp-backend", "legacy_ddp", "--distributed-init-method", address)
         return [Command("train", *args, *world, "--distributed-rank", rank) for rank in (0, 1)]
 
@@ -122,8 +134,24 @@ class Fairseq:
     def words(self, data, save_dir, *args, arch="moa_transformer_tiny"):
         """Of a training: one layer each way, a few updates per epoch, JSON log lines, CPU."""
         line = (data, "--user-dir", USER_DIR, "--cpu", "--arch", arch, *ONE_LAYER)
-        line += ("--optimizer", "adam", "--lr", 0.003, "--max-tokens", 400, "--num-workers", 0, "--seed", 7)
-        line += ("--criterion", "label_smoothed_cross_entropy_with_routing", "--label-smoothing", 0.1)
+        line += (
+            "--optimizer",
+            "adam",
+            "--lr",
+            0.003,
+            "--max-tokens",
+            400,
+            "--num-workers",
+            0,
+            "--seed",
+            7,
+        )
+        line += (
+            "--criterion",
+            "label_smoothed_cross_entropy_with_routing",
+            "--label-smoothing",
+            0.1,
+        )
         return [*line, "--log-format", "json", "--log-interval", 1, "--save-dir", save_dir, *args]
 
     def train(self, data, save_dir, *args, arch="moa_transformer_tiny", **options):
@@ -173,7 +201,9 @@ def make_toy_data(folder, fairseq):
     generator = random.Random(0)
     words = [f"w{i}" for i in range(30)]
     for split, size in (("train", 120), ("valid", 20), ("test", 12)):
-        rows = [[generator.choice(words) for _ in range(generator.randint(2, 9))] for _ in range(size)]
+        rows = [
+            [generator.choice(words) for _ in range(generator.randint(2, 9))] for _ in range(size)
+        ]
         (folder / f"{split}.en").write_text("".join(" ".join(row) + "\n" for row in rows))
         (folder / f"{split}.de").write_text("".join(" ".join(row[::-1]) + "\n" for row in rows))
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
@@ -184,7 +214,9 @@ def make_toy_data(folder, fairseq):
 @pytest.fixture(scope="session")
 def toy_checkpoint(once, fairseq, toy_data):
     """A tiny MoA model after two epochs on `toy_data`; treat its folder as read-only."""
-    folder = once("toy_checkpoints", lambda folder: fairseq.train(toy_data, folder, "--max-epoch", 2))
+    folder = once(
+        "toy_checkpoints", lambda folder: fairseq.train(toy_data, folder, "--max-epoch", 2)
+    )
     return folder / "checkpoint_last.pt"
 
 
@@ -209,7 +241,15 @@ def toy_gpt2(tmp_path_factory):
     """A byte-pair encoding in GPT-2's format: 256 bytes, a few merges, and their ids as a dictionary."""
     folder = tmp_path_factory.mktemp("gpt2")
     symbols = list(bytes_to_unicode().values())
-    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("c", "a"), ("ca", "t"), ("Ġ", "cat"), ("s", "a")]
+    merges = [
+        ("Ġ", "t"),
+        ("h", "e"),
+        ("Ġt", "he"),
+        ("c", "a"),
+        ("ca", "t"),
+        ("Ġ", "cat"),
+        ("s", "a"),
+    ]
     encoder = {symbol: number for number, symbol in enumerate([*symbols, *map("".join, merges)])}
     (folder / "encoder.json").write_text(json.dumps(encoder))
     (folder / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
@@ -225,7 +265,9 @@ def toy_wiki(tmp_path_factory):
     words = ["the", "cat", "sat", "on", "mat", "well", "@-@", "known", "<unk>", ",", "."]
     for split, size in (("train", 80), ("valid", 20), ("test", 20)):
         rows = [" ".join(generator.choices(words, k=generator.randint(2, 12))) for _ in range(size)]
-        (folder / f"wiki.{split}.raw").write_text("".join(f" \n {row} \n" for row in rows), encoding="utf-8")
+        (folder / f"wiki.{split}.raw").write_text(
+            "".join(f" \n {row} \n" for row in rows), encoding="utf-8"
+        )
     return folder
 
 
@@ -240,19 +282,43 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
     root = tmp_path_factory.mktemp("toy_wiki")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
-        return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
+        return (
+            Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
+        )
 
 
 @pytest.fixture(scope="session")
 def train_masked_lm(fairseq, toy_wiki_data):
     """train_masked_lm(save_dir, *flags) trains a one-layer masked LM on `toy_wiki_data`."""
 
-    def train(save_dir, *args, arch="moa_roberta_tiny", criterion="masked_lm_with_routing", **options):
-        line = (toy_wiki_data, "--user-dir", USER_DIR, "--cpu", "--task", "masked_lm", "--arch", arch)
+    def train(
+        save_dir, *args, arch="moa_roberta_tiny", criterion="masked_lm_with_routing", **options
+    ):
+        line = (
+            toy_wiki_data,
+            "--user-dir",
+            USER_DIR,
+            "--cpu",
+            "--task",
+            "masked_lm",
+            "--arch",
+            arch,
+        )
         line += ("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16)
-        line += ("--tokens-per-sample", 24, "--max-positions", 24, "--optimizer", "adam", "--lr", 0.01)
+        line += (
+            "--tokens-per-sample",
+            24,
+            "--max-positions",
+            24,
+            "--optimizer",
+            "adam",
+            "--lr",
+            0.01,
+        )
         line += ("--max-tokens", 240, "--num-workers", 0, "--seed", 7, "--log-format", "json")
-        return fairseq("train", *line, "--criterion", criterion, "--save-dir", save_dir, *args, **options)
+        return fairseq(
+            "train", *line, "--criterion", criterion, "--save-dir", save_dir, *args, **options
+        )
 
     return train
 
@@ -272,19 +338,37 @@ def build_trainer(toy_data):
     """
 
     def build(
-        *flags, data=toy_data, arch="mae_transformer_tiny", task="translation_bcd", model=None, common=()
+        *flags,
+        data=toy_data,
+        arch="mae_transformer_tiny",
+        task="translation_bcd",
+        model=None,
+        common=(),
     ):
         torch.manual_seed(3)
         model = ONE_LAYER if model is None else model
         base = [str(data), "--arch", arch, "--task", task, "--cpu"]
-        base += ["--optimizer", "adam", "--lr", 0.01, "--dropout", 0, "--seed", 7, "--max-tokens", 100]
+        base += [
+            "--optimizer",
+            "adam",
+            "--lr",
+            0.01,
+            "--dropout",
+            0,
+            "--seed",
+            7,
+            "--max-tokens",
+            100,
+        ]
         base += ["--num-workers", 0]
         words = [str(word) for word in (*base, *model, *flags)]
         args = options.parse_args_and_arch(options.get_training_parser(), words)
         cfg = dataclass_utils.convert_namespace_to_omegaconf(args)
         cfg.common.update(common)
         task = tasks.setup_task(cfg.task)
-        trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+        trainer = Trainer(
+            cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+        )
         batches = trainer.get_train_iterator(1).next_epoch_itr(shuffle=False)
         return trainer, list(batches)
 
@@ -316,8 +400,19 @@ def save_model():
 
     def save(data, path, *flags, task="translation", arch="mae_transformer_tiny", gate_scale=40.0):
         torch.manual_seed(11)
-        words = [data, "--task", task, "--arch", arch, "--cpu", *OF_AN_UNTRAINED_MODEL[task], *flags]
-        args = options.parse_args_and_arch(options.get_training_parser(task), [str(word) for word in words])
+        words = [
+            data,
+            "--task",
+            task,
+            "--arch",
+            arch,
+            "--cpu",
+            *OF_AN_UNTRAINED_MODEL[task],
+            *flags,
+        ]
+        args = options.parse_args_and_arch(
+            options.get_training_parser(task), [str(word) for word in words]
+        )
         cfg = dataclass_utils.convert_namespace_to_omegaconf(args)
         model = tasks.setup_task(cfg.task).build_model(cfg.model)
         for gate in gates_of(model):
@@ -325,8 +420,18 @@ def save_model():
             torch.nn.init.normal_(gate.fc2.weight, std=1.0)
         path.parent.mkdir(parents=True, exist_ok=True)
         cfg = OmegaConf.to_container(cfg, resolve=True, enum_to_str=True)
-        history = {"criterion_name": "X", "optimizer_name": "X", "lr_scheduler_state": {}, "num_updates": 1}
-        state = {"args": None, "cfg": cfg, "model": model.state_dict(), "optimizer_history": [history]}
+        history = {
+            "criterion_name": "X",
+            "optimizer_name": "X",
+            "lr_scheduler_state": {},
+            "num_updates": 1,
+        }
+        state = {
+            "args": None,
+            "cfg": cfg,
+            "model": model.state_dict(),
+            "optimizer_history": [history],
+        }
         torch.save({**state, "extra_state": {"train_iterator": {"epoch": 1}}}, path)
         return path
 

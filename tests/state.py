@@ -11,13 +11,34 @@ PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 BUILDING = ("__init__", "__new__", "__post_init__", "__setstate__", "reset_parameters", "attach")
 # what a module-level name may be made by, if it holds something
 HOLDERS = {
-    *("local", "ContextVar", "Lock", "RLock", "Event", "Condition", "count", "defaultdict", "deque"),
+    *(
+        "local",
+        "ContextVar",
+        "Lock",
+        "RLock",
+        "Event",
+        "Condition",
+        "count",
+        "defaultdict",
+        "deque",
+    ),
     *("Counter", "OrderedDict", "WeakSet", "WeakKeyDictionary", "WeakValueDictionary"),
     *("WeakTensorKeyDictionary", "PerThread", "Collectors", "cache", "lru_cache"),
 }
 CACHES = {"cache", "lru_cache", "cached_property", "constant"}
 CHANGES = {
-    *("append", "extend", "insert", "remove", "pop", "clear", "add", "discard", "update", "setdefault"),
+    *(
+        "append",
+        "extend",
+        "insert",
+        "remove",
+        "pop",
+        "clear",
+        "add",
+        "discard",
+        "update",
+        "setdefault",
+    ),
     *("popitem", "appendleft", "sort", "reverse"),
 }
 # what switches something in the whole process
@@ -82,7 +103,11 @@ def is_changed(tree, name):
                     bound.add(target.id)
         for node in ast.walk(function):
             for target in targets_of(node):
-                if not isinstance(target, ast.Name) and root_of(target)[0] == name and name not in bound:
+                if (
+                    not isinstance(target, ast.Name)
+                    and root_of(target)[0] == name
+                    and name not in bound
+                ):
                     return True
             if (
                 isinstance(node, ast.Call)
@@ -104,7 +129,11 @@ def changed_from_outside(tree):
             modules |= {alias.asname or alias.name for alias in node.names}
     for node in ast.walk(tree):
         written = [target for target in targets_of(node) if isinstance(target, ast.Subscript)]
-        if isinstance(node, ast.Call) and isinstance(node.func, ast.Attribute) and node.func.attr in CHANGES:
+        if (
+            isinstance(node, ast.Call)
+            and isinstance(node.func, ast.Attribute)
+            and node.func.attr in CHANGES
+        ):
             written.append(node.func.value)
         for target in written:
             name, attribute = root_of(target)
@@ -155,7 +184,9 @@ def found_in(tree, room):
 def state():
     """{"layers/constants.py:every_index", …}: all of the package."""
     files = sorted(PACKAGE.rglob("*.py"))
-    trees = {path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in files}
+    trees = {
+        path.relative_to(PACKAGE): ast.parse(path.read_text(encoding="utf-8")) for path in files
+    }
     outside = {pair for tree in trees.values() for pair in changed_from_outside(tree)}
     found = set()
     for place, tree in trees.items():

@@ -42,7 +42,9 @@ def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_
     """On a GPU whose kernels were not checked `auto` is `grouped`: said at once, and in the file."""
     found = ("triton", "9 checks passed") if trusted else ("grouped", "not triton: not checked")
     monkeypatch.setattr(projection, "automatic", lambda dtype: found)
-    monkeypatch.setattr(sys, "argv", ["x.py", "--device", "cuda", "--miniature", "--output", str(tmp_path)])
+    monkeypatch.setattr(
+        sys, "argv", ["x.py", "--device", "cuda", "--miniature", "--output", str(tmp_path)]
+    )
     with monkeypatch.context() as patch:
         patch.setattr(torch.cuda, "is_available", lambda: True)
         patch.setattr(provenance, "commit", lambda: "abc")
@@ -68,7 +70,9 @@ class Graph:
         monkeypatch.setattr(torch.cuda, "current_stream", lambda: stream)
         monkeypatch.setattr(torch.cuda, "stream", lambda _: contextlib.nullcontext())
         monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
-        monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode))
+        monkeypatch.setattr(
+            torch.cuda, "set_sync_debug_mode", lambda mode: setattr(self, "mode", mode)
+        )
         monkeypatch.setattr(torch.cuda, "CUDAGraph", lambda: self)
         monkeypatch.setattr(torch.cuda, "graph", self.capture)
 

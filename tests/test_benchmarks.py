@@ -40,7 +40,9 @@ def test_the_summary_has_the_worst_of_each_ratio(benchmarks, dtype):
         assert f"{max(times.values()) / times['8']:.2f}" in table
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.glob("attention-*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.glob("attention-*.json")), ids=lambda path: path.stem
+)
 def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
     found = json.loads(path.read_text(encoding="utf-8"))
     args = argparse.Namespace(device=found["device"], dtype=found["dtype"])
@@ -50,7 +52,9 @@ def test_the_picture_of_a_layer_shows_every_point(benchmarks, path):
         assert panel.get_ylim()[0] <= min(heights) and max(heights) <= panel.get_ylim()[1]
 
 
-@pytest.mark.parametrize(("said", "tokens"), [({}, 1024), ({"train.flags.tokens-per-sample": 1030}, 1030)])
+@pytest.mark.parametrize(
+    ("said", "tokens"), [({}, 1024), ({"train.flags.tokens-per-sample": 1030}, 1030)]
+)
 def test_decoding_takes_the_length_that_the_first_system_is_trained_with(
     benchmarks, monkeypatch, tmp_path, said, tokens
 ):
@@ -59,7 +63,12 @@ def test_decoding_takes_the_length_that_the_first_system_is_trained_with(
     import decoding
 
     widths = {f"decoder-{part}-dim": 32 for part in ("embed", "input", "output", "ffn-embed")}
-    model = {**widths, "decoder-layers": 1, "decoder-attention-heads": 2, "decoder-learned-pos": True}
+    model = {
+        **widths,
+        "decoder-layers": 1,
+        "decoder-attention-heads": 2,
+        "decoder-learned-pos": True,
+    }
     recipe = {
         "experiment": "tiny",
         "summary": "is not trained",
@@ -74,17 +83,28 @@ def test_decoding_takes_the_length_that_the_first_system_is_trained_with(
         (tmp_path / f"{name}.yaml").write_text(json.dumps(content))
 
     def take_turns(candidates, rounds, device):
-        monkeypatch.setattr(decoding, "take_turns", lambda candidates, *_: dict.fromkeys(candidates, 1.0))
+        monkeypatch.setattr(
+            decoding, "take_turns", lambda candidates, *_: dict.fromkeys(candidates, 1.0)
+        )
         for call in candidates.values():  # of one text
             call()
         return dict.fromkeys(candidates, 1.0)
 
     monkeypatch.setattr(decoding, "take_turns", take_turns)
-    words = ["decoding.py", str(tmp_path / "toy.yaml"), "--device", "cpu", "--output", str(tmp_path)]
+    words = [
+        "decoding.py",
+        str(tmp_path / "toy.yaml"),
+        "--device",
+        "cpu",
+        "--output",
+        str(tmp_path),
+    ]
     monkeypatch.setattr(sys, "argv", words)
     decoding.main()
     found = json.loads((tmp_path / "decoding-cpu.json").read_text())
-    assert found["tokens"] == tokens and found["seconds_per_token"]["1"] == {"A": pytest.approx(1 / tokens)}
+    assert found["tokens"] == tokens and found["seconds_per_token"]["1"] == {
+        "A": pytest.approx(1 / tokens)
+    }
 
 
 @pytest.mark.thorough
@@ -92,6 +112,15 @@ def test_decoding_takes_the_length_that_the_first_system_is_trained_with(
 def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
     """Where nothing else has registered the architectures with fairseq before."""
     study = [ROOT / "configs" / "studies" / "control.yaml"] * (name == "decoding")
-    command = [sys.executable, ROOT / "benchmarks" / f"{name}.py", *study, "--miniature", "--rounds", "1"]
+    command = [
+        sys.executable,
+        ROOT / "benchmarks" / f"{name}.py",
+        *study,
+        "--miniature",
+        "--rounds",
+        "1",
+    ]
     subprocess.run([*command, "--output", tmp_path], check=True, capture_output=True, timeout=300)
-    assert json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"] == name
+    assert (
+        json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"] == name
+    )

@@ -54,7 +54,11 @@ def test_a_full_disk_behind_the_standard_output_is_named(tmp_path):
         "S-0\ta b\nT-0\ta b c d\nH-0\t-1\ta b c d\n| Generate test with beam=5: x\n"
     )
     command = [sys.executable, "-m", "moa_fairseq.cli", "score", "log.txt"]
-    given = {"cwd": tmp_path, "env": {**os.environ, "PYTHONUNBUFFERED": ""}, "stderr": subprocess.PIPE}
+    given = {
+        "cwd": tmp_path,
+        "env": {**os.environ, "PYTHONUNBUFFERED": ""},
+        "stderr": subprocess.PIPE,
+    }
     with open("/dev/full", "wb") as full:
         done = subprocess.run(command, stdout=full, check=False, **given)
     assert done.returncode == 2 and "No space left" in done.stderr.decode().splitlines()[-1]
@@ -73,7 +77,8 @@ def test_a_name_that_is_not_utf8_is_refused(capsys, monkeypatch, tmp_path, place
 
 def test_an_error_of_no_file_is_not_taken_for_the_standard_output(capsys, monkeypatch):
     def run(args):
-        raise IsADirectoryError(errno.EISDIR, "Is a directory")  # as of a standard input that is a folder
+        # As of a standard input that is a folder
+        raise IsADirectoryError(errno.EISDIR, "Is a directory")
 
     monkeypatch.setattr("moa_fairseq.experiments.scoring.score.run", run)
     assert main(["score", "x"]) == 2

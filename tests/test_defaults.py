@@ -83,7 +83,9 @@ HAS = {
     "SentencePiece, encoding": parameters(sentencepiece.SentencePieceProcessor.Encode),
     "subword-nmt": parameters(learn_bpe, get_vocabulary, BPE.__init__, BPE.process_line),
     "fairseq-preprocess": {*preprocess_options()},
-    "fairseq": fields(DatasetConfig, EvalLMConfig, LanguageModelingConfig, MaskedLMConfig, TranslationConfig),
+    "fairseq": fields(
+        DatasetConfig, EvalLMConfig, LanguageModelingConfig, MaskedLMConfig, TranslationConfig
+    ),
     "sacreBLEU": parameters(BLEU.__init__, CHRF.__init__),
     "Moses (sacremoses)": parameters(MosesDetokenizer.__init__, MosesDetokenizer.detokenize),
 }
@@ -93,7 +95,9 @@ def test_every_option_of_a_library_has_a_line():
     for library, names in HAS.items():
         known = set(table()[library])
         said = known - {"<unk>", "<s>", "</s>", "<pad>", "normalization_rule_name"}
-        assert names == said, f"{library}: without a line {names - said}; no longer there {said - names}"
+        assert names == said, (
+            f"{library}: without a line {names - said}; no longer there {said - names}"
+        )
 
 
 def of_sentencepiece():
@@ -103,7 +107,13 @@ def of_sentencepiece():
 
 
 def of_preprocess(tmp_path):
-    pair = {"source": "en", "target": "de", "joined_dictionary": False, "lowercase": False, "bpe": 9}
+    pair = {
+        "source": "en",
+        "target": "de",
+        "joined_dictionary": False,
+        "lowercase": False,
+        "bpe": 9,
+    }
     pair.update(segmentation="sentencepiece", piece_model="bpe", byte_fallback=True)
     settings = {
         "parallel": pair,
@@ -112,7 +122,9 @@ def of_preprocess(tmp_path):
     said = set()
     for name in ("parallel", "wmt14_en_de_vaswani", "text_sp", "text_gpt2bpe", "listops", "enwik8"):
         values = {"recipe": name, "bpe": None, "flags": {}, **settings.get(name, {})}
-        job = Preparation(values, datasets()[name].subsets, tmp_path / "none", tmp_path, unread=True)
+        job = Preparation(
+            values, datasets()[name].subsets, tmp_path / "none", tmp_path, unread=True
+        )
         for step in job.steps():
             said |= {word for word in step.command if word.startswith("--")}
     aliases = {alias: name for name, aliases in preprocess_options().items() for alias in aliases}

@@ -61,14 +61,18 @@ def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(fairseq, 
     arch, *flags, _ = FAMILIES["moa"]
     fairseq.train(toy_data, tmp_path / "one", *flags, *STILL, "--update-freq", 2, arch=arch)
     for updates in (3, 7):
-        words = fairseq.words(toy_data, tmp_path / "elastic", *flags, *STILL, "--max-update", updates)
+        words = fairseq.words(
+            toy_data, tmp_path / "elastic", *flags, *STILL, "--max-update", updates
+        )
         log = fairseq.together(*words)
     assert "elastic/checkpoint_last.pt (epoch 1 @ 3 updates)" in log
     fairseq.train(toy_data, tmp_path / "elastic", *flags, *STILL, "--update-freq", 2)
     assert_same_model(tmp_path / "one", tmp_path / "elastic")
 
 
-@pytest.mark.parametrize("flags", [SPARSE, (*SPARSE, "--routing-noise"), ("--checkpoint-activations",)])
+@pytest.mark.parametrize(
+    "flags", [SPARSE, (*SPARSE, "--routing-noise"), ("--checkpoint-activations",)]
+)
 def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     """torch's reducer stops at the second step when a parameter of the first got no gradient."""
     dictionary = Dictionary()
@@ -79,7 +83,9 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     args = parse_training_flags([str(word) for word in line], "refused")
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = MODEL_REGISTRY["moa_transformer"].build_model(args, task)
-    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1
+    )
     try:
         wrapped = torch.nn.parallel.DistributedDataParallel(model)
         tokens = torch.full((1, 2), 7)

@@ -26,7 +26,9 @@ from moa_fairseq.experiments.recipes.loading import find_recipe, shipped_recipes
 
 ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
-PATHS = sorted([*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))])
+PATHS = sorted(
+    [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
+)
 DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
@@ -62,7 +64,9 @@ def test_docstrings_name_arguments_that_are_there():
                 checked += len(documented)
                 twice = len(documented) != len({*documented})
                 wrong += [
-                    f"{path}:{node.lineno}: {name}" for name in documented if twice or name not in there
+                    f"{path}:{node.lineno}: {name}"
+                    for name in documented
+                    if twice or name not in there
                 ]
     assert checked > 1000 and not wrong, "\n".join(wrong)
 
@@ -91,7 +95,9 @@ def known_flags():
     """Every flag of fairseq's commands with the plugin, of moa-fairseq's verbs, and of the scripts."""
     known = set(OTHERS_FLAGS)
     own = {
-        kind: [name for name, entry in registry.items() if entry.__module__.startswith("moa_fairseq.")]
+        kind: [
+            name for name, entry in registry.items() if entry.__module__.startswith("moa_fairseq.")
+        ]
         for kind, registry in REGISTRIES.items()
     }
     # Each model, task and criterion once; they need not fit together, since nothing is built.
@@ -101,8 +107,13 @@ def known_flags():
         arch = next(iter(ARCH_MODEL_INV_REGISTRY[model or own["model"][0]]))
         words = ["data", "--arch", arch, "--task", task or "translation"]
         words += ["--criterion", criterion or "label_smoothed_cross_entropy"]
-        for optimizer in (["--optimizer", "adam"], ["--optimizer", "sgd", "--lr-scheduler", "inverse_sqrt"]):
-            names |= set(vars(options.parse_args_and_arch(options.get_training_parser(), words + optimizer)))
+        for optimizer in (
+            ["--optimizer", "adam"],
+            ["--optimizer", "sgd", "--lr-scheduler", "inverse_sqrt"],
+        ):
+            names |= set(
+                vars(options.parse_args_and_arch(options.get_training_parser(), words + optimizer))
+            )
     generation = [
         options.get_generation_parser(),
         options.get_interactive_generation_parser(),
@@ -115,7 +126,11 @@ def known_flags():
             known |= {flag for flag in action.option_strings if flag.startswith("--")}
             if isinstance(action, argparse._SubParsersAction):
                 parsers += action.choices.values()
-    scripts = [*ROOT.glob("scripts/**/*.sh"), *ROOT.glob("benchmarks/*.py"), *ROOT.glob("docs/*.py")]
+    scripts = [
+        *ROOT.glob("scripts/**/*.sh"),
+        *ROOT.glob("benchmarks/*.py"),
+        *ROOT.glob("docs/*.py"),
+    ]
     scripts += ROOT.glob("moa_fairseq/plugin/*.py")  # flags without a default leave no name
     for script in scripts:
         known |= set(re.findall(r"--[a-z][\w-]*", script.read_text(encoding="utf-8")))
@@ -141,13 +156,17 @@ def test_what_is_linked_or_named_is_there(document):
             headings = re.findall(r"^#+ (.*)$", target.read_text(encoding="utf-8"), re.M)
             missing += [] if anchor in map(slug, headings) else [link]
     named = set(
-        re.findall(r"(?<![\w/.-])((?:scripts|data-prep|benchmarks|docs|tests)/[\w/-]+\.(?:sh|py))", text)
+        re.findall(
+            r"(?<![\w/.-])((?:scripts|data-prep|benchmarks|docs|tests)/[\w/-]+\.(?:sh|py))", text
+        )
     )
     missing += [name for name in named if not (re.search("[A-Z]", name) or (ROOT / name).exists())]
     assert not missing
 
 
-@pytest.mark.parametrize("document", [name for name in DOCUMENTS if not name.startswith("results/studies")])
+@pytest.mark.parametrize(
+    "document", [name for name in DOCUMENTS if not name.startswith("results/studies")]
+)
 def test_names_of_the_package_are_there(document):
     """moa_fairseq.MODULE, or a name in it."""
     missing = []
@@ -187,9 +206,13 @@ def test_help_says_what_it_is_for(verb, words, capsys):
 @pytest.mark.parametrize("document", DOCUMENTS)
 def test_verbs_are_verbs(document):
     text = DOCUMENTS[document]
-    for verb, kind in re.findall(r"moa-fairseq (?:--user-dir \S+ )?([a-z][\w-]*)(?: ([a-z][\w-]*))?", text):
+    for verb, kind in re.findall(
+        r"moa-fairseq (?:--user-dir \S+ )?([a-z][\w-]*)(?: ([a-z][\w-]*))?", text
+    ):
         assert verb in VERBS, f"moa-fairseq {verb}"
-        assert verb != "analyze" or kind in {"", *(known.NAME for known in KINDS)}, f"analyze {kind}"
+        assert verb != "analyze" or kind in {"", *(known.NAME for known in KINDS)}, (
+            f"analyze {kind}"
+        )
 
 
 @pytest.mark.parametrize("verb", VERBS)
@@ -251,7 +274,12 @@ def test_the_study_of_the_guide_can_start(tmp_path, capsys):
     (example,) = blocks("docs/controls.md", "yaml")
     (tmp_path / "branch.yaml").write_text(example, encoding="utf-8")
     records = ["--records", str(tmp_path)]
-    assert main(["study", str(tmp_path / "branch.yaml"), "--data", str(tmp_path), "--dry-run", *records]) == 0
+    assert (
+        main(
+            ["study", str(tmp_path / "branch.yaml"), "--data", str(tmp_path), "--dry-run", *records]
+        )
+        == 0
+    )
     assert {"D-seed1", "DS-seed8", "L-seed8"} <= set(capsys.readouterr().out.split())
 
 
@@ -261,7 +289,9 @@ def test_the_guide_to_own_data_can_be_followed(tmp_path):
         (tmp_path / recipe.split()[1]).write_text(recipe, encoding="utf-8")
     texts = {
         "my_pairs": [
-            f"{split}.{side}" for split in ("train", "valid", "test") for side in ("fr", "en", "ja", "am")
+            f"{split}.{side}"
+            for split in ("train", "valid", "test")
+            for side in ("fr", "en", "ja", "am")
         ]
     }
     texts["my_text"] = [f"{split}.txt" for split in ("train", "valid", "test")]
@@ -270,7 +300,9 @@ def test_the_guide_to_own_data_can_be_followed(tmp_path):
         for name in names:
             (tmp_path / folder / name).write_text("one line of text\n" * 20, encoding="utf-8")
     lines = [
-        line.values[1] for line in shell_lines() if line.id.startswith("docs/own-data.md: moa-fairseq recipe")
+        line.values[1]
+        for line in shell_lines()
+        if line.id.startswith("docs/own-data.md: moa-fairseq recipe")
     ]
     assert len(lines) >= 3
     for words in lines:
@@ -324,7 +356,9 @@ def test_the_readme_is_short():
     assert len(lines) <= 110
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
     first = DOCUMENTS["README.md"].split("```")[1]  # installation comes before any other code
-    assert first.startswith("bash\n") and "bash scripts/setup.sh" in first and "pip install ." in first
+    assert (
+        first.startswith("bash\n") and "bash scripts/setup.sh" in first and "pip install ." in first
+    )
 
 
 @pytest.mark.parametrize("document", DOCUMENTS)
@@ -334,7 +368,9 @@ def test_numbers_in_the_text_are_those_of_the_records(document):
 
 
 def test_a_number_in_the_text_is_filled_in():
-    text = "MoA is <!-- frontier/MoA/size:1 -->9<!-- / --> to <!-- frontier/MoA/n --><!-- / --> worse."
+    text = (
+        "MoA is <!-- frontier/MoA/size:1 -->9<!-- / --> to <!-- frontier/MoA/n --><!-- / --> worse."
+    )
     filled = "MoA is <!-- frontier/MoA/size:1 -->0.2<!-- / --> to <!-- frontier/MoA/n -->12<!-- / --> worse."
     assert fill_values(text, "page.md") == filled
 
@@ -406,5 +442,7 @@ def test_the_architecture_names_the_rooms_and_files_that_there_are():
 
 
 def test_the_toy_family_has_the_size_that_is_told():
-    lines = sum(len(path.read_text().splitlines()) for path in (ROOT / "tests" / "toy_family").glob("*.py"))
+    lines = sum(
+        len(path.read_text().splitlines()) for path in (ROOT / "tests" / "toy_family").glob("*.py")
+    )
     assert re.findall(r"(\d+)\s+lines", DOCUMENTS["CONTRIBUTING.md"])[0] == str(lines)

@@ -53,7 +53,9 @@ def test_a_fault_can_be_planted(fault):
     assert FIELDS <= fault.keys() <= FIELDS | OF_VERDICTS
     room = room_of(fault["file"].removeprefix("moa_fairseq/")) or fault["file"].partition("/")[0]
     assert room == fault["room"]
-    paths = [word.partition("::")[0] for target in fault["tests"] for word in faults.words_of(target)]
+    paths = [
+        word.partition("::")[0] for target in fault["tests"] for word in faults.words_of(target)
+    ]
     assert paths and all((faults.ROOT / path).exists() for path in paths if "=" not in path)
 
 
@@ -70,13 +72,18 @@ def test_every_large_room_has_one_and_each_has_a_name_of_its_own():
 def test_faults_have_a_verdict_and_few_survive():
     """What catches it, or why nothing does; a new fault is asked with --record."""
     assert not [fault["id"] for fault in FAULTS if fault.get("caught") and fault.get("reason")]
-    assert not [fault["id"] for fault in FAULTS if not fault.get("caught") and not fault.get("reason")]
+    assert not [
+        fault["id"] for fault in FAULTS if not fault.get("caught") and not fault.get("reason")
+    ]
     assert sum("reason" in fault for fault in FAULTS) <= 0.03 * len(FAULTS)
 
 
 def test_no_two_faults_are_the_same():
     """By what they make of a file, however much of it they quote."""
-    texts = {name: (faults.ROOT / name).read_text("utf-8") for name in {fault["file"] for fault in FAULTS}}
+    texts = {
+        name: (faults.ROOT / name).read_text("utf-8")
+        for name in {fault["file"] for fault in FAULTS}
+    }
     planted = {(f["file"], texts[f["file"]].replace(f["old"], f["new"])) for f in FAULTS}
     assert len(planted) == len(FAULTS)
 
@@ -86,7 +93,9 @@ def test_a_sample_follows_from_the_date():
     assert ids("2026-01-01") == ids("2026-01-01") != ids("2026-01-02")
     assert len(set(ids("2026-01-01"))) == 10
     rooms = faults.chosen(FAULTS, ["text", "layers-01"], None, "")
-    assert {fault["room"] for fault in rooms} == {"text", "layers"} and rooms[-1]["id"] == "layers-01"
+    assert {fault["room"] for fault in rooms} == {"text", "layers"} and rooms[-1][
+        "id"
+    ] == "layers-01"
     with pytest.raises(SystemExit, match="nowhere"):
         faults.chosen(FAULTS, ["nowhere"], None, "")
 
@@ -124,13 +133,18 @@ def test_a_verdict(tmp_path, monkeypatch, statuses, expected):
     copy = Answers(tmp_path, *statuses)
     assert faults.verdict({**SMALL, "tests": ["tests/a.py", "tests/b"]}, copy, 9, True) == expected
     confirmed = [planted for words, planted in copy.asked if "::" in words[0]]
-    assert not any(confirmed) and all(planted for words, planted in copy.asked if "::" not in words[0])
+    assert not any(confirmed) and all(
+        planted for words, planted in copy.asked if "::" not in words[0]
+    )
     assert SMALL["old"] in (tmp_path / SMALL["file"]).read_text(), "the fault was left behind"
 
 
 def test_a_fault_whose_old_text_is_gone_does_not_apply(tmp_path):
     copy = Answers(tmp_path)
-    assert faults.verdict({**SMALL, "old": "nowhere", "tests": ["x"]}, copy, 9, True)[0] == faults.MISSING
+    assert (
+        faults.verdict({**SMALL, "old": "nowhere", "tests": ["x"]}, copy, 9, True)[0]
+        == faults.MISSING
+    )
     assert not copy.asked
 
 

@@ -23,7 +23,9 @@ from moa_fairseq.process import Executor, locked
 ROOT = Path(__file__).resolve().parents[1]
 
 
-@pytest.mark.parametrize("mapping, holds", [({}, False), ({"score": None}, False), ({"score": 0}, True)])
+@pytest.mark.parametrize(
+    "mapping, holds", [({}, False), ({"score": None}, False), ({"score": 0}, True)]
+)
 def test_a_required_key_that_is_null_is_missing(mapping, holds):
     with contextlib.nullcontext() if holds else pytest.raises(UserError, match="lacks score"):
         check_kinds(mapping, {"score": NUMBER}, "x.json", "", required=("score",))
@@ -45,7 +47,9 @@ def test_writes_and_replaces(tmp_path):
     assert path.stat().st_mode & 0o777 == 0o666 & ~umask
 
 
-def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(tmp_path, monkeypatch):
+def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(
+    tmp_path, monkeypatch
+):
     """Else a machine that loses its power may have a new name for an empty file."""
     events = []
     sync = os.fsync
@@ -183,7 +187,9 @@ def test_a_run_writes_through_no_link(tmp_path, name):
         elif name == "train.log":
             Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / name)
         else:
-            Executor().run(["moa-fairseq", "--help"], tmp_path / "run" / "x.log", tmp_path / "run" / name)
+            Executor().run(
+                ["moa-fairseq", "--help"], tmp_path / "run" / "x.log", tmp_path / "run" / name
+            )
     assert (tmp_path / "precious").read_text() == "precious"
 
 
@@ -236,7 +242,9 @@ def test_whatever_the_locale_says_text_is_utf8(flags, settings):
     program = BEGIN + "print(sys.stdin.readline().strip(), sys.argv[1], sys.flags.isolated)"
     command = [sys.executable, *flags, "-c", program, "x"]
     environment = {**os.environ, **settings}
-    done = subprocess.run(command, env=environment, input="größe\n".encode(), capture_output=True, check=True)
+    done = subprocess.run(
+        command, env=environment, input="größe\n".encode(), capture_output=True, check=True
+    )
     assert done.stdout.decode() == f"größe x {int('-I' in flags)}\n"
 
 
@@ -246,7 +254,9 @@ def test_names_of_files_are_utf8_whatever_the_locale_says(tmp_path):
     assert names(tmp_path) == ["üö"]
 
 
-@pytest.mark.parametrize(("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)])
+@pytest.mark.parametrize(
+    ("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)]
+)
 def test_a_name_that_may_be_lost_is_told_where_the_disk_fails(tmp_path, monkeypatch, number, told):
     """A file system that cannot sync folders is none that failed."""
     sync = os.fsync

@@ -32,7 +32,9 @@ def check(tmp_path):
         (tmp_path / python).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / python).write_text(STAND_IN)
         (tmp_path / python).chmod(0o755)
-    kept = {name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")}
+    kept = {
+        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")
+    }
     kept["PATH"] = f"{tmp_path / 'path'}{os.pathsep}{kept['PATH']}"
 
     def run(*flags, **environment):
@@ -66,18 +68,40 @@ def test_the_order_and_the_one_folder(check, tmp_path):
     caches = {note.rsplit("|", 1)[0] for note in notes}
     commands = [note.rsplit("|", 1)[1] for note in notes]
     tests = tmp_path / "project" / "runs" / "gpu_check-cuda-checkpoints" / "triton"
-    assert caches == {f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)}
-    marks = ("decoding_step.py", "--steps eager", "--steps overhead", "/training.py --device cuda --compiled")
-    marks += ("validate --device cuda --dtypes bfloat16 float16", "attention.py", "sdpa.py", "/kernels.py")
-    marks += ("--stage prepare", "train.seed=3", "/training.py --device cuda --output", "generation.py")
+    assert caches == {
+        f"{each}|{tmp_path}/out/cache" for each in (f"{tmp_path}/out/cache/triton", tests)
+    }
+    marks = (
+        "decoding_step.py",
+        "--steps eager",
+        "--steps overhead",
+        "/training.py --device cuda --compiled",
+    )
+    marks += (
+        "validate --device cuda --dtypes bfloat16 float16",
+        "attention.py",
+        "sdpa.py",
+        "/kernels.py",
+    )
+    marks += (
+        "--stage prepare",
+        "train.seed=3",
+        "/training.py --device cuda --output",
+        "generation.py",
+    )
     marks += ("dtypes float32",)
     places = [next(i for i, command in enumerate(commands) if mark in command) for mark in marks]
     assert places == sorted(places)
     benchmarks = [command for command in commands if command.startswith("benchmarks/")]
     assert all(f"--output {tmp_path}/out/benchmarks" in command for command in benchmarks)
     trainings = [command for command in commands if "train.max_update=4000" in command]
-    assert len(trainings) == 12 and len({re.search(r"--save-dir (\S+)", each)[1] for each in trainings}) == 12
-    assert f"{tmp_path}/out" not in "".join(trainings), "checkpoints lie in the folder that is carried"
+    assert (
+        len(trainings) == 12
+        and len({re.search(r"--save-dir (\S+)", each)[1] for each in trainings}) == 12
+    )
+    assert f"{tmp_path}/out" not in "".join(trainings), (
+        "checkpoints lie in the folder that is carried"
+    )
     brought = {path.name for path in (tmp_path / "out" / "measured" / left.name).iterdir()}
     assert brought == {"result.json", "train.jsonl", "generate-test.txt"}
 
@@ -93,7 +117,9 @@ def test_what_is_done_is_done_for_this_machine_and_these_sources(check, tmp_path
 
 def test_what_failed_or_had_no_time_is_done_next_time(check):
     done, notes = check("--minutes", 0)
-    assert notes == [] and re.search(r"not finished: benchmark-decoding_step .*kernels-validate", done.stdout)
+    assert notes == [] and re.search(
+        r"not finished: benchmark-decoding_step .*kernels-validate", done.stdout
+    )
     done, first = check(BREAKS="benchmarks/sdpa.py")
     assert done.returncode == 1 and "failed: benchmark-sdpa" in done.stderr
     done, again = check()
@@ -121,7 +147,10 @@ def setup(tmp_path):
             for name, value in os.environ.items()
             if not name.startswith(("PYTHON", "VIRTUAL", "PIP"))
         }
-        kept |= {"PATH": f"{tmp_path / 'base' / 'bin'}{os.pathsep}{kept['PATH']}", "PIP_NO_INDEX": "1"}
+        kept |= {
+            "PATH": f"{tmp_path / 'base' / 'bin'}{os.pathsep}{kept['PATH']}",
+            "PIP_NO_INDEX": "1",
+        }
         kept["PIP_CONFIG_FILE"] = os.devnull
         command = ["bash", str(project / "scripts" / "setup.sh"), *words]
         return subprocess.run(command, env={**kept, **settings}, capture_output=True, text=True)

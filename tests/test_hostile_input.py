@@ -23,7 +23,18 @@ from pathlib import Path
 
 import hostile_input
 import pytest
-from hostile_input import LOG, PARSERS, RECIPE, RECORD, RESULT, STUDY, WANTED, Parser, dump_yaml, zip_of
+from hostile_input import (
+    LOG,
+    PARSERS,
+    RECIPE,
+    RECORD,
+    RESULT,
+    STUDY,
+    WANTED,
+    Parser,
+    dump_yaml,
+    zip_of,
+)
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import DamagedArchive, contents, extract
@@ -84,8 +95,22 @@ def refusal(parser, data, folder, seconds=2.0):
 # --- planted: (parser, input, what the refusal says; None: it is taken) -----------------------------
 
 SENTENCE = b"T-0\ta\nH-0\t-1\tb\n"
-UNITS = (b"| Generate ", b"Generate x", b"| Generate x with beam=", b"[a", b"[a] dictionary: 1", b"S-9")
-LONG_LINES = (b"1,", b"9", b"Loaded checkpoint ", b"Loaded checkpoint x (epoch 1 @ ", b"1 of ", b"| {")
+UNITS = (
+    b"| Generate ",
+    b"Generate x",
+    b"| Generate x with beam=",
+    b"[a",
+    b"[a] dictionary: 1",
+    b"S-9",
+)
+LONG_LINES = (
+    b"1,",
+    b"9",
+    b"Loaded checkpoint ",
+    b"Loaded checkpoint x (epoch 1 @ ",
+    b"1 of ",
+    b"| {",
+)
 SIGNS = (".", '.".', '" ', "'", " ", ",", '."<', '..".')
 NINES = "9" * 5000
 ZEROS = "0" * 400
@@ -178,7 +203,14 @@ def log_with(key, number):
 
 
 IN_SCORES = (
-    *("", "[]", "[" * 100_000, '{"multi_bleu": 3}', '{"multi_bleu": {}}', '{"meta": {"evaluation": 3}}'),
+    *(
+        "",
+        "[]",
+        "[" * 100_000,
+        '{"multi_bleu": 3}',
+        '{"multi_bleu": {}}',
+        '{"meta": {"evaluation": 3}}',
+    ),
     *('{"multi_bleu": {"score": "12"}}', '{"multi_bleu": {"score": true}}', '{"meta": []}'),
     '{"multi_bleu": {"score": 1' + ZEROS + "}}",
     '{"sacrebleu": {"score": 1.0, "signature": []}}',
@@ -188,21 +220,32 @@ IN_STUDIES = (
         ({key: value}, key)
         for key, value in (("stage", "x"), ("threads", -5), ("levels", -1), ("seeds", 10**9))
     ),
-    *(({"study": name}, "study: must start") for name in ("/abs", "../../x", ".", "x" * 300, "a b")),
+    *(
+        ({"study": name}, "study: must start")
+        for name in ("/abs", "../../x", ".", "x" * 300, "a b")
+    ),
     *(({"margin": value}, "margin") for value in (float("nan"), -1)),
     ({"systems": {}}, "systems"),
     ({"set": {"train.flags.lr": "${oc.env:HOME}"}}, "set: .*`"),
-    ({"tuning": {"grid": {f"train.flags.k{n}": list(range(1000)) for n in range(3)}}}, "tuning.grid: .*runs"),
+    (
+        {"tuning": {"grid": {f"train.flags.k{n}": list(range(1000)) for n in range(3)}}},
+        "tuning.grid: .*runs",
+    ),
     ({"tuning": {"grid": {"train.flags.lr": [1, 1]}}}, "tuning.grid: has lr=1 twice"),
     ({"tuning": {"grid": {"train.flags.lr": []}}}, "tuning.grid: has no point"),
     ({"tuning": {}}, "tuning.grid: is missing"),
 )
 SYSTEM = "{label: a, recipe: r.yaml"
 STUDY_TEXTS = (
-    (f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A: {SYSTEM}}}\n  A: {SYSTEM}}}\n", "duplicate key A"),
+    (
+        f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A: {SYSTEM}}}\n  A: {SYSTEM}}}\n",
+        "duplicate key A",
+    ),
     (  # each `<<` doubles what is below it
         f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A0: {SYSTEM}, set: &b0 {{x: 1}}}}\n"
-        + "".join(f"  A{n}: {SYSTEM}, set: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}}}\n" for n in range(1, 28)),
+        + "".join(
+            f"  A{n}: {SYSTEM}, set: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}}}\n" for n in range(1, 28)
+        ),
         "more than 100,000 values",
     ),
 )
@@ -232,12 +275,23 @@ IN_RESULTS = (
 )
 OF_NONE = ("1e999", '"1e999"', "NaN", '"x"', "null", "[]", '"inf"', "1" + ZEROS)
 PLANTED = [
-    *(("generation-log", SENTENCE + unit * (MEGABYTE // len(unit)), "has no closing line") for unit in UNITS),
     *(
-        ("generation-log", SENTENCE + unit * (MEGABYTE // len(unit)) + b"| Generate test with beam=5: ", None)
+        ("generation-log", SENTENCE + unit * (MEGABYTE // len(unit)), "has no closing line")
         for unit in UNITS
     ),
-    ("generation-log", SENTENCE + b"S-" + NINES.encode() + b"\tx\nGenerate test with beam=5: \n", None),
+    *(
+        (
+            "generation-log",
+            SENTENCE + unit * (MEGABYTE // len(unit)) + b"| Generate test with beam=5: ",
+            None,
+        )
+        for unit in UNITS
+    ),
+    (
+        "generation-log",
+        SENTENCE + b"S-" + NINES.encode() + b"\tx\nGenerate test with beam=5: \n",
+        None,
+    ),
     *(("german", f'Er sagt: ."x {sign * (125_000 // len(sign))}'.encode(), None) for sign in SIGNS),
     ("train-log", b"\n".join(unit * (MEGABYTE // len(unit)) for unit in LONG_LINES), None),
     *(
@@ -252,12 +306,22 @@ PLANTED = [
     ),
     ("recipe-yaml", "\n".join([*NESTED, "summary: *a11\n"]).encode(), "more than 100,000 values"),
     ("recipe-yaml", b"a: b\n" * 100_000, "more than 262,144 bytes"),
-    *(("study-yaml", json.dumps({**STUDY, **change}).encode(), says) for change, says in IN_STUDIES),
+    *(
+        ("study-yaml", json.dumps({**STUDY, **change}).encode(), says)
+        for change, says in IN_STUDIES
+    ),
     *(("study-yaml", text.encode(), says) for text, says in STUDY_TEXTS),
     *(("record", json.dumps({**RECORD, **change}).encode(), says) for change, says in IN_RECORDS),
-    *(("record", data.encode(), "") for data in ("", "[]", "{}", '{"seed": 1, "seed": 2}', '["\\ud800"]')),
     *(
-        ("records", f"{LINE}{json.dumps({**RECORD, **change})}\n".encode(), says and f"line 2.*{says}")
+        ("record", data.encode(), "")
+        for data in ("", "[]", "{}", '{"seed": 1, "seed": 2}', '["\\ud800"]')
+    ),
+    *(
+        (
+            "records",
+            f"{LINE}{json.dumps({**RECORD, **change})}\n".encode(),
+            says and f"line 2.*{says}",
+        )
         for change, says in IN_RECORDS
     ),
     *(
@@ -267,7 +331,11 @@ PLANTED = [
     *(("records", data.encode(), None) for data in ("", "\n", LINE, f"{LINE}\n{LINE}")),
     *(("records", (LINE + LINE)[:-end].encode(), None) for end in (1, 2, 40)),  # cut off by a kill
     *(("translations", lzma.compress(tar), "sparse|damaged") for tar in TARS),
-    ("translations", lzma.compress(hostile_input.tar_of().replace(b"z", b"\xff")), "line 1: .*not UTF-8"),
+    (
+        "translations",
+        lzma.compress(hostile_input.tar_of().replace(b"z", b"\xff")),
+        "line 1: .*not UTF-8",
+    ),
     *(
         ("translations", data, "damaged")
         for data in (b"", lzma.compress(zip_of()), lzma.compress(hostile_input.tar_of())[:-9])
@@ -289,7 +357,9 @@ def test_what_was_planted_ends_soon_and_is_named(folder):
     wrong = []
     for number, (name, data, says) in enumerate(PLANTED):
         try:
-            said = refusal(PARSERS[name], data, folder, seconds=10.0 if name.endswith("-yaml") else 2.0)
+            said = refusal(
+                PARSERS[name], data, folder, seconds=10.0 if name.endswith("-yaml") else 2.0
+            )
         except BaseException as error:
             said = f"{type(error).__name__}: {error}"
         if says is None:
@@ -316,14 +386,18 @@ def test_odd_overrides_are_named(tmp_path, override):
 
 @pytest.mark.thorough
 def test_many_keys_are_read_soon(tmp_path):
-    recipe = {**RECIPE, "model": {"arch": "transformer", "flags": {f"k{n}": 1 for n in range(8000)}}}
+    recipe = {
+        **RECIPE,
+        "model": {"arch": "transformer", "flags": {f"k{n}": 1 for n in range(8000)}},
+    }
     (tmp_path / "input.yaml").write_text(dump_yaml(recipe))
     with processor_time(15.0):
         load_recipe(tmp_path / "input.yaml")
 
 
 @pytest.mark.parametrize(
-    "line", ['Ja."', '"Ja..." Nein', 'a.".."b', 'a."." ."b', 'a." <b', 'a."<b', '..."<', "...", '.".".".']
+    "line",
+    ['Ja."', '"Ja..." Nein', 'a.".."b', 'a."." ."b', 'a." <b', 'a."<b', '..."<', "...", '.".".".'],
 )
 def test_the_rule_for_dots_and_quotes_is_still_moses(line):
     """normalize-punctuation.perl: s/(\\.+)"(\\s*[^<])/"$1$2/g, the line end being one of the last signs."""
@@ -367,8 +441,12 @@ def test_a_packed_line_of_any_length_does_not_fill_the_memory(tmp_path, mark_bad
         assert "line 2" in found[1]
 
 
-@pytest.mark.parametrize("kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE])
-@pytest.mark.parametrize("read", [contents, lambda archive: extract(archive, ["x"], archive.parent)])
+@pytest.mark.parametrize(
+    "kind", [tarfile.GNUTYPE_LONGNAME, tarfile.GNUTYPE_LONGLINK, tarfile.XHDTYPE]
+)
+@pytest.mark.parametrize(
+    "read", [contents, lambda archive: extract(archive, ["x"], archive.parent)]
+)
 def test_a_name_of_any_length_does_not_fill_the_memory(tmp_path, kind, read):
     header = tarfile.TarInfo("././@LongLink")
     header.type = kind
@@ -385,8 +463,20 @@ def test_a_name_of_any_length_does_not_fill_the_memory(tmp_path, kind, read):
 
 def test_losses_and_speeds_that_are_no_numbers(tmp_path, capsys):
     rows = [
-        {"epoch": 1, "train_loss": "nan", "train_wps": "inf", "train_num_updates": "4", "train_wpb": "1e999"},
-        {"epoch": 2, "train_loss": [], "train_wps": {}, "train_num_updates": "6", "train_wpb": None},
+        {
+            "epoch": 1,
+            "train_loss": "nan",
+            "train_wps": "inf",
+            "train_num_updates": "4",
+            "train_wpb": "1e999",
+        },
+        {
+            "epoch": 2,
+            "train_loss": [],
+            "train_wps": {},
+            "train_num_updates": "6",
+            "train_wpb": None,
+        },
         {"epoch": 2, "valid_loss": "nan", "valid_ppl": "inf", "valid_num_updates": "6"},
     ]
     log = TrainLog(tmp_path / "train.jsonl", 3, None)
@@ -398,7 +488,10 @@ def test_losses_and_speeds_that_are_no_numbers(tmp_path, capsys):
     json.dumps(summary, allow_nan=False)
     scores = '{"lm_ppl": {"score": Infinity, "sd": NaN}, "multi_bleu": {"score": 1e999}}'
     (tmp_path / "scores.json").write_text(scores)
-    assert flat_metrics(read_scores(tmp_path / "scores.json")) == {"lm_ppl": None, "multi_bleu": None}
+    assert flat_metrics(read_scores(tmp_path / "scores.json")) == {
+        "lm_ppl": None,
+        "multi_bleu": None,
+    }
 
 
 # --- odd inputs -------------------------------------------------------------------------------------
@@ -474,5 +567,7 @@ def test_cases_are_different_and_repeatable():
     for parser in PARSERS.values():
         cases = [odd_input(parser, number, 5) for number in range(200)]
         assert cases == [odd_input(parser, number, 5) for number in range(200)]
-        assert len(set(cases)) > 130 and cases != [odd_input(parser, number, 6) for number in range(200)]
+        assert len(set(cases)) > 130 and cases != [
+            odd_input(parser, number, 6) for number in range(200)
+        ]
     assert repr(hostile_input.VALUES) == values

@@ -23,7 +23,11 @@ def text(name):
 
 def test_the_version_stands_in_one_place():
     done = subprocess.run(
-        [sys.executable, "setup.py", "--version"], cwd=ROOT, capture_output=True, text=True, check=True
+        [sys.executable, "setup.py", "--version"],
+        cwd=ROOT,
+        capture_output=True,
+        text=True,
+        check=True,
     )
     assert done.stdout.split()[-1] == moa_fairseq.__version__
     assert moa_fairseq.__version__ not in text("setup.py")
@@ -48,7 +52,9 @@ assert "moa_transformer_base" in ARCH_MODEL_REGISTRY
 
 def test_pythons_are_those_that_setup_takes():
     """All run the layers; fairseq's extra, setup.sh and the tests with fairseq take the older ones."""
-    lowest, below = map(int, re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', text("setup.py")).groups())
+    lowest, below = map(
+        int, re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', text("setup.py")).groups()
+    )
     above = int(re.search(r"ve-fairseq==[\d.]+; python_version < '3\.(\d+)'", text("setup.py"))[1])
     script = text("scripts/setup.sh")
     assert f"(3, {lowest}) <= sys.version_info[:2] <= (3, $newest)" in script
@@ -124,15 +130,21 @@ def test_setup_deletes_nothing_that_it_did_not_make(project, make, flag):
 def test_setup_takes_one_option_that_it_knows(project, flags):
     folder(project / ".venv")  # where it would stop otherwise
     done = setup(project / "scripts" / "setup.sh", *flags)
-    assert done.returncode == 1 and " ".join(flags) in done.stderr and str(project) not in done.stderr
+    assert (
+        done.returncode == 1 and " ".join(flags) in done.stderr and str(project) not in done.stderr
+    )
 
 
 @pytest.mark.parametrize("linked", ["checkout", "script"])
 def test_setup_finds_its_checkout_through_a_link(project, tmp_path, linked):
     """A stamp with the link's path would be another checkout's once the link is gone."""
     folder(project / ".venv")
-    (tmp_path / "link").symlink_to(project if linked == "checkout" else project / "scripts" / "setup.sh")
-    done = setup(tmp_path / "link" / "scripts" / "setup.sh" if linked == "checkout" else tmp_path / "link")
+    (tmp_path / "link").symlink_to(
+        project if linked == "checkout" else project / "scripts" / "setup.sh"
+    )
+    done = setup(
+        tmp_path / "link" / "scripts" / "setup.sh" if linked == "checkout" else tmp_path / "link"
+    )
     assert done.returncode == 1 and str(project / ".venv") in done.stderr
     assert not (tmp_path / ".venv").exists()
 
@@ -140,7 +152,9 @@ def test_setup_finds_its_checkout_through_a_link(project, tmp_path, linked):
 def test_setup_takes_a_python_with_a_blank_in_its_path(project, tmp_path):
     python = tmp_path / "my python" / "python"
     python.parent.mkdir()
-    python.write_text(f"#!/bin/sh\ncase $* in *venv*) echo \"$*\" > '{tmp_path}/asked'; exit 1;; esac\n")
+    python.write_text(
+        f"#!/bin/sh\ncase $* in *venv*) echo \"$*\" > '{tmp_path}/asked'; exit 1;; esac\n"
+    )
     python.chmod(0o755)
     assert setup(project / "scripts" / "setup.sh", python=python).returncode == 1
     assert str(project / ".venv") in (tmp_path / "asked").read_text()
@@ -156,7 +170,11 @@ def test_setup_refuses_an_environment_that_imports_another_checkout(project, tmp
     (project / ".venv" / "pyvenv.cfg").touch()
     (project / ".venv" / "lib").symlink_to(tmp_path / "other" / ".venv" / "lib")
     done = setup(project / "scripts" / "setup.sh")
-    assert done.returncode == 1 and f"{tmp_path / 'other'}," in done.stderr and str(project) in done.stderr
+    assert (
+        done.returncode == 1
+        and f"{tmp_path / 'other'}," in done.stderr
+        and str(project) in done.stderr
+    )
     assert os.readlink(site / "moa_fairseq") == str(tmp_path / "other" / "moa_fairseq")
 
 
@@ -171,7 +189,9 @@ def test_the_commit_hook_has_the_same_ruff():
 
 
 def test_what_the_integrations_are_tested_with_is_what_they_ask_for():
-    pins = dict(re.findall(r"^([\w-]+)==(\S+)", text("scripts/requirements-integrations.txt"), re.M))
+    pins = dict(
+        re.findall(r"^([\w-]+)==(\S+)", text("scripts/requirements-integrations.txt"), re.M)
+    )
     asked, *others = re.findall(r'"(?:hf|vision)": \[(.*?)\]', text("setup.py"), re.S)
     for words in re.findall(r'"(.*?)"', " ".join([asked, *others])):
         requirement = Requirement(words)
@@ -205,12 +225,21 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
         environment = {**os.environ, "PYTHONPATH": str(site), "PYTHONWARNINGS": "ignore"}
         return subprocess.run(
             [sys.executable, "-P", "-c", code, *words],
-            **{"cwd": tmp_path / "elsewhere", "env": environment, "text": True, "capture_output": True},
+            **{
+                "cwd": tmp_path / "elsewhere",
+                "env": environment,
+                "text": True,
+                "capture_output": True,
+            },
             timeout=300,
             check=False,
         )
 
-    for name in ("quickstart_moa", "configs/quickstart_moa.yaml", "configs/quickstart/quickstart_moa.yaml"):
+    for name in (
+        "quickstart_moa",
+        "configs/quickstart_moa.yaml",
+        "configs/quickstart/quickstart_moa.yaml",
+    ):
         done = run("recipe", name, "--dry-run", "--gpus", "0")
         assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
     done = run("recipe", "quickstart_mao", "--dry-run")
@@ -229,10 +258,14 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
         assert {path.name for path in (share / name).glob("*.json")} == {
             path.name for path in (ROOT / "results" / name).glob("*.json")
         }
-    code = "from moa_fairseq.layers.experts import validation; print(validation.shipped_path().parent)"
+    code = (
+        "from moa_fairseq.layers.experts import validation; print(validation.shipped_path().parent)"
+    )
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
-    found = subprocess.run([sys.executable, "-c", code], **place, capture_output=True, text=True, check=True)
+    found = subprocess.run(
+        [sys.executable, "-c", code], **place, capture_output=True, text=True, check=True
+    )
     assert Path(found.stdout.strip()) == share / "kernels"
     done = run("recipe", "wikitext103_lm_moa_47m", "--dry-run", "--gpus", "0")
     assert done.returncode == 0, done.stderr

@@ -26,7 +26,9 @@ def execute(monkeypatch, tmp_path):
     monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
 
     def run(code, **options):
-        process.Executor({"FROM_TEST": "yes"}).run(["program", code], tmp_path / "logs" / "x.log", **options)
+        process.Executor({"FROM_TEST": "yes"}).run(
+            ["program", code], tmp_path / "logs" / "x.log", **options
+        )
         return (tmp_path / "logs" / "x.log").read_text()
 
     return run
@@ -66,7 +68,10 @@ def test_without_output_file_the_log_has_both(execute):
             "import sys; print('CUDA out of memory', file=sys.stderr); sys.exit(1)",
             ["status 1", "train.max_tokens"],
         ),
-        ("raise OSError(28, 'No space left on device')", ["No space left", "free some space", "x.log"]),
+        (
+            "raise OSError(28, 'No space left on device')",
+            ["No space left", "free some space", "x.log"],
+        ),
         ("import os; os.kill(os.getpid(), 9)", ["signal 9", "memory"]),
         ("raise KeyError('odd')", ["status 1", "KeyError: 'odd'"]),
     ],
@@ -86,7 +91,12 @@ DIVERGED = "fairseq-train: error: The training has diverged: gradients are Nan/I
     [
         ("fairseq-train", DIVERGED, 1, Diverged),
         ("fairseq-train", "FloatingPointError: Minimum loss scale reached (0.0001)", 1, Diverged),
-        ("fairseq-train", "WARNING | NaN/Inf in a batch\nerror: No space left on device", 1, UserError),
+        (
+            "fairseq-train",
+            "WARNING | NaN/Inf in a batch\nerror: No space left on device",
+            1,
+            UserError,
+        ),
         ("fairseq-train", "killed", 1, UserError),
         ("moa-fairseq", "the recipe says so by its status", 3, Diverged),
         ("moa-fairseq", DIVERGED, 2, UserError),
@@ -205,7 +215,9 @@ def test_a_signal_while_the_child_is_started_is_not_lost(tmp_path):
         "with process.terminate_as_interrupt():\n"
         f"    process.Executor().run(command, Path({str(tmp_path / 'log')!r}))\n"
     )
-    ended = subprocess.run([sys.executable, "-c", parent], stderr=subprocess.PIPE, text=True, timeout=40)
+    ended = subprocess.run(
+        [sys.executable, "-c", parent], stderr=subprocess.PIPE, text=True, timeout=40
+    )
     assert ended.returncode == -signal.SIGINT and "Exception ignored" not in ended.stderr
 
 
@@ -231,7 +243,9 @@ def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
     for users in ("", "default"):
         monkeypatch.setenv("PYTHONWARNINGS", users)
         environment = process.environment_of_a_child()
-        done = subprocess.run([sys.executable, "-c", code], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", code], env=environment, capture_output=True, text=True
+        )
         assert "other" in done.stderr and "torch.jit" not in done.stderr
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -241,7 +255,9 @@ def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
     assert [warning.category for warning in caught] == [DeprecationWarning]
 
 
-@pytest.mark.parametrize("program, first", [("fairseq-train", "SIGTERM"), ("fairseq-generate", "SIGINT")])
+@pytest.mark.parametrize(
+    "program, first", [("fairseq-train", "SIGTERM"), ("fairseq-generate", "SIGINT")]
+)
 def test_a_training_is_told_to_save_before_it_is_interrupted(monkeypatch, tmp_path, program, first):
     """It saves a checkpoint at SIGTERM; other programs have nothing to save."""
     monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
@@ -279,7 +295,10 @@ def without_locks(number):
 def test_a_file_system_without_locks_is_no_other_run(monkeypatch, tmp_path, number, patience):
     """As NFS is without lockd; nobody is waited for."""
     monkeypatch.setattr(portalocker.Lock, "acquire", without_locks(number))
-    with pytest.raises(UserError, match="has no locks") as error, process.locked(tmp_path / "run", patience):
+    with (
+        pytest.raises(UserError, match="has no locks") as error,
+        process.locked(tmp_path / "run", patience),
+    ):
         pass
     assert os.strerror(number) in str(error.value) and str(tmp_path / "run") in str(error.value)
     assert "nother" not in str(error.value)
@@ -288,7 +307,10 @@ def test_a_file_system_without_locks_is_no_other_run(monkeypatch, tmp_path, numb
 @pytest.mark.parametrize("make", [os.mkdir, os.mkfifo])
 def test_a_lock_that_is_no_file_is_named(tmp_path, make):
     make(tmp_path / ".lock")
-    with pytest.raises(UserError, match=re.escape(str(tmp_path / ".lock"))), process.locked(tmp_path):
+    with (
+        pytest.raises(UserError, match=re.escape(str(tmp_path / ".lock"))),
+        process.locked(tmp_path),
+    ):
         pass
 
 

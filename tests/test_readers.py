@@ -11,13 +11,34 @@ LIST = Path(__file__).with_name("readers.yaml")
 FOLDERS = ("moa_fairseq", "benchmarks", "scripts", "data-prep", "docs")
 # As they are written in the source, whether they are called there or passed on.
 READERS = {
-    *("torch.load", "torch.jit.load", "torch.hub.load", "pickle.load", "pickle.loads", "pickle.Unpickler"),
+    *(
+        "torch.load",
+        "torch.jit.load",
+        "torch.hub.load",
+        "pickle.load",
+        "pickle.loads",
+        "pickle.Unpickler",
+    ),
     *("numpy.load", "np.load", "numpy.memmap", "np.memmap", "numpy.fromfile", "np.fromfile"),
     *("marshal.load", "marshal.loads", "shelve.open", "sqlite3.connect", "joblib.load"),
-    *("yaml.load", "yaml.safe_load", "yaml.unsafe_load", "OmegaConf.load", "json.load", "json.loads"),
+    *(
+        "yaml.load",
+        "yaml.safe_load",
+        "yaml.unsafe_load",
+        "OmegaConf.load",
+        "json.load",
+        "json.loads",
+    ),
     *("tarfile.open", "zipfile.ZipFile", "gzip.open", "bz2.open", "lzma.open", "zstandard.open"),
     *("torch.compile", "triton.autotune"),  # their caches hold programs
-    *("importlib.import_module", "runpy.run_path", "ctypes.CDLL", "ast.literal_eval", "eval", "exec"),
+    *(
+        "importlib.import_module",
+        "runpy.run_path",
+        "ctypes.CDLL",
+        "ast.literal_eval",
+        "eval",
+        "exec",
+    ),
 }
 # Of any object: libraries' classes and functions that open what they are given.
 ANY = {

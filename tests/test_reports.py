@@ -40,4 +40,7 @@ def test_nothing_is_left_behind(monkeypatch, capsys, caplog):
     report(monkeypatch, capsys)
     with caplog.at_level(logging.INFO):
         ROOM.info("seen by others")
-    assert "seen by others" in caplog.text and not logging.getLogger("moa_fairseq.experiments.data").handlers
+    assert (
+        "seen by others" in caplog.text
+        and not logging.getLogger("moa_fairseq.experiments.data").handlers
+    )

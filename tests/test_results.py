@@ -30,7 +30,9 @@ SECOND = "multi30k_ende_transformer_tiny_seed2"
 MIXTURES = [f"multi30k_ende_moa_tiny{name}" for name in ("_4k4e64d", "", "_release")]
 SETS = {"test_2016_flickr": "test", "test_2017_flickr": "test1", "test_2017_mscoco": "test2"}
 STUDIES = sorted(path.parent.name for path in (RESULTS / "studies").glob("*/report.json"))
-SIGNIFICANCE = json.loads((RESULTS / "analysis" / "significance-multi30k.json").read_text(encoding="utf-8"))
+SIGNIFICANCE = json.loads(
+    (RESULTS / "analysis" / "significance-multi30k.json").read_text(encoding="utf-8")
+)
 
 
 def record(name):
@@ -39,7 +41,10 @@ def record(name):
 
 def bleu(name):
     run = record(name)
-    return {s: {"test": run["metrics"], **run["other_subsets"]}[key]["multi_bleu"] for s, key in SETS.items()}
+    return {
+        s: {"test": run["metrics"], **run["other_subsets"]}[key]["multi_bleu"]
+        for s, key in SETS.items()
+    }
 
 
 def curve(name):
@@ -48,7 +53,9 @@ def curve(name):
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
     train = {line["epoch"]: float(line["train_nll_loss"]) for line in lines if "train_loss" in line}
     valid = {line["epoch"]: float(line["valid_loss"]) for line in lines if "valid_loss" in line}
-    return np.array([(epoch, train[epoch], valid[epoch]) for epoch in sorted(train.keys() & valid.keys())])
+    return np.array(
+        [(epoch, train[epoch], valid[epoch]) for epoch in sorted(train.keys() & valid.keys())]
+    )
 
 
 def cells(label):
@@ -63,7 +70,10 @@ def test_the_scores_and_p_values_of_the_table(test_set):
     expected = [f"{bleu(DENSE)[test_set]:.2f}"]
     for name in (SECOND, *MIXTURES):
         p = against[name]["p_value"]
-        expected += [f"{bleu(name)[test_set]:.2f}", f"{p:.2f}" if p >= 0.095 else f"{p:.2g}".ljust(5, "0")]
+        expected += [
+            f"{bleu(name)[test_set]:.2f}",
+            f"{p:.2f}" if p >= 0.095 else f"{p:.2g}".ljust(5, "0"),
+        ]
     assert cells(f"BLEU, {test_set}") == expected
 
 
@@ -76,10 +86,13 @@ def test_the_p_values_are_two_sided_and_of_these_outputs():
             for name, row in rows.items():
                 assert f"{name}/{test_set}.de" in translated
                 found = bleu(name)[test_set] - bleu(baseline)[test_set]
-                assert row["difference"] == pytest.approx(found, abs=0.011)  # <unk> in a log's references
+                # <unk> in a log's references
+                assert row["difference"] == pytest.approx(found, abs=0.011)
     below = {
         baseline: sum(
-            SIGNIFICANCE["sets"][s][baseline][name]["p_value"] < 0.05 for s in SETS for name in MIXTURES
+            SIGNIFICANCE["sets"][s][baseline][name]["p_value"] < 0.05
+            for s in SETS
+            for name in MIXTURES
         )
         for baseline in (DENSE, SECOND)
     }
@@ -91,10 +104,15 @@ def test_what_one_run_beside_two_cannot_show():
     one = bleu(DENSE)
     two = bleu(SECOND)
     apart = [abs(one[s] - two[s]) for s in SETS]
-    least = [math.tan(math.pi * 0.475) * difference / math.sqrt(2) * math.sqrt(1.5) for difference in apart]
+    least = [
+        math.tan(math.pi * 0.475) * difference / math.sqrt(2) * math.sqrt(1.5)
+        for difference in apart
+    ]
     assert [f"{value:.1f}" for value in least] == ["2.7", "9.5", "5.2"]
     page = " ".join(PAGE.split())
-    assert "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page and "2.7, 9.5 and 5.2 BLEU" in page
+    assert (
+        "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page and "2.7, 9.5 and 5.2 BLEU" in page
+    )
     first = record(DENSE)
     second = record(SECOND)
     assert first["hardware"] != second["hardware"] and first["commit"] != second["commit"]
@@ -103,7 +121,9 @@ def test_what_one_run_beside_two_cannot_show():
 def test_the_losses_of_the_table():
     curves = {name: curve(name) for name in (DENSE, SECOND, *MIXTURES)}
     best = [found[found[:, 2].argmin()] for found in curves.values()]
-    assert cells("lowest validation loss (epoch)") == [f"{row[2]:.3f} ({row[0]:.0f})" for row in best]
+    assert cells("lowest validation loss (epoch)") == [
+        f"{row[2]:.3f} ({row[0]:.0f})" for row in best
+    ]
     runs = [record(name) for name in curves]
     assert cells("epochs, updates") == [f"{run['epochs']}, {run['updates']:,}" for run in runs]
     assert cells("parameters") == [f"{run['parameters'] / 1e6:.2f}M" for run in runs]
@@ -116,7 +136,9 @@ def test_the_losses_of_the_table():
     assert cells("validation loss at equal training loss, − dense") == behind
 
 
-@pytest.mark.parametrize("path", sorted((RESULTS / "measured").glob("*.json")), ids=lambda path: path.stem)
+@pytest.mark.parametrize(
+    "path", sorted((RESULTS / "measured").glob("*.json")), ids=lambda path: path.stem
+)
 def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
     run = record(path.stem)
     config = find_recipe(Path(re.search(r" recipe (\S+)", run["command"]).group(1)))
@@ -129,11 +151,15 @@ def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
 
 def test_a_studys_commands_are_not_of_one_machine():
     files = [*(RESULTS / "studies").rglob("*.json*")]
-    found = [file.name for file in files if re.search(r"[ '=]/\w+/", file.read_text(encoding="utf-8"))]
+    found = [
+        file.name for file in files if re.search(r"[ '=]/\w+/", file.read_text(encoding="utf-8"))
+    ]
     assert files and not found
 
 
-@pytest.mark.parametrize("path", sorted(RESULTS.rglob("outputs.tar.xz")), ids=lambda path: path.parent.name)
+@pytest.mark.parametrize(
+    "path", sorted(RESULTS.rglob("outputs.tar.xz")), ids=lambda path: path.parent.name
+)
 def test_the_translations_are_those_that_were_scored(path):
     texts = contents(path)
     lines = path.with_name("outputs.sha256").read_text(encoding="utf-8").splitlines()

@@ -12,9 +12,25 @@ import moa_fairseq
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.plugin.patches.training import end_at_the_goal, load_patience, save_patience
 
-EPOCHS = ("--max-tokens", 100, "--max-epoch", 2, "--save-interval-updates", 4, "--keep-interval-updates", 2)
+EPOCHS = (
+    "--max-tokens",
+    100,
+    "--max-epoch",
+    2,
+    "--save-interval-updates",
+    4,
+    "--keep-interval-updates",
+    2,
+)
 # the second epoch, in which the kill comes, has G steps
-BCD = ("--task", "translation_bcd", "--bcd-g-every", 2, "--criterion", "label_smoothed_cross_entropy")
+BCD = (
+    "--task",
+    "translation_bcd",
+    "--bcd-g-every",
+    2,
+    "--criterion",
+    "label_smoothed_cross_entropy",
+)
 HASH = ("--router-choice", "hash", "--router-gates", "uniform", "--amp")
 CASES = {
     "moa": ("moa_transformer_tiny", (), "q_experts.weight"),
@@ -27,7 +43,11 @@ CASES = {
 
 def final(folder):
     state = load_checkpoint(folder / "checkpoint_last.pt")
-    return state["model"], state["extra_state"]["val_loss"], state["optimizer_history"][-1]["num_updates"]
+    return (
+        state["model"],
+        state["extra_state"]["val_loss"],
+        state["optimizer_history"][-1]["num_updates"],
+    )
 
 
 def assert_same_end(one, two):
@@ -74,7 +94,8 @@ def test_killed_and_resumed_equals_uninterrupted(fairseq, toy_data, tmp_path, ca
     assert f"@ {reached} updates" in resumed.stdout + resumed.stderr
     assert_same_end(final(whole), final(killed))
     name = f"encoder.layers.0.self_attn.{moving}"
-    assert not torch.allclose(part[name], final(whole)[0][name])  # it had not been finished before the kill
+    # It had not been finished before the kill
+    assert not torch.allclose(part[name], final(whole)[0][name])
 
 
 @pytest.mark.thorough
@@ -105,11 +126,22 @@ def test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so(fairseq, toy_data, t
 
 @pytest.mark.thorough
 @pytest.mark.parametrize("place", ["in the middle of epoch 2", "at the end of epoch 1"])
-def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(train_masked_lm, tmp_path, place):
+def test_a_resumed_masked_lm_sees_the_masks_of_an_uninterrupted_one(
+    train_masked_lm, tmp_path, place
+):
     """fairseq's own number of data workers, and nothing but its own command started twice."""
     whole = tmp_path / "whole"
     killed = tmp_path / "killed"
-    flags = ("--max-epoch", 2, "--num-workers", 1, "--log-interval", 1, "--save-interval-updates", 4)
+    flags = (
+        "--max-epoch",
+        2,
+        "--num-workers",
+        1,
+        "--log-interval",
+        1,
+        "--save-interval-updates",
+        4,
+    )
     train_masked_lm(whole, *flags)
     middle = f'"num_updates": "{final(whole)[2] * 3 // 4}"'
     words = "end of epoch 1 " if "end" in place else middle
@@ -158,7 +190,9 @@ def test_patience_goes_on_where_it_was(monkeypatch):
         assert stop.num_runs == left and stop(cfg, 2.25) == (left == 2)
 
 
-def test_another_architecture_is_refused_and_overwrites_nothing(fairseq, toy_data, toy_checkpoint, tmp_path):
+def test_another_architecture_is_refused_and_overwrites_nothing(
+    fairseq, toy_data, toy_checkpoint, tmp_path
+):
     (tmp_path / "checkpoint_last.pt").write_bytes(toy_checkpoint.read_bytes())
     before = (tmp_path / "checkpoint_last.pt").read_bytes()
     done = fairseq.train(toy_data, tmp_path, arch="transformer", check=False)

@@ -119,7 +119,8 @@ def test_nothing_private_is_imported_from_another_room():
     wrong = [
         f"{file}:{line}: {module}"
         for file, line, module in imports()
-        if any(part.startswith("_") for part in parts_of(module)) and room_of(module) != room_of(file)
+        if any(part.startswith("_") for part in parts_of(module))
+        and room_of(module) != room_of(file)
     ]
     assert not wrong, "\n".join(wrong)
 

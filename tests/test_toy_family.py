@@ -25,7 +25,9 @@ def start(fairseq):
 
 @pytest.fixture
 def moa_fairseq(fairseq):
-    return lambda *args: fairseq("moa", "--user-dir", TOY, *args, env={"PYTHONPATH": str(ROOT)}).stdout
+    return lambda *args: (
+        fairseq("moa", "--user-dir", TOY, *args, env={"PYTHONPATH": str(ROOT)}).stdout
+    )
 
 
 @pytest.mark.parametrize("plugin", [[], ["--user-dir", "folder"], ["--user-dir=folder"]])
@@ -36,7 +38,9 @@ def test_the_verb_is_found_after_the_plugin(plugin):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_it_trains_generates_counts_and_is_analysed(fairseq, moa_fairseq, toy_data, tmp_path, capsys):
+def test_it_trains_generates_counts_and_is_analysed(
+    fairseq, moa_fairseq, toy_data, tmp_path, capsys
+):
     flags = ("--max-epoch", 1, "--user-dir", TOY, "--parity-scale", 1.5)
     log = fairseq.train(toy_data, tmp_path, *flags, arch=ARCH).stdout
     assert '"train_max_load"' in log  # the routers' statistics are logged as of any family
@@ -47,7 +51,18 @@ def test_it_trains_generates_counts_and_is_analysed(fairseq, moa_fairseq, toy_da
 
     cost = json.loads(moa_fairseq("complexity", "--arch", ARCH, "--json"))
     assert (
-        main(["complexity", "--arch", "mae_transformer_tiny", "--json", "--", "--mae-gate", "uniform"]) == 0
+        main(
+            [
+                "complexity",
+                "--arch",
+                "mae_transformer_tiny",
+                "--json",
+                "--",
+                "--mae-gate",
+                "uniform",
+            ]
+        )
+        == 0
     )
     dense = json.loads(capsys.readouterr().out)
     assert cost["macs"] == dense["macs"] and cost["parameters"] == dense["parameters"]
@@ -116,7 +131,9 @@ def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_
     run = tmp_path / "run"
     for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):
         done = start(*where, "--data", toy_data, "--gpus", 0, "--save-dir", run)
-        assert done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
+        assert (
+            done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
+        )
 
 
 @pytest.mark.thorough
@@ -124,7 +141,16 @@ def test_a_plugin_without_this_package_is_refused(start, toy_data, tmp_path):
     """fairseq's commands would know neither the criterions nor what is mended in fairseq."""
     (tmp_path / "mine").mkdir()
     (tmp_path / "mine" / "__init__.py").touch()
-    line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", tmp_path / "run")
+    line = (
+        "recipe",
+        write_recipe(tmp_path),
+        "--data",
+        toy_data,
+        "--gpus",
+        0,
+        "--save-dir",
+        tmp_path / "run",
+    )
     done = start("--user-dir", tmp_path / "mine", *line)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
     assert f"--user-dir {tmp_path / 'mine'}" in done.stderr and "import moa_fairseq" in done.stderr

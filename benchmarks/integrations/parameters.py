@@ -44,13 +44,17 @@ def rows() -> list[tuple[str, float, float | None]]:
     found: list[tuple[str, float, float | None]] = []
     with torch.device("meta"):
         for size, printed in DIT.items():
-            found.append((f"DiT-{size}/2, without the fixed positions", count(DiT(size)), printed[0]))
+            found.append(
+                (f"DiT-{size}/2, without the fixed positions", count(DiT(size)), printed[0])
+            )
             for percent in (90, 75):
                 model = DiT(size, MIXTURES[size, percent])
                 name = f"MoH-DiT-{size}/2, {percent} % of the heads, with the fixed positions"
                 found.append((name, count(model, frozen=True), printed[1]))
         for name, (arch, printed_alone) in TIMM.items():
-            found.append((f"{name} (timm: `{arch}`)", count(timm.create_model(arch)), printed_alone))
+            found.append(
+                (f"{name} (timm: `{arch}`)", count(timm.create_model(arch)), printed_alone)
+            )
         for name in ("DeiT-S", "DeiT-B"):
             for router in ("query-norm", "learned"):
                 model = timm.create_model(TIMM[name][0])
@@ -73,7 +77,9 @@ def page() -> str:
     lines += ["In millions. `python benchmarks/integrations/parameters.py` writes this page.", ""]
     lines += ["| Model | counted | printed |", "| --- | --: | --: |"]
     for name, counted, printed in rows():
-        lines.append(f"| {name} | {counted:,.2f} | {'' if printed is None else format(printed, ',')} |")
+        lines.append(
+            f"| {name} | {counted:,.2f} | {'' if printed is None else format(printed, ',')} |"
+        )
     return "\n".join(lines)
 
 

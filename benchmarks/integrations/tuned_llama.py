@@ -102,7 +102,9 @@ def text(folder: Path) -> tuple[Tensor, Tensor]:
         plain = folder / f"wikitext-2.{part}.txt"
         packed = Path(f"{plain}.gz")
         if not plain.exists() and not packed.exists():
-            raise UserError(f"--from {folder} has no {plain.name}, nor the same with .gz: name its folder.")
+            raise UserError(
+                f"--from {folder} has no {plain.name}, nor the same with .gz: name its folder."
+            )
         data = plain.read_bytes() if plain.exists() else gzip.decompress(packed.read_bytes())
         found.append(torch.frombuffer(bytearray(data), dtype=torch.uint8).long())
     return found[0], found[1]
@@ -140,7 +142,9 @@ def evaluate(model: torch.nn.Module, rows: Tensor) -> float:
     """Nats a byte; the same draws each time."""
     torch.manual_seed(0)
     model.eval()
-    return sum(model(part, labels=part).loss.item() * len(part) for part in rows.split(BATCH)) / len(rows)
+    return sum(
+        model(part, labels=part).loss.item() * len(part) for part in rows.split(BATCH)
+    ) / len(rows)
 
 
 def arm_of(name: str, dense: LlamaForCausalLM) -> torch.nn.Module:
@@ -156,7 +160,9 @@ def arm_of(name: str, dense: LlamaForCausalLM) -> torch.nn.Module:
 
 def record(path: Path, content: dict[str, Any]) -> None:
     with open("/proc/cpuinfo", encoding="utf-8") as stream:
-        cpu = next((line.split(":")[1].strip() for line in stream if line.startswith("model name")), "")
+        cpu = next(
+            (line.split(":")[1].strip() for line in stream if line.startswith("model name")), ""
+        )
     facts = {
         "sizes": SIZES,
         "training": TRAINING,
@@ -179,14 +185,18 @@ def run(seed: int, data: tuple[Tensor, Tensor], work: Path, output: Path) -> Non
     valid = valid[:ROWS]
     generator = torch.Generator().manual_seed(seed)
     count = BATCH * (TRAINING["updates"] + TUNING["updates"])
-    order = torch.cat([torch.randperm(len(rows), generator=generator) for _ in range(-(-count // len(rows)))])
+    order = torch.cat(
+        [torch.randperm(len(rows), generator=generator) for _ in range(-(-count // len(rows)))]
+    )
     first, second = order[:count].split([BATCH * TRAINING["updates"], BATCH * TUNING["updates"]])
     folder = work / f"dense-seed{seed}"
     if not (folder / "config.json").exists():
         torch.manual_seed(seed)
         dense = LlamaForCausalLM(LlamaConfig(**SIZES))
         began = time.process_time()
-        with tqdm(total=TRAINING["updates"], desc=f"seed {seed}: dense", mininterval=10) as progress:
+        with tqdm(
+            total=TRAINING["updates"], desc=f"seed {seed}: dense", mininterval=10
+        ) as progress:
             train(dense, rows, first, TRAINING, progress)
         seconds = time.process_time() - began
         loss = evaluate(dense, valid)
@@ -198,7 +208,9 @@ def run(seed: int, data: tuple[Tensor, Tensor], work: Path, output: Path) -> Non
         (partial / "provenance.json").write_text(json.dumps(MADE_BY), encoding="utf-8")
         os.replace(partial, folder)
     maker = folder / "provenance.json"
-    base_commit = json.loads(maker.read_text(encoding="utf-8"))["commit"] if maker.exists() else None
+    base_commit = (
+        json.loads(maker.read_text(encoding="utf-8"))["commit"] if maker.exists() else None
+    )
     for name in ARMS:
         path = output / f"{name.replace(' ', '_').lower()}-seed{seed}.json"
         if path.exists():
@@ -226,7 +238,8 @@ def report(output: Path) -> None:
     print("| Heads of a token | before tuning | after |\n| --- | --: | --: |")
     for name, runs in found.items():
         means = {
-            key: sum(runs[seed][key] for seed in seeds) / max(1, len(seeds)) for key in ("before", "loss")
+            key: sum(runs[seed][key] for seed in seeds) / max(1, len(seeds))
+            for key in ("before", "loss")
         }
         content["arms"][name] = means
         print(f"| {name} | {means['before']:.4f} | {means['loss']:.4f} |")
@@ -238,7 +251,9 @@ def report(output: Path) -> None:
             interval = f"{row.low:+.4f} … {row.high:+.4f}"
             lines.append(f"| {first} − {second} | {row.mean:+.4f} | {interval} | {row.p:.2g} |")
             values = {key: getattr(row, key) for key in ("n", "mean", "low", "high", "p")}
-            content["compared"].append({"first": first, "second": second, **values, "each": differences})
+            content["compared"].append(
+                {"first": first, "second": second, **values, "each": differences}
+            )
     print("", *lines, sep="\n")
     with atomic_write(output / "report.json") as stream:
         json.dump(content, stream, indent=1)
@@ -250,15 +265,23 @@ def main() -> None:
     parser = argparse.ArgumentParser(
         description=__doc__.replace("%", "%%"), formatter_class=argparse.RawDescriptionHelpFormatter
     )
-    parser.add_argument("--from", dest="folder", type=Path, required=True, help="folder of the text")
+    parser.add_argument(
+        "--from", dest="folder", type=Path, required=True, help="folder of the text"
+    )
     parser.add_argument("--seeds", type=int, default=5, help="how many, from 101")
-    parser.add_argument("--work", type=Path, default=ROOT / "runs" / "tuned_llama", help="dense models")
-    parser.add_argument("--output", type=Path, default=ROOT / "results" / "tuned_llama", help="records")
+    parser.add_argument(
+        "--work", type=Path, default=ROOT / "runs" / "tuned_llama", help="dense models"
+    )
+    parser.add_argument(
+        "--output", type=Path, default=ROOT / "results" / "tuned_llama", help="records"
+    )
     parser.add_argument("--miniature", action="store_true", help="tiny sizes: to see that it works")
     args = parser.parse_args()
     if args.miniature:
         if args.output == parser.get_default("output") or args.work == parser.get_default("work"):
-            parser.error("--miniature needs --output DIR and --work DIR: its numbers are not results")
+            parser.error(
+                "--miniature needs --output DIR and --work DIR: its numbers are not results"
+            )
         TRAINING.update(updates=4, warm_up=2)
         TUNING.update(updates=2, warm_up=1)
         globals()["ROWS"] = BATCH

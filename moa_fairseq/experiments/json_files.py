@@ -34,7 +34,9 @@ LOCK_SECONDS = 60  # how long another process may take to append a line
 def is_number(value: Any) -> bool:
     """True for a finite int or float that fits into a float; false for true and false."""
     try:
-        return isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        return (
+            isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
+        )
     except OverflowError:  # an int of some hundred digits
         return False
 
@@ -54,7 +56,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
 # for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TAGS = [
-    f"tag:yaml.org,2002:{name}" for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")
+    f"tag:yaml.org,2002:{name}"
+    for name in ("map", "seq", "str", "int", "float", "bool", "null", "merge")
 ]
 
 
@@ -70,7 +73,9 @@ def read_json(path: Path, remedy: str) -> Any:
         UserError: naming the file, for what is no ordinary file, too long, not JSON, holds a key twice or
             half a letter (a lone surrogate).
     """
-    return _read(path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy)
+    return _read(
+        path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy
+    )
 
 
 def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
@@ -158,7 +163,9 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
         except portalocker.LockException as error:  # held, or no locks at all: told apart
             refuse_without_locks(path, error)
             remedy = "Look for what holds it, and run the same command again."
-            raise UserError(f"{path} was locked for {LOCK_SECONDS} s by another process. {remedy}") from error
+            raise UserError(
+                f"{path} was locked for {LOCK_SECONDS} s by another process. {remedy}"
+            ) from error
         sync_folder(path.parent)
 
 
@@ -198,7 +205,9 @@ def saved_json(path: Path) -> dict[str, Any]:
         return {}
     except UserError as error:  # damaged
         # below a file there is none
-        if isinstance(error.__cause__, OSError) and not isinstance(error.__cause__, NotADirectoryError):
+        if isinstance(error.__cause__, OSError) and not isinstance(
+            error.__cause__, NotADirectoryError
+        ):
             raise
         return {}
     return content if isinstance(content, dict) else {}
@@ -329,4 +338,6 @@ def check_kinds(
     for key, kind in kinds.items():
         value = mapping.get(key)
         if value is not None and not _KINDS[kind](value):
-            raise UserError(f"{where}: {str(key)[:80]} must be {kind}, not {reprlib.repr(value)}. {remedy}")
+            raise UserError(
+                f"{where}: {str(key)[:80]} must be {kind}, not {reprlib.repr(value)}. {remedy}"
+            )

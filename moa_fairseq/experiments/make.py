@@ -138,7 +138,9 @@ def make(
             keep_command(whole, commands or folder / COMMANDS)
         for step in steps:
             if wanted(step):
-                facts[step.name] = _make_one(step, folder, executor, commands or folder / COMMANDS, prefix)
+                facts[step.name] = _make_one(
+                    step, folder, executor, commands or folder / COMMANDS, prefix
+                )
             elif step.in_place:
                 records = read_step_records(folder)
                 mark = step.as_of_today(records.get(step.name, {}))
@@ -151,9 +153,16 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
     inputs = _resolved(step, records)
     mark = step.as_of_today(records.get(step.name, {}))
     fingerprint = fingerprint_of(inputs | dict(step.used(mark.get("facts"), True)), dict(step.goal))
-    if mark.get("fingerprint") and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint:
+    if (
+        mark.get("fingerprint")
+        and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint
+    ):
         files = mark["files"]
-        if step.begun if step.in_place else files and files.items() <= _sizes(step.output, folder).items():
+        if (
+            step.begun
+            if step.in_place
+            else files and files.items() <= _sizes(step.output, folder).items()
+        ):
             log.info("%s: done before (%s)", step.name, step.output)
             return mark["facts"]
     conditions = step.conditions() if callable(step.conditions) else step.conditions
@@ -189,7 +198,9 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         )
         facts = step.finish(partial)
     if not partial.exists() or (partial.is_dir() and not any(partial.iterdir())):
-        raise UserError(f"{step.name} ended without writing {step.output}; see {folder / step.name}.log.")
+        raise UserError(
+            f"{step.name} ended without writing {step.output}; see {folder / step.name}.log."
+        )
     files = {}
     if step.in_place:
         facts = before | {key: value for key, value in (facts or {}).items() if value is not None}
@@ -200,7 +211,13 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
         files = _sizes(step.output, folder)
     inputs.update(step.used(facts, False))
     fingerprint = fingerprint_of(inputs, dict(step.goal))
-    values = {"inputs": inputs, "goal": dict(step.goal), "facts": facts, "files": files, "made_by": made_by}
+    values = {
+        "inputs": inputs,
+        "goal": dict(step.goal),
+        "facts": facts,
+        "files": files,
+        "made_by": made_by,
+    }
     write_step_record(folder, step.name, fingerprint=fingerprint, **values)
     return facts
 
@@ -215,7 +232,9 @@ def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any
             f"{step.output} holds files of which {STATE} beside it says nothing: this version of this recipe "
             f"did not make them, or {STATE} was damaged. {remedy}"
         )
-    listed = "; ".join(f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5])
+    listed = "; ".join(
+        f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5]
+    )
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
@@ -226,7 +245,9 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
         if isinstance(value, Step):
             if not value.output.exists():
                 stage = value.name.partition("-")[0]
-                raise UserError(f"{value.output} is missing: run --stage {stage} first (or --stage all).")
+                raise UserError(
+                    f"{value.output} is missing: run --stage {stage} first (or --stage all)."
+                )
             fingerprint = known.get(value.name, {}).get("fingerprint")
             return [fingerprint, *(file_signature(value.output) if value.output.is_file() else ())]
         if isinstance(value, Path):
@@ -311,7 +332,11 @@ def keep_command(line: str, commands: Path) -> None:
     lines = []
     if commands.is_file():
         lines = commands.read_text(encoding="utf-8").splitlines()
-    lines = lines or ["#!/usr/bin/env bash", "# What was executed here, in order.", "set -euo pipefail"]
+    lines = lines or [
+        "#!/usr/bin/env bash",
+        "# What was executed here, in order.",
+        "set -euo pipefail",
+    ]
     if line not in lines:
         with atomic_write(commands) as stream:
             stream.write("\n".join([*lines, line]) + "\n")

@@ -19,7 +19,16 @@ from typing import Any
 import moa_fairseq
 from moa_fairseq.errors import UserError
 
-TOOLS = ("subword-nmt", "sacremoses", "sentencepiece", "regex", "torch", "numpy", "fairseq", "ve-fairseq")
+TOOLS = (
+    "subword-nmt",
+    "sacremoses",
+    "sentencepiece",
+    "regex",
+    "torch",
+    "numpy",
+    "fairseq",
+    "ve-fairseq",
+)
 
 DIRTY = "-dirty"  # behind a commit
 GIT_SECONDS = 60
@@ -106,11 +115,18 @@ def commit() -> str | None:
         return from_environment  # there is no git
     except subprocess.CalledProcessError as error:
         in_repository = any((folder / ".git").exists() for folder in path.parents)
-        if from_environment or error.cmd[3] != "ls-files" or error.returncode == 1 or not in_repository:
+        if (
+            from_environment
+            or error.cmd[3] != "ls-files"
+            or error.returncode == 1
+            or not in_repository
+        ):
             return from_environment  # no repository has this file in a commit
         message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
         problem = f"git cannot read the repository of {path.parents[1]} ({message})"
-        raise UserError(f"{problem}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT.") from error
+        raise UserError(
+            f"{problem}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
+        ) from error
     except subprocess.TimeoutExpired as error:
         if from_environment:
             return from_environment

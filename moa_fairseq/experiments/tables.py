@@ -79,10 +79,16 @@ class Table(NamedTuple):
 
 
 def _wrapped(
-    line: Sequence[str], columns: Sequence[Column], widths: Sequence[int], gap: str, is_head: bool = False
+    line: Sequence[str],
+    columns: Sequence[Column],
+    widths: Sequence[int],
+    gap: str,
+    is_head: bool = False,
 ) -> list[str]:
     """A row of a table in as many lines as its longest cell needs."""
-    wrapped = [textwrap.wrap(text, size, break_on_hyphens=is_head) for text, size in zip(line, widths)]
+    wrapped = [
+        textwrap.wrap(text, size, break_on_hyphens=is_head) for text, size in zip(line, widths)
+    ]
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
         padded = []
@@ -114,7 +120,9 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
             lines = []
             for line in map(plain, block.splitlines()):
                 indent = "  " if line.startswith("- ") else ""
-                lines.append(textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False))
+                lines.append(
+                    textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False)
+                )
             parts.append("\n".join(lines))
     return "\n\n".join(part for part in parts if part) + "\n"
 
@@ -148,7 +156,9 @@ class Terminal:
         return getattr(self.stream, name)
 
 
-def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int) -> tuple[list[int], str]:
+def _widths(
+    columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
+) -> tuple[list[int], str]:
     """The columns' widths, and what stands between them: the widest column gives way until a line fits."""
     widths = [max(map(len, texts)) for texts in zip(*lines)]
     heads = [text.replace("-", "- ") for text in lines[0]]  # where they may be broken
@@ -159,10 +169,14 @@ def _widths(columns: Sequence[Column], lines: Sequence[Sequence[str]], width: in
     for index, column in enumerate(columns):
         if column.form:
             unbroken[index] = max(words[index], *map(len, texts_of[index][1:]))
-    broken = [word if column.form else min(word, _BREAKABLE) for word, column in zip(words, columns)]
+    broken = [
+        word if column.form else min(word, _BREAKABLE) for word, column in zip(words, columns)
+    ]
     for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
         room = width - len(gap) * (len(widths) - 1)
-        while sum(widths) > room and (wide := [n for n, size in enumerate(widths) if size > least[n]]):
+        while sum(widths) > room and (
+            wide := [n for n, size in enumerate(widths) if size > least[n]]
+        ):
             widths[max(wide, key=widths.__getitem__)] -= 1
         if sum(widths) <= room:
             break

@@ -64,7 +64,9 @@ class Block(nn.Module):
     def __init__(self, width: int, attention: Attention):
         super().__init__()
         self.attention = attention
-        self.mlp = nn.Sequential(nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width))
+        self.mlp = nn.Sequential(
+            nn.Linear(width, 4 * width), nn.GELU("tanh"), nn.Linear(4 * width, width)
+        )
         self.condition = nn.Linear(width, 6 * width)
 
     def forward(self, x: Tensor, condition: Tensor) -> tuple[Tensor, tuple[Routing, ...]]:
@@ -121,9 +123,15 @@ class DiT(nn.Module):
         self.classes = classes
         self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
         half = waves(torch.arange(self.side), width // 2)
-        places = [half.repeat(self.side, 1), half.repeat_interleave(self.side, 0)]  # of columns, of rows
+        # Of columns, of rows
+        places = [
+            half.repeat(self.side, 1),
+            half.repeat_interleave(self.side, 0),
+        ]
         self.positions = nn.Parameter(torch.cat(places, 1), requires_grad=False)
-        self.level = nn.Sequential(nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width))
+        self.level = nn.Sequential(
+            nn.Linear(FREQUENCIES, width), nn.SiLU(), nn.Linear(width, width)
+        )
         self.label = nn.Embedding(classes + 1, width)
         self.blocks = nn.ModuleList()
         for sizes in by_depth:
@@ -141,7 +149,9 @@ class DiT(nn.Module):
                 nn.init.zeros_(parameter)
         nn.init.normal_(self.label.weight, std=0.02)
 
-    def forward(self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False) -> Any:
+    def forward(
+        self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False
+    ) -> Any:
         """One step of denoising. In training a tenth of the classes, drawn anew each time, count as none.
 
         Args:

@@ -77,7 +77,9 @@ class MixtureSettings:
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
             have = ", ".join(cls.__dataclass_fields__)
-            raise UserError(f"{', '.join(unknown)}: no setting of this version, whose settings are {have}.")
+            raise UserError(
+                f"{', '.join(unknown)}: no setting of this version, whose settings are {have}."
+            )
         settings = cls(**fields)
         check_choice("router", settings.router, ROUTERS)
         check_choice("scaling", settings.scaling, SCALINGS)
@@ -97,18 +99,36 @@ class MixtureSettings:
             pairs = [each for each in layers if each is not None]
         else:
             pairs = []
-        paired = all(isinstance(p, (list, tuple)) and len(p) == 2 and all(map(whole, p)) for p in pairs)
+        paired = all(
+            isinstance(p, (list, tuple)) and len(p) == 2 and all(map(whole, p)) for p in pairs
+        )
         need = "give a list of (shared heads, active), at least one, or None for what stays dense"
         check("layers", layers is None or (pairs and paired), need)
         for name in ("shared_heads", "active"):
             number = getattr(settings, name)
-            check(name, layers or whole(number), "give a whole number of heads, or layers in place of both")
-            check(name, number is None or not layers, "leave it out, or layers, which has the numbers")
-        check("balance", type(beta) in (int, float) and 0 <= beta < math.inf, "give a number from 0 up")
-        check("scaling", not norms or settings.scaling == cls.scaling, "query-norm has none: leave it out")
+            check(
+                name,
+                layers or whole(number),
+                "give a whole number of heads, or layers in place of both",
+            )
+            check(
+                name, number is None or not layers, "leave it out, or layers, which has the numbers"
+            )
+        check(
+            "balance",
+            type(beta) in (int, float) and 0 <= beta < math.inf,
+            "give a number from 0 up",
+        )
+        check(
+            "scaling",
+            not norms or settings.scaling == cls.scaling,
+            "query-norm has none: leave it out",
+        )
         through = norms or settings.straight_through == cls.straight_through
         check("straight_through", through, "the learned router has none: leave it out")
-        check("output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out")
+        check(
+            "output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out"
+        )
         named = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
         check("queries", named, "name what query-norm shall read, or leave it out")
         return settings
@@ -164,14 +184,19 @@ class HeadMixture(nn.Module):
                 f"shared_heads {shared} and active {active} do not fit {num_heads} heads: active counts the "
                 "shared heads too, and must be larger, unless all heads are shared."
             )
-        norms = [n for n, m in attention.named_children() if "Norm" in type(m).__name__ and n[0] not in "qkv"]
+        norms = [
+            n
+            for n, m in attention.named_children()
+            if "Norm" in type(m).__name__ and n[0] not in "qkv"
+        ]
         if norms or kind.startswith(("BitNet", "DiffLlama")):
             raise UserError(
                 f"{kind} changes its heads before {output} ({', '.join(norms) or 'by pairs'}), so "
                 "that what a gate would weight there is no head: leave such a model dense."
             )
         projection = getattr(attention, output)
-        shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))  # Conv1D names no features
+        # Conv1D names no features
+        shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))
         self.width = getattr(projection, "in_features", shape[0])
         to = getattr(projection, "out_features", shape[-1])
         if settings.output and (re.match(r"w?[qkv]|.*_[qkv]$", output, re.I) or to != model_dim):
@@ -180,12 +205,18 @@ class HeadMixture(nn.Module):
                 "what does, or leave it out."
             )
         if not self.width or self.width % num_heads:
-            raise UserError(f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads.")
+            raise UserError(
+                f"{kind}.{output} reads {self.width} values, no multiple of {num_heads} heads."
+            )
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
             wide = self.width * (1 + 2 * (settings.queries == FUSED))
             other = re.match("w?[kv]|.*_[kv]$", settings.queries, re.I)
-            if other or settings.queries == output or getattr(queries, "out_features", None) != wide:
+            if (
+                other
+                or settings.queries == output
+                or getattr(queries, "out_features", None) != wide
+            ):
                 raise UserError(
                     f"queries={settings.queries!r} does not fit: {kind} has no such projection to queries, "
                     f'{self.width} wide. Give its name, or take router="learned".'
@@ -203,11 +234,16 @@ class HeadMixture(nn.Module):
         self.output = output
         self.queries = settings.queries
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
-        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))  # averages cut integers
+        # Averages cut integers
+        self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
         saved = state_dict.get(prefix + "sizes")
-        if saved is not None and not saved.is_meta and tuple(saved.float().round().tolist()) != self.facts:
+        if (
+            saved is not None
+            and not saved.is_meta
+            and tuple(saved.float().round().tolist()) != self.facts
+        ):
             raise UserError(
                 f"{prefix[:-1]} was saved with shared_heads, active and place of scaling in {SCALINGS} = "
                 f"{saved.tolist()}, but has {[*self.facts]}: call to_mixture_of_heads with what was saved."
@@ -232,7 +268,9 @@ class HeadMixture(nn.Module):
                 collector.add((self, routing, lost))
 
 
-def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any) -> None:
+def install(
+    attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any
+) -> None:
     """Give attentions of one model their mixtures.
 
     Args:
@@ -247,7 +285,9 @@ def install(attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSe
     count = len(attentions)
     by_layer: Any = settings.layers or [(settings.shared_heads, settings.active)] * count
     if len(by_layer) != count:
-        raise UserError(f"layers={by_layer} does not fit: give {count} entries, one for each attention.")
+        raise UserError(
+            f"layers={by_layer} does not fit: give {count} entries, one for each attention."
+        )
     for (attention, output, width, heads), sizes in zip(attentions, by_layer):
         if sizes is not None:
             made = HeadMixture(attention, width, heads, sizes, output, settings)
@@ -272,7 +312,11 @@ def _backward() -> int | None:
 class _Routings:  # a list would be a guard of torch.compile, which would compile anew for each length
     def __init__(self) -> None:
         self.backward = _backward()
-        self.last: Any = ((), ())  # (mixture, routing, whether its gradient is lost), and those before it
+        # (mixture, routing, whether its gradient is lost), and those before it
+        self.last: Any = (
+            (),
+            (),
+        )
 
     def add(self, found: Any) -> None:
         if torch.compiler.is_dynamo_compiling():

@@ -19,14 +19,23 @@ from transformers import MODEL_FOR_CAUSAL_LM_MAPPING as CAUSAL
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.integrations.heads import OUTPUTS, MixtureSettings, balance_loss, collect_routings, install
+from moa_fairseq.integrations.heads import (
+    OUTPUTS,
+    MixtureSettings,
+    balance_loss,
+    collect_routings,
+    install,
+)
 
 _PREFIX = "MoH"
 _IGNORED = -100  # the label of a position without a loss
 
 
 def to_mixture_of_heads(
-    model: PreTrainedModel, shared_heads: int | None = None, active: int | None = None, **settings: Any
+    model: PreTrainedModel,
+    shared_heads: int | None = None,
+    active: int | None = None,
+    **settings: Any,
 ) -> PreTrainedModel:
     """Turn a dense causal language model into a mixture of heads, in place.
 
@@ -43,16 +52,22 @@ def to_mixture_of_heads(
     base: Any = type(model)
     kind = base.__name__
     if isinstance(getattr(model, "config", None), _MixtureConfig):
-        raise UserError(f"{kind} is a mixture of heads already: load the dense model, and convert it.")
+        raise UserError(
+            f"{kind} is a mixture of heads already: load the dense model, and convert it."
+        )
     if not isinstance(model, PreTrainedModel):
-        raise UserError(f"{kind} is not a transformers model: convert the model before you wrap it.")
+        raise UserError(
+            f"{kind} is not a transformers model: convert the model before you wrap it."
+        )
     if not _is_causal_lm(base):
         alone = type(model.config) in CAUSAL and not model.config.is_encoder_decoder
         if alone:
             remedy = "load it with AutoModelForCausalLM"
         else:
             remedy = "leave it dense"
-        raise UserError(f"{kind} is not a causal language model, and only those can be converted: {remedy}.")
+        raise UserError(
+            f"{kind} is not a causal language model, and only those can be converted: {remedy}."
+        )
     if (getattr(model, "tp_size", None) or 1) > 1:
         raise UserError(f"{kind} is split by tensor parallelism: load it on one device.")
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
@@ -84,8 +99,11 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     names = (settings.output,) if settings.output else OUTPUTS
     found = []
     for module in attentions.values():
-        own = getattr(module, "num_heads", heads)  # Laguna's differ; Bart's config has the encoder's
-        found += [(module, name, config.hidden_size, own) for name in names if hasattr(module, name)][:1]
+        # Laguna's differ; Bart's config has the encoder's
+        own = getattr(module, "num_heads", heads)
+        found += [
+            (module, name, config.hidden_size, own) for name in names if hasattr(module, name)
+        ][:1]
     if not found:
         parts = {name for m in attentions.values() for name, _ in m.named_children()}
         raise UserError(
@@ -168,7 +186,8 @@ def _mixture_class(base: Any) -> Any:
             loss = out[0]
             items = given.get("num_items_in_batch")
             term = beta * balance_loss(routings, given.get("attention_mask"), loss.device)
-            if items is not None:  # Trainer adds up micro-batches, each divided by the number of all labels
+            # Trainer adds up micro-batches, each divided by the number of all labels
+            if items is not None:
                 term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
             loss = loss + term
             if isinstance(out, tuple):

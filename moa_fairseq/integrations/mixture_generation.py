@@ -100,18 +100,26 @@ class MixtureGenerationMixin(GenerationMixin):
     config: Any
     model: Any
 
-    def _prepare_cache_for_generation(self, generation_config: Any, model_kwargs: Any, *args: Any) -> None:
+    def _prepare_cache_for_generation(
+        self, generation_config: Any, model_kwargs: Any, *args: Any
+    ) -> None:
         name = generation_config.cache_implementation
         if name is not None:
-            raise UserError(f"cache_implementation={name!r}: these models have a cache of their own only.")
+            raise UserError(
+                f"cache_implementation={name!r}: these models have a cache of their own only."
+            )
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
-            beam = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+            beam = max(
+                generation_config.num_beams or 1, generation_config.num_return_sequences or 1
+            )
             model_kwargs[CACHE] = GenerationCache(self.model.decoder.new_caches(beam))
 
     def _supports_default_dynamic_cache(self) -> bool:
         return False
 
-    def _get_logits_processor(self, generation_config: Any, *args: Any, **kwargs: Any) -> LogitsProcessorList:
+    def _get_logits_processor(
+        self, generation_config: Any, *args: Any, **kwargs: Any
+    ) -> LogitsProcessorList:
         processors = Processors(super()._get_logits_processor(generation_config, *args, **kwargs))
         end = generation_config.eos_token_id
         if self.config.is_encoder_decoder and isinstance(end, int) and generation_config.max_length:

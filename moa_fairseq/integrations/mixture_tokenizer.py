@@ -67,7 +67,9 @@ class MixtureTokenizer(PreTrainedTokenizer):
         with open(vocab_file, encoding="utf-8") as stream:
             symbols = json.load(stream)
         # by id; a symbol that stands there twice has its last id, as in fairseq
-        self._symbols = {side: symbols.get(side, symbols["source"]) for side in ("source", "target")}
+        self._symbols = {
+            side: symbols.get(side, symbols["source"]) for side in ("source", "target")
+        }
         self._ids = {
             side: {symbol: number for number, symbol in enumerate(found)}
             for side, found in self._symbols.items()
@@ -75,9 +77,18 @@ class MixtureTokenizer(PreTrainedTokenizer):
         self._side = "source"
         self._codec = _codec(segmentation, self._files[1:], steps, target_language)
         self.prefix, self.suffix = list(prefix), list(suffix)
-        named = {"segmentation": segmentation, "steps": list(steps), "target_language": target_language}
+        named = {
+            "segmentation": segmentation,
+            "steps": list(steps),
+            "target_language": target_language,
+        }
         named |= {"prefix": self.prefix, "suffix": self.suffix}
-        marks = {"bos_token": "<s>", "pad_token": "<pad>", "eos_token": "</s>", "unk_token": "<unk>"}
+        marks = {
+            "bos_token": "<s>",
+            "pad_token": "<pad>",
+            "eos_token": "</s>",
+            "unk_token": "<unk>",
+        }
         super().__init__(**{**marks, **options}, **named)
 
     @property
@@ -128,7 +139,9 @@ class MixtureTokenizer(PreTrainedTokenizer):
                 "These models read one text, and a pair was given: give the second as text_target."
             )
         around = ([], ["</s>"]) if self._side == "target" else (self.prefix, self.suffix)
-        before, after = ([self._ids[self._side][symbol] for symbol in symbols] for symbols in around)
+        before, after = (
+            [self._ids[self._side][symbol] for symbol in symbols] for symbols in around
+        )
         return [*before, *token_ids_0, *after]
 
     def _decode(self, token_ids: Any, skip_special_tokens: bool = False, **kwargs: Any) -> str:
@@ -139,7 +152,9 @@ class MixtureTokenizer(PreTrainedTokenizer):
             symbols = [symbol for symbol in symbols if symbol not in left_out]
         return self._codec.decode(" ".join(symbols))
 
-    def save_vocabulary(self, save_directory: str, filename_prefix: str | None = None) -> tuple[str, ...]:
+    def save_vocabulary(
+        self, save_directory: str, filename_prefix: str | None = None
+    ) -> tuple[str, ...]:
         """Copy the files. Returns their paths.
 
         Args:
@@ -149,14 +164,18 @@ class MixtureTokenizer(PreTrainedTokenizer):
         written = []
         for name, path in zip(self.vocab_files_names.values(), self._files):
             if path is not None:
-                new = Path(save_directory, (filename_prefix + "-" if filename_prefix else "") + name)
+                new = Path(
+                    save_directory, (filename_prefix + "-" if filename_prefix else "") + name
+                )
                 if not (new.exists() and os.path.samefile(new, path)):
                     shutil.copyfile(path, new)
                 written.append(str(new))
         return tuple(written)
 
 
-def _codec(segmentation: str, files: Sequence[Any], steps: Sequence[Any], target_language: str | None) -> Any:
+def _codec(
+    segmentation: str, files: Sequence[Any], steps: Sequence[Any], target_language: str | None
+) -> Any:
     """What turns raw text into symbols and back. Its libraries are imported here: a model works without."""
     from moa_fairseq.text.codecs import (
         ByteCodec,
@@ -182,7 +201,9 @@ def _codec(segmentation: str, files: Sequence[Any], steps: Sequence[Any], target
         source = PieceCodec(SentencePieceProcessor(model_file=source_spm))
         pair = (
             source,
-            source if target_spm is None else PieceCodec(SentencePieceProcessor(model_file=target_spm)),
+            source
+            if target_spm is None
+            else PieceCodec(SentencePieceProcessor(model_file=target_spm)),
         )
     else:
         pair = (ByteCodec() if segmentation == "bytes" else WordCodec(),) * 2

@@ -77,7 +77,8 @@ class MixtureTransformerConfig(PretrainedConfig):
         self.z_loss_coef = z_loss_coef
         self.aux_loss_reduce = aux_loss_reduce
         self.aux_loss_scale = aux_loss_scale
-        stack = decoder_stack or encoder_stack or {}  # transformers makes a config without any values
+        # Transformers makes a config without any values
+        stack = decoder_stack or encoder_stack or {}
         self.vocab_size = stack.get("vocab_size", 0)
         self.hidden_size = stack.get("embed_dim", 0)
         self.num_hidden_layers = stack.get("layers", 0)
@@ -108,11 +109,17 @@ class MixtureTransformerModel(PreTrainedModel):
         found = config.encoder_stack is not None, config.decoder_stack is not None
         if found != self.stacks:
             kinds = {kind.stacks: auto for auto, kind in _KINDS.items()}
-            remedy = f"load it with {kinds[found].__name__}" if found in kinds else "give the config a stack"
+            remedy = (
+                f"load it with {kinds[found].__name__}"
+                if found in kinds
+                else "give the config a stack"
+            )
             raise UserError(f"This config is not that of a {type(self).__name__}: {remedy}.")
         encoder = None if config.encoder_stack is None else StackSettings(**config.encoder_stack)
         decoder = None if config.decoder_stack is None else StackSettings(**config.decoder_stack)
-        self.model: Any = MixtureTransformer(encoder, decoder, config.shared_embedding, config.own_output)
+        self.model: Any = MixtureTransformer(
+            encoder, decoder, config.shared_embedding, config.own_output
+        )
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
@@ -214,7 +221,9 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         """The encoder, as `generate` calls it."""
         return EncoderCall(self)
 
-    def encode(self, ids: Tensor, attention_mask: Tensor | None = None) -> tuple[Tensor, tuple[Routing, ...]]:
+    def encode(
+        self, ids: Tensor, attention_mask: Tensor | None = None
+    ) -> tuple[Tensor, tuple[Routing, ...]]:
         """The encoder's output [B, S, C] and routings.
 
         Args:
@@ -294,7 +303,9 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
             attended = attended[::beam]
             padding = padding if padding is None else padding[::beam]
         assert decoder_input_ids is not None
-        decoder_padding = self._padding(decoder_input_ids, decoder_attention_mask, self.model.decoder)
+        decoder_padding = self._padding(
+            decoder_input_ids, decoder_attention_mask, self.model.decoder
+        )
         logits, routed = self.model.decode(
             decoder_input_ids, decoder_padding, attended, padding, cache and cache.layers
         )
@@ -312,7 +323,11 @@ class MixtureTransformerForCausalLM(MixtureTransformerModel, MixtureGenerationMi
     ) -> dict[str, Any]:
         """The inputs of the next pass: the ids whose keys the cache lacks."""
         cache = cache_of(kwargs)
-        return {"input_ids": new_ids(input_ids, cache), "attention_mask": attention_mask, CACHE: cache}
+        return {
+            "input_ids": new_ids(input_ids, cache),
+            "attention_mask": attention_mask,
+            CACHE: cache,
+        }
 
     def forward(
         self,
@@ -376,6 +391,8 @@ _KINDS: dict[Any, type[MixtureTransformerModel]] = {
     AutoModelForMaskedLM: MixtureTransformerForMaskedLM,
 }
 AutoConfig.register(MixtureTransformerConfig.model_type, MixtureTransformerConfig, exist_ok=True)
-AutoTokenizer.register(MixtureTransformerConfig, slow_tokenizer_class=MixtureTokenizer, exist_ok=True)
+AutoTokenizer.register(
+    MixtureTransformerConfig, slow_tokenizer_class=MixtureTokenizer, exist_ok=True
+)
 for _auto, _kind in _KINDS.items():
     _auto.register(MixtureTransformerConfig, _kind, exist_ok=True)

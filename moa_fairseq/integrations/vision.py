@@ -47,7 +47,9 @@ def to_mixture_of_heads(
         )
     chosen = MixtureSettings.of({"shared_heads": shared_heads, "active": active, **settings})
     if HeadMixture in map(type, modules):
-        raise UserError(f"{kind} is a mixture of heads already: create the dense model, and convert it.")
+        raise UserError(
+            f"{kind} is a mixture of heads already: create the dense model, and convert it."
+        )
     kinds = {type(module) for module in modules if "Att" in type(module).__name__}
     unknown = {each for each in kinds - {Attention} if "Pool" not in each.__name__}
     if Attention not in kinds or unknown:

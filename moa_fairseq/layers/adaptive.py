@@ -26,7 +26,12 @@ class AdaptiveEmbedding(nn.Module):
     """
 
     def __init__(
-        self, cutoffs: Sequence[int], initial_dim: int, factor: float, output_dim: int, padding_idx: int
+        self,
+        cutoffs: Sequence[int],
+        initial_dim: int,
+        factor: float,
+        output_dim: int,
+        padding_idx: int,
     ):
         super().__init__()
         self.cutoffs = list(cutoffs)
@@ -61,7 +66,9 @@ class AdaptiveEmbedding(nn.Module):
         first = 0
         for cutoff, embed in zip(self.cutoffs, self.embeddings):
             in_band = (ids >= first) & (ids < cutoff)
-            rows = embed((ids - first).clamp(0, cutoff - first - 1)).masked_fill(~in_band.unsqueeze(-1), 0)
+            rows = embed((ids - first).clamp(0, cutoff - first - 1)).masked_fill(
+                ~in_band.unsqueeze(-1), 0
+            )
             out = rows if out is None else out + rows
             first = cutoff
         assert out is not None

@@ -52,12 +52,17 @@ class Attention(nn.Module, abc.ABC):
     """
 
     family: ClassVar[str | None] = None  # of its routings, for `losses_for`; None: it has none
-    keys_by_expert = False  # whether `compute` has to know which experts made keys, those of a cache included
+    keys_by_expert = (
+        False  # whether `compute` has to know which experts made keys, those of a cache included
+    )
     reads: frozenset[str] = frozenset()  # further keywords of the call
-    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})  # which a family gives itself
+    # Which a family gives itself
+    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
-    is_non_causal = False  # whether a position's result follows from later ones, which no mask hides
+    is_non_causal = (
+        False  # whether a position's result follows from later ones, which no mask hides
+    )
     routes_heads = False  # whether tokens choose heads, so that no norm can go over all of them
 
     def __init__(
@@ -117,7 +122,13 @@ class Attention(nn.Module, abc.ABC):
 
     @classmethod
     def from_settings(
-        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+        cls,
+        embed_dim: int,
+        settings: FamilySettings,
+        *,
+        num_heads: int,
+        causal: bool,
+        **options: Any,
     ) -> "Attention":
         """The attention of a model's layer.
 
@@ -280,13 +291,17 @@ class Attention(nn.Module, abc.ABC):
                     f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
                 )
             if not self.can_trim_cache or self.keys_by_expert:
-                held = "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
+                held = (
+                    "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
+                )
                 raise UserError(
                     f"max_length={max_length}: a cache of {type(self).__name__} also holds {held}, which has "
                     "no place in a cache of one size. Take new_cache() without arguments."
                 )
             return StaticCache(self._instance, batch, max_length)
-        return KVCache(self._instance, self.can_trim_cache, None if self.window is None else self.window - 1)
+        return KVCache(
+            self._instance, self.can_trim_cache, None if self.window is None else self.window - 1
+        )
 
     def attend(
         self,

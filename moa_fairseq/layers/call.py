@@ -38,7 +38,8 @@ class Call:
 
     x: Tensor  # of the queries, [B, T, C]
     memory: Tensor | None  # what keys are made of, [B, S, kdim]; None: the cache has them
-    values: Tensor | None  # what values are made of, [B, S, vdim]: the same object where it is the same
+    # What values are made of, [B, S, vdim]: the same object where it is the same
+    values: Tensor | None
     masks: Masks
     query_padding: Tensor | None = None  # [B, T] bool
     same_tokens: bool = False  # keys are made of the queries' tokens and of no others
@@ -143,7 +144,9 @@ class Inputs:
             memory = x
         elif memory is not None:
             memory = without_padding(memory, self.padding)
-        return Call(x, memory, memory, masks, query_padding, same_tokens=is_self, cache=cache, **self.more)
+        return Call(
+            x, memory, memory, masks, query_padding, same_tokens=is_self, cache=cache, **self.more
+        )
 
     def _check_options(self, attention: "Attention") -> None:
         for name in self.more:
@@ -154,8 +157,14 @@ class Inputs:
         if token_ids is not None and token_ids.shape != shape:
             raise ValueError(f"token_ids is {list(token_ids.shape)}, not [B, T] = {list(shape)}")
         if self.causal and attention.is_non_causal:
-            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
-        if attention.window is not None and not self.causal and (self.cache is None or shape[1] > 1):
+            raise ValueError(
+                "this attention's gate sees the whole sequence: build it with causal=True"
+            )
+        if (
+            attention.window is not None
+            and not self.causal
+            and (self.cache is None or shape[1] > 1)
+        ):
             raise ValueError("this attention was built with a window: give causal=True")
 
     def _check_tensors(self, attention: "Attention", is_self: bool) -> None:
@@ -187,7 +196,9 @@ class Inputs:
         if memory is not None and memory.size(0) != rows:
             raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows}")
         if is_self and kdim != width:
-            raise ValueError("this attention was built with kdim or vdim for a memory: give memory as well")
+            raise ValueError(
+                "this attention was built with kdim or vdim for a memory: give memory as well"
+            )
 
     def _check_cache(self, attention: "Attention", cache: KVCache) -> None:
         x = self.x
@@ -197,7 +208,9 @@ class Inputs:
                 "cache was made by another attention: give each layer its own cache (new_cache())"
             )
         if attention.is_non_causal:
-            raise ValueError("this attention's gate sees the whole sequence: build it with causal=True")
+            raise ValueError(
+                "this attention's gate sees the whole sequence: build it with causal=True"
+            )
         if cache.rows not in (None, x.size(0)):
             raise ValueError(
                 f"cache holds {cache.rows} sequences, but x is {list(x.shape)}: reorder the cache, or make a "
@@ -210,7 +223,9 @@ class Inputs:
                     "ones: give causal=True or a mask"
                 )
         elif cache.max_length is not None:
-            raise ValueError("the keys of a memory do not grow: take new_cache() without max_length")
+            raise ValueError(
+                "the keys of a memory do not grow: take new_cache() without max_length"
+            )
         elif not cache.length:
             cache.of_memory(memory)
         elif not cache.is_of(memory):
@@ -244,7 +259,9 @@ class Inputs:
             mask = hidden if mask is None else block(mask, hidden)
         elif self.causal and not (is_self and tgt_len == 1):
             first = cached if is_self else 0
-            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device).triu(1 + first)
+            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device).triu(
+                1 + first
+            )
             mask = later if mask is None else block(mask, later)
         return Masks(mask, self.padding, is_causal)
 
@@ -271,7 +288,9 @@ class Inputs:
             raise ValueError(
                 "query_padding is for cross-attention; here padding is the padding of x: give padding"
             )
-        if queries is not None and (queries.dtype != torch.bool or queries.shape != (batch, tgt_len)):
+        if queries is not None and (
+            queries.dtype != torch.bool or queries.shape != (batch, tgt_len)
+        ):
             _check_mask("query_padding", queries, [(batch, tgt_len)], False)
         if mask is not None:
             pairs = [(tgt_len, size) for size in self._lengths(src_len, mask)]

@@ -34,7 +34,8 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = table.get((sizes, device))
         if tensor is None:
             tensor = make(*sizes, device=device)
-            if type(tensor) is Tensor and not tensor.is_inference():  # a fake tensor would be of no use later
+            # A fake tensor would be of no use later
+            if type(tensor) is Tensor and not tensor.is_inference():
                 table[(sizes, device)] = tensor
         return tensor
 

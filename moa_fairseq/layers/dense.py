@@ -73,7 +73,9 @@ class DenseHeadsAttention(Attention):
                 "Leave it out."
             )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
-            instead = " Or set the head dimension (attention_head_dim)." if self.has_head_dim else ""
+            instead = (
+                " Or set the head dimension (attention_head_dim)." if self.has_head_dim else ""
+            )
             raise UserError(
                 f"The model width {embed_dim} is not a multiple of the {num_heads} attention heads: change "
                 f"one of the two.{instead}"
@@ -90,7 +92,13 @@ class DenseHeadsAttention(Attention):
 
     @classmethod
     def from_settings(
-        cls, embed_dim: int, settings: FamilySettings, *, num_heads: int, causal: bool, **options: Any
+        cls,
+        embed_dim: int,
+        settings: FamilySettings,
+        *,
+        num_heads: int,
+        causal: bool,
+        **options: Any,
     ) -> "DenseHeadsAttention":
         settings = settings.in_role(options.get("self_attention", False), causal)
         if cls.needs_causal:
@@ -149,7 +157,9 @@ class DenseAttention(DenseHeadsAttention):
     has_head_dim = True
     inner_keywords = DenseHeadsAttention.inner_keywords | {"head_dim"}
 
-    def __init__(self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any):
+    def __init__(
+        self, embed_dim: int, num_heads: int, settings: DenseSettings | None = None, **options: Any
+    ):
         settings = DenseSettings.of(settings, options)
         key_heads = settings.key_heads
         if key_heads is not None and (key_heads < 1 or num_heads % key_heads):
@@ -163,7 +173,11 @@ class DenseAttention(DenseHeadsAttention):
                 f"at least one of the {num_heads} attention heads must remain."
             )
         super().__init__(
-            embed_dim, num_heads, head_dim=settings.attention_head_dim, key_heads=key_heads, **options
+            embed_dim,
+            num_heads,
+            head_dim=settings.attention_head_dim,
+            key_heads=key_heads,
+            **options,
         )
         self.dropped_heads = settings.dropped_heads
         self.reset_parameters()
@@ -176,10 +190,17 @@ class DenseAttention(DenseHeadsAttention):
             heads = self.head_gate(heads, call.x)
         if self.training and self.dropped_heads:
             batch, num_heads = heads.shape[:2]
-            dropped = torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
+            dropped = (
+                torch.rand(batch, num_heads, device=heads.device).topk(self.dropped_heads).indices
+            )
             scale = heads.new_full((batch, num_heads), num_heads / (num_heads - self.dropped_heads))
             heads = heads * scale.scatter(1, dropped, 0.0)[:, :, None, None]
-        return self.out_proj(heads.transpose(1, 2).flatten(2)), weights, ()  # [B, H, T, D] → [B, T, H·D]
+        # [B, H, T, D] → [B, T, H·D]
+        return (
+            self.out_proj(heads.transpose(1, 2).flatten(2)),
+            weights,
+            (),
+        )
 
 
 DenseSettings.attention = DenseAttention

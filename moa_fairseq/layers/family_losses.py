@@ -63,7 +63,9 @@ class FamilyLosses:
         total = torch.zeros(())
         routings = list(routings)
         if any(self.terms.values()) and not routings:
-            raise ValueError("there are no routings: call the layers with with_routing=True and give theirs")
+            raise ValueError(
+                "there are no routings: call the layers with with_routing=True and give theirs"
+            )
         for routing in routings:
             if not isinstance(routing, Routing):
                 raise TypeError(
@@ -102,13 +104,17 @@ def losses_for(model: nn.Module) -> FamilyLosses:
     """
     layers = [part for part in model.modules() if isinstance(part, (Attention, SigmaMoE))]
     if not layers:
-        raise UserError(f"{type(model).__name__} has no layer of moa_fairseq: give a model that has some.")
+        raise UserError(
+            f"{type(model).__name__} has no layer of moa_fairseq: give a model that has some."
+        )
     families = {layer.family for layer in layers if layer.family is not None}
     terms = {family: TERMS[family] for family in sorted(families)}
     routers = [layer.router for layer in layers if isinstance(layer, MixtureOfHeads)]
     released = {getattr(router, "scaling", "paper") == "released" for router in routers}
     if len(released) == 2:
-        raise UserError("Layers of MoH differ in moh_scaling, and so in their loss: call losses_for on each.")
+        raise UserError(
+            "Layers of MoH differ in moh_scaling, and so in their loss: call losses_for on each."
+        )
     if True in released:
         terms["MoH"] = TERMS["MoH, released"]
         return FamilyLosses(terms, frozenset({"MoH"}))

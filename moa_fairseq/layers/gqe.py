@@ -118,7 +118,11 @@ class GroupedQueryExperts(MixtureOfAttention):
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         routing = self._with_shared_head(self.router(rows, call.query_padding))
         order = routing.order()
-        q = self.q_experts(rows, order).view(batch, tgt_len, self.num_heads, self.expert_dim).transpose(1, 2)
+        q = (
+            self.q_experts(rows, order)
+            .view(batch, tgt_len, self.num_heads, self.expert_dim)
+            .transpose(1, 2)
+        )
         q = self._transposed(
             q, self.groups, -1
         )  # the shared head, then one head of each group after the other
@@ -133,7 +137,11 @@ class GroupedQueryExperts(MixtureOfAttention):
         heads = self._transposed(heads, -1, self.groups)  # in the order of the slots
         if self.output == "experts":
             slots = heads.transpose(1, 2).reshape(-1, self.expert_dim)  # [B, H, T, D] → [N·H, D]
-            return self.out_experts(slots, order, routing.gates).view_as(call.x), weights, (routing,)
+            return (
+                self.out_experts(slots, order, routing.gates).view_as(call.x),
+                weights,
+                (routing,),
+            )
         slots = heads.transpose(1, 2)  # [B, T, H, D]
         weighted = slots * routing.gates.view(*slots.shape[:3], 1).to(slots.dtype)
         if self.output == "weighted":
@@ -186,7 +194,9 @@ class GroupedQueryExperts(MixtureOfAttention):
         if self.groups == 1 or self.num_heads == self.shared_heads + self.groups:
             return heads
         shared, routed = heads.split([self.shared_heads, heads.size(1) - self.shared_heads], 1)
-        return torch.cat([shared, routed.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)], 1)
+        return torch.cat(
+            [shared, routed.unflatten(1, (rows, columns)).transpose(1, 2).flatten(1, 2)], 1
+        )
 
 
 GQESettings.attention = GroupedQueryExperts

@@ -42,7 +42,10 @@ class HeadGate(nn.Module):
         Returns:
             [B, H, T, D], in the dtype of `found`.
         """
-        gates = torch.sigmoid(self.projection(x)).view(-1, self.heads, self.width)  # [N, heads, 1 or D]
+        # [N, heads, 1 or D]
+        gates = torch.sigmoid(self.projection(x)).view(-1, self.heads, self.width)
         if index is not None:
             gates = gates.gather(1, index.unsqueeze(-1).expand(-1, -1, self.width))
-        return found * gates.view(*x.shape[:2], found.size(1), self.width).transpose(1, 2).to(found.dtype)
+        return found * gates.view(*x.shape[:2], found.size(1), self.width).transpose(1, 2).to(
+            found.dtype
+        )

@@ -60,7 +60,8 @@ def running_mean(
         sums = F.pad(rows, (0, 0, window - 1, 0)).unfold(1, window, 1).sum(-1)
     elif length > window:
         # Pieces as long as the window: one reaches from a piece's end into the next one's beginning.
-        pieces = F.pad(rows, (0, 0, 0, -length % window)).unflatten(1, (-1, window))  # [B, n, window, C + 1]
+        # [B, n, window, C + 1]
+        pieces = F.pad(rows, (0, 0, 0, -length % window)).unflatten(1, (-1, window))
         ends = pieces[:, :-1, 1:].flip(2).cumsum(2).flip(2)
         sums = (pieces.cumsum(2) + F.pad(ends, (0, 0, 0, 1, 1, 0))).flatten(1, 2)[:, :length]
     else:
@@ -76,7 +77,9 @@ def _rows(x: Tensor, padding: Tensor | None) -> Tensor:
     else:
         real = (~padding).to(x.dtype)
     real = real.unsqueeze(-1)
-    return torch.cat([x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0), real], dim=-1)
+    return torch.cat(
+        [x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0), real], dim=-1
+    )
 
 
 def _divide(sums: Tensor) -> Tensor:

@@ -70,7 +70,9 @@ class KVCache:
             return
         surplus = self.keys.size(2) - self.needed
         if surplus > 0:
-            self._of_keys(lambda tensor, axis: tensor.narrow(axis, surplus, tensor.size(axis) - surplus))
+            self._of_keys(
+                lambda tensor, axis: tensor.narrow(axis, surplus, tensor.size(axis) - surplus)
+            )
             self.dropped += surplus
 
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
@@ -119,7 +121,8 @@ class KVCache:
             padding = torch.cat([earlier, padding], dim=1)
         elif cached_padding is not None:
             padding = torch.cat(
-                [cached_padding, cached_padding.new_zeros(batch, length - cached_padding.size(1))], dim=1
+                [cached_padding, cached_padding.new_zeros(batch, length - cached_padding.size(1))],
+                dim=1,
             )
         self.padding = padding
         return padding

@@ -94,10 +94,16 @@ class LatentAttention(DenseHeadsAttention):
             )
         for name, off, instead in (
             ("rotary_dim", None, "rotary_key_dim is the width that is rotated"),
-            ("query_key_norm", "none", "no head's keys are built in generation; latent_norm is its norm"),
+            (
+                "query_key_norm",
+                "none",
+                "no head's keys are built in generation; latent_norm is its norm",
+            ),
         ):
             if (value := getattr(settings, name)) != off:
-                raise UserError(f"{name}={value} is not for latent attention: leave it out ({instead}).")
+                raise UserError(
+                    f"{name}={value} is not for latent attention: leave it out ({instead})."
+                )
         if latent_dim is not None and latent_dim < 1:
             raise UserError(f"latent_dim is {latent_dim}: give a positive number.")
         if rotary_dim is not None and rotary_dim < 2:
@@ -111,18 +117,26 @@ class LatentAttention(DenseHeadsAttention):
                 f"Latent attention computes keys and values from one input, but kdim is {kdim or embed_dim} "
                 f"and vdim is {vdim or embed_dim}: give equal kdim and vdim."
             )
-        super().__init__(embed_dim, num_heads, head_dim=settings.attention_head_dim, bias=False, **options)
+        super().__init__(
+            embed_dim, num_heads, head_dim=settings.attention_head_dim, bias=False, **options
+        )
         self.latent_dim = latent_dim or 4 * self.head_dim
         self.rotary_dim = 0
         if isinstance(self.positions, RotaryPositions):
             self.rotary_dim = rotary_dim or max(2, self.head_dim // 2)
             of_heads = self.positions
-            self.positions = RotaryPositions(self.rotary_dim, of_heads.base, scaling=of_heads.scaling)
+            self.positions = RotaryPositions(
+                self.rotary_dim, of_heads.base, scaling=of_heads.scaling
+            )
         elif rotary_dim is not None and self.self_attention:
-            raise UserError(f"rotary_key_dim {rotary_dim} needs positions='rope': add it, or leave this out.")
+            raise UserError(
+                f"rotary_key_dim {rotary_dim} needs positions='rope': add it, or leave this out."
+            )
         width = num_heads * self.head_dim
         self.q_proj = nn.Linear(embed_dim, width + num_heads * self.rotary_dim, bias=False)
-        self.latent_proj = nn.Linear(kdim or embed_dim, self.rotary_dim + self.latent_dim, bias=False)
+        self.latent_proj = nn.Linear(
+            kdim or embed_dim, self.rotary_dim + self.latent_dim, bias=False
+        )
         self.k_proj = nn.Linear(self.latent_dim, width, bias=False)
         self.v_proj = nn.Linear(self.latent_dim, width, bias=False)
         self.latent_norm = nn.RMSNorm(self.latent_dim, eps=1e-6) if settings.latent_norm else None
@@ -155,12 +169,18 @@ class LatentAttention(DenseHeadsAttention):
             rotary, content = latent.squeeze(1).split([self.rotary_dim, self.latent_dim], -1)
             rotary = rotary.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
             k = torch.cat([rotary, self.split(self.k_proj(content))], -1)
-            v = F.pad(self.split(self.v_proj(content)), (0, self.rotary_dim))  # kernels want one width
+            # Kernels want one width
+            v = F.pad(self.split(self.v_proj(content)), (0, self.rotary_dim))
             heads, weights = self.attend(call, q, k, v, masks)
             heads = heads[..., : self.head_dim]
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x)
-        return self.out_proj(heads.transpose(1, 2).flatten(2)), weights, ()  # [B, H, T, D] → [B, T, H·D]
+        # [B, H, T, D] → [B, T, H·D]
+        return (
+            self.out_proj(heads.transpose(1, 2).flatten(2)),
+            weights,
+            (),
+        )
 
     def _latent(self, memory: Tensor) -> Tensor:
         """memory [B, S, kdim] → [k^R; c], k^R not yet rotated: [B, 1, S, R + d_c]."""
@@ -191,7 +211,9 @@ class LatentAttention(DenseHeadsAttention):
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         of_queries = queries * (self.q_proj.weight.numel() + self.out_proj.weight.numel())
-        of_keys = keys * sum(each.weight.numel() for each in (self.latent_proj, self.k_proj, self.v_proj))
+        of_keys = keys * sum(
+            each.weight.numel() for each in (self.latent_proj, self.k_proj, self.v_proj)
+        )
         return {"router": 0, "projections": of_queries + of_keys}
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:

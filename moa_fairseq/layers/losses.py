@@ -62,7 +62,9 @@ def load_balance_loss(routed: RoutingSums) -> Tensor:
     """
     experts = routed.load.size(-1)
     groups = routed.groups
-    return (routed.load * routed.shares(routed.sums.summed_probability)).sum((1, 2)) * (experts / groups)
+    return (routed.load * routed.shares(routed.sums.summed_probability)).sum((1, 2)) * (
+        experts / groups
+    )
 
 
 @_of_families("MoH")

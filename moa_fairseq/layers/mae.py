@@ -28,7 +28,9 @@ MIXTURE, TOP_EXPERT, RANDOM_EXPERT = EVALUATIONS = ("mixture", "top-expert", "ra
 class MAESettings(FamilySettings):
     """The flags of `MixtureOfAttentiveExperts`."""
 
-    mae_dropped_heads: int = flag(1, "heads that each expert leaves out (of 8 heads, 1: MAE-7, 2: MAE-6)")
+    mae_dropped_heads: int = flag(
+        1, "heads that each expert leaves out (of 8 heads, 1: MAE-7, 2: MAE-6)"
+    )
     mae_gate: str = flag(
         "learned",
         "expert weights: from a gate that sees the input (learned), or all equal (uniform: UNI-MAE)",
@@ -56,9 +58,17 @@ class MAESettings(FamilySettings):
     mae_evaluate_seed: int = flag(1, "seed of --mae-evaluate-with random-expert")
 
     def check(self, attentions: Sequence[Attention]) -> None:
-        mixtures = [attention for attention in attentions if isinstance(attention, MixtureOfAttentiveExperts)]
+        mixtures = [
+            attention
+            for attention in attentions
+            if isinstance(attention, MixtureOfAttentiveExperts)
+        ]
         gates = [mixture.gate for mixture in mixtures if mixture.gate is not None]
-        if self.gate_norm == "batch" and gates and all(gate.norm.statistics != "batch" for gate in gates):
+        if (
+            self.gate_norm == "batch"
+            and gates
+            and all(gate.norm.statistics != "batch" for gate in gates)
+        ):
             raise UserError(
                 "gate_norm batch is for models with an encoder, whose gates see whole sentences. All gates "
                 "of this model are causal, and batch statistics would reveal later tokens to them. Leave the "
@@ -176,7 +186,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         x = call.x
         padding = call.query_padding
         batch, tgt_len, width = x.shape
-        if padding is None and not tgt_len:  # a sequence without tokens is not a row of a gate's statistics
+        # A sequence without tokens is not a row of a gate's statistics
+        if padding is None and not tgt_len:
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
             wide = torch.float32
@@ -185,7 +196,9 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
             logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
         if self.causal:
-            mean = running_mean(x, padding, self.gate_window, None if call.cache is None else call.cache.sums)
+            mean = running_mean(
+                x, padding, self.gate_window, None if call.cache is None else call.cache.sums
+            )
             length = tgt_len
             real = None
             if padding is not None:
@@ -220,13 +233,17 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
             favourite.fill_(random_expert(self.name, self.evaluate_seed, self.num_experts))
         return favourite
 
-    def _routing(self, probs: Tensor, logits: Tensor, chosen: Tensor | None, real: Tensor | None) -> Routing:
+    def _routing(
+        self, probs: Tensor, logits: Tensor, chosen: Tensor | None, real: Tensor | None
+    ) -> Routing:
         scope = "sequences"
         if self.causal and self.gate is not None:
             scope = "tokens"
         probs = probs.flatten(0, 1)  # [B, T or 1, E] → [N, E]
         if chosen is None:
-            expert_ids = every_index(self.num_experts, device=probs.device).expand(probs.size(0), -1)
+            expert_ids = every_index(self.num_experts, device=probs.device).expand(
+                probs.size(0), -1
+            )
             gates = probs
         else:
             expert_ids = chosen.reshape(-1, 1)

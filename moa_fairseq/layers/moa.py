@@ -49,9 +49,12 @@ class MoASettings(FamilySettings, RouterSettings):
         KEYS_VALUES,
     )
     expert_bias: bool = flag(
-        False, "biases in keys, values, query and output experts (off for translation, as in the release)"
+        False,
+        "biases in keys, values, query and output experts (off for translation, as in the release)",
     )
-    routing_noise: bool = flag(False, "learned Gaussian noise on the router's logits in training (MoA Eq. 3)")
+    routing_noise: bool = flag(
+        False, "learned Gaussian noise on the router's logits in training (MoA Eq. 3)"
+    )
     router_activation: str = flag(
         "softmax",
         "activation that turns router logits into gates: softmax (MoA Eq. 7), or a sigmoid per expert",
@@ -174,12 +177,14 @@ class MixtureOfAttention(Attention):
         routing: Routing = self.router(call.x, call.query_padding, call.token_ids)
         order = routing.order()
         q = self.q_experts(call.x.reshape(-1, self.embed_dim), order)  # [N, C] → [N·K, P·D]
-        q = q.view(*call.x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)  # → [B, K·P, T, D]
+        # → [B, K·P, T, D]
+        q = q.view(*call.x.shape[:2], self.num_heads, self.expert_dim).transpose(1, 2)
         k, v = self.keys_values(call)
         heads, weights = self.attend(call, q, k, v)
         if self.head_gate is not None:
             heads = self.head_gate(heads, call.x, self.head_index(routing))
-        slots = heads.transpose(1, 2).reshape(-1, self.heads_per_expert * self.expert_dim)  # → [N·K, P·D]
+        # → [N·K, P·D]
+        slots = heads.transpose(1, 2).reshape(-1, self.heads_per_expert * self.expert_dim)
         out = self.out_experts(slots, order, routing.gates)
         return out.view_as(call.x), weights, (routing,)
 

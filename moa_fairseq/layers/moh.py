@@ -120,7 +120,10 @@ class MixtureOfHeads(DenseHeadsAttention):
                 f"router_choice {settings.router_choice} needs a router with weights, but moh_router "
                 "query-norm has none: leave one of the two out."
             )
-        if settings.moh_router == "learned" and settings.moh_straight_through != STRAIGHT_THROUGH[0]:
+        if (
+            settings.moh_router == "learned"
+            and settings.moh_straight_through != STRAIGHT_THROUGH[0]
+        ):
             raise UserError(
                 f"moh_straight_through {settings.moh_straight_through} needs gates of 1 or 0, which "
                 "moh_router learned does not have: leave it out, or choose moh_router query-norm."
@@ -137,7 +140,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         elif settings.moh_router == "learned":
             self.router = SharedAndRoutedRouter(embed_dim, num_heads, settings)
         else:
-            self.router = QueryNormRouter(num_heads, shared_heads, per_token, settings.moh_straight_through)
+            self.router = QueryNormRouter(
+                num_heads, shared_heads, per_token, settings.moh_straight_through
+            )
         self.reads = token_ids_of(self.router)
         self.skip = settings.moh_skip
         self.causal = causal and self.self_attention
@@ -214,7 +219,8 @@ class MixtureOfHeads(DenseHeadsAttention):
             if queries is None:
                 queries = self.q_proj(rows)
             index = routing.expert_ids.unsqueeze(-1).expand(-1, -1, dim)
-            slots = queries.view(-1, self.num_heads, dim).gather(1, index)  # [N, H, D] → [N, h_s + K, D]
+            # [N, H, D] → [N, h_s + K, D]
+            slots = queries.view(-1, self.num_heads, dim).gather(1, index)
         q = slots.view(batch, tgt_len, active, dim).transpose(1, 2)  # [B, h_s + K, T, D]
         q, k, v, masks, _ = self.place(call, q, k, v)  # no bias: `_may_skip`
         routed = attend_selected(q, order, k[:, shared:], v[:, shared:], masks, self.dropout_now)
@@ -262,7 +268,9 @@ class MixtureOfHeads(DenseHeadsAttention):
 
     @property
     def _may_skip(self) -> bool:
-        bias_by_head = self.positions is not None and not isinstance(self.positions, RotaryPositions)
+        bias_by_head = self.positions is not None and not isinstance(
+            self.positions, RotaryPositions
+        )
         return self.skip != "never" and not bias_by_head
 
     def _skips(self, call: Call, routing: Routing) -> tuple[bool, bool]:
@@ -285,7 +293,9 @@ class MixtureOfHeads(DenseHeadsAttention):
             ratio = unchosen / self.experts_per_token
             pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
         # a product of some rows of a weight passes over what stands in for a projection, or hooks into it
-        cuts = saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        cuts = (
+            saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        )
         return pays, cuts
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:

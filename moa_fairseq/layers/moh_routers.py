@@ -24,7 +24,9 @@ class _Router(nn.Module):
     Raises UserError unless every head can work for some token, and each token has a head.
     """
 
-    reads_queries = False  # True: `forward` takes the queries of every head, not the attention's input
+    reads_queries = (
+        False  # True: `forward` takes the queries of every head, not the attention's input
+    )
     straight_through = ""  # one of STRAIGHT_THROUGH, where gates are 1 or 0
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):
@@ -56,7 +58,9 @@ class _Router(nn.Module):
         K is all, they stand in order.
         """
         if self.routed_per_token == self.routed_heads:
-            return probs, every_index(self.routed_heads, device=probs.device).expand(probs.size(0), -1)
+            return probs, every_index(self.routed_heads, device=probs.device).expand(
+                probs.size(0), -1
+            )
         if self.token_hash is None:
             index = logits.detach().topk(self.routed_per_token, dim=-1).indices
         else:
@@ -123,7 +127,11 @@ class SharedAndRoutedRouter(_Router):
         self.scaling = settings.moh_scaling
         self.two_stages = shared_heads > 0 and self.routed_heads > 0
         # the rows of W_r, W_s and W_h
-        self.rows = (self.routed_heads, shared_heads if shared_heads > 1 else 0, 2 * self.two_stages)
+        self.rows = (
+            self.routed_heads,
+            shared_heads if shared_heads > 1 else 0,
+            2 * self.two_stages,
+        )
         self.projection = WideLinear(model_dim, sum(self.rows), copies=True)
         if choice == "frozen":
             self.projection.requires_grad_(False)
@@ -137,7 +145,9 @@ class SharedAndRoutedRouter(_Router):
         if self.token_hash is not None:
             self.token_hash.reset_parameters()
 
-    def forward(self, x: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None) -> Routing:
+    def forward(
+        self, x: Tensor, padding: Tensor | None = None, token_ids: Tensor | None = None
+    ) -> Routing:
         """Route tokens.
 
         Args:

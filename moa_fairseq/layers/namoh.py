@@ -141,7 +141,8 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             v = self._heads(
                 self.v_proj(call.values.reshape(-1, call.values.size(2)), source_order), call.values
             )
-            key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])  # [B·S, K] → [B, S, K]
+            # [B·S, K] → [B, S, K]
+            key_experts = source.expert_ids.unflatten(0, call.memory.shape[:2])
         q, k, v, masks, _ = self.place(call, q, k, v, key_experts)
         if call.cache is not None:
             key_experts = call.cache.key_experts
@@ -168,7 +169,9 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             padding = padding[:, padding.size(1) - memory.size(1) :]
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
         # without a router of its own it is the text again, behind its context: its tokens are counted already
-        source: Routing = (source_router or self.router)(rows, padding, observed=source_router is not None)
+        source: Routing = (source_router or self.router)(
+            rows, padding, observed=source_router is not None
+        )
         if source_router is None:
             return source
         return replace(source, side="keys")
@@ -204,7 +207,9 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             if mask.dim() == 2:
                 mask = mask.repeat(beam, 1)[queries[:, :, None], keys[:, None, :]]
             else:
-                mask = mask.reshape(rows, beam * q.size(2), -1).repeat_interleave(self.num_experts, 0)
+                mask = mask.reshape(rows, beam * q.size(2), -1).repeat_interleave(
+                    self.num_experts, 0
+                )
                 mask = mask.gather(1, queries[:, :, None].expand(-1, -1, mask.size(2)))
                 mask = mask.gather(2, keys[:, None, :].expand(-1, queries.size(1), -1))
         # [n·B, K, T, D] → [B, K, n·T, D]
@@ -225,7 +230,9 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             of_keys = keys * self.source_router.projection.weight.numel()
         return {
             "router": queries * self.embed_dim * self.num_experts + of_keys,
-            "projections": (2 * queries * self.embed_dim + keys * inputs) * self.num_heads * self.head_dim,
+            "projections": (2 * queries * self.embed_dim + keys * inputs)
+            * self.num_heads
+            * self.head_dim,
         }
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:

@@ -24,7 +24,9 @@ class Positions(nn.Module):
     """
 
     @classmethod
-    def of_attention(cls, embed_dim: int, key_heads: int, head_dim: int, **rotary: Any) -> "Positions":
+    def of_attention(
+        cls, embed_dim: int, key_heads: int, head_dim: int, **rotary: Any
+    ) -> "Positions":
         """The positions of one attention.
 
         Args:
@@ -113,7 +115,9 @@ class RotaryPositions(Positions):
             )
         self.is_dynamic = scaling is not None and scaling.rope_type == "dynamic"
         if self.is_dynamic and self.rotary_dim == 2:
-            raise UserError("rope_scaling: dynamic needs two pairs to rotate: choose 4 or more numbers.")
+            raise UserError(
+                "rope_scaling: dynamic needs two pairs to rotate: choose 4 or more numbers."
+            )
         self.base = base
         self.scaling = scaling
 
@@ -135,7 +139,9 @@ class RotaryPositions(Positions):
             return _speed(self.rotary_dim, self.base, self.scaling, device=device)
         assert self.scaling is not None
         positions = length + torch.zeros((), dtype=torch.float64, device=device)
-        return _powers(self.scaling.base_at(self.base, self.rotary_dim, positions), self.rotary_dim, device)
+        return _powers(
+            self.scaling.base_at(self.base, self.rotary_dim, positions), self.rotary_dim, device
+        )
 
 
 @constant
@@ -195,7 +201,9 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     sin = sin.to(wide.dtype)
     pairs = cos.size(-1)
     first, second, unrotated = wide.split([pairs, pairs, x.size(-1) - 2 * pairs], dim=-1)
-    return torch.cat([first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1).to(x.dtype)
+    return torch.cat(
+        [first * cos - second * sin, second * cos + first * sin, unrotated], dim=-1
+    ).to(x.dtype)
 
 
 class RelativePositions(Positions):
@@ -242,13 +250,22 @@ class RelativePositions(Positions):
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
         # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
         largest = first_query + tgt_len - 1
-        columns = largest, key_length + tgt_len - 1, self.embed_dim, q.device, self.content_bias.dtype
+        columns = (
+            largest,
+            key_length + tgt_len - 1,
+            self.embed_dim,
+            q.device,
+            self.content_bias.dtype,
+        )
         if is_compiling() or isinstance(largest, Tensor):  # a graph looks into no cache of Python's
             encoded = _sinusoids(*columns)
         else:
             encoded = _kept_sinusoids(*columns, inference=torch.is_inference_mode_enabled())
-        r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)  # [L, G, D]
-        q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(self.head_dim)
+        # [L, G, D]
+        r = self.projection(encoded).view(-1, self.key_heads, self.head_dim).to(q.dtype)
+        q = (self._by_key_head(q) + self.position_bias.to(q.dtype)[:, None]) / math.sqrt(
+            self.head_dim
+        )
         scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
         # Query i's distances to keys 0, 1, … begin at column T − 1 − i: one further left in each row. Read as
         # rows that are one shorter, all of them begin in the same column.

@@ -43,7 +43,9 @@ class QueryKeyNorm(nn.Module):
             q: [B, H, T, D].
             k: [B, G, S, D], or None where the cache has them.
         """
-        return self._normalised(self.queries, q), None if k is None else self._normalised(self.keys, k)
+        return self._normalised(self.queries, q), None if k is None else self._normalised(
+            self.keys, k
+        )
 
     def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
         if not self.over_all_heads:
@@ -55,7 +57,10 @@ class QueryKeyNorm(nn.Module):
 
 
 def query_key_norm_of(
-    common: "FamilySettings", sizes: tuple[int, int, int], routes_heads: bool, positions: Positions | None
+    common: "FamilySettings",
+    sizes: tuple[int, int, int],
+    routes_heads: bool,
+    positions: Positions | None,
 ) -> QueryKeyNorm | None:
     """The norm that settings name; None where they name none.
 
@@ -74,7 +79,9 @@ def query_key_norm_of(
     check_choice("query_key_norm_weight", weight, NORM_WEIGHTS)
     if kind == "none":
         if weight != "learned":
-            raise UserError(f"query_key_norm_weight={weight!r} needs a query_key_norm: leave it out.")
+            raise UserError(
+                f"query_key_norm_weight={weight!r} needs a query_key_norm: leave it out."
+            )
         return None
     if kind == "all-heads" and routes_heads:
         raise UserError(
@@ -82,5 +89,7 @@ def query_key_norm_of(
             "query_key_norm='head'."
         )
     if kind == "rotated" and not isinstance(positions, RotaryPositions):
-        raise UserError("query_key_norm='rotated' needs positions='rope': choose query_key_norm='head'.")
+        raise UserError(
+            "query_key_norm='rotated' needs positions='rope': choose query_key_norm='head'."
+        )
     return QueryKeyNorm(*sizes, kind, weight == "learned")

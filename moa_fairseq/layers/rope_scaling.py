@@ -72,12 +72,22 @@ class RopeScaling:
         allowed = {"rope_type", *needed, *(_OF_YARN if kind == "yarn" else ())}
         for name in given:
             if name not in allowed:
-                hint = " (it is rope_base here)" if name == "rope_theta" else did_you_mean(str(name), allowed)
+                hint = (
+                    " (it is rope_base here)"
+                    if name == "rope_theta"
+                    else did_you_mean(str(name), allowed)
+                )
                 raise UserError(f"rope_scaling: {kind} has no {name}{hint}: leave it out.")
         for name in sorted(needed):
             value = given.get(name)
-            if isinstance(value, bool) or not isinstance(value, (int, float)) or not 1 <= value < math.inf:
-                raise UserError(f"rope_scaling: {kind} needs {name}, a number of at least 1, not {value!r}.")
+            if (
+                isinstance(value, bool)
+                or not isinstance(value, (int, float))
+                or not 1 <= value < math.inf
+            ):
+                raise UserError(
+                    f"rope_scaling: {kind} needs {name}, a number of at least 1, not {value!r}."
+                )
         return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
 
     @property

@@ -114,7 +114,9 @@ class TopKRouter(RunningStatistics):
 
     selection_bias: Tensor  # a buffer [G·E], where there is a bias_rate
 
-    def __init__(self, model_dim: int, settings: RouterSettings, groups: int = 1, family: str | None = None):
+    def __init__(
+        self, model_dim: int, settings: RouterSettings, groups: int = 1, family: str | None = None
+    ):
         super().__init__()
         self.family = family
         num_experts = settings.num_experts
@@ -176,8 +178,14 @@ class TopKRouter(RunningStatistics):
             self.register_buffer("selection_bias", torch.zeros(every))
             self.register_buffer("pending", torch.zeros(every), persistent=False)
         # Whether the kernel that routes at once does all that is asked for; noise is asked for in training.
-        is_known = self.activation == "softmax" and self.gate_values == "learned" and choice in MOST_PROBABLE
-        self.may_fuse = is_known and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
+        is_known = (
+            self.activation == "softmax"
+            and self.gate_values == "learned"
+            and choice in MOST_PROBABLE
+        )
+        self.may_fuse = (
+            is_known and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -229,7 +237,8 @@ class TopKRouter(RunningStatistics):
             logits = self.projection(x)
             if noise is not None:
                 logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
-            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
+            # An adapter's may be half
+            logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             probs = self.activate(logits)
             if per_token == self.num_experts:
                 expert_ids = self._every_expert(x)
@@ -239,8 +248,11 @@ class TopKRouter(RunningStatistics):
                 if self.bias_rate:
                     scores = probs.detach() + self.selection_bias
                 else:
-                    scores = logits.detach()  # ordered as the probabilities, which may underflow to ties
-                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
+                    # Ordered as the probabilities, which may underflow to ties
+                    scores = logits.detach()
+                expert_ids = (
+                    self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
+                )
             gates = probs  # all of them stay as they are where nothing is chosen
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
@@ -259,7 +271,14 @@ class TopKRouter(RunningStatistics):
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
         every = self.groups * self.num_experts
         routing = Routing(
-            expert_ids, gates, probs, logits, every, groups=self.groups, padding=padding, family=self.family
+            expert_ids,
+            gates,
+            probs,
+            logits,
+            every,
+            groups=self.groups,
+            padding=padding,
+            family=self.family,
         )
         if self.bias_rate and self.training and observed:
             self.observe(routing.expert_counts.to(self.pending.dtype))
@@ -267,8 +286,11 @@ class TopKRouter(RunningStatistics):
 
     def _largest(self, scores: Tensor) -> Tensor:
         """The K largest of each group: [N, G·E] → [N, G·K], with the groups' numbers."""
-        in_group = scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
-        first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts  # [G, 1]
+        in_group = (
+            scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
+        )
+        # [G, 1]
+        first = every_index(self.groups, device=scores.device).unsqueeze(1) * self.num_experts
         numbers: Tensor = (in_group + first).flatten(1)
         return numbers
 

@@ -186,7 +186,10 @@ class RoutingSums:
 
     def _add_up(self) -> Sums:
         logits = self._rows("logits").unflatten(1, (self.groups, -1))
-        columns = [self._real_rows("probs"), _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1)]
+        columns = [
+            self._real_rows("probs"),
+            _SquaredLogSumExp.apply(logits, self._padding).unsqueeze(1),
+        ]
         if self._decisions[0].chooses_all:
             summed_probability, squares, tokens = self._over_tokens(columns)
             counts = tokens.expand_as(summed_probability)
@@ -194,7 +197,9 @@ class RoutingSums:
             summed_probability, squares, counts, tokens = self._over_tokens(
                 [*columns, _choices(self._decisions)]
             )
-        return Sums(counts.detach(), summed_probability, squares.squeeze(1), tokens.detach().squeeze(1))
+        return Sums(
+            counts.detach(), summed_probability, squares.squeeze(1), tokens.detach().squeeze(1)
+        )
 
     def entropy_and_probs(self) -> tuple[Tensor, Tensor]:
         """The probabilities' entropy, and the probabilities, as means over tokens.
@@ -242,7 +247,9 @@ class RoutingSums:
         sizes = [decisions * tokens for decisions, tokens in self._runs]
         with full_precision(self._real.device.type):
             pairs = zip(self._runs, self._real.split(sizes), torch.cat(columns, 1).split(sizes))
-            sums = [real.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, real, rows in pairs]
+            sums = [
+                real.view(*run, 1).mT @ rows.view(*run, rows.size(1)) for run, real, rows in pairs
+            ]
         return torch.split(_cat(sums).squeeze(1), [column.size(1) for column in columns], 1)
 
 
@@ -265,7 +272,8 @@ class _SquaredLogSumExp(Function):
         if padding is not None:
             filled = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(filled, -1)
-        lse = filled.amax(-1) - log_probs.amax(-1)  # the largest: there the difference loses no digits
+        # The largest: there the difference loses no digits
+        lse = filled.amax(-1) - log_probs.amax(-1)
         ctx.save_for_backward(x, padding, log_probs, lse)
         squares = lse.square()
         if squares.size(1) > 1:

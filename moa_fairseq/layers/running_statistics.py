@@ -37,12 +37,18 @@ class RunningStatistics(nn.Module):
         self.pending += sums
         self.has_pending = True
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "RunningStatistics":
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object
+    ) -> "RunningStatistics":
         before = dict(self._buffers)
         super()._apply(fn, *args, **kwargs)
         for name, buffer in self._buffers.items():
             wide = before[name]
-            if buffer is not None and wide is not None and buffer.dtype in (torch.float16, torch.bfloat16):
+            if (
+                buffer is not None
+                and wide is not None
+                and buffer.dtype in (torch.float16, torch.bfloat16)
+            ):
                 self._buffers[name] = wide.to(buffer.device)
         pending = self._buffers.get("pending")
         was = before.get("pending")
@@ -66,7 +72,8 @@ def running_statistics_of(model: nn.Module) -> list[RunningStatistics]:
 
 
 def update_running_statistics(
-    running_statistics: Sequence[RunningStatistics], all_reduce: Callable[[Tensor], object] | None = None
+    running_statistics: Sequence[RunningStatistics],
+    all_reduce: Callable[[Tensor], object] | None = None,
 ) -> None:
     """Let each take in what it has seen since the last call.
 

@@ -24,7 +24,9 @@ class Masks(NamedTuple):
 
     mask: Tensor | None = None  # [T, S] or [B, T, S]: additive float, or bool, True = blocked
     padding: Tensor | None = None  # of the keys, [B, S] bool, True = padding
-    is_causal: bool = False  # the mask blocks the future and nothing else, so a kernel's flag may replace it
+    is_causal: bool = (
+        False  # the mask blocks the future and nothing else, so a kernel's flag may replace it
+    )
     right_padded: bool = False  # padding only follows real tokens
 
 
@@ -128,7 +130,8 @@ def in_window(masks: Masks, q: Tensor, k: Tensor, window: int, first_query: int 
     """
     keys = k.size(2)
     mask = masks.mask
-    if mask is not None and mask.size(-1) != keys:  # it also counts the positions that a cache has dropped
+    # It also counts the positions that a cache has dropped
+    if mask is not None and mask.size(-1) != keys:
         mask = mask[..., mask.size(-1) - keys :]
     if not is_compiling() and keys <= window:  # a graph is for any length
         return masks._replace(mask=mask)
@@ -175,7 +178,12 @@ def attend(
     if k.size(0) != q.size(0):
         result: Tensor = _for_beams(q, k, v, masks, dropout, bias, attend)
         return result
-    if masks.is_causal and bias is None and q.is_cuda and (masks.padding is None or masks.right_padded):
+    if (
+        masks.is_causal
+        and bias is None
+        and q.is_cuda
+        and (masks.padding is None or masks.right_padded)
+    ):
         # Padding at the ends of sentences is hidden from every real query by causality. What padded queries
         # get is then unspecified instead of zero; nothing may depend on it.
         return fused_attention(q, *repeat_kv(q, k, v), None, dropout, is_causal=True)
@@ -282,7 +290,9 @@ def _processors(q: Tensor) -> int:
     return torch.cuda.get_device_properties(q.device).multi_processor_count
 
 
-def _shared_head_attention(q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float) -> Tensor:
+def _shared_head_attention(
+    q: Tensor, k: Tensor, v: Tensor, mask: Tensor | None, dropout: float
+) -> Tensor:
     """torch's attention; heads that share keys become more queries of them.
 
     The keys are then read once instead of H / G times, and their gradient is one product instead of a sum

@@ -45,10 +45,12 @@ def attend_selected(
     place = first.index_select(0, cell) + rank  # of each sorted slot among the blocks' rows
     widths = longest.tolist()  # the one place that waits for a GPU
     rows = batch * sum(widths)
-    owner = token.new_zeros(rows).index_copy_(0, place, token)  # rows without a slot point to token 0
+    # Rows without a slot point to token 0
+    owner = token.new_zeros(rows).index_copy_(0, place, token)
     column = order.order % per_token + (columns - per_token)
     source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
-    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)  # [B, A, T, D] → [N·A, D] → [rows, D]
+    # [B, A, T, D] → [N·A, D] → [rows, D]
+    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
 
     mask, fully_masked = merge_masks(masks.mask, masks.padding, q.dtype)
     mask_rows = None
@@ -74,7 +76,9 @@ def attend_selected(
     out = torch.cat(parts).index_select(0, place_of_slot)
     if fully_masked is None:
         return out
-    fully_masked = fully_masked.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
+    fully_masked = (
+        fully_masked.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
+    )
     return out.masked_fill(fully_masked, 0.0)
 
 
@@ -135,7 +139,9 @@ class HeadBlocks:
         # of each slot, token by token; those of padding share one that is left out
         self._place = torch.where(real, first * width + place, self._rows).flatten()
         self.position = self._placed(tokens.expand_as(index).reshape(-1, 1)).view(self._shape)
-        self.empty = ~self._placed(torch.ones_like(self._place, dtype=torch.bool)[:, None]).view(self._shape)
+        self.empty = ~self._placed(torch.ones_like(self._place, dtype=torch.bool)[:, None]).view(
+            self._shape
+        )
 
     def _placed(self, rows: Tensor) -> Tensor:
         """rows [B·T·K, D] → [B·E·M, D]; zeros where no slot stands."""
@@ -163,4 +169,6 @@ class HeadBlocks:
         """
         length = self._slots[1]
         place = self.position.masked_fill(self.empty, length)[:, None, None].expand_as(weights)
-        return weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, place, weights)[..., :-1]
+        return weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, place, weights)[
+            ..., :-1
+        ]

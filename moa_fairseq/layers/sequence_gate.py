@@ -58,7 +58,9 @@ class GateNorm(nn.BatchNorm1d, RunningStatistics):
         if observe:
             self._add_up(x.detach(), real)
         if not own or self.statistics != "batch":
-            return F.batch_norm(x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps)
+            return F.batch_norm(
+                x, self.running_mean, self.running_var, self.weight, self.bias, eps=self.eps
+            )
         if real is None:
             no_row = x.new_zeros(x.size(0), 1, dtype=torch.bool)
         else:
@@ -159,7 +161,9 @@ class SequenceGate(nn.Module):
             logits = self.fc2(hidden)
             return torch.softmax(logits, dim=-1), logits
 
-    def _apply(self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object) -> "SequenceGate":
+    def _apply(
+        self, fn: Callable[[Tensor], Tensor], *args: object, **kwargs: object
+    ) -> "SequenceGate":
         def keeping_precision(tensor: Tensor) -> Tensor:
             moved = fn(tensor)
             if moved.dtype in (torch.float16, torch.bfloat16):

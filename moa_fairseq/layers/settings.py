@@ -35,7 +35,9 @@ def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any
         help: what `--help` says about the flag.
         choices: all values that the flag takes; None: every value of the field's type.
     """
-    return field(default=default, metadata={"help": help, **({"choices": choices} if choices else {})})
+    return field(
+        default=default, metadata={"help": help, **({"choices": choices} if choices else {})}
+    )
 
 
 @dataclass(kw_only=True)
@@ -57,7 +59,8 @@ class FamilySettings:
         "attention_factor, beta_fast, beta_slow, mscale, mscale_all_dim and truncate",
     )
     rotary_dim: Optional[int] = flag(  # noqa: UP045
-        None, "number of a head's values that --positions rope rotates (default: all of an even number)"
+        None,
+        "number of a head's values that --positions rope rotates (default: all of an even number)",
     )
     query_key_norm: str = flag(
         "none",
@@ -65,7 +68,9 @@ class FamilySettings:
         "all-heads: of all heads as one vector (OLMo 2), for attention without routed heads",
         QUERY_KEY_NORMS,
     )
-    query_key_norm_weight: str = flag("learned", "weight of --query-key-norm: learned, or none", NORM_WEIGHTS)
+    query_key_norm_weight: str = flag(
+        "learned", "weight of --query-key-norm: learned, or none", NORM_WEIGHTS
+    )
     window: Optional[int] = flag(  # noqa: UP045
         None,
         "sliding window of a decoder's self-attention: the number of latest positions that a query sees, its "
@@ -85,12 +90,15 @@ class FamilySettings:
             TypeError: where both are given, or something else, or a keyword that the attention lacks.
             UserError: for a text or a fraction in place of a number.
         """
-        is_users = "common" not in options  # and not that of a class between, which has checked them
+        # And not that of a class between, which has checked them
+        is_users = "common" not in options
         own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
         if settings is None:
             settings = cls(**own)
         elif not isinstance(settings, cls):
-            raise TypeError(f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords")
+            raise TypeError(
+                f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords"
+            )
         elif own:
             raise TypeError(
                 f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"

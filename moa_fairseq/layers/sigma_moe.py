@@ -23,7 +23,8 @@ class SigmaMoESettings:
     sigma_moe_experts_per_token: int = flag(4, "feed-forward experts selected per token")
     sigma_moe_expert_dim: int = flag(128, "inner units per feed-forward expert")
     sigma_moe_expert_dropout: float = flag(
-        0.0, "probability that a feed-forward expert is unavailable to a token in training (expert dropout)"
+        0.0,
+        "probability that a feed-forward expert is unavailable to a token in training (expert dropout)",
     )
 
 
@@ -76,7 +77,9 @@ class SigmaMoE(nn.Module):
         )
         inner = num_experts * expert_dim
         self.up = ExpertLinear(num_experts, embed_dim, expert_dim, True, False, expert_backend)
-        self.down = ExpertLinear(num_experts, expert_dim, embed_dim, False, False, expert_backend, inner)
+        self.down = ExpertLinear(
+            num_experts, expert_dim, embed_dim, False, False, expert_backend, inner
+        )
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
@@ -103,7 +106,8 @@ class SigmaMoE(nn.Module):
         rows = x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         if padding is not None:
             padding = padding.reshape(-1)
-            rows = rows.masked_fill(padding.unsqueeze(-1), 0.0)  # NaN would reach every weight's gradient
+            # NaN would reach every weight's gradient
+            rows = rows.masked_fill(padding.unsqueeze(-1), 0.0)
         routing = self.router(rows, padding)
         order = routing.order()
         inner = self.activation(self.up(rows, order))

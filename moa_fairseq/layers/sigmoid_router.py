@@ -61,7 +61,9 @@ class SigmoidTopKRouter(nn.Module):
                 f"{num_experts}: give at most the number of experts."
             )
         if not 0 <= expert_dropout < 1:
-            raise UserError(f"{prefix}expert_dropout {expert_dropout} must be at least 0 and below 1.")
+            raise UserError(
+                f"{prefix}expert_dropout {expert_dropout} must be at least 0 and below 1."
+            )
         self.num_experts = num_experts
         self.experts_per_token = experts_per_token
         self.groups = groups
@@ -87,7 +89,8 @@ class SigmoidTopKRouter(nn.Module):
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         logits = self.projection(x)
-        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))  # an adapter's may be half
+        # An adapter's may be half
+        logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probs = torch.sigmoid(logits)
         gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
         choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
@@ -101,7 +104,8 @@ class SigmoidTopKRouter(nn.Module):
         else:
             chosen = every_index(self.num_experts, device=x.device).expand_as(gate)
         if self.groups > 1:
-            first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts  # [H, 1]
+            # [H, 1]
+            first = every_index(self.groups, device=x.device).unsqueeze(1) * self.num_experts
             chosen = chosen + first
         expert_ids = chosen.flatten(1)  # [N, H, k] → [N, H·k]
         gate = gate.flatten(1)

@@ -166,7 +166,9 @@ class StaticCache(KVCache):
         """
         filled = int(self.length)
         if not 0 <= length <= filled:
-            raise ValueError(f"length {length} must be between 0 and the {filled} positions in the cache")
+            raise ValueError(
+                f"length {length} must be between 0 and the {filled} positions in the cache"
+            )
         if self._filled is not None:
             self._filled.fill_(length)
         for tensor, axis in ((self.keys, 2), (self.values, 2), (self.padding, 1)):

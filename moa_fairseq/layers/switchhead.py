@@ -95,7 +95,9 @@ class SwitchHeadAttention(Attention):
         check_choice("router_choice", settings.router_choice, CHOICES)
         experts = settings.switchhead_experts
         letters = "" if experts == "none" else experts
-        if (not letters and experts != "none") or sorted(letters) != sorted(set(letters) & set(PROJECTIONS)):
+        if (not letters and experts != "none") or sorted(letters) != sorted(
+            set(letters) & set(PROJECTIONS)
+        ):
             raise UserError(
                 f"switchhead_experts is {experts!r}: give some of the letters v, k, q, o (values, keys, "
                 "queries, output), each at most once, or none."
@@ -146,7 +148,11 @@ class SwitchHeadAttention(Attention):
                 sizes = (self.head_dim, model_dim)
             fan_in = None if is_up else width
             return ExpertLinear(
-                self.num_heads * self.num_experts, *sizes, is_up, expert_backend=self._backend, fan_in=fan_in
+                self.num_heads * self.num_experts,
+                *sizes,
+                is_up,
+                expert_backend=self._backend,
+                fan_in=fan_in,
             )
         sizes = (width, model_dim)
         if is_up:
@@ -155,7 +161,9 @@ class SwitchHeadAttention(Attention):
 
     def _router(self, model_dim: int, side: str) -> SigmoidTopKRouter:
         sizes = (model_dim, self.num_experts, self.experts_per_token, self.num_heads)
-        return SigmoidTopKRouter(*sizes, self.expert_dropout, side=side, auxiliary=False, family=self.family)
+        return SigmoidTopKRouter(
+            *sizes, self.expert_dropout, side=side, auxiliary=False, family=self.family
+        )
 
     def reset_parameters(self) -> None:
         """Draw the projections and routers anew."""
@@ -243,7 +251,9 @@ class SwitchHeadAttention(Attention):
             projections += tokens * model_dim * self.num_heads * self.head_dim * used
         routers = ((self.router, queries), (self.source_router, keys))
         macs = sum(
-            tokens * router.projection.weight.numel() for router, tokens in routers if router is not None
+            tokens * router.projection.weight.numel()
+            for router, tokens in routers
+            if router is not None
         )
         return {"router": macs, "projections": projections}
 

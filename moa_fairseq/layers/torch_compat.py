@@ -53,7 +53,9 @@ def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
     if not torch.backends.cuda.cudnn_sdp_enabled() and (compiles or not _WITHOUT_CUDNN.blocks):
         return contextlib.nullcontext()
     if compiles:
-        return sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH])
+        return sdpa_kernel(
+            [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+        )
     return _WITHOUT_CUDNN
 
 
@@ -64,7 +66,9 @@ def without_fused_attention() -> contextlib.AbstractContextManager[Any]:
 
 def is_readable(tensor: Tensor) -> bool:
     """Whether the host can ask for its numbers: not in a graph, under torch.func, or on the meta device."""
-    return not (is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None)
+    return not (
+        is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None
+    )
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:

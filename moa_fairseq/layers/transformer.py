@@ -35,11 +35,15 @@ class TransformerStack(nn.Module):
         own_output: whether it has an output matrix of its own.
     """
 
-    def __init__(self, settings: StackSettings, own_embedding: bool = True, own_output: bool = False):
+    def __init__(
+        self, settings: StackSettings, own_embedding: bool = True, own_output: bool = False
+    ):
         super().__init__()
         self.settings = settings
         width = settings.embed_dim
-        self.gradient_checkpointing = False  # with _gradient_checkpointing_func, set by transformers
+        self.gradient_checkpointing = (
+            False  # with _gradient_checkpointing_func, set by transformers
+        )
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
         input_dim = settings.input_dim or width
         output_dim = settings.output_dim or width
@@ -55,8 +59,12 @@ class TransformerStack(nn.Module):
         check_choice("position_embedding", settings.position_embedding, POSITION_EMBEDDINGS)
         if settings.position_embedding == "learned":
             self.embed_positions = _embedding(settings.position_rows, width, settings.padding_idx)
-        self.project_in_dim = nn.Linear(input_dim, width, bias=False) if input_dim != width else None
-        self.project_out_dim = nn.Linear(width, output_dim, bias=False) if output_dim != width else None
+        self.project_in_dim = (
+            nn.Linear(input_dim, width, bias=False) if input_dim != width else None
+        )
+        self.project_out_dim = (
+            nn.Linear(width, output_dim, bias=False) if output_dim != width else None
+        )
         self.layernorm_embedding = nn.LayerNorm(width) if settings.embedding_norm else None
         self.layers = nn.ModuleList(TransformerLayer(settings) for _ in range(settings.layers))
         self.layer_norm = settings.norm() if settings.final_norm else None
@@ -100,7 +108,9 @@ class TransformerStack(nn.Module):
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
         if settings.position_embedding != "none":
-            x = x + self._positions(ids, padding, caches[0].self_attn.length if caches else 0, x.dtype)
+            x = x + self._positions(
+                ids, padding, caches[0].self_attn.length if caches else 0, x.dtype
+            )
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         if self.training:
@@ -110,7 +120,9 @@ class TransformerStack(nn.Module):
             run: Callable[..., Any] = layer
             if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func:
                 run = functools.partial(self._gradient_checkpointing_func, layer.__call__)
-            x, routed = run(x, padding, memory, memory_padding, ids, caches[number] if caches else None)
+            x, routed = run(
+                x, padding, memory, memory_padding, ids, caches[number] if caches else None
+            )
             routings.extend(routed)
         if self.layer_norm is not None:
             x = self.layer_norm(x)
@@ -151,7 +163,9 @@ class TransformerStack(nn.Module):
         layers: list[Any] = [*self.layers]
         return [LayerCache(layer, beam_size) for layer in layers]
 
-    def _positions(self, ids: Tensor, padding: Tensor | None, held: int, dtype: torch.dtype) -> Tensor:
+    def _positions(
+        self, ids: Tensor, padding: Tensor | None, held: int, dtype: torch.dtype
+    ) -> Tensor:
         """Embeddings of the positions [B or 1, T, C]; they begin at padding_idx + 1, and padding has none."""
         first = self.settings.padding_idx + 1
         if padding is None:
@@ -166,7 +180,9 @@ class TransformerStack(nn.Module):
             learned: Tensor = self.embed_positions(place)
             return learned
         half = self.settings.embed_dim // 2
-        speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(math.log(10000) / (half - 1))
+        speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(
+            math.log(10000) / (half - 1)
+        )
         angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as fairseq's table
         table = torch.cat([angle.sin(), angle.cos()], -1)
         if self.settings.embed_dim % 2:

@@ -23,7 +23,9 @@ def unprofiled(model: nn.Module) -> bool:
     return bool(shortcuts) and all(shortcut.omega == 1 for shortcut in shortcuts)
 
 
-def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], None] | None = None) -> None:
+def profile(
+    model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], None] | None = None
+) -> None:
     """Set the ω of every shortcut by a forward pass without gradients: before training, on its first batch.
 
     In each stack, encoder and decoder apart, ω_1 = 1 and
@@ -68,11 +70,13 @@ def profile(model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], No
                 block.callback(hook.remove)
         block.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
         block.enter_context(torch.no_grad())
-        block.enter_context(forward_context(routings=()))  # those of the update itself are collected
+        # Those of the update itself are collected
+        block.enter_context(forward_context(routings=()))
         try:
             run()
         except BaseException:
-            for shortcut in itertools.chain(*stacks.values()):  # all or none: some would pass for profiled
+            # All or none: some would pass for profiled
+            for shortcut in itertools.chain(*stacks.values()):
                 shortcut.omega.fill_(1)
             raise
     for stack, shortcuts in stacks.items():

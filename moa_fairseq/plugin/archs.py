@@ -25,7 +25,10 @@ BASE_MODELS = {
 
 
 def register_models(
-    family: str, model: str, archs: Mapping[str, Values], base_architectures: Mapping[str, Body] | None = None
+    family: str,
+    model: str,
+    archs: Mapping[str, Values],
+    base_architectures: Mapping[str, Body] | None = None,
 ) -> None:
     """Register a model whose attentions are of `family`, and its architectures; the first is the default.
 
@@ -55,13 +58,16 @@ def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
 
     def architecture(args: Any) -> None:
         if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):
-            args.initialization = "own"  # complete settings, of a checkpoint from before there was a choice
+            args.initialization = (
+                "own"  # complete settings, of a checkpoint from before there was a choice
+            )
         set_defaults(args, values)
         pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)
         if pre_norm is not None:  # fairseq's function for language models overwrites it
             args.decoder_normalize_before = pre_norm
-        family = getattr(MODEL_REGISTRY[model], "attention_family", None)  # none: a dense counterpart
+        # None: a dense counterpart
+        family = getattr(MODEL_REGISTRY[model], "attention_family", None)
         if family is not None:
             set_defaults(args, {"positions": None, "initialization": "own"})
             set_family_defaults(args, family)

@@ -69,7 +69,11 @@ class CarriedContext:
         """
         context = self._contexts.pop((training, part), None)
         before = None
-        if context is not None and chunk == context.chunk + 1 and batch <= context.inputs[0].size(1):
+        if (
+            context is not None
+            and chunk == context.chunk + 1
+            and batch <= context.inputs[0].size(1)
+        ):
             before = [inputs[:, :batch] for inputs in context.inputs]
         reading = _Reading(before, [])
         with forward_context(chunk=reading):
@@ -132,7 +136,9 @@ def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | N
     inputs = []
     for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
         parts = [
-            context.inputs[layer] for context in contexts if context is not None and fits(context.sizes())
+            context.inputs[layer]
+            for context in contexts
+            if context is not None and fits(context.sizes())
         ]
         if rank:
             for part in parts:

@@ -23,7 +23,9 @@ from moa_fairseq.plugin.transformer_layers import (
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
-_BEAM = "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+_BEAM = (
+    "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+)
 
 
 class MixtureEncoder(TransformerEncoderBase):
@@ -74,7 +76,9 @@ class MixtureEncoder(TransformerEncoderBase):
         }
 
     def build_encoder_layer(self, cfg: Any) -> nn.Module:
-        return finish_layer(MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers)
+        return finish_layer(
+            MixtureEncoderLayer(cfg, return_fc=self.return_fc), cfg, cfg.encoder.layers
+        )
 
     def reorder_encoder_out(
         self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
@@ -102,7 +106,9 @@ class MixtureEncoder(TransformerEncoderBase):
             return encoder_out
         result = super().reorder_encoder_out(encoder_out, new_order)
         # a sentence that is finished leaves with all of its hypotheses
-        together = new_order.numel() % beam == 0 and torch.equal(sentence, sentence[numbers // beam * beam])
+        together = new_order.numel() % beam == 0 and torch.equal(
+            sentence, sentence[numbers // beam * beam]
+        )
         if together:
             return result | {_BEAM: encoder_out[_BEAM]}
         return result
@@ -132,7 +138,9 @@ class MixtureDecoder(TransformerDecoderBase):
         if self._draws_by_depth:
             self.version.fill_(_DRAWN_BY_DEPTH)
 
-    def upgrade_state_dict_named(self, state_dict: dict[str, Tensor], name: str) -> dict[str, Tensor]:
+    def upgrade_state_dict_named(
+        self, state_dict: dict[str, Tensor], name: str
+    ) -> dict[str, Tensor]:
         """fairseq's; weights trained before architectures left --no-scale-embedding compute as they did."""
         version = state_dict.get(f"{name}.version")
         if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
@@ -205,7 +213,9 @@ class MixtureDecoder(TransformerDecoderBase):
         changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
         is_full_pass = incremental_state is None
         if is_full_pass and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
-            changes["right_padded"] = host_tokens.is_right_padded(prev_output_tokens, self.padding_idx)
+            changes["right_padded"] = host_tokens.is_right_padded(
+                prev_output_tokens, self.padding_idx
+            )
         if is_full_pass and host_tokens.on_host(prev_output_tokens) is not None:
             changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
             changes["makes_mask"] = True  # fairseq asks nothing of the device then

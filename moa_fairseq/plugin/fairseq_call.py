@@ -71,7 +71,9 @@ class FairseqCall(Attention):
             attn_mask = attn_mask.bool()
         padding = None if key_padding_mask is None else key_padding_mask.bool()
         self_padding = padding if self.self_attention else None
-        query_padding = _query_padding(query_padding_mask, context.padding, self_padding, batch, tgt_len)
+        query_padding = _query_padding(
+            query_padding_mask, context.padding, self_padding, batch, tgt_len
+        )
         # Batch first from here on: queries and attention results then change shape without a copy.
         rows = query.transpose(0, 1).contiguous()
         x = without_padding(rows, query_padding)
@@ -85,7 +87,9 @@ class FairseqCall(Attention):
             memory = x if query_padding is self_padding else without_padding(rows, self_padding)
             if context.carried is not None:
                 is_carried = True
-                memory, attn_mask, padding = _after_context(context.carried, memory, attn_mask, padding)
+                memory, attn_mask, padding = _after_context(
+                    context.carried, memory, attn_mask, padding
+                )
             values = memory
         else:
             assert key is not None, "no keys are given, and none are cached"
@@ -201,7 +205,9 @@ def with_fairseq_call(attention: type[Attention]) -> type[FairseqCall]:
     name = attention.__name__
     wrapped: type[FairseqCall] | None = globals().get(name)
     if wrapped is None or attention not in wrapped.__bases__:
-        wrapped = type(name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__})
+        wrapped = type(
+            name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__}
+        )
         globals()[name] = wrapped  # so that modules can be pickled
     return wrapped
 
@@ -213,7 +219,11 @@ class FairseqSigmaMoE(SigmaMoE):
         context = current_context()
         tgt_len, batch, _ = x.shape
         padding = context.padding
-        padding = padding.bool().t() if padding is not None and padding.shape == (batch, tgt_len) else None
+        padding = (
+            padding.bool().t()
+            if padding is not None and padding.shape == (batch, tgt_len)
+            else None
+        )
         out, (routing,) = super().forward(x, padding, with_routing=True)
         context.record(self, routing)
         return out

@@ -40,10 +40,20 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(saved_numbers, lengths, training, adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
+    *(
+        saved_numbers,
+        lengths,
+        training,
+        adaptive_loss,
+        malformed_checkpoints,
+        save_on_sigterm,
+        generation,
+    ),
     *(kernel_check, host_tokens, compiled_layers, pieces),
 )
-PATCHES = tuple(row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__)
+PATCHES = tuple(
+    row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__
+)
 
 
 @functools.cache

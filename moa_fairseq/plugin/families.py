@@ -48,7 +48,9 @@ def _as_fairseq(settings: type) -> FairseqDataclass:
     for field in dataclasses.fields(settings):
         choices = field.metadata.get("choices")
         copy = dataclasses.field(default=field.default, metadata=field.metadata)
-        fields.append((field.name, ChoiceEnum(list(choices)) if choices else types[field.name], copy))
+        fields.append(
+            (field.name, ChoiceEnum(list(choices)) if choices else types[field.name], copy)
+        )
     return dataclasses.make_dataclass(settings.__name__, fields, bases=(FairseqDataclass,))()
 
 
@@ -81,7 +83,9 @@ def settings_of(cfg: Any) -> FamilySettings:
 
 
 def _settings_from(settings: type, cfg: Any) -> Any:
-    return settings(**{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)})
+    return settings(
+        **{field.name: getattr(cfg, field.name) for field in dataclasses.fields(settings)}
+    )
 
 
 # Keywords of layers that are flags, besides the fields of settings: their names as flags

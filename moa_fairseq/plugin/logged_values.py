@@ -26,7 +26,9 @@ def logged(prefix: str, names: Sequence[str], values: Tensor) -> dict[str, Any]:
     return {prefix + " ".join(names): torch.cat([values.detach(), values.new_ones(1)])}
 
 
-def mean_values(prefix: str, logging_outputs: Sequence[dict[str, Any]]) -> tuple[dict[str, float], float]:
+def mean_values(
+    prefix: str, logging_outputs: Sequence[dict[str, Any]]
+) -> tuple[dict[str, float], float]:
     """The means, over forward passes, of what was `logged` under a prefix.
 
     A pass may lack some names: LayerDrop leaves modules out.

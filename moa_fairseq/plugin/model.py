@@ -101,7 +101,9 @@ class MixtureModel(Extended):
             "self-attention (rope; rope-half rotates half of each head), or Transformer-XL's relative "
             "positions in every self-attention (xl); default: the architecture's",
         )
-        parser.add_argument("--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE)
+        parser.add_argument(
+            "--head-gate", choices=HEAD_GATES, default=argparse.SUPPRESS, help=HEAD_GATE
+        )
         scales = {"--attention-branch-scale": BRANCH, "--attention-output-scale": OUTPUT_SCALE}
         for flag, text in scales.items():
             parser.add_argument(flag, type=float, default=argparse.SUPPRESS, help=text)
@@ -125,7 +127,9 @@ class MixtureModel(Extended):
         _set_positions(args)
         if args.initialization == "admin":
             names_of_sides = ("normalize-before", "layerdrop")
-            names = [f"--{side}-{name}" for name in names_of_sides for side in ("encoder", "decoder")]
+            names = [
+                f"--{side}-{name}" for name in names_of_sides for side in ("encoder", "decoder")
+            ]
             conflicts = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
             fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
             if conflicts or not fits:
@@ -139,7 +143,9 @@ class MixtureModel(Extended):
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
                 flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
-                raise UserError(f"{flag} is not supported by mixtures of attention heads: leave it out.")
+                raise UserError(
+                    f"{flag} is not supported by mixtures of attention heads: leave it out."
+                )
         return args
 
     @classmethod
@@ -165,7 +171,9 @@ class MixtureModel(Extended):
         settings = settings_of(args)
         with naming_flags():
             settings.check(attentions)
-        if settings.window is not None and all(attention.window is None for attention in attentions):
+        if settings.window is not None and all(
+            attention.window is None for attention in attentions
+        ):
             raise UserError(
                 f"--window {settings.window} is for the self-attention of decoders, and this model has none: "
                 "leave it out."

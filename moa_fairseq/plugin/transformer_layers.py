@@ -9,7 +9,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.utils.checkpoint
 from fairseq.distributed import fsdp_wrap
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
@@ -17,7 +20,12 @@ from moa_fairseq.layers.initialization import forked_rng
 from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.layers.transformer_layer import Shortcut, swiglu
 from moa_fairseq.plugin.families import build_attention, build_sigma_moe, initialize
-from moa_fairseq.plugin.forward_context import ForwardContext, current_context, forward_context, restored
+from moa_fairseq.plugin.forward_context import (
+    ForwardContext,
+    current_context,
+    forward_context,
+    restored,
+)
 
 if TYPE_CHECKING:
     from fairseq.modules.transformer_layer import TransformerEncoderLayerBase as Extended
@@ -52,7 +60,9 @@ class MixtureFeedForward(Extended):
         context.residual_sums += 1
         return self.shortcuts[context.residual_sums - 1](x, residual)
 
-    def compiled(self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]) -> Any:
+    def compiled(
+        self, run: Callable[..., Any], mask: Any, x: Tensor, options: dict[str, Any]
+    ) -> Any:
         """This layer's forward by the compiled `whole`.
 
         Args:
@@ -140,7 +150,9 @@ class MixtureEncoderLayer(MixtureFeedForward, TransformerEncoderLayerBase):
         self.mixture_cfg = cfg  # fairseq builds the feed-forward later, and without it
         return build_attention(cfg, embed_dim, self_attention=True)
 
-    def forward(self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None):
+    def forward(
+        self, x: Tensor, encoder_padding_mask: Tensor | None, attn_mask: Tensor | None = None
+    ):
         with forward_context(padding=encoder_padding_mask, residual_sums=0):
             return super().forward(x, encoder_padding_mask, attn_mask)
 
@@ -152,7 +164,9 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
         self, embed_dim: int, cfg: Any, add_bias_kv: bool = False, add_zero_attn: bool = False
     ) -> nn.Module:
         self.mixture_cfg = cfg
-        return build_attention(cfg, embed_dim, decoder=True, self_attention=not cfg.cross_self_attention)
+        return build_attention(
+            cfg, embed_dim, decoder=True, self_attention=not cfg.cross_self_attention
+        )
 
     def build_encoder_attention(self, embed_dim: int, cfg: Any) -> nn.Module:
         return build_attention(
@@ -184,7 +198,9 @@ class MixtureDecoderLayer(MixtureFeedForward, TransformerDecoderLayerBase):
             context = self.self_attn_layer_norm(context)
         # The queries of the cross-attention are the target's: fairseq does not pass their padding on.
         with forward_context(padding=self_attn_padding_mask, carried=context, residual_sums=0):
-            return super().forward(x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs)
+            return super().forward(
+                x, *args, self_attn_padding_mask=self_attn_padding_mask, **kwargs
+            )
 
 
 def _same_context() -> tuple[Any, Any]:
@@ -201,7 +217,9 @@ def finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
     if getattr(cfg, "initialization", None) == "admin":
-        norms: list[Any] = [norm for name, norm in layer.named_children() if name.endswith("layer_norm")]
+        norms: list[Any] = [
+            norm for name, norm in layer.named_children() if name.endswith("layer_norm")
+        ]
         layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
@@ -210,4 +228,6 @@ def finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
             use_reentrant=False,
             context_fn=_same_context,
         )
-    return fsdp_wrap(layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap)
+    return fsdp_wrap(
+        layer, min_num_params=0 if cfg.checkpoint_activations else cfg.min_params_to_wrap
+    )

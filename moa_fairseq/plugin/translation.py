@@ -20,8 +20,12 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
         """fairseq's; the first batch of a training sets the shortcuts of --initialization admin before."""
         if self.training and not self._begun:
             if unprofiled(self):
-                profile(self, functools.partial(super().forward, *args, **kwargs), sum_over_workers())
-            self._begun = True  # not before: the trainer goes on with the next batch where memory was short
+                profile(
+                    self, functools.partial(super().forward, *args, **kwargs), sum_over_workers()
+                )
+            self._begun = (
+                True  # not before: the trainer goes on with the next batch where memory was short
+            )
         return super().forward(*args, **kwargs)
 
     @classmethod

@@ -105,7 +105,9 @@ class Gpt2Codec:
     def decode(self, symbols: str) -> str:
         """Ids as running text; other symbols as they are."""
         runs = itertools.groupby(symbols.split(), str.isdigit)
-        return "".join(self.bpe.decode([*map(int, run)]) if ids else "".join(run) for ids, run in runs)
+        return "".join(
+            self.bpe.decode([*map(int, run)]) if ids else "".join(run) for ids, run in runs
+        )
 
 
 class WordCodec(NamedTuple):

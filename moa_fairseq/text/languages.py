@@ -4,7 +4,15 @@ import re
 
 # Languages written without spaces between words, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
 _WITHOUT_SPACES = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue", "bo", "dz")
-_CODES = {"zho": "zh", "chi": "zh", "cmn": "zh", "jpn": "ja", "kor": "ko", "tha": "th", "khm": "km"} | {
+_CODES = {
+    "zho": "zh",
+    "chi": "zh",
+    "cmn": "zh",
+    "jpn": "ja",
+    "kor": "ko",
+    "tha": "th",
+    "khm": "km",
+} | {
     "mya": "my",
     "bur": "my",
     "lao": "lo",

@@ -136,7 +136,9 @@ _UNICODE_TRANSLATION = str.maketrans(_UNICODE_PUNCTUATION)
 @cache
 def _normalization_rules(lang: str, edition: str) -> list[Rule]:
     if edition not in EDITIONS:
-        raise UserError(f"Moses' scripts have no edition {edition!r}. Choose one of {', '.join(EDITIONS)}.")
+        raise UserError(
+            f"Moses' scripts have no edition {edition!r}. Choose one of {', '.join(EDITIONS)}."
+        )
     rows: list[tuple[str, str | None, str]] = []
     rows += _BRACKETS_AND_COLONS
     rows += _QUOTES_AND_DASHES

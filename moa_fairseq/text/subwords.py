@@ -15,7 +15,9 @@ def with_letters(symbols: str) -> str:
     """Pieces between spaces, each run of bytes (`<0xE3> <0x81> <0x82>`) as letters, by UTF-8."""
 
     def letters(run: re.Match) -> str:
-        return bytes(int(byte[3:5], 16) for byte in run[0].split()).decode("utf-8", errors="replace")
+        return bytes(int(byte[3:5], 16) for byte in run[0].split()).decode(
+            "utf-8", errors="replace"
+        )
 
     return _BYTES.sub(letters, symbols)
 

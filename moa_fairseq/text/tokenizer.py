@@ -48,7 +48,9 @@ _ESCAPES = (
 _DOT = "\x00"
 
 
-def _apostrophe_rules(between_letters: str, after_other: str = _ALPHA) -> list[tuple[regex.Pattern, str]]:
+def _apostrophe_rules(
+    between_letters: str, after_other: str = _ALPHA
+) -> list[tuple[regex.Pattern, str]]:
     """Replacement of an apostrophe by its neighbours: other-other, other-letter, letter-other, letters."""
     non_letter = rf"([^{_ALPHA}])"
     letter = rf"([{_ALPHA}])"
@@ -72,7 +74,11 @@ _ANY_APOSTROPHE = [(regex.compile("'"), " ' ")]
 
 
 def tokenize(
-    line: str, lang: str, aggressive_hyphens: bool = False, escape: bool = True, edition: str = "current"
+    line: str,
+    lang: str,
+    aggressive_hyphens: bool = False,
+    escape: bool = True,
+    edition: str = "current",
 ) -> str:
     """`tokenizer.perl -l LANG [-a] [-no-escape]`: tokens separated by spaces.
 
@@ -92,7 +98,9 @@ def tokenize(
         UserError: for an unknown edition.
     """
     if edition not in EDITIONS:
-        raise UserError(f"Moses' tokenizer has no edition {edition!r}. Choose one of {', '.join(EDITIONS)}.")
+        raise UserError(
+            f"Moses' tokenizer has no edition {edition!r}. Choose one of {', '.join(EDITIONS)}."
+        )
     text = line
     if not line.isprintable():
         text = line.translate(_CONTROLS)

@@ -36,13 +36,17 @@ def ordered_map(
     batches = itertools.chain(first, batches)
     alone = workers <= 1 or len(first) < FEW
     with tqdm(unit=" lines", desc=label, disable=None, leave=False) as bar:
-        results = ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
+        results = (
+            ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
+        )
         for size, result in results:
             yield result
             bar.update(size)
 
 
-def _in_processes(work: Callable, batches: Iterator[list], workers: int) -> Iterator[tuple[int, Any]]:
+def _in_processes(
+    work: Callable, batches: Iterator[list], workers: int
+) -> Iterator[tuple[int, Any]]:
     pending: deque[tuple[int, Future]] = deque()
     context = _context(getattr(work, "func", work).__module__)
     with contextlib.ExitStack() as stack:
@@ -91,7 +95,9 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
     meanwhile: another handler for the block.
     """
     before = signal.getsignal(signal.SIGINT)
-    if threading.current_thread() is not threading.main_thread() or not (callable(before) or meanwhile):
+    if threading.current_thread() is not threading.main_thread() or not (
+        callable(before) or meanwhile
+    ):
         yield
         return
     received: list[Any] = []

@@ -52,7 +52,11 @@ def chain(folder, word="a", goal=30):
     slow = Step("slow", folder / "slow.txt", ["python", SLOW, OUT, word], {"word": word})
     copy = "import sys; print(open(sys.argv[1]).read())"
     said = Step(
-        "said", folder / "said.txt", ["python", copy, str(slow.output)], {"from": slow}, captured="out"
+        "said",
+        folder / "said.txt",
+        ["python", copy, str(slow.output)],
+        {"from": slow},
+        captured="out",
     )
 
     def count(new):
@@ -66,7 +70,9 @@ def chain(folder, word="a", goal=30):
         slow,
         said,
         counted,
-        Step("train", folder / "train", train, {"from": counted}, in_place=True, goal={"steps": goal}),
+        Step(
+            "train", folder / "train", train, {"from": counted}, in_place=True, goal={"steps": goal}
+        ),
     ]
 
 
@@ -118,7 +124,9 @@ def test_a_new_goal_is_gone_on_to_and_other_inputs_are_refused(tmp_path):
     assert (tmp_path / "train" / "steps").read_text().split() == list("01234")
     with pytest.raises(UserError, match=r"other settings \(from.*--restart"):
         make(chain(tmp_path, word="b"), tmp_path)
-    (tmp_path / "state.json").write_text('{"train": {"settings": {}, "done": "x"}, "slow": 3, "said": {')
+    (tmp_path / "state.json").write_text(
+        '{"train": {"settings": {}, "done": "x"}, "slow": 3, "said": {'
+    )
     with pytest.raises(UserError, match=r"state\.json was damaged.*--restart"):
         make(chain(tmp_path), tmp_path)
 
@@ -131,7 +139,10 @@ def test_a_failure_leaves_nothing_under_the_final_name(tmp_path):
     with pytest.raises(UserError, match="not a result"):
         make([step], tmp_path)
     with pytest.raises(UserError, match="status 3"):
-        make([Step("x", tmp_path / "x.txt", ["python", "print(1); exit(3)"], captured="out")], tmp_path)
+        make(
+            [Step("x", tmp_path / "x.txt", ["python", "print(1); exit(3)"], captured="out")],
+            tmp_path,
+        )
     with pytest.raises(UserError, match=r"x ended without writing.*x\.log"):
         make([Step("x", tmp_path / "x.txt", ["python", "pass"])], tmp_path)
     assert not step.output.exists() and "x" not in read_step_records(tmp_path)
@@ -174,7 +185,9 @@ with process.terminate_as_interrupt():
 def start(folder, patience=60.0):
     path = [os.path.dirname(__file__), *filter(None, sys.path)]
     code = PROGRAM.format(path=path, folder=str(folder), patience=patience)
-    return subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE)
+    return subprocess.Popen(
+        [sys.executable, "-c", code], stdout=subprocess.DEVNULL, stderr=subprocess.PIPE
+    )
 
 
 @pytest.mark.thorough
@@ -188,7 +201,9 @@ def test_killed_at_any_moment_and_resumed_the_files_are_the_same(tmp_path, numbe
         time.sleep(chance.uniform(0.3, 1.8))
         running.send_signal(number)
         running.communicate()
-        finished = [name for name, mark in read_step_records(killed).items() if mark.get("fingerprint")]
+        finished = [
+            name for name, mark in read_step_records(killed).items() if mark.get("fingerprint")
+        ]
         outputs = {step.name: step.output for step in chain(killed)}
         for name in set(outputs) - set(finished) - {"train"}:
             assert not outputs[name].exists() or name not in read_step_records(killed)
@@ -229,7 +244,9 @@ def test_an_old_output_is_forgotten_before_the_new_one_takes_its_place(tmp_path,
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
         patch.setattr(make_module, "replace", stop)
         make(chain(tmp_path, word="b")[:1], tmp_path)
-    assert "0 b\n" in (tmp_path / "slow.txt").read_text() and "slow" not in read_step_records(tmp_path)
+    assert "0 b\n" in (tmp_path / "slow.txt").read_text() and "slow" not in read_step_records(
+        tmp_path
+    )
     make(chain(tmp_path)[:1], tmp_path)
     assert "0 a\n" in (tmp_path / "slow.txt").read_text()
 
@@ -284,12 +301,16 @@ def test_a_log_in_an_output_may_grow(tmp_path):
 
 def test_facts_of_earlier_parts_of_a_training_stay(tmp_path):
     """Later parts may not see them again (the number of parameters is said once); new values count."""
-    facts = iter([{"parameters": 7, "updates": 3, "speed": 1}, {"parameters": None, "updates": 5}, None])
+    facts = iter(
+        [{"parameters": 7, "updates": 3, "speed": 1}, {"parameters": None, "updates": 5}, None]
+    )
 
     def train(goal):
         line = ["python", GOES_ON, OUT, str(goal)]
         finish = lambda made: next(facts)  # noqa: E731
-        return Step("train", tmp_path / "train", line, in_place=True, goal={"steps": goal}, finish=finish)
+        return Step(
+            "train", tmp_path / "train", line, in_place=True, goal={"steps": goal}, finish=finish
+        )
 
     assert make([train(1)], tmp_path)["train"] == {"parameters": 7, "updates": 3, "speed": 1}
     for goal in (2, 3):
@@ -313,7 +334,9 @@ def source(monkeypatch):
 
 
 def commits(folder, name):
-    return [session["commit"] for session in make_module.made_by_of(read_step_records(folder)[name])]
+    return [
+        session["commit"] for session in make_module.made_by_of(read_step_records(folder)[name])
+    ]
 
 
 def test_what_made_an_output_is_said_once_and_stays(tmp_path, source):
@@ -363,7 +386,9 @@ def test_a_training_that_left_nothing_says_nothing_of_the_next(tmp_path, source)
     source.commit = "two"
     other = Step(**{**vars(chain(tmp_path)[-1]), "inputs": {"rate": 2}})
     make([other], tmp_path)
-    assert commits(tmp_path, "train") == ["two"] and not read_step_records(tmp_path)["train"]["facts"]
+    assert (
+        commits(tmp_path, "train") == ["two"] and not read_step_records(tmp_path)["train"]["facts"]
+    )
 
 
 def test_what_cannot_be_read_now_is_not_taken_for_nothing(tmp_path, monkeypatch):

@@ -129,8 +129,18 @@ def test_a_repository_without_a_commit_has_none(copy):
 
 def test_sessions_are_named_together():
     sessions = [
-        {"commit": "a", "date": "2026-01-01", "versions": {"torch": "2.1", "python": "3.11"}, "threads": 1},
-        {"commit": "b", "date": "2026-01-02", "versions": {"torch": "2.2", "python": "3.11"}, "threads": 2},
+        {
+            "commit": "a",
+            "date": "2026-01-01",
+            "versions": {"torch": "2.1", "python": "3.11"},
+            "threads": 1,
+        },
+        {
+            "commit": "b",
+            "date": "2026-01-02",
+            "versions": {"torch": "2.2", "python": "3.11"},
+            "threads": 2,
+        },
         {"commit": "a", "date": "2026-01-03", "versions": {"torch": None, "python": "3.11"}},
     ]
     assert provenance.combined(sessions) == {
@@ -144,7 +154,9 @@ def test_sessions_are_named_together():
 
 def test_conditions_stand_beside_commit_and_versions():
     found = provenance.provenance(hardware="an abacus")
-    assert found["hardware"] == "an abacus" and found["versions"]["python"] == sys.version.split()[0]
+    assert (
+        found["hardware"] == "an abacus" and found["versions"]["python"] == sys.version.split()[0]
+    )
 
 
 ROOT = PACKAGE.parent
@@ -157,7 +169,11 @@ def names_in(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, ast.Call):
             yield getattr(node.func, "id", getattr(node.func, "attr", ""))
-        elif isinstance(node, ast.List) and node.elts and getattr(node.elts[0], "value", None) == "git":
+        elif (
+            isinstance(node, ast.List)
+            and node.elts
+            and getattr(node.elts[0], "value", None) == "git"
+        ):
             yield "git"
 
 

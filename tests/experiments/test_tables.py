@@ -16,7 +16,12 @@ TABLE = Table(
         Column("what", "What"),
     ],
     [
-        {"name": "a_name", "share": 0.125, "count": 12345, "what": "`code` and more words than fit"},
+        {
+            "name": "a_name",
+            "share": 0.125,
+            "count": 12345,
+            "what": "`code` and more words than fit",
+        },
         {"name": "a_name", "count": 7, "what": "-"},
     ],
 )
@@ -60,7 +65,9 @@ def test_foreign_text_stays_in_its_cell():
 def test_a_terminal_is_shown_no_control_character_but_colours():
     stream = io.StringIO()
     print("\r\x1b[K\033[38;5;9mred\033[0m", FOREIGN, file=Terminal(stream))
-    assert stream.getvalue() == "\r\x1b[K\033[38;5;9mred\033[0m a|b\\|c\\x1b]0;title\\x07\\x9b2J\nd\n"
+    assert (
+        stream.getvalue() == "\r\x1b[K\033[38;5;9mred\033[0m a|b\\|c\\x1b]0;title\\x07\\x9b2J\nd\n"
+    )
 
 
 def test_an_error_about_a_foreign_name_moves_no_cursor(capsys):
@@ -69,12 +76,29 @@ def test_an_error_about_a_foreign_name_moves_no_cursor(capsys):
 
 
 def test_a_page_is_text_for_people_or_markdown():
-    blocks = ["### Head", "Some **bold** words", "", "- one of `several`\n- two", TABLE, Table([], [])]
+    blocks = [
+        "### Head",
+        "Some **bold** words",
+        "",
+        "- one of `several`\n- two",
+        TABLE,
+        Table([], []),
+    ]
     assert page(blocks, markdown=True).startswith(
         "### Head\n\nSome **bold** words\n\n- one of `several`\n- two"
     )
     text = page(blocks, width=12).splitlines()
-    assert text[:9] == ["Head", "====", "", "Some bold", "words", "", "- one of", "  several", "- two"]
+    assert text[:9] == [
+        "Head",
+        "====",
+        "",
+        "Some bold",
+        "words",
+        "",
+        "- one of",
+        "  several",
+        "- two",
+    ]
 
 
 def test_what_stands_in_the_line_above_is_left_out_where_the_column_says_so():

@@ -65,7 +65,8 @@ def criterion_of(batch, adaptive):
 def write(folder, arch, *flags):
     model = whole_models.build(arch, *flags, "--dropout", 0, "--attention-dropout", 0)
     for name, parameter in model.named_parameters():
-        if name.endswith("bias") or not parameter.any():  # gates and biases that start at zero show nothing
+        # Gates and biases that start at zero show nothing
+        if name.endswith("bias") or not parameter.any():
             torch.nn.init.normal_(parameter, std=0.1)
     inputs = whole_models.batch(arch)
     translates = "prev_output_tokens" in inputs
@@ -90,7 +91,11 @@ def write(folder, arch, *flags):
     # what follows each token: the next one, and the end after the last
     target = torch.cat([read[:, 1:], torch.full_like(read[:, :1], whole_models.PAD)], 1)
     target[read.ne(whole_models.PAD) & target.eq(whole_models.PAD)] = 2
-    sample = {"net_input": inputs, "target": target, "ntokens": int(target.ne(whole_models.PAD).sum())}
+    sample = {
+        "net_input": inputs,
+        "target": target,
+        "ntokens": int(target.ne(whole_models.PAD).sum()),
+    }
     kept["target"] = target
     criterion = criterion_of(inputs, adaptive is not None)
     model.train()
@@ -103,7 +108,9 @@ def write(folder, arch, *flags):
         (total / size).backward()
         optimizer.step()
     kept["losses"] = torch.stack(losses)
-    save_file({name: tensor.clone().contiguous() for name, tensor in kept.items()}, folder / "reference")
+    save_file(
+        {name: tensor.clone().contiguous() for name, tensor in kept.items()}, folder / "reference"
+    )
 
 
 if __name__ == "__main__":

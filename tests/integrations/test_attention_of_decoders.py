@@ -156,7 +156,12 @@ def as_switchhead(settings, q, k, v, o):
 
 
 def as_moh(settings, q, k, v, o):
-    heads = {"moh_shared_heads": 2, "experts_per_token": HEADS - 2, "moh_scaling": "released", "head_dim": D}
+    heads = {
+        "moh_shared_heads": 2,
+        "experts_per_token": HEADS - 2,
+        "moh_scaling": "released",
+        "head_dim": D,
+    }
     module = as_dense(settings, q, k, v, o, MixtureOfHeads, **heads)
     module.router.projection.weight.zero_()
     return module
@@ -208,7 +213,8 @@ def test_whole_and_step_by_step(monkeypatch, decoder, family):
             model, settings = theirs(decoder, key_heads)
             attention = model.model.layers[0].self_attn
             attention.register_forward_hook(
-                lambda _, args, given, out: calls.append((given["hidden_states"], out[0])), with_kwargs=True
+                lambda _, args, given, out: calls.append((given["hidden_states"], out[0])),
+                with_kwargs=True,
             )
             model(ids)
             keyword = cache_keyword(model)

@@ -66,7 +66,9 @@ ROWS = {
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "falcon"])
 def test_a_head_changes_the_tokens_that_chose_it_alone(kind):
-    model = dense(kind, num_hidden_layers=1, **({} if kind in ("opt", "phi", "gpt_neox", "gpt2") else ALONE))
+    model = dense(
+        kind, num_hidden_layers=1, **({} if kind in ("opt", "phi", "gpt_neox", "gpt2") else ALONE)
+    )
     to_mixture_of_heads(model, 2, 4, router="learned")
     (each,) = mixtures_of(model)
     torch.nn.init.normal_(each.router.projection.weight)
@@ -112,7 +114,9 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
         lambda module, args, kwargs: seen.update(x=kwargs["hidden_states"]), with_kwargs=True
     )
     attention.q_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
-    attention.o_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
+    attention.o_proj.register_forward_pre_hook(
+        lambda module, args: seen.update(heads=args[0]), prepend=True
+    )
     attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0]))
     logits(model, ids)
     dim = 4
@@ -127,7 +131,9 @@ def test_a_layer_is_the_sum_of_equation_4(router, scaling):
                 chosen = norms.topk(routed).indices
             else:
                 raw = mixtures_of(model)[0].router.projection.weight @ seen["x"][b, t]
-                scores, first, stage = (part.softmax(0) for part in raw.split((HEADS - shared, shared, 2)))
+                scores, first, stage = (
+                    part.softmax(0) for part in raw.split((HEADS - shared, shared, 2))
+                )
                 chosen = scores.topk(routed).indices
                 if scaling == "released":
                     first = shared * first
@@ -153,14 +159,18 @@ def test_gates_of_one_or_zero_have_the_gradient_of_equation_10(reading):
     attention = model.model.layers[1].self_attn
     seen = {}
     attention.q_proj.register_forward_hook(lambda module, args, out: seen.update(q=out))
-    attention.o_proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
+    attention.o_proj.register_forward_pre_hook(
+        lambda module, args: seen.update(heads=args[0]), prepend=True
+    )
     attention.register_forward_hook(lambda module, args, out: seen.update(out=out[0]))
     model(ids)
     norms = seen["q"].unflatten(-1, (HEADS, -1))[..., 2:, :].norm(dim=-1)
     probs = torch.softmax(norms / norms.std(-1, keepdim=True).detach(), -1)
     chosen = torch.zeros_like(probs).scatter(-1, norms.topk(3).indices, 1.0)
     learning = {"routed": torch.ones_like(chosen), "chosen": chosen}[reading]
-    gates = torch.cat([torch.ones_like(probs[..., :2]), chosen + learning * (probs - probs.detach())], -1)
+    gates = torch.cat(
+        [torch.ones_like(probs[..., :2]), chosen + learning * (probs - probs.detach())], -1
+    )
     heads = seen["heads"].unflatten(-1, (HEADS, -1)) * gates.unsqueeze(-1)
     out = heads.flatten(-2) @ attention.o_proj.weight.t()
     close(seen["out"], out)
@@ -199,7 +209,9 @@ def test_generation_is_the_same_with_every_cache(kind, router):
         plain = model.generate(ids, num_beams=beams, use_cache=False, **options)
         assert plain.shape == (2, 15)
         assert torch.equal(model.generate(ids, num_beams=beams, **options), plain)
-    static = getattr(model, "_can_compile_fullgraph", getattr(model, "_supports_static_cache", False))
+    static = getattr(
+        model, "_can_compile_fullgraph", getattr(model, "_supports_static_cache", False)
+    )
     if static:
         greedy = model.generate(ids, **options)
         assert torch.equal(model.generate(ids, cache_implementation="static", **options), greedy)
@@ -315,7 +327,11 @@ REFUSED = {
     "already": (twice, {}, "already"),
     "without a language model": (lambda: dense().model, {}, "AutoModelForCausalLM"),
     "another module": (lambda: torch.nn.Linear(2, 2), {}, "Linear"),
-    "Mamba": (lambda: tiny("Mamba", hidden_size=8, state_size=2), {}, "MambaForCausalLM has no attention"),
+    "Mamba": (
+        lambda: tiny("Mamba", hidden_size=8, state_size=2),
+        {},
+        "MambaForCausalLM has no attention",
+    ),
     "RWKV": (lambda: tiny("Rwkv", hidden_size=8), {}, "RwkvForCausalLM has no attention"),
     "fused queries": (neox, {"router": "query-norm"}, "queries='q_proj'"),
     "no such output": (dense, {"output": "nothing"}, "nothing .*o_proj, q_proj"),
@@ -402,7 +418,12 @@ def test_models_with_images_are_refused():
     import transformers
 
     text = {**KINDS["gemma3"][1]}
-    vision = {"hidden_size": 8, "intermediate_size": 8, "num_hidden_layers": 1, "num_attention_heads": 2}
+    vision = {
+        "hidden_size": 8,
+        "intermediate_size": 8,
+        "num_hidden_layers": 1,
+        "num_attention_heads": 2,
+    }
     config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28})
     with pytest.raises(UserError):
         to_mixture_of_heads(transformers.Gemma3ForConditionalGeneration(config), 1, 2)

@@ -134,7 +134,8 @@ def test_a_class_is_dropped_in_training_alone(tiny, monkeypatch):
     torch.testing.assert_close(model(*x), model(*x[:2], x[2].flip(0)), rtol=0, atol=0)
     torch.testing.assert_close(model(*x), model.eval()(*x[:2], torch.full((3,), 5)), rtol=0, atol=0)
     monkeypatch.setattr(dit, "CLASS_DROPOUT", 0.5)
-    images = [each[:1].expand(32, *each.shape[1:]) for each in x]  # each image has a draw of its own
+    # Each image has a draw of its own
+    images = [each[:1].expand(32, *each.shape[1:]) for each in x]
     outputs = model.train()(*images)
     kept = [torch.allclose(each, outputs[0]) for each in outputs]
     assert 4 < sum(kept) < 28
@@ -152,7 +153,8 @@ def test_patches_are_in_their_places(tiny):
 
 
 @pytest.mark.parametrize(
-    "options", ({"size": "M"}, {"layers": [(2, (6, 3, 2))]}, {"image_size": 5}, {"layers": [(12, (6, 5, 2))]})
+    "options",
+    ({"size": "M"}, {"layers": [(2, (6, 3, 2))]}, {"image_size": 5}, {"layers": [(12, (6, 5, 2))]}),
 )
 def test_what_does_not_fit_is_refused(options):
     with torch.device("meta"), pytest.raises(UserError):

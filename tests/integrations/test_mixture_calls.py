@@ -45,7 +45,9 @@ def calls(model, source, steps):
     before = sys.getprofile()
     sys.setprofile(note)
     try:
-        model.generate(source, num_beams=4, max_new_tokens=steps, min_new_tokens=steps, early_stopping=True)
+        model.generate(
+            source, num_beams=4, max_new_tokens=steps, min_new_tokens=steps, early_stopping=True
+        )
     finally:
         sys.setprofile(before)
     return count

@@ -23,7 +23,12 @@ def train(model, rows, folder, resume=False, processes=1, **settings):
             "per_device_train_batch_size": each,
             "logging_steps": 1,
         },
-        **{"report_to": "none", "use_cpu": True, "remove_unused_columns": False, "disable_tqdm": True},
+        **{
+            "report_to": "none",
+            "use_cpu": True,
+            "remove_unused_columns": False,
+            "disable_tqdm": True,
+        },
     }
     trainer = Trainer(model, TrainingArguments(**words, **settings), train_dataset=data)
     trainer.train(resume_from_checkpoint=resume)
@@ -93,7 +98,15 @@ def sums(model):
 def test_two_processes_train_like_one(folders, tmp_path):
     script = tmp_path / "two.py"
     script.write_text(textwrap.dedent(TWO_PROCESSES), encoding="utf-8")
-    words = [sys.executable, "-m", "torch.distributed.run", "--nproc-per-node", "2", "--master-port", "29541"]
+    words = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        "--nproc-per-node",
+        "2",
+        "--master-port",
+        "29541",
+    ]
     done = subprocess.run(
         [*words, script, folders / "dense", tmp_path], capture_output=True, text=True, cwd=ROOT
     )

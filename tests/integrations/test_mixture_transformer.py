@@ -53,7 +53,8 @@ def test_logits_are_fairseqs(folders, name):
     with torch.no_grad():
         logits = model(**inputs).logits
     real = read.ne(PAD)
-    atol = 1e-6 if name == "fairseq" else 1e-10  # fairseq's own attention takes its softmax in float32
+    # Fairseq's own attention takes its softmax in float32
+    atol = 1e-6 if name == "fairseq" else 1e-10
     torch.testing.assert_close(logits[real], reference["logits"][real], rtol=0, atol=atol)
 
 
@@ -92,7 +93,9 @@ def rows_of(reference, name):
 
 
 @pytest.mark.parametrize("checkpointing", (False, True))
-@pytest.mark.parametrize("name", ("moa", "moh", "switchall-lm", "adaptive-lm", "moa-mlm", "fairseq"))
+@pytest.mark.parametrize(
+    "name", ("moa", "moh", "switchall-lm", "adaptive-lm", "moa-mlm", "fairseq")
+)
 def test_ten_updates_have_fairseqs_losses(folders, tmp_path, name, checkpointing):
     model, reference = load(folders / name)
     rows = rows_of(reference, name)

@@ -38,9 +38,9 @@ def test_all_that_a_mixture_computes_with_is_saved(router):
     model = mixture(router=router)
     saved = model.state_dict()
     assert {name for name, _ in model.named_buffers() if ".mixture." in name} <= saved.keys()
-    assert [saved[f"model.layers.{layer}.self_attn.mixture.sizes"].tolist() for layer in (0, 1)] == [
-        [2, 5, 1]
-    ] * 2
+    assert [
+        saved[f"model.layers.{layer}.self_attn.mixture.sizes"].tolist() for layer in (0, 1)
+    ] == [[2, 5, 1]] * 2
 
 
 def test_the_stock_class_says_that_the_weights_are_no_dense_models(folder):
@@ -75,7 +75,11 @@ with torch.no_grad():
 
 def test_a_new_process_needs_the_import_and_no_remote_code(folder):
     other = mixture("phi", router="learned")
-    case = {"model": other, "ids": tokens(), "logits": [logits(each) for each in (reload(folder), other)]}
+    case = {
+        "model": other,
+        "ids": tokens(),
+        "logits": [logits(each) for each in (reload(folder), other)],
+    }
     torch.save(case, folder / "case.pt")
     root = os.path.dirname(os.path.dirname(moa_fairseq.__file__))
     command = [sys.executable, "-P", "-c", PROGRAM, str(folder), DTYPE]
@@ -88,7 +92,12 @@ def test_names_of_classes_are_found_or_not():
     assert hf.MoHQwen2Config.model_type == "moh_qwen2"
     assert issubclass(hf.MoHQwen2ForCausalLM, hf.MoHQwen2ForCausalLM.__mro__[1])
     assert hf.MoHGPT2LMHeadModel.config_class is hf.MoHGPT2Config
-    for name in ("MoHNothing", "MoHLlamaModel", "MoHT5ForConditionalGeneration", "LlamaForCausalLM"):
+    for name in (
+        "MoHNothing",
+        "MoHLlamaModel",
+        "MoHT5ForConditionalGeneration",
+        "LlamaForCausalLM",
+    ):
         assert not hasattr(hf, name)
 
 
@@ -125,15 +134,23 @@ def test_ways_to_load(options, router, tmp_path):
     model = mixture(router=router)
     model.save_pretrained(tmp_path, max_shard_size="20KB")
     assert len([*tmp_path.glob("*.safetensors")]) > 1
-    torch.testing.assert_close(logits(reload(tmp_path, **options)), logits(model), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        logits(reload(tmp_path, **options)), logits(model), rtol=0, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kind", ("Mixtral", "Qwen2Moe"))
 def test_models_with_experts_are_saved_as_dense_ones(kind, tmp_path):
     """transformers 5 stacks their matrices and saves them apart, by model type; 4 reads nothing else."""
-    experts = {"num_local_experts": 4, "num_experts": 4, "num_experts_per_tok": 2, "decoder_sparse_step": 1}
+    experts = {
+        "num_local_experts": 4,
+        "num_experts": 4,
+        "num_experts_per_tok": 2,
+        "decoder_sparse_step": 1,
+    }
     sizes = {"moe_intermediate_size": 16, "shared_expert_intermediate_size": 16}
-    model = mixture(kind, changes={**experts, **sizes, "dtype": torch.float32})  # its experts take no float64
+    # Its experts take no float64
+    model = mixture(kind, changes={**experts, **sizes, "dtype": torch.float32})
     names = []
     for folder, each in (("dense", dense(kind, **{**experts, **sizes})), ("mixture", model)):
         each.save_pretrained(tmp_path / folder)
@@ -151,7 +168,9 @@ def test_half_precision(tmp_path):
     weight = mixtures_of(model)[0].router.projection.weight
     assert weight.dtype == torch.bfloat16 and logits(model).dtype == torch.bfloat16
     seen = []
-    mixtures_of(model)[0].router.projection.register_forward_hook(lambda *call: seen.append(call[2].dtype))
+    mixtures_of(model)[0].router.projection.register_forward_hook(
+        lambda *call: seen.append(call[2].dtype)
+    )
     assert logits(model).isfinite().all() and seen == [torch.float32]
 
 

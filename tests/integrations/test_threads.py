@@ -127,7 +127,9 @@ def test_a_block_has_the_passes_of_its_own_task(elsewhere):
     async def together():
         await asyncio.gather(*map(task, range(THREADS)))
         with collect_routings(model) as routings:
-            await asyncio.gather(*(asyncio.to_thread(logits, model, number) for number in range(THREADS)))
+            await asyncio.gather(
+                *(asyncio.to_thread(logits, model, number) for number in range(THREADS))
+            )
         sizes = sorted(each.probs.size(0) for each in routings)
         assert sizes == sorted(ids.numel() for ids in INPUTS for _ in range(2))
 
@@ -284,7 +286,9 @@ def replicas(model, count):
     for index, module in enumerate(modules):
         for copied in copies:
             for name, child in module._modules.items():
-                setattr(copied[index], name, None if child is None else copied[modules.index(child)])
+                setattr(
+                    copied[index], name, None if child is None else copied[modules.index(child)]
+                )
             for name, weight in module._parameters.items():
                 setattr(copied[index], name, None if weight is None else weight * 1)
     return [copied[0] for copied in copies]
@@ -305,7 +309,9 @@ def test_replicas_of_data_parallel_train_as_the_model(router):
         losses = list(pool.map(loss_of, replicas(model, THREADS), range(THREADS)))
     torch.testing.assert_close(losses, alone, rtol=0, atol=1e-12)
     sum(losses).backward()
-    torch.testing.assert_close([weight.grad for weight in model.parameters()], wanted, rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        [weight.grad for weight in model.parameters()], wanted, rtol=0, atol=1e-12
+    )
     outputs = [module(INPUTS[0]).logits for module in (model.eval(), replicas(model, 1)[0])]
     torch.testing.assert_close(*outputs, rtol=0, atol=1e-12)
 
@@ -313,7 +319,9 @@ def test_replicas_of_data_parallel_train_as_the_model(router):
 def test_the_first_passes_with_an_adapter():
     """They find the projections replaced, and all of them have the hooks put on the new ones."""
     peft = pytest.importorskip("peft")
-    settings = peft.LoraConfig(target_modules=["q_proj", "o_proj"], init_lora_weights=False, lora_alpha=64)
+    settings = peft.LoraConfig(
+        target_modules=["q_proj", "o_proj"], init_lora_weights=False, lora_alpha=64
+    )
     for seed in range(3):
         torch.manual_seed(seed)
         model = peft.get_peft_model(mixture(), settings).eval()
@@ -360,7 +368,9 @@ def test_a_compiled_model_in_threads():
     model = mixture(router="learned")
     compiled = torch.compile(model, fullgraph=True, dynamic=True, backend="eager")
     for number in range(THREADS):
-        torch.testing.assert_close(logits(compiled, number), logits(model, number), rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            logits(compiled, number), logits(model, number), rtol=0, atol=1e-12
+        )
     assert_same_in_threads(lambda number: logits(compiled, number), 2)
 
 

@@ -42,7 +42,11 @@ def test_an_adapter_is_the_same_merged_or_not(targets, router):
     peft = pytest.importorskip("peft")
     settings = peft.LoraConfig(target_modules=targets, init_lora_weights=False, lora_alpha=64)
     model = peft.get_peft_model(mixture(router=router), settings).eval()
-    wrapped = {name for name, module in model.named_modules() if isinstance(module, peft.tuners.lora.Linear)}
+    wrapped = {
+        name
+        for name, module in model.named_modules()
+        if isinstance(module, peft.tuners.lora.Linear)
+    }
     assert wrapped and not [name for name in wrapped if ".mixture" in name]
     apart = logits(model)
     assert (apart - logits(mixture(router=router))).abs().max() > 1e-2
@@ -71,7 +75,9 @@ def test_adapters_are_trained_with_the_balance():
     )
     ids = tokens()
     model(input_ids=ids, labels=ids).loss.backward()
-    trained = [name for name, p in model.named_parameters() if p.grad is not None and p.grad.norm() > 0]
+    trained = [
+        name for name, p in model.named_parameters() if p.grad is not None and p.grad.norm() > 0
+    ]
     assert len(trained) == 2 and all("lora_B" in name for name in trained)
 
 
@@ -96,7 +102,9 @@ def test_quantised_weights_stay_a_mixture(bits, router, tmp_path):
     assert type(first.model.layers[0].self_attn.o_proj) is not torch.nn.Linear
     without = logits(plain)
     later = to_mixture_of_heads(plain, 2, 5, router=router).eval()
-    later.load_state_dict({n: v for n, v in model.state_dict().items() if ".mixture." in n}, strict=False)
+    later.load_state_dict(
+        {n: v for n, v in model.state_dict().items() if ".mixture." in n}, strict=False
+    )
     torch.testing.assert_close(logits(first), logits(later), rtol=0, atol=1e-5)
     assert (logits(first) - without).abs().max() > 1e-2
 
@@ -127,7 +135,8 @@ def test_compiled(router, part):
     torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-6)
     for found, grad in zip((p.grad for p in model.parameters() if p.grad is not None), gradients):
         torch.testing.assert_close(found, grad, rtol=0, atol=1e-6)
-    torch.testing.assert_close(called(ids).logits, scores, rtol=0, atol=1e-12)  # a loss of one's own
+    # A loss of one's own
+    torch.testing.assert_close(called(ids).logits, scores, rtol=0, atol=1e-12)
     model.eval()
     torch.testing.assert_close(logits(called), scores, rtol=0, atol=1e-12)
 

@@ -66,7 +66,9 @@ def test_the_loss_has_the_balance_of_the_real_tokens(router):
     plain.config.moh["balance"] = 0
     task = plain(**batch).loss
     term = model(**batch).loss - task
-    assert float(term) == pytest.approx(0.5 * balance_by_hand(routings, batch["attention_mask"]), rel=1e-5)
+    assert float(term) == pytest.approx(
+        0.5 * balance_by_hand(routings, batch["attention_mask"]), rel=1e-5
+    )
     assert model(**batch, return_dict=False)[0] == model(**batch).loss
     assert model.eval()(**batch).loss == plain.eval()(**batch).loss
 
@@ -105,7 +107,9 @@ def test_a_block_keeps_each_step_of_generation(router):
     model = mixture(router=router)
     ids = tokens(1, 6)
     with collect_routings(model) as routings:
-        out = model.generate(ids, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids))
+        out = model.generate(
+            ids, max_new_tokens=3, do_sample=False, attention_mask=torch.ones_like(ids)
+        )
     assert [each.probs.size(0) for each in routings] == [6, 6, 1, 1, 1, 1]
     for whole, steps in zip(collected(model, out[:, :-1]), (routings[::2], routings[1::2])):
         assert torch.equal(
@@ -311,7 +315,11 @@ class Rows(torch.utils.data.Dataset):
         return len(self.ids)
 
     def __getitem__(self, place):
-        return {"input_ids": self.ids[place], "labels": self.ids[place], "other": torch.tensor(place)}
+        return {
+            "input_ids": self.ids[place],
+            "labels": self.ids[place],
+            "other": torch.tensor(place),
+        }
 
 
 def trainer(model, folder, rows, **changes):
@@ -354,7 +362,9 @@ def test_trainer_resumes(tmp_path):
     whole = mixture(router="learned").train()
     trainer(whole, tmp_path, Rows(16), **options).train()
     again = mixture(router="learned", seed=9).train()
-    trainer(again, tmp_path, Rows(16), **options).train(resume_from_checkpoint=str(tmp_path / "checkpoint-2"))
+    trainer(again, tmp_path, Rows(16), **options).train(
+        resume_from_checkpoint=str(tmp_path / "checkpoint-2")
+    )
     assert_same(weights(again), weights(whole), 0)
 
 
@@ -378,7 +388,9 @@ def test_label_smoothing_predicts_the_next_token(tmp_path):
 
 
 def test_the_guide_can_be_followed(tmp_path, monkeypatch):
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "huggingface.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "huggingface.md").read_text(
+        encoding="utf-8"
+    )
     (example,) = re.findall(r"```python\n(import moa_fairseq.integrations.hf.*?)```", guide, re.S)
     monkeypatch.chdir(tmp_path)
     dense(dtype=torch.float32).save_pretrained("my-llama")

@@ -30,7 +30,14 @@ from moa_fairseq.integrations.vision import to_mixture_of_heads
 
 ROOT = Path(__file__).resolve().parents[2]
 HEADS = 8
-SIZES = {"img_size": 16, "patch_size": 8, "embed_dim": 32, "depth": 2, "num_heads": HEADS, "num_classes": 5}
+SIZES = {
+    "img_size": 16,
+    "patch_size": 8,
+    "embed_dim": 32,
+    "depth": 2,
+    "num_heads": HEADS,
+    "num_classes": 5,
+}
 # with a class token, a distillation token, registers; norms of queries; no class token, pooled
 KINDS = {
     "vit": ("vit_tiny_patch16_224", {}),
@@ -109,7 +116,9 @@ def test_a_layer_is_the_sum_of_equation_4(kind, router):
     attention = model.blocks[0].attn
     attention.register_forward_hook(lambda module, args, out: seen.update(x=args[0], out=out))
     attention.qkv.register_forward_hook(lambda module, args, out: seen.update(qkv=out))
-    attention.proj.register_forward_pre_hook(lambda module, args: seen.update(heads=args[0]), prepend=True)
+    attention.proj.register_forward_pre_hook(
+        lambda module, args: seen.update(heads=args[0]), prepend=True
+    )
     logits(model)
     shared = 2
     routed = 3
@@ -124,10 +133,15 @@ def test_a_layer_is_the_sum_of_equation_4(kind, router):
                 chosen = scores.topk(routed).indices
             else:
                 raw = mixtures_of(model)[0].router.projection.weight @ seen["x"][b, t]
-                scores, first, stage = (part.softmax(0) for part in raw.split((HEADS - shared, shared, 2)))
+                scores, first, stage = (
+                    part.softmax(0) for part in raw.split((HEADS - shared, shared, 2))
+                )
                 chosen = scores.topk(routed).indices
                 gates = torch.cat(
-                    [2 * stage[0] * shared * first, 2 * stage[1] * routed * scores / scores[chosen].sum()]
+                    [
+                        2 * stage[0] * shared * first,
+                        2 * stage[1] * routed * scores / scores[chosen].sum(),
+                    ]
                 )
             out = bias.clone()
             for head in (*range(shared), *(chosen + shared).tolist()):
@@ -168,7 +182,9 @@ def test_an_average_of_weights_is_a_mixture(kind):
     average = kind(model, decay=0.9999)
     for _ in range(3):
         average.update(model)
-    assert [each.sizes.round().tolist()[:2] for each in mixtures_of(average.module)] == [[1, 11]] * 2
+    assert [each.sizes.round().tolist()[:2] for each in mixtures_of(average.module)] == [
+        [1, 11]
+    ] * 2
     torch.testing.assert_close(logits(average.module), logits(model), rtol=0, atol=1e-5)
     mixture(shared_heads=1, active=11, num_heads=16).load_state_dict(average.module.state_dict())
 
@@ -249,7 +265,9 @@ def test_routings_are_there_after_the_block_without_gradients_too():
 
 @routers
 def test_dropped_paths_and_tokens_train(router):
-    model = mixture(router=router, drop_path_rate=0.5, patch_drop_rate=0.5, proj_drop_rate=0.1).train()
+    model = mixture(
+        router=router, drop_path_rate=0.5, patch_drop_rate=0.5, proj_drop_rate=0.1
+    ).train()
     loss_of(model).backward()
     assert all(grad.isfinite().all() for grad in gradients(model))
 
@@ -276,7 +294,9 @@ def test_compiled(router, part):
         for block in model.blocks:
             block.compile(fullgraph=True, backend="eager")
     assert (logits(called) - wanted).abs().max() > 1e-3
-    to_mixture_of_heads(model, 2, 5, router=router).load_state_dict(mixture(router=router).state_dict())
+    to_mixture_of_heads(model, 2, 5, router=router).load_state_dict(
+        mixture(router=router).state_dict()
+    )
     torch.testing.assert_close(logits(called), wanted, **exact)
 
 
@@ -384,7 +404,9 @@ def test_a_mixture_is_not_converted_again():
 
 
 def test_another_torchs_torchvision_is_said(tmp_path):
-    (tmp_path / "torchvision.py").write_text("raise RuntimeError('operator torchvision::nms does not exist')")
+    (tmp_path / "torchvision.py").write_text(
+        "raise RuntimeError('operator torchvision::nms does not exist')"
+    )
     program = (
         "from moa_fairseq.errors import UserError\n"
         "try:\n import moa_fairseq.integrations.vision\n"
@@ -392,7 +414,9 @@ def test_another_torchs_torchvision_is_said(tmp_path):
         "else:\n raise SystemExit('imported')"
     )
     environment = {**os.environ, "PYTHONPATH": f"{tmp_path}:{ROOT}"}
-    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=environment, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr[-2000:]
 
 
@@ -434,7 +458,9 @@ def test_torch_fx_takes_attentions_as_leaves():
     model = mixture("vit", "learned")
     with pytest.raises(UserError, match=r"'leaf_modules': \[Attention\]"):
         create(model, ["blocks.1"])
-    features = create(model, ["blocks.1"], tracer_kwargs={"leaf_modules": [type(model.blocks[0].attn)]})
+    features = create(
+        model, ["blocks.1"], tracer_kwargs={"leaf_modules": [type(model.blocks[0].attn)]}
+    )
     seen = []
     model.blocks[1].register_forward_hook(lambda module, args, out: seen.append(out))
     logits(model)

@@ -58,7 +58,10 @@ FUSED = {
     "falcon": ("Falcon", {**SIZES, "num_kv_heads": 2, "new_decoder_architecture": True}),
 }
 KINDS = {**SEPARATE, **FUSED}
-CLASSES = {"gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"), "gpt2": ("GPT2Config", "GPT2LMHeadModel")}
+CLASSES = {
+    "gemma3": ("Gemma3TextConfig", "Gemma3ForCausalLM"),
+    "gpt2": ("GPT2Config", "GPT2LMHeadModel"),
+}
 DTYPE = "dtype" if VERSION >= (4, 56) else "torch_dtype"
 
 
@@ -78,7 +81,9 @@ def dense(kind="llama", seed=0, dtype=torch.float64, **changes):
         torch.set_default_dtype(torch.float32)
 
 
-def mixture(kind="llama", shared_heads=2, active=5, router="query-norm", seed=0, changes=(), **settings):
+def mixture(
+    kind="llama", shared_heads=2, active=5, router="query-norm", seed=0, changes=(), **settings
+):
     """`dense(kind, seed)` as a mixture of heads; the learned router's weights are large enough to matter."""
     model = to_mixture_of_heads(
         dense(kind, seed, **dict(changes)), shared_heads, active, router=router, **settings
@@ -101,7 +106,9 @@ def cache_keyword(model):
 
 def tokens(batch=2, length=11, seed=1):
     """Ids [B, T] without padding."""
-    return torch.randint(2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed))
+    return torch.randint(
+        2, VOCABULARY, (batch, length), generator=torch.Generator().manual_seed(seed)
+    )
 
 
 def reload(folder, **options):

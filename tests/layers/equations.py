@@ -74,7 +74,9 @@ def speeds(positions, length):
         return result, 1.0
     # the pairs that turn 32 times and once in the trained length
     trained = scaling.original_max_position_embeddings
-    ends = [dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)]
+    ends = [
+        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)
+    ]
     low = max(math.floor(ends[0]), 0)
     high = min(math.ceil(ends[1]), dim - 1)
     share = [min(max((j - low) / (high - low), 0), 1) for j in range(dim // 2)]
@@ -167,7 +169,9 @@ def moa_with_weights(module, x, y, mask, padding, ids):
     for i in range(module.num_experts):
         rows = slice(i * width, (i + 1) * width) if own else slice(None)
         biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
-        k, v = (into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases))
+        k, v = (
+            into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases)
+        )
         bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
         q = placed(module, into_heads(x, p["q_experts.weight"][i], bias, heads), "queries")
         k = placed(module, k, "keys")
@@ -189,7 +193,9 @@ def switchhead(module, x, y, mask, padding, ids):
 
     def gates(router, inputs):  # [B, T, H, E]
         s = torch.sigmoid(inputs @ router.projection.weight.t()).unflatten(-1, (heads, experts))
-        return s * torch.zeros_like(s).scatter(-1, s.topk(module.experts_per_token, -1).indices, 1.0)
+        return s * torch.zeros_like(s).scatter(
+            -1, s.topk(module.experts_per_token, -1).indices, 1.0
+        )
 
     destination = gates(module.router, x) if module.router is not None else None
     source = module.router if module.shares_selection else module.source_router
@@ -240,7 +246,11 @@ def moh_gates(module, x, ids):
     denominator = routed_gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
     routed_gates = routed_gates / denominator * k
     alpha = alpha * 2 if two_stages else alpha
-    return torch.cat([alpha[..., :1] * shared * shared_heads, alpha[..., 1:] * routed_gates], -1), gates, mask
+    return (
+        torch.cat([alpha[..., :1] * shared * shared_heads, alpha[..., 1:] * routed_gates], -1),
+        gates,
+        mask,
+    )
 
 
 def moh(module, x, y, mask, padding, ids):
@@ -302,11 +312,15 @@ def namoh(module, x, y, mask, padding, ids):
         k = placed(module, y[b] @ p["k_proj.weight"][i].t() + k_bias[i], "keys")[seen]
         v = y[b, seen] @ p["v_proj.weight"][i].t() + v_bias[i]
         result = torch.softmax(k @ q / q.size(0) ** 0.5, 0) @ v
-        result = gated(module, result.view(1, 1, 1, -1), x[b, t].view(1, 1, -1), slice(i, i + 1)).flatten()
+        result = gated(
+            module, result.view(1, 1, 1, -1), x[b, t].view(1, 1, -1), slice(i, i + 1)
+        ).flatten()
         return gate[b, t, i] * (result @ p["out_experts.weight"][i] + out_bias[i])
 
     tokens = [(b, t) for b in range(x.size(0)) for t in range(x.size(1))]
-    total = [sum(head(i, *at) for i in range(module.num_experts) if gate[(*at, i)] != 0) for at in tokens]
+    total = [
+        sum(head(i, *at) for i in range(module.num_experts) if gate[(*at, i)] != 0) for at in tokens
+    ]
     return torch.stack(total).view_as(x)
 
 
@@ -316,10 +330,13 @@ def gqe_gates(module, x):
     groups = module.groups
     probs = torch.softmax((x @ router.projection.weight.t()).unflatten(-1, (groups, -1)), -1)
     index = probs.topk(router.experts_per_token, -1).indices
-    index = index.sort(-1).values if index.size(-1) == probs.size(-1) else index  # k = M: nothing is chosen
+    # K = M: nothing is chosen
+    index = index.sort(-1).values if index.size(-1) == probs.size(-1) else index
     gate = probs * torch.zeros_like(probs).scatter(-1, index, 1.0)
     total = gate.sum((-1, -2), keepdim=True)
-    divisor = {"full": total, "detached": total.detach(), "none": torch.ones_like(total)}[router.renormalize]
+    divisor = {"full": total, "detached": total.detach(), "none": torch.ones_like(total)}[
+        router.renormalize
+    ]
     return gate / divisor, index
 
 
@@ -336,7 +353,9 @@ def gqe(module, x, y, mask, padding, ids):
         out = rows @ (weight if transposed else weight.t())
         return out if bias is None else out + bias[at]
 
-    k, v = (into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj"))
+    k, v = (
+        into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj")
+    )
     k = placed(module, k, "keys")
 
     def head(number, keys, values):
@@ -345,7 +364,9 @@ def gqe(module, x, y, mask, padding, ids):
         return gated(module, found, x, slice(number, number + 1)).squeeze(1)
 
     always = [head(0, k.mean(1), v.mean(1))] if shared else []
-    results = [[head(shared + g * size + m, k[:, g], v[:, g]) for m in range(size)] for g in range(groups)]
+    results = [
+        [head(shared + g * size + m, k[:, g], v[:, g]) for m in range(size)] for g in range(groups)
+    ]
     if module.output == "experts":
         total = sum(linear(one, "out_experts", 0, True) for one in always)
         for g, m in ((g, m) for g in range(groups) for m in range(size)):
@@ -355,7 +376,8 @@ def gqe(module, x, y, mask, padding, ids):
     weighted = [[gate[..., g, m, None] * results[g][m] for m in range(size)] for g in range(groups)]
     slots = list(always)
     for g in range(groups):
-        heads = torch.stack(weighted[g] if module.output == "weighted" else results[g], -2)  # [B, T, M, D]
+        # [B, T, M, D]
+        heads = torch.stack(weighted[g] if module.output == "weighted" else results[g], -2)
         for rank in range(index.size(-1)):
             place = index[..., g, rank, None, None].expand(*heads.shape[:2], 1, heads.size(-1))
             slots.append(heads.gather(2, place).squeeze(2))

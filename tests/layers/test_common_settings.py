@@ -36,7 +36,10 @@ FAMILIES = {
     "GQE": (GQE, equations.gqe),
     "NAMOH": (partial(NativeMixtureOfHeads, C, **EXPERTS), equations.namoh),
     "SwitchHead": (SWITCHHEAD, equations.switchhead),
-    "MAE": (partial(MixtureOfAttentiveExperts, 24, 3, causal=True, mae_gate="uniform"), equations.dense),
+    "MAE": (
+        partial(MixtureOfAttentiveExperts, 24, 3, causal=True, mae_gate="uniform"),
+        equations.dense,
+    ),
     "dense": (partial(DenseAttention, 32, 4, key_heads=2), equations.dense),
     "latent": (LATENT, equations.latent),
 }
@@ -156,7 +159,10 @@ def test_settings_without_a_meaning_are_refused_by_name(family, name):
         ({"rope_scaling": {"rope_type": "longrope"}, **ROPE}, "longrope"),
         ({"rope_scaling": {"rope_type": "linear"}, **ROPE}, "factor"),
         ({"rope_scaling": {"rope_type": "linear", "factor": 0.5}, **ROPE}, "factor"),
-        ({"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 1}, **ROPE}, "beta_fast"),
+        (
+            {"rope_scaling": {"rope_type": "linear", "factor": 2, "beta_fast": 1}, **ROPE},
+            "beta_fast",
+        ),
         ({"rope_scaling": {**YARN, "rope_theta": 1e4}, **ROPE}, "rope_base"),
         ({"query_key_norm": "both"}, "query_key_norm both"),
         ({"query_key_norm": "rotated"}, "query_key_norm='rotated'"),

@@ -17,7 +17,9 @@ H = 3
 
 def build():
     torch.manual_seed(0)
-    return equations.drawn(DenseAttention(C, H, dropped_heads=1, self_attention=True)).double().train()
+    return (
+        equations.drawn(DenseAttention(C, H, dropped_heads=1, self_attention=True)).double().train()
+    )
 
 
 def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
@@ -25,8 +27,11 @@ def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
     query = torch.randn(4, 40, C, dtype=torch.float64)
     out = module(query, query, query)[0].transpose(0, 1)
     rows = query.transpose(0, 1)
-    without = H / (H - 1) * (1 - torch.eye(H, dtype=torch.float64))  # [H, H]: one head left out in each
-    expected = [equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H)) for w in without]
+    # [H, H]: one head left out in each
+    without = H / (H - 1) * (1 - torch.eye(H, dtype=torch.float64))
+    expected = [
+        equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H)) for w in without
+    ]
     dropped = torch.stack([torch.isclose(out, one).all(2).all(1) for one in expected])  # [H, B]
     assert (dropped.sum(0) == 1).all() and dropped.any(1).all()
     every = equations.dense(module, rows, rows, None, None, None)
@@ -40,7 +45,9 @@ def test_multiplications_of_the_projections():
 
 def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     dense = build()
-    uniform = MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True).double().train()
+    uniform = (
+        MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True).double().train()
+    )
     uniform.load_state_dict(dense.state_dict())
     query = torch.randn(4, 1, C, dtype=torch.float64)
     by_draw = []
@@ -50,7 +57,9 @@ def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     for _ in range(12):
         out, _ = dense(query, query, query)
         assert any(torch.allclose(out, drawn) for drawn in by_draw)
-    torch.testing.assert_close(dense.eval()(query, query, query), uniform.eval()(query, query, query))
+    torch.testing.assert_close(
+        dense.eval()(query, query, query), uniform.eval()(query, query, query)
+    )
 
 
 @pytest.mark.parametrize("widths", [{}, {"kdim": 8, "vdim": 8}, {"kdim": 8, "vdim": 20}], ids=str)

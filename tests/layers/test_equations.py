@@ -36,7 +36,9 @@ def moa(**settings):
 
 def switchhead(**settings):
     sizes = {"switchhead_heads": 2, "expert_dim": D, "num_experts": 4, "experts_per_token": K}
-    return lambda **role: SwitchHeadAttention(C, **{**sizes, **settings}, **role), equations.switchhead
+    return lambda **role: SwitchHeadAttention(
+        C, **{**sizes, **settings}, **role
+    ), equations.switchhead
 
 
 def moh(**settings):
@@ -45,7 +47,13 @@ def moh(**settings):
 
 
 def gqe(**settings):
-    sizes = {"gqe_groups": 3, "num_experts": 4, "experts_per_token": K, "expert_dim": D, "expert_bias": True}
+    sizes = {
+        "gqe_groups": 3,
+        "num_experts": 4,
+        "experts_per_token": K,
+        "expert_dim": D,
+        "expert_bias": True,
+    }
     return lambda **role: GroupedQueryExperts(C, **{**sizes, **settings}, **role), equations.gqe
 
 
@@ -69,7 +77,9 @@ def latent(**settings):
 def scaled(family, factor):
     """The family with a constant factor on its output."""
     build_family, equation = family
-    return lambda **role: build_family(output_scale=factor, **role), lambda *given: factor * equation(*given)
+    return lambda **role: build_family(
+        output_scale=factor, **role
+    ), lambda *given: factor * equation(*given)
 
 
 def rotary(family):
@@ -77,12 +87,16 @@ def rotary(family):
     make, equation = family
 
     def with_positions(self_attention=False, **role):
-        return make(self_attention=self_attention, positions="rope" if self_attention else None, **role)
+        return make(
+            self_attention=self_attention, positions="rope" if self_attention else None, **role
+        )
 
     return with_positions, equation
 
 
-SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + ["none"]
+SUBSETS = ["".join(s) for size in range(1, 5) for s in itertools.combinations("vkqo", size)] + [
+    "none"
+]
 FAMILIES = {
     "moa": moa(),
     "moa, K = E": moa(experts_per_token=E),
@@ -94,8 +108,12 @@ FAMILIES = {
     "moa, three per expert": moa(heads_per_expert=3),
     "moa, two heads, K = E": moa(heads_per_expert=2, experts_per_token=E),
     "moa, own keys": moa(expert_keys_values="own", experts_per_token=E),
-    "moa, own keys, two each": moa(expert_keys_values="own", experts_per_token=E, heads_per_expert=2),
-    "moa, own keys, sigmoid": moa(expert_keys_values="own", experts_per_token=E, router_activation="sigmoid"),
+    "moa, own keys, two each": moa(
+        expert_keys_values="own", experts_per_token=E, heads_per_expert=2
+    ),
+    "moa, own keys, sigmoid": moa(
+        expert_keys_values="own", experts_per_token=E, router_activation="sigmoid"
+    ),
     "moa, gates times K": scaled(moa(), K),
     "moa, uniform": moa(router_gates="uniform"),
     "moa, uniform, K = E": moa(router_gates="uniform", experts_per_token=E),
@@ -104,7 +122,9 @@ FAMILIES = {
     "moa, hash": moa(router_choice="hash"),
     "switchhead, k = E": switchhead(experts_per_token=4),
     "switchhead, E = 1": switchhead(num_experts=1, experts_per_token=1),
-    "switchhead, one gated output": switchhead(num_experts=1, experts_per_token=1, switchhead_experts="o"),
+    "switchhead, one gated output": switchhead(
+        num_experts=1, experts_per_token=1, switchhead_experts="o"
+    ),
     "switchhead, one head": switchhead(switchhead_heads=1),
     "switchhead, three heads, k = 1": switchhead(switchhead_heads=3, experts_per_token=1),
     "switchhead, shared selection": switchhead(switchhead_shared_selection=True),
@@ -126,7 +146,9 @@ FAMILIES = {
     },
     "moa, a gate a head": moa(head_gate="head"),
     "moa, element gates, three per expert": moa(head_gate="element", heads_per_expert=3),
-    "moa, own keys, element gates": moa(head_gate="element", expert_keys_values="own", experts_per_token=E),
+    "moa, own keys, element gates": moa(
+        head_gate="element", expert_keys_values="own", experts_per_token=E
+    ),
     "switchhead, element gates": switchhead(head_gate="element"),
     "moh, a gate a head, never": moh(head_gate="head", moh_skip="never"),
     "moh, element gates, always": moh(head_gate="element", moh_skip="always"),
@@ -166,7 +188,9 @@ FAMILIES = {
     "namoh, rotary": rotary(namoh(expert_dim=5)),
     "dense, rotary heads": rotary(dense()),
     "dense, rotary, odd heads": rotary(dense(attention_head_dim=7)),
-    "dense, rotary, grouped odd heads": rotary(dense(num_heads=6, key_heads=2, attention_head_dim=3)),
+    "dense, rotary, grouped odd heads": rotary(
+        dense(num_heads=6, key_heads=2, attention_head_dim=3)
+    ),
     "latent heads": latent(),
     "latent, rotary heads": rotary(latent()),
     "latent, rotary, norm, odd heads": rotary(
@@ -225,7 +249,8 @@ def passed(family, backend, case, by_equations=False):
     module = build(family, backend, case.get("first_expert"), **role)
     g = torch.Generator().manual_seed(tgt)
     query, memory = (
-        torch.randn(length, batch, C, generator=g, dtype=torch.float64) for length in (tgt, src or tgt)
+        torch.randn(length, batch, C, generator=g, dtype=torch.float64)
+        for length in (tgt, src or tgt)
     )
     query[..., 0] = memory[..., 0] = 3.0
     leaves = {
@@ -234,15 +259,23 @@ def passed(family, backend, case, by_equations=False):
         **dict(module.named_parameters()),
     }
     key = query if src is None else memory
-    padding = None if lengths is None else torch.arange(key.size(0)) >= torch.tensor(lengths)[:, None]
-    mask = torch.full((tgt, tgt), -math.inf, dtype=torch.float64).triu(1) if case.get("causal") else None
+    padding = (
+        None if lengths is None else torch.arange(key.size(0)) >= torch.tensor(lengths)[:, None]
+    )
+    mask = (
+        torch.full((tgt, tgt), -math.inf, dtype=torch.float64).triu(1)
+        if case.get("causal")
+        else None
+    )
     ids = torch.randint(4, 9, (batch, tgt), generator=g)
     if by_equations:
         rows = (query.transpose(0, 1), key.transpose(0, 1))
         out = FAMILIES[family][1](module, *rows, mask, padding, ids).transpose(0, 1)
     else:
         with forward_context(token_ids=ids):
-            out, _ = module(query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False)
+            out, _ = module(
+                query, key, key, key_padding_mask=padding, attn_mask=mask, need_weights=False
+            )
     real = torch.ones(tgt, batch, dtype=torch.bool) if padding is None or src else ~padding.t()
     upstream = torch.randn(out.shape, generator=g) * real.unsqueeze(-1)
     frozen = {name for name, leaf in leaves.items() if not leaf.requires_grad}

@@ -26,7 +26,9 @@ from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 WIDTH = 16
 MOA = partial(MixtureOfAttention, WIDTH, num_experts=4, expert_dim=4)
-GQE = partial(GroupedQueryExperts, WIDTH, num_experts=4, expert_dim=4, gqe_groups=2, experts_per_token=2)
+GQE = partial(
+    GroupedQueryExperts, WIDTH, num_experts=4, expert_dim=4, gqe_groups=2, experts_per_token=2
+)
 MAE = partial(MixtureOfAttentiveExperts, WIDTH, 4)
 NAMOH = partial(NativeMixtureOfHeads, WIDTH, num_experts=4, expert_dim=4, experts_per_token=2)
 SWITCHHEAD = partial(
@@ -41,7 +43,9 @@ BUILD = {
     "latent, norm": partial(LatentAttention, WIDTH, 4, latent_dim=6, latent_norm=True),
     "moa": partial(MOA, experts_per_token=2, expert_bias=True),
     "moa, all experts": partial(MOA, experts_per_token=4),
-    "moa, biased choice": partial(MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True),
+    "moa, biased choice": partial(
+        MOA, experts_per_token=2, routing_bias_rate=0.1, routing_noise=True
+    ),
     "mae": MAE,
     "mae, batch statistics": partial(MAE, gate_norm="batch"),
     "mae, causal": partial(MAE, causal=True),
@@ -70,7 +74,9 @@ BUILD = {
 # heads that rotary positions rotate all but one number of, and windows
 ODD = {
     "dense, odd heads": partial(DenseAttention, WIDTH, 4, attention_head_dim=5),
-    "latent, odd": partial(LatentAttention, WIDTH, 4, attention_head_dim=5, latent_dim=7, rotary_key_dim=3),
+    "latent, odd": partial(
+        LatentAttention, WIDTH, 4, attention_head_dim=5, latent_dim=7, rotary_key_dim=3
+    ),
     "moa, odd heads": partial(MOA, expert_dim=5, experts_per_token=2),
     "switchhead, odd heads": partial(SWITCHHEAD, expert_dim=5),
     "gqe, odd heads": partial(GQE, expert_dim=5),
@@ -82,11 +88,18 @@ ODD = {
 POSITIONS = [None, "rope", "xl"]
 # GQE's shared head attends to a mean of keys, each with its own positions; NAMOH's heads see few of the keys;
 # latent attention has no key of a single head to place
-REFUSED = {"gqe": ["xl"], **{name: ["xl"] for name in BUILD if name.startswith(("namoh", "latent"))}}
+REFUSED = {
+    "gqe": ["xl"],
+    **{name: ["xl"] for name in BUILD if name.startswith(("namoh", "latent"))},
+}
 PLACED = [
-    (name, positions) for name in BUILD for positions in POSITIONS if positions not in REFUSED.get(name, ())
+    (name, positions)
+    for name in BUILD
+    for positions in POSITIONS
+    if positions not in REFUSED.get(name, ())
 ]
-PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])  # [B, T]: full, part, nothing but padding
+# [B, T]: full, part, nothing but padding
+PADDING = torch.arange(5) >= torch.tensor([[5], [3], [0]])
 
 
 def future(length):
@@ -101,7 +114,9 @@ def build(family, **role):
 
 # Those that decide about each query by itself, as a decoder must.
 DECODERS = [
-    name for name in BUILD if not name.startswith("mae") or BUILD[name]().gate is None or BUILD[name]().causal
+    name
+    for name in BUILD
+    if not name.startswith("mae") or BUILD[name]().gate is None or BUILD[name]().causal
 ]
 
 
@@ -114,7 +129,8 @@ def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, pos
     order = torch.tensor([2, 0, 1, 1])
     x = torch.randn(9, 4, attention.embed_dim, dtype=torch.float64)
     padding = torch.arange(9) < torch.tensor([[0], [2], [0], [1]])
-    x = torch.cat([x[:4], x[4:, order.argsort()]])  # what follows belongs to the beam that it is in by then
+    # What follows belongs to the beam that it is in by then
+    x = torch.cat([x[:4], x[4:, order.argsort()]])
     beams = torch.arange(4)
     state = {}
     for step in range(9):
@@ -126,7 +142,11 @@ def test_step_by_step_equals_all_at_once_with_left_padding_and_beams(family, pos
         now = {"key_padding_mask": mask[:, step : step + 1] if mask[:, step].any() else None}
         out, _ = attention(seen[-1:], None, None, incremental_state=state, **now)
         whole, _ = attention(
-            seen, seen, seen, key_padding_mask=mask[:, : step + 1], attn_mask=future(step + 1).double()
+            seen,
+            seen,
+            seen,
+            key_padding_mask=mask[:, : step + 1],
+            attn_mask=future(step + 1).double(),
         )
         real = ~mask[:, step]
         torch.testing.assert_close(out[0, real], whole[-1, real])
@@ -139,7 +159,12 @@ def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
     x = torch.randn(6, 3, WIDTH, dtype=torch.float64)
     padding = torch.arange(6) == torch.tensor([[6], [3], [4]])
     whole, _ = attention(x, x, x, key_padding_mask=padding, attn_mask=future(6).double())
-    for sizes, of_all in (([1] * 6, False), ([1] * 6, True), ([2, 1, 2, 1], False), ([2, 1, 2, 1], True)):
+    for sizes, of_all in (
+        ([1] * 6, False),
+        ([1] * 6, True),
+        ([2, 1, 2, 1], False),
+        ([2, 1, 2, 1], True),
+    ):
         state = {}
         parts = []
         start = 0
@@ -148,8 +173,14 @@ def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
             mask = padding[:, 0 if of_all else start : end]
             mask = future(end)[start:].double(), mask if mask.any() else None
             now = x[start:end]
-            options = {"attn_mask": mask[0], "key_padding_mask": mask[1], "incremental_state": state}
-            parts.append(attention(now, None, None, query_padding_mask=padding[:, start:end], **options)[0])
+            options = {
+                "attn_mask": mask[0],
+                "key_padding_mask": mask[1],
+                "incremental_state": state,
+            }
+            parts.append(
+                attention(now, None, None, query_padding_mask=padding[:, start:end], **options)[0]
+            )
             start = end
         real = ~padding.t()
         torch.testing.assert_close(torch.cat(parts)[real], whole[real])
@@ -239,7 +270,12 @@ def outcome(module, run, *inputs):
     losses = losses_of(decisions)
     (out.square().sum() + losses.sum()).backward()
     grads = [torch.zeros_like(p) if p.grad is None else p.grad for p in module.parameters()]
-    return out.detach(), losses.detach(), [o.pending.clone() for o in running_statistics_of(module)], grads
+    return (
+        out.detach(),
+        losses.detach(),
+        [o.pending.clone() for o in running_statistics_of(module)],
+        grads,
+    )
 
 
 @pytest.mark.parametrize(
@@ -269,7 +305,11 @@ def test_nan_in_padding_reaches_nothing(family, positions, how):
             x, keys, keys, query_padding_mask=PADDING, need_weights=need_weights, **masks
         )
         out = out.transpose(0, 1)[~PADDING]
-        return out if weights is None else torch.cat([out.flatten(), weights[~PADDING].to(out).flatten()])
+        return (
+            out
+            if weights is None
+            else torch.cat([out.flatten(), weights[~PADDING].to(out).flatten()])
+        )
 
     for need_weights in (False, True):
         spoilt = [clean.clone(), memory.clone()]
@@ -311,7 +351,11 @@ def test_batches_without_a_row(family, how, padded, shape):
         for need_weights in (False, True):
             x = torch.randn(length, batch, WIDTH, requires_grad=True)
             keys = memory if how == "cross" else x
-            masks = {"key_padding_mask": torch.zeros(batch, keys.size(0), dtype=torch.bool)} if padded else {}
+            masks = (
+                {"key_padding_mask": torch.zeros(batch, keys.size(0), dtype=torch.bool)}
+                if padded
+                else {}
+            )
             masks["attn_mask"] = future(length) if how == "causal self" else None
 
             def run(x, attention=attention, keys=keys, masks=masks, need_weights=need_weights):

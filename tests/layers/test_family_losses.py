@@ -28,7 +28,9 @@ B = 2
 T = 6
 EXPERTS = {"num_experts": 4, "experts_per_token": 2, "expert_dim": 5}
 MOH = partial(MixtureOfHeads, C, 4, moh_shared_heads=1, experts_per_token=2)
-SIGMA = SigmaMoESettings(sigma_moe_num_experts=4, sigma_moe_experts_per_token=2, sigma_moe_expert_dim=3)
+SIGMA = SigmaMoESettings(
+    sigma_moe_num_experts=4, sigma_moe_experts_per_token=2, sigma_moe_expert_dim=3
+)
 BUILD = {
     "MoA": partial(MixtureOfAttention, C, **EXPERTS),
     "GQE": partial(GroupedQueryExperts, C, gqe_groups=2, **EXPERTS),
@@ -59,7 +61,9 @@ def by_hand(name, routings):
         probs = routing.probs[:, routed]
         logits = routing.logits[:, routed]
         count = (
-            torch.zeros_like(probs).scatter_(1, routing.expert_ids[:, routed] - routing.shared, 1.0).sum(0)
+            torch.zeros_like(probs)
+            .scatter_(1, routing.expert_ids[:, routed] - routing.shared, 1.0)
+            .sum(0)
         )
         if name in ("MoA", "GQE", "NAMOH"):
             groups = count.view(routing.groups, -1), probs.sum(0).view(routing.groups, -1)
@@ -96,7 +100,9 @@ def test_families_side_by_side():
     torch.testing.assert_close(
         together.double(), sum(by_hand(name, routings) for name, (_, routings) in zip(names, parts))
     )
-    assert set(losses.terms) == {"MoA", "MoH", "SwitchHead", "sigma-MoE"} and "z_loss" in repr(losses)
+    assert set(losses.terms) == {"MoA", "MoH", "SwitchHead", "sigma-MoE"} and "z_loss" in repr(
+        losses
+    )
     with pytest.raises(ValueError, match=r"GQE.*MoA, MoH"):
         losses(passed("GQE")[1])
 
@@ -145,7 +151,9 @@ def test_routings_of_another_shape_are_refused():
     "layer",
     [
         partial(DenseAttention, C, 4),
-        partial(SwitchHeadAttention, C, switchhead_heads=2, expert_dim=5, switchhead_experts="none"),
+        partial(
+            SwitchHeadAttention, C, switchhead_heads=2, expert_dim=5, switchhead_experts="none"
+        ),
     ],
 )
 def test_a_layer_without_losses_may_have_no_routings(layer):

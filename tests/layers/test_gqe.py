@@ -130,7 +130,8 @@ def test_loads_count_each_group_and_leave_the_shared_head_out():
     torch.testing.assert_close(load_balance_loss(decision), M * (load * probs).sum(-1).mean())
     assert decision.gates[padding.reshape(-1)].abs().sum() == 0
     gates = decision.gates[~padding.reshape(-1)]
-    torch.testing.assert_close(gates.sum(1), torch.full((real,), 2.0))  # the shared head's and the others'
+    # The shared head's and the others'
+    torch.testing.assert_close(gates.sum(1), torch.full((real,), 2.0))
 
 
 @pytest.mark.parametrize(
@@ -151,7 +152,8 @@ def test_one_gate_that_is_always_one_is_not_trained(output):
     remedy = build(**sizes, router_renormalize="detached")
     remedy.load_state_dict(constant.state_dict())
     x, _ = padded()
-    torch.testing.assert_close(constant(x, x, x)[0], remedy(x, x, x)[0])  # in evaluation nothing is refused
+    # In evaluation nothing is refused
+    torch.testing.assert_close(constant(x, x, x)[0], remedy(x, x, x)[0])
     with pytest.raises(UserError, match="router_renormalize detached"):
         constant.train()(x, x, x)
     remedy.train()(x, x, x)[0].square().sum().backward()
@@ -164,7 +166,11 @@ def test_its_cost():
     module = build(self_attention=True)
     bare = build(gqe_shared_heads=0, gqe_output="hard")
     macs = module.macs(10, 10)
-    assert macs == {"router": 10 * C * 12, "projections": 10 * C * D * (7 + 6 + 8), "scores": 200 * 7 * D}
+    assert macs == {
+        "router": 10 * C * 12,
+        "projections": 10 * C * D * (7 + 6 + 8),
+        "scores": 200 * 7 * D,
+    }
     assert bare.macs(10, 10)["projections"] == 10 * C * D * (6 + 6 + 6)
 
 

@@ -26,7 +26,8 @@ def test_sizes_without_flags_are_deepseeks_ratios():
     module = attention.LatentAttention(C, H, self_attention=True, positions="rope")
     assert (module.head_dim, module.latent_dim, module.rotary_dim) == (8, 32, 4)
     assert module.cache_bytes() == 2 * (32 + 4)
-    assert attention.LatentAttention(C, H).cache_bytes() == 2 * 32  # no rotary positions, no rotary key
+    # No rotary positions, no rotary key
+    assert attention.LatentAttention(C, H).cache_bytes() == 2 * 32
 
 
 def test_parameters_and_multiplications():
@@ -60,7 +61,12 @@ def test_a_step_of_generation_builds_no_keys_of_single_heads(monkeypatch):
         return attend(call, q, k, *rest)
 
     monkeypatch.setattr(module, "attend", seen)
-    for start, end in ((0, 15), (15, 19), (19, 20)):  # 15, 4 and 1 queries, where a head has 5 numbers
+    # 15, 4 and 1 queries, where a head has 5 numbers
+    for start, end in (
+        (0, 15),
+        (15, 19),
+        (19, 20),
+    ):
         module(x[:, start:end], causal=True, cache=cache)
     assert shapes == [
         ((2, H, 15, R + D), (2, H, 15, R + D)),

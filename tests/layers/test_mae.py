@@ -20,7 +20,9 @@ PADDING = torch.arange(6) >= torch.tensor([[6], [4], [6]])  # [B, T]
 
 def build(seed=0, **settings):
     torch.manual_seed(seed)
-    module = MixtureOfAttentiveExperts(C, H, **{"self_attention": True, "gate_hidden_dim": 16, **settings})
+    module = MixtureOfAttentiveExperts(
+        C, H, **{"self_attention": True, "gate_hidden_dim": 16, **settings}
+    )
     for gate in (module.gate,) if module.gate is not None else ():
         torch.nn.init.normal_(gate.fc2.weight, std=2.0)  # an untrained gate is nearly uniform
         gate.norm.running_mean.normal_(std=0.1)
@@ -44,7 +46,10 @@ def literal_mixture(module, x, gate, dropped_heads, attn_mask=None, padding=None
     """Σ_i g_i f_i with every expert built: Eq. 4-6 of the paper, word for word. gate [T or 1, B, E]."""
     y = x.transpose(0, 1)
     one = torch.eye(H, dtype=x.dtype)
-    H_j = [equations.dense(module, y, y, attn_mask, padding, None, one[None, j : j + 1]) for j in range(H)]
+    H_j = [
+        equations.dense(module, y, y, attn_mask, padding, None, one[None, j : j + 1])
+        for j in range(H)
+    ]
     H_j = [head.transpose(0, 1) - module.out_proj.bias for head in H_j]
     total = 0.0
     for i, subset in enumerate(itertools.combinations(range(H), dropped_heads)):
@@ -70,10 +75,17 @@ def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
         # of padding nothing is promised
         out = out.transpose(0, 1)[~PADDING]
         weights = weights[~PADDING]
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+        upstream = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype
+        )
         out.backward(upstream)
         results.append(
-            [out, weights.double(), x.grad, *(p.grad for _, p in sorted(attention.named_parameters()))]
+            [
+                out,
+                weights.double(),
+                x.grad,
+                *(p.grad for _, p in sorted(attention.named_parameters())),
+            ]
         )
     for one, other in zip(*results):
         torch.testing.assert_close(one, other, rtol=1e-6, atol=1e-6)
@@ -134,13 +146,17 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
 @pytest.mark.parametrize("window", [None, 3])
 @pytest.mark.parametrize("norm", ["earlier", "batch"])
 def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
-    module = build(causal=True, gate_window=window, gate_dropout=0.0, gate_norm=norm).train(training)
+    module = build(causal=True, gate_window=window, gate_dropout=0.0, gate_norm=norm).train(
+        training
+    )
     outs = []
     for change in (0.0, 10.0):
         x = inputs().detach()
         x[4:, 1] += change
         with (
-            forward_context(draw=ExpertDraw(torch.arange(3), 1, 1)) if draw else forward_context(padding=None)
+            forward_context(draw=ExpertDraw(torch.arange(3), 1, 1))
+            if draw
+            else forward_context(padding=None)
         ):
             outs.append(gate_of(module, x, attn_mask=FUTURE)[0].detach())
         module.gate.norm.pending.zero_()
@@ -154,7 +170,11 @@ def test_a_future_token_changes_nothing_before_it(training, draw, window, norm):
 @pytest.mark.parametrize("how", ["top-expert", "random-expert"])
 def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, causal):
     module = build(
-        mae_dropped_heads=dropped, causal=causal, mae_evaluate_with=how, mae_evaluate_seed=4, gate_dropout=0.0
+        mae_dropped_heads=dropped,
+        causal=causal,
+        mae_evaluate_with=how,
+        mae_evaluate_seed=4,
+        gate_dropout=0.0,
     )
     module.name = "encoder.layers.1.self_attn"
     mixing = build(mae_dropped_heads=dropped, causal=causal, gate_dropout=0.0)
@@ -173,7 +193,9 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     torch.testing.assert_close(out.transpose(0, 1)[~PADDING], expected.transpose(0, 1)[~PADDING])
     assert not torch.allclose(out, mixed, atol=1e-3)
     assert torch.equal(decision.expert_ids[:, 0], gate.argmax(-1))
-    torch.testing.assert_close(gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0])
+    torch.testing.assert_close(
+        gate_of(module.train(), x, **call)[0], gate_of(mixing.train(), x, **call)[0]
+    )
 
 
 @pytest.mark.parametrize("training", [False, True])
@@ -197,11 +219,15 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
 
 
 def test_random_experts_differ_between_modules_and_seeds_and_are_fair():
-    names = [f"decoder.layers.{layer}.{kind}_attn" for layer in range(40) for kind in ("self", "encoder")]
+    names = [
+        f"decoder.layers.{layer}.{kind}_attn" for layer in range(40) for kind in ("self", "encoder")
+    ]
     draws = [[random_expert(name, seed, 8) for name in names] for seed in range(40)]
     counts = torch.tensor(draws).flatten().bincount(minlength=8).double()
     expected = len(names) * 40 / 8
-    assert ((counts - expected) ** 2 / expected).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
+    assert (
+        (counts - expected) ** 2 / expected
+    ).sum() < 24.3  # chi-square, 7 degrees of freedom, p = 0.001
     assert len({tuple(draw) for draw in draws}) == 40
 
 

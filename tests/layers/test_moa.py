@@ -22,7 +22,13 @@ D = 8
 
 def build(seed=0, dtype=torch.float32, kind=MixtureOfAttention, **settings):
     torch.manual_seed(seed)
-    sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True, **settings}
+    sizes = {
+        "num_experts": E,
+        "experts_per_token": K,
+        "expert_dim": D,
+        "expert_bias": True,
+        **settings,
+    }
     return equations.drawn(kind(C, **sizes), 0.3).to(dtype).eval()
 
 
@@ -65,7 +71,9 @@ def test_ambient_query_padding_reaches_a_cross_attention():
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"])
+@pytest.mark.parametrize(
+    "per_token, backend", [(E, "grouped"), (K, "reference")], ids=["K = E", "K < E"]
+)
 def test_torch_compile_takes_the_layer_whole(per_token, backend):
     """No graph break in its call, forward and backward: fullgraph raises at the first one."""
     sizes = dict(experts_per_token=per_token, expert_backend=backend, self_attention=True)
@@ -76,7 +84,9 @@ def test_torch_compile_takes_the_layer_whole(per_token, backend):
     torch.testing.assert_close(got, expected)
     leaves = [x, *module.parameters()]
     upstream = torch.randn_like(expected)
-    torch.testing.assert_close(*(torch.autograd.grad(out, leaves, upstream) for out in (got, expected)))
+    torch.testing.assert_close(
+        *(torch.autograd.grad(out, leaves, upstream) for out in (got, expected))
+    )
 
 
 def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
@@ -103,7 +113,9 @@ def test_values_of_their_own_are_in_no_product_with_keys(monkeypatch):
     module = build()
     key, value = torch.randn(2, 4, 2, C)
     expected = module.v_proj(value).transpose(0, 1).view(2, 1, 4, -1)
-    _, found = module.keys_values(SimpleNamespace(memory=key.transpose(0, 1), values=value.transpose(0, 1)))
+    _, found = module.keys_values(
+        SimpleNamespace(memory=key.transpose(0, 1), values=value.transpose(0, 1))
+    )
     torch.testing.assert_close(found, expected)
 
 
@@ -113,7 +125,9 @@ def test_keys_and_values_of_cross_attention_are_one_input(monkeypatch):
     seen = []
     project = module.keys_values
     monkeypatch.setattr(
-        module, "keys_values", lambda call: (seen.append(call.memory is call.values), project(call))[1]
+        module,
+        "keys_values",
+        lambda call: (seen.append(call.memory is call.values), project(call))[1],
     )
     module(torch.randn(3, 2, C), torch.randn(5, 2, C), torch.randn(5, 2, C))
     assert seen == [True]

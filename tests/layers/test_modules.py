@@ -30,7 +30,9 @@ def build(request):
     return lambda **role: request.param(**role).eval()
 
 
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))])
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda module: pickle.loads(pickle.dumps(module))]
+)
 def test_copies_remember_their_own_keys(build, copied):
     """Layers are often made as copies of one: they must not write into the same cache."""
     first = build(self_attention=True)
@@ -53,7 +55,9 @@ def test_a_copy_without_a_path_has_a_name_of_its_own_and_one_with_a_path_keeps_i
 
 
 @pytest.mark.parametrize("need_weights", [True, False])
-@pytest.mark.parametrize("mask", [torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), -torch.inf)])
+@pytest.mark.parametrize(
+    "mask", [torch.ones(4, 4, dtype=torch.bool), torch.full((4, 4), -torch.inf)]
+)
 def test_a_query_whose_mask_blocks_every_key_gets_zeros(mask, need_weights):
     mask = mask.clone()
     mask[0] = False if mask.dtype == torch.bool else 0.0

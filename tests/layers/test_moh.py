@@ -61,7 +61,8 @@ def test_balance_losses_equal_equation_7_and_the_released_code(scaling):
     load = chosen.mean((0, 1))
     torch.testing.assert_close(head_balance_loss(decision), (summed_probability * load).sum())
     torch.testing.assert_close(
-        released_head_balance_loss(decision), torch.mean(summed_probability * load) * (H - SHARED) ** 2
+        released_head_balance_loss(decision),
+        torch.mean(summed_probability * load) * (H - SHARED) ** 2,
     )
 
 
@@ -76,9 +77,13 @@ def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True
         prepare(module)
         query, key, padding, mask, _ = inputs(**case)
         out, _ = module(query, key, key, padding, attn_mask=mask, need_weights=False)
-        upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype)
+        upstream = torch.randn(
+            out.shape, generator=torch.Generator().manual_seed(3), dtype=out.dtype
+        )
         tensors = {"query": query, "key": key, **dict(module.named_parameters())}
-        grads = torch.autograd.grad((out * upstream).sum(), list(tensors.values()), allow_unused=True)
+        grads = torch.autograd.grad(
+            (out * upstream).sum(), list(tensors.values()), allow_unused=True
+        )
         found = {name: grad for name, grad in zip(tensors, grads) if grad is not None}
         results.append({"output": out, **found})
     torch.testing.assert_close(*results)  # names what differs
@@ -94,11 +99,14 @@ UGLY = {
 
 
 @pytest.mark.parametrize("case", UGLY.values(), ids=UGLY.keys())
-@pytest.mark.parametrize("skips", [(True, True), (True, False)], ids=["everywhere", "in the attention"])
+@pytest.mark.parametrize(
+    "skips", [(True, True), (True, False)], ids=["everywhere", "in the attention"]
+)
 @pytest.mark.parametrize("everyone", [False, True])
 def test_skipping_survives_ugly_batches(case, everyone, skips):
     def prepare(module):
-        if everyone:  # all tokens choose the routed heads 0 and 1: the other two have no token at all
+        # All tokens choose the routed heads 0 and 1: the other two have no token at all
+        if everyone:
             with torch.no_grad():
                 module.router.projection.weight[: H - SHARED] = 0.0
 
@@ -202,7 +210,9 @@ def test_the_only_routed_head_is_chosen_whatever_its_norm():
 @pytest.mark.parametrize("shared", [0, H])
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_one_kind_of_heads_needs_one_stage(shared, scaling):
-    module = build(moh_shared_heads=shared, experts_per_token=min(K, H - shared), moh_scaling=scaling)
+    module = build(
+        moh_shared_heads=shared, experts_per_token=min(K, H - shared), moh_scaling=scaling
+    )
     module.self_attention = True
     query, *_ = inputs(tgt=4, batch=2)
     with collect_routings() as decisions:
@@ -210,7 +220,9 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
     decision = decisions[0][1]
     gate = decision.gates.sum(1)
     assert module.router.projection.weight.size(0) == H
-    assert decision.expert_counts.shape == (H,) and decision.expert_counts.sum() == 8 * (shared or K)
+    assert decision.expert_counts.shape == (H,) and decision.expert_counts.sum() == 8 * (
+        shared or K
+    )
     if shared:  # all of them are chosen by all: f_i is 1, and the probabilities add up to 1
         torch.testing.assert_close(head_balance_loss(decision), torch.ones((), dtype=torch.float64))
     if scaling == "released":
@@ -224,11 +236,19 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
 @pytest.mark.parametrize("scaling", ["paper", "released"])
 def test_a_single_head_may_be_shared(scaling):
     module = build(
-        num_heads=1, moh_shared_heads=1, experts_per_token=0, moh_scaling=scaling, self_attention=True
+        num_heads=1,
+        moh_shared_heads=1,
+        experts_per_token=0,
+        moh_scaling=scaling,
+        self_attention=True,
     )
     x = torch.randn(2, 3, C, dtype=torch.float64)
     whole = build(
-        num_heads=2, moh_shared_heads=2, experts_per_token=0, moh_scaling=scaling, self_attention=True
+        num_heads=2,
+        moh_shared_heads=2,
+        experts_per_token=0,
+        moh_scaling=scaling,
+        self_attention=True,
     )
     assert module(x)[0].isfinite().all() and module(x)[0].shape == whole(x)[0].shape
 
@@ -277,14 +297,18 @@ def test_heads_that_cannot_be_left_out_are_counted(settings):
 
 
 def test_norms_of_queries_need_the_queries_of_every_head():
-    learned, norms = (build(moh_router=router, self_attention=True) for router in ("learned", "query-norm"))
+    learned, norms = (
+        build(moh_router=router, self_attention=True) for router in ("learned", "query-norm")
+    )
     assert learned.macs(7, 11)["router"] == 7 * C * (H + 2) and norms.macs(7, 11)["router"] == 0
     more = norms.macs(7, 11)["projections"] - learned.macs(7, 11)["projections"]
     assert more == 7 * C * D * (H - SHARED - K)
 
 
 @pytest.mark.parametrize(("heads", "shared", "routed"), [(4, 2, 1), (8, 2, 4), (12, 4, 5)])
-def test_the_papers_scaling_starts_far_below_dense_and_the_released_one_beside_it(heads, shared, routed):
+def test_the_papers_scaling_starts_far_below_dense_and_the_released_one_beside_it(
+    heads, shared, routed
+):
     """docs/moh.md: 4 to 12 times below, and at most 1.2 times."""
     x = torch.randn(32, 8, 16 * heads, generator=torch.Generator().manual_seed(1))
     below = {}

@@ -26,8 +26,14 @@ def test_all_heads_are_moa_with_keys_of_their_own(bias, is_self):
     sizes = {"experts_per_token": E, "expert_bias": bias, "self_attention": is_self}
     ours = build(attention.NativeMixtureOfHeads, **sizes)
     moa = build(attention.MixtureOfAttention, expert_keys_values="own", **sizes)
-    state = {name: value for name, value in ours.state_dict().items() if not name.startswith("source_router")}
-    moa.load_state_dict({n: v.flatten(0, 1) if n[:2] in ("k_", "v_") else v for n, v in state.items()})
+    state = {
+        name: value
+        for name, value in ours.state_dict().items()
+        if not name.startswith("source_router")
+    }
+    moa.load_state_dict(
+        {n: v.flatten(0, 1) if n[:2] in ("k_", "v_") else v for n, v in state.items()}
+    )
     x = torch.randn(2, 7, C).double()
     memory = torch.randn(2, 5, C).double()
     inputs = (x,) if is_self else (x, memory)

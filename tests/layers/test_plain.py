@@ -36,7 +36,13 @@ C = 16
 
 def gqe(output):
     return lambda **options: GroupedQueryExperts(
-        C, gqe_groups=2, num_experts=4, experts_per_token=2, expert_dim=8, gqe_output=output, **options
+        C,
+        gqe_groups=2,
+        num_experts=4,
+        experts_per_token=2,
+        expert_dim=8,
+        gqe_output=output,
+        **options,
     )
 
 
@@ -50,8 +56,12 @@ FAMILIES = {
         C, num_experts=4, experts_per_token=4, **options
     ),
     "MAE": lambda **options: MixtureOfAttentiveExperts(C, 4, causal=True, **options),
-    "MAE, window": lambda **options: MixtureOfAttentiveExperts(C, 4, causal=True, gate_window=3, **options),
-    "MoH": lambda **options: MixtureOfHeads(C, 4, moh_shared_heads=1, experts_per_token=2, **options),
+    "MAE, window": lambda **options: MixtureOfAttentiveExperts(
+        C, 4, causal=True, gate_window=3, **options
+    ),
+    "MoH": lambda **options: MixtureOfHeads(
+        C, 4, moh_shared_heads=1, experts_per_token=2, **options
+    ),
     "MoH, skipping": lambda **options: MixtureOfHeads(
         C, 4, moh_shared_heads=1, experts_per_token=2, moh_skip="always", **options
     ),
@@ -96,13 +106,20 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
     keys = (x if memory is None else memory).transpose(0, 1)
     own = padding if memory is None else None
     out, _ = twin(
-        x.transpose(0, 1), keys, keys, padding, attn_mask=mask, need_weights=False, query_padding_mask=own
+        x.transpose(0, 1),
+        keys,
+        keys,
+        padding,
+        attn_mask=mask,
+        need_weights=False,
+        query_padding_mask=own,
     )
     return out.transpose(0, 1)
 
 
 @pytest.mark.parametrize(
-    ("dtype", "padding"), [(torch.float32, None), (torch.float32, PADDING), (torch.bfloat16, PADDING)]
+    ("dtype", "padding"),
+    [(torch.float32, None), (torch.float32, PADDING), (torch.bfloat16, PADDING)],
 )
 @pytest.mark.parametrize(
     ("mask", "causal", "whole"),
@@ -159,7 +176,9 @@ def test_compiled_without_a_break_and_exported(attention):
     def step(x, padding):
         out, routings = attention(x, padding=padding, causal=True, with_routing=True)
         losses = [loss(each) for each in routings for loss in OF_ANY_FAMILY.values()]
-        return out[~padding].square().sum(), torch.stack(losses).sum() if losses else out.new_zeros(())
+        return out[~padding].square().sum(), torch.stack(losses).sum() if losses else out.new_zeros(
+            ()
+        )
 
     x = torch.randn(B, T, C, requires_grad=True)
     found = []
@@ -178,7 +197,10 @@ def test_exported_with_any_length(attention):
     options = {"padding": PADDING, "causal": True}
     length = torch.export.Dim("length", min=2, max=64)
     exported = torch.export.export(
-        attention, (x,), options, dynamic_shapes={"x": {1: length}, "padding": {1: length}, "causal": None}
+        attention,
+        (x,),
+        options,
+        dynamic_shapes={"x": {1: length}, "padding": {1: length}, "causal": None},
     ).module()
     for tokens in (2, T, 40):
         x = torch.randn(B, tokens, C)
@@ -202,7 +224,10 @@ def test_positions_compile_without_a_break(family, positions):
 @pytest.mark.parametrize("shape", [(0, T, C), (B, 0, C)])
 @pytest.mark.parametrize("family", FAMILIES)
 def test_nothing_comes_out_of_nothing(family, shape, head_gate):
-    assert FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape == shape
+    assert (
+        FAMILIES[family](self_attention=True, head_gate=head_gate)(torch.randn(shape)).shape
+        == shape
+    )
 
 
 class Adapter(nn.Module):
@@ -250,7 +275,9 @@ def test_hooks_of_linear_maps_are_called(family, monkeypatch):
     seen = set()
     for kind in ("forward", "forward_pre", "full_backward", "full_backward_pre"):
         hooks = [
-            getattr(module.get_submodule(name), f"register_{kind}_hook")(lambda *_, name=name: seen.add(name))
+            getattr(module.get_submodule(name), f"register_{kind}_hook")(
+                lambda *_, name=name: seen.add(name)
+            )
             for name in names
         ]
         module(x).square().sum().backward()
@@ -318,7 +345,9 @@ def test_weights_add_up_to_one(family):
     assert weights.shape == (B, module.num_heads if "MoH" not in family else 3, T, T)
     sums = weights.sum(-1).transpose(1, 2)[~PADDING]
     torch.testing.assert_close(sums, torch.ones_like(sums))
-    assert not weights.transpose(1, 2)[~PADDING][..., 1:].triu(T).any() and not weights.triu(1).any()
+    assert (
+        not weights.transpose(1, 2)[~PADDING][..., 1:].triu(T).any() and not weights.triu(1).any()
+    )
 
 
 def steps(sizes):
@@ -331,7 +360,9 @@ def steps(sizes):
                 start += size
 
 
-@pytest.mark.thorough(keep=tuple(f"-None-{how}-[1, 2, 5]" for how in ("left", "step", "named late")))
+@pytest.mark.thorough(
+    keep=tuple(f"-None-{how}-[1, 2, 5]" for how in ("left", "step", "named late"))
+)
 @pytest.mark.parametrize("sizes", [[1], [2], [5], [1, 2, 5]], ids=str)
 @pytest.mark.parametrize("how", ["no padding", "left", "step", "all so far", "named late"])
 @pytest.mark.parametrize(
@@ -340,7 +371,8 @@ def steps(sizes):
         (family, positions)
         for family in FAMILIES
         for positions in (None, "rope", "xl")
-        if positions != "xl" or not family.startswith(("GQE", "NAMOH", "latent"))  # their keys lack positions
+        if positions != "xl"
+        or not family.startswith(("GQE", "NAMOH", "latent"))  # their keys lack positions
     ],
 )
 def test_stepwise_equals_the_whole(family, positions, how, sizes):
@@ -393,7 +425,9 @@ def test_a_memorys_keys_are_made_once(family):
     made = []
     whole = module(x, memory, padding=padding)
     cache = module.new_cache()
-    module.get_submodule(module.memory_projections[0]).register_forward_hook(lambda *_: made.append(1))
+    module.get_submodule(module.memory_projections[0]).register_forward_hook(
+        lambda *_: made.append(1)
+    )
     for step in range(T):
         given = {"memory": memory} if step % 2 == 0 else {}
         given["padding"] = padding if step % 3 == 0 else None
@@ -427,7 +461,12 @@ REFUSED = [
     (ValueError, f"C = {C}", (torch.zeros(B, T, C + 1),), {}),
     (ValueError, r"\[B, T, C\]", (torch.zeros(T, C),), {}),
     (ValueError, r"mask is \[7, 8\]", (X,), {"mask": torch.zeros(T, T + 1)}),
-    (ValueError, r"padding is \[3, 8\]", (X,), {"padding": torch.zeros(B, T + 1, dtype=torch.bool)}),
+    (
+        ValueError,
+        r"padding is \[3, 8\]",
+        (X,),
+        {"padding": torch.zeros(B, T + 1, dtype=torch.bool)},
+    ),
     (ValueError, r"padding is \[7, 3\]", (X,), {"padding": PADDING.T}),
     # dtypes
     (ValueError, "float64", (X.double(),), {}),
@@ -523,7 +562,9 @@ def test_all_experts_with_even_gates_times_k_are_multi_query_attention():
     mixture = MixtureOfAttention(
         C, **sizes, router_gates="uniform", output_scale=experts, self_attention=True
     )
-    dense = DenseAttention(C, experts, attention_head_dim=width, key_heads=1, bias=False, self_attention=True)
+    dense = DenseAttention(
+        C, experts, attention_head_dim=width, key_heads=1, bias=False, self_attention=True
+    )
     with torch.no_grad():
         dense.k_proj.weight.copy_(mixture.k_proj.weight)
         dense.v_proj.weight.copy_(mixture.v_proj.weight)
@@ -612,7 +653,8 @@ def test_made_on_the_meta_device(family, positions, filled):
 @pytest.mark.parametrize("family", [family for family in FAMILIES if family != "MoH, query norms"])
 def test_differentiated_twice(family):
     """A gradient penalty with a constant incoming gradient, by the attention of torch's that can."""
-    options = {"router_renormalize": "full"} if family in ("MoA", "NAMOH") else {}  # detached is none, either
+    # Detached is none, either
+    options = {"router_renormalize": "full"} if family in ("MoA", "NAMOH") else {}
     module = build(family, self_attention=True, **options)
     x = torch.randn(2, 4, C, dtype=torch.float64, requires_grad=True)
 

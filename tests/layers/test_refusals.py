@@ -87,7 +87,10 @@ REFUSED = {
             dict(switchhead_experts="vk", switchhead_shared_selection=True),
             "switchhead_shared_selection.*experts vk",
         ),
-        (dict(switchhead_experts="none", switchhead_shared_selection=True), "switchhead_shared_selection"),
+        (
+            dict(switchhead_experts="none", switchhead_shared_selection=True),
+            "switchhead_shared_selection",
+        ),
         (dict(kdim=8, vdim=9), "kdim.* 8 .*vdim.* 9"),
         (
             dict(expert_dim=3, self_attention=True, positions="rope-half"),
@@ -106,12 +109,18 @@ def test_impossible_settings_name_their_flag(build, settings, flag):
 
 
 UNKNOWN = [
-    (partial(MixtureOfAttention, windows=4), ["MixtureOfAttention", "windows", "window", "num_experts"]),
+    (
+        partial(MixtureOfAttention, windows=4),
+        ["MixtureOfAttention", "windows", "window", "num_experts"],
+    ),
     (partial(MixtureOfAttention, num_expert=4), ["num_expert ", "num_experts"]),
     (partial(MixtureOfAttention, rope_theta=1e6), ["rope_theta", "rope_base"]),
     (partial(MixtureOfAttention, key_heads=1), ["key_heads", "heads_per_expert"]),
     (partial(MixtureOfAttention, num_kv_heads=1), ["take num_kv_heads."]),
-    (partial(SwitchHeadAttention, key_heads=2), ["SwitchHeadAttention", "key_heads", "switchhead_heads"]),
+    (
+        partial(SwitchHeadAttention, key_heads=2),
+        ["SwitchHeadAttention", "key_heads", "switchhead_heads"],
+    ),
     (partial(GroupedQueryExperts, router=None), ["GroupedQueryExperts", "router "]),
     (partial(DenseAttention, num_heads=4, head_dim=3), ["head_dim", "attention_head_dim"]),
     (partial(DenseAttention, num_heads=4, num_kv_heads=2), ["num_kv_heads (here key_heads)"]),

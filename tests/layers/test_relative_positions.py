@@ -23,7 +23,8 @@ def positions(groups, seed=0):
 def sinusoid(distance):
     speed = [10000.0 ** (-2 * j / C) for j in range(C // 2)]
     return torch.tensor(
-        [math.sin(distance * s) for s in speed] + [math.cos(distance * s) for s in speed], dtype=torch.float64
+        [math.sin(distance * s) for s in speed] + [math.cos(distance * s) for s in speed],
+        dtype=torch.float64,
     )
 
 
@@ -33,7 +34,9 @@ def loop(found, q, k, first_query):
     groups = found.key_heads
     q = q.double()
     k = k.double()
-    w, u, v = (p.double() for p in (found.projection.weight, found.content_bias, found.position_bias))
+    w, u, v = (
+        p.double() for p in (found.projection.weight, found.content_bias, found.position_bias)
+    )
     scores = torch.empty(batch, heads, tgt_len, k.size(2), dtype=torch.float64)
     for i in range(tgt_len):
         for j in range(k.size(2)):
@@ -69,7 +72,8 @@ def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, 
     inputs = [q, k, *found.parameters()]
     upstream = torch.randn(scores.shape, generator=g, dtype=dtype)
     for grad, exact_grad in zip(
-        torch.autograd.grad(scores, inputs, upstream), torch.autograd.grad(exact, inputs, upstream.double())
+        torch.autograd.grad(scores, inputs, upstream),
+        torch.autograd.grad(exact, inputs, upstream.double()),
     ):
         torch.testing.assert_close(grad, exact_grad.to(dtype), **close)
 
@@ -105,7 +109,9 @@ ATTENTIONS = {
 def attention(request):
     def build(positions):
         torch.manual_seed(3)
-        return drawn(ATTENTIONS[request.param](self_attention=True, positions=positions), 0.5).eval()
+        return drawn(
+            ATTENTIONS[request.param](self_attention=True, positions=positions), 0.5
+        ).eval()
 
     return build
 
@@ -121,11 +127,16 @@ def test_a_carried_context_equals_one_long_pass(attention, positions, need_weigh
     x = torch.randn(9, 2, C)
     padding = torch.zeros(2, 9, dtype=torch.bool)
     padding[1, 7:] = True
-    full, _ = module(*[x] * 3, attn_mask=causal(9), key_padding_mask=padding, need_weights=need_weights)
+    full, _ = module(
+        *[x] * 3, attn_mask=causal(9), key_padding_mask=padding, need_weights=need_weights
+    )
     now = x[5:]
     with forward_context(carried=x[:5]):
         out, weights = module(
-            *[now] * 3, attn_mask=causal(4), key_padding_mask=padding[:, 5:], need_weights=need_weights
+            *[now] * 3,
+            attn_mask=causal(4),
+            key_padding_mask=padding[:, 5:],
+            need_weights=need_weights,
         )
     torch.testing.assert_close(out[:2], full[5:7], rtol=1e-4, atol=1e-5)
     torch.testing.assert_close(out[:, 0], full[5:, 0], rtol=1e-4, atol=1e-5)
@@ -158,7 +169,11 @@ def test_costs_count_the_distances():
     without = plain.macs(5, 8)
     assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D
-    assert without == {"router": 0, "projections": (2 * 5 + 2 * 8) * C * 2 * D, "scores": 2 * 5 * 8 * 2 * D}
+    assert without == {
+        "router": 0,
+        "projections": (2 * 5 + 2 * 8) * C * 2 * D,
+        "scores": 2 * 5 * 8 * 2 * D,
+    }
 
 
 def test_sinusoids_made_in_inference_mode_do_not_reach_training():

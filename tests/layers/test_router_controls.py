@@ -36,7 +36,9 @@ def test_uniform_gates_are_one_kth_and_the_router_has_no_gradient(per_token):
     with collect_routings() as decisions:
         module(x, x, x)[0].sum().backward()
     decision = decisions[0][1]
-    assert torch.equal(decision.gates, torch.full((8, per_token), 1 / per_token, dtype=torch.float64))
+    assert torch.equal(
+        decision.gates, torch.full((8, per_token), 1 / per_token, dtype=torch.float64)
+    )
     assert not decision.gates.requires_grad and decision.probs.requires_grad
     assert module.router.projection.weight.grad is None
 
@@ -47,7 +49,8 @@ def test_even_gates_are_those_of_equal_logits_for_other_settings_too():
     assert torch.equal(build(router_renormalize="none")(x).gates, torch.full((6, K), 1 / E))
     assert torch.equal(build(router_activation="sigmoid")(x).gates, torch.full((6, K), 1 / K))
     as_they_are = build(router_activation="sigmoid", router_renormalize="none")
-    assert torch.equal(as_they_are(x).gates, torch.full((6, K), 0.5))  # σ(0), however many experts there are
+    # Σ(0), however many experts there are
+    assert torch.equal(as_they_are(x).gates, torch.full((6, K), 0.5))
     padding = torch.arange(6) > 3
     assert build()(x, padding).gates.sum(1).tolist() == [1, 1, 1, 1, 0, 0]
 
@@ -67,7 +70,9 @@ def test_a_frozen_router_stays_random():
 
 
 def test_all_sets_of_experts_are_equally_likely_and_modules_differ():
-    one, other = (TopKRouter(C, MoASettings(E, K, router_choice="hash")).token_hash for _ in range(2))
+    one, other = (
+        TopKRouter(C, MoASettings(E, K, router_choice="hash")).token_hash for _ in range(2)
+    )
     ids = torch.arange(20_000).view(100, 200)
     first = one(ids)
     second = other(ids)

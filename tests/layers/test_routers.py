@@ -79,7 +79,9 @@ CHOOSERS = {
     "sigmoid": lambda: TopKRouter(16, MoASettings(6, 2, router_activation="sigmoid")),
     "groups": lambda: TopKRouter(16, MoASettings(6, 2), groups=3),
     "switchhead": lambda: SigmoidTopKRouter(16, 6, 2, groups=3),
-    "moh": lambda: SharedAndRoutedRouter(16, 8, MoHSettings(moh_shared_heads=2, experts_per_token=2)),
+    "moh": lambda: SharedAndRoutedRouter(
+        16, 8, MoHSettings(moh_shared_heads=2, experts_per_token=2)
+    ),
     "query-norm": lambda: QueryNormRouter(8, 2, 2),
 }
 
@@ -136,7 +138,8 @@ def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arith
     kept = kept_bytes(module, x)
     tokens = length * batch
     macs = 2 * (per_token + 1) * dim * width + experts * width + 2 * length * per_token * dim
-    inner = macs / (4 * width + 2 * length)  # dense attention with as many keeps its input, q, k, v, result
+    # Dense attention with as many keeps its input, q, k, v, result
+    inner = macs / (4 * width + 2 * length)
     dense = 2 * (width + 4 * inner)
     assert kept / tokens <= 1.05 * dense
 
@@ -154,10 +157,14 @@ def test_what_switchhead_keeps_does_not_grow_with_k():
     assert kept[6] - kept[2] < tokens * 4 * heads * min(2 * 64, width * 4 * 2)
 
 
-def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(monkeypatch):
+def test_slots_are_sorted_once_for_each_routing_and_not_at_all_where_every_expert_is_chosen(
+    monkeypatch,
+):
     sort = torch.sort
     sorts = []
-    monkeypatch.setattr(torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options))
+    monkeypatch.setattr(
+        torch, "sort", lambda *args, **options: sorts.append(1) or sort(*args, **options)
+    )
     monkeypatch.setitem(every_expert._STEP, "cpu", -1)
     sizes = dict(num_experts=4, expert_dim=4, expert_backend="grouped", self_attention=True)
     for build, per_token, expected in (
@@ -224,7 +231,9 @@ def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
     attention(x, memory, memory)
     running_statistics = running_statistics_of(attention)
     before = {name: buffer.clone() for name, buffer in attention.named_buffers()}
-    assert running_statistics and all(statistics.pending.abs().sum() > 0 for statistics in running_statistics)
+    assert running_statistics and all(
+        statistics.pending.abs().sum() > 0 for statistics in running_statistics
+    )
     attention.eval()
     attention(x, memory, memory)
     for name, buffer in attention.named_buffers():

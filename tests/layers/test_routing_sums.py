@@ -7,7 +7,12 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from moa_fairseq.layers.load_statistics import load_statistics
-from moa_fairseq.layers.losses import BALANCE_LOSSES, load_balance_loss, mutual_information_loss, z_loss
+from moa_fairseq.layers.losses import (
+    BALANCE_LOSSES,
+    load_balance_loss,
+    mutual_information_loss,
+    z_loss,
+)
 from moa_fairseq.layers.moa import MoASettings
 from moa_fairseq.layers.routers import ACTIVATIONS, TopKRouter
 from moa_fairseq.layers.routing import Routing, RoutingSums, _SquaredLogSumExp
@@ -16,7 +21,9 @@ from moa_fairseq.layers.routing import Routing, RoutingSums, _SquaredLogSumExp
 def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dtype=torch.float32):
     """A random decision of `groups` times `experts` experts, with `shared` ones before them."""
     g = torch.Generator().manual_seed(seed)
-    logits = torch.randn(tokens, shared + groups * experts, generator=g, dtype=dtype).requires_grad_()
+    logits = torch.randn(
+        tokens, shared + groups * experts, generator=g, dtype=dtype
+    ).requires_grad_()
     free = logits[:, shared:].view(tokens, groups, experts)
     probs = torch.cat([logits.new_ones(tokens, shared), torch.softmax(free, -1).flatten(1)], 1)
     index = probs[:, shared:].view(free.shape).topk(chosen, -1).indices
@@ -43,7 +50,11 @@ def by_hand(d):
         summed_probability = [sum(p[i] for p in probs) for i in range(size)]
         if rows:
             shares = zip(counts, summed_probability)
-            balance += size * sum(c / sum(counts) * m / sum(summed_probability) for c, m in shares) / d.groups
+            balance += (
+                size
+                * sum(c / sum(counts) * m / sum(summed_probability) for c, m in shares)
+                / d.groups
+            )
             lse = [math.log(sum(math.exp(d.logits[n, e].item()) for e in experts)) for n in rows]
             z += sum(v * v for v in lse) / len(rows) / d.groups
             sure = -sum(p * math.log(p) for row in probs for p in row) / len(rows)
@@ -96,8 +107,13 @@ def test_sums_of_many_are_the_equations_of_each(kind):
         expected = by_hand(decisions[place])
         alone = computed(decisions[place])
         for key, value in expected.items():
-            assert together[key][row].item() == pytest.approx(value, rel=1e-9, abs=1e-12), (key, place)
-            assert alone[key].shape == () and alone[key].item() == pytest.approx(value, rel=1e-9, abs=1e-12)
+            assert together[key][row].item() == pytest.approx(value, rel=1e-9, abs=1e-12), (
+                key,
+                place,
+            )
+            assert alone[key].shape == () and alone[key].item() == pytest.approx(
+                value, rel=1e-9, abs=1e-12
+            )
 
 
 @pytest.mark.parametrize("loss", [load_balance_loss, mutual_information_loss, z_loss])
@@ -175,7 +191,10 @@ def test_padding_is_ignored_whatever_it_contains(loss, content):
     for padding in (None, torch.arange(9) > 5):
         rows = (x.detach() for x in (plain.expert_ids, plain.gates, plain.probs, plain.logits))
         if padding is not None:
-            rows = (torch.cat([x, x[:3] if x.dtype == torch.int64 else x[:3] * 0 + content]) for x in rows)
+            rows = (
+                torch.cat([x, x[:3] if x.dtype == torch.int64 else x[:3] * 0 + content])
+                for x in rows
+            )
         index, gate, *ours = rows
         leaves.append([x.clone().requires_grad_() for x in ours])
         decisions.append(Routing(index, gate, *leaves[-1], 4, padding=padding))
@@ -200,11 +219,23 @@ def test_probabilities_of_zero_leave_finite_gradients(activation, padding):
     x.requires_grad_()
     loss = mutual_information_loss(router(x, None if padding is None else torch.tensor(padding)))
     loss.backward()
-    assert loss.isfinite() and x.grad.isfinite().all() and router.projection.weight.grad.isfinite().all()
+    assert (
+        loss.isfinite()
+        and x.grad.isfinite().all()
+        and router.projection.weight.grad.isfinite().all()
+    )
 
 
 # What an operation of torch starts on a GPU, where that is not one kernel.
-KERNELS = {"logsumexp": 9, "topk": 3, "sort": 12, "detach": 0, "view": 0, "_unsafe_view": 0, "alias": 0}
+KERNELS = {
+    "logsumexp": 9,
+    "topk": 3,
+    "sort": 12,
+    "detach": 0,
+    "view": 0,
+    "_unsafe_view": 0,
+    "alias": 0,
+}
 
 
 class Launches(TorchDispatchMode):
@@ -235,7 +266,8 @@ def test_eighteen_routers_cost_few_launches(experts, chosen):
 
     def launches(modules):
         decisions = [
-            (f"m{i}", decide(40 if i % 3 else 50, experts, chosen, padded=5, seed=i)) for i in range(modules)
+            (f"m{i}", decide(40 if i % 3 else 50, experts, chosen, padded=5, seed=i))
+            for i in range(modules)
         ]
         with Launches() as forward:
             auxiliary, _ = criterion.terms(decisions)

@@ -78,7 +78,8 @@ def test_rope_is_the_literal_rotation(dim):
         for j in range(pairs):
             angle = (first + position) * 10000.0 ** (-2 * j / (2 * pairs))
             rotation = torch.tensor(
-                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]], dtype=torch.float64
+                [[math.cos(angle), -math.sin(angle)], [math.sin(angle), math.cos(angle)]],
+                dtype=torch.float64,
             )
             pair = x[:, :, position, [j, j + pairs]]
             torch.testing.assert_close(turned[:, :, position, [j, j + pairs]], pair @ rotation.t())
@@ -90,9 +91,13 @@ def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
     q = random(1, 1, 4, dim)
     k = random(1, 1, 4, dim, seed=1)
     rope = RotaryPositions(dim).half()
-    scores = [one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))]
+    scores = [
+        one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))
+    ]
     torch.testing.assert_close(*scores)
-    halves, exact = (rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64))
+    halves, exact = (
+        rope.rotate(q.to(dtype), k, 7000)[0] for dtype in (torch.bfloat16, torch.float64)
+    )
     torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
     exact = RotaryPositions(dim)
     torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
@@ -134,8 +139,14 @@ def test_large_numbers_of_a_mask_hide_in_every_precision(dtype):
 def test_a_kernels_flag_replaces_a_causal_mask_on_a_gpu_where_padding_follows(monkeypatch):
     """The flag alone gives real queries what both masks give them."""
     right = torch.arange(6)[None] >= torch.tensor([[6], [4], [1]])
-    assert is_right_padded(right, True) and is_right_padded(torch.zeros(2, 3, dtype=torch.bool), True)
-    for left in (right.flip(1), torch.tensor([[False, True, False]]), torch.ones(1, 3, dtype=torch.bool)):
+    assert is_right_padded(right, True) and is_right_padded(
+        torch.zeros(2, 3, dtype=torch.bool), True
+    )
+    for left in (
+        right.flip(1),
+        torch.tensor([[False, True, False]]),
+        torch.ones(1, 3, dtype=torch.bool),
+    ):
         assert not is_right_padded(left, True)
     q = random(3, 4, 6, 8)
     k = random(3, 1, 6, 8)
@@ -224,7 +235,9 @@ def test_dropout_acts_where_weights_are_asked_for_too():
 @pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32, torch.float64])
 def test_a_score_that_is_blocked_leaves_room_for_a_bias(dtype):
     """Else a sentence of padding has scores of −inf only, whose softmax is NaN."""
-    mask, _ = sdpa._padding_bias(torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype))
+    mask, _ = sdpa._padding_bias(
+        torch.tensor([[False, True]]), torch.zeros(1, 1, 2, 3, dtype=dtype)
+    )
     assert torch.isfinite(mask + mask).all() and mask[..., 1] < -3e4
 
 

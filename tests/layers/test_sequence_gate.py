@@ -96,7 +96,9 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
 def test_a_sum_over_workers_is_used():
     gates = [SequenceGate(3, 4).train() for _ in range(2)]
     gates[0](torch.ones(4, 3))
-    update_running_statistics([gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone()))
+    update_running_statistics(
+        [gate.norm for gate in gates], all_reduce=lambda flat: flat.add_(flat.clone())
+    )
     assert gates[0].norm.running_mean.tolist() == [0.5] * 3
     assert gates[1].norm.num_batches_tracked == 0  # saw nothing
 
@@ -129,10 +131,16 @@ def literal_means(x, padding, window):
 @pytest.mark.parametrize("window", [1, 2, 3, 7, 12, 13, 14, 50, None])
 def test_means_of_a_window(window, padded):
     x = torch.randn(2, 13, 5, generator=torch.Generator().manual_seed(1))
-    padding = torch.rand(2, 13, generator=torch.Generator().manual_seed(2)) < 0.4 if padded else None
+    padding = (
+        torch.rand(2, 13, generator=torch.Generator().manual_seed(2)) < 0.4 if padded else None
+    )
     expected = literal_means(x, padding, window)
-    torch.testing.assert_close(running_mean(x.double(), padding, window), expected, rtol=1e-12, atol=1e-14)
-    torch.testing.assert_close(running_mean(x, padding, window), expected.float(), rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(
+        running_mean(x.double(), padding, window), expected, rtol=1e-12, atol=1e-14
+    )
+    torch.testing.assert_close(
+        running_mean(x, padding, window), expected.float(), rtol=1e-5, atol=1e-6
+    )
     if window is None:
         torch.testing.assert_close(sequence_mean(x.double(), padding), expected[:, -1])
     for sizes in ([1] * 13, [4, 1, 1, 7], [9, 4]):
@@ -156,7 +164,9 @@ def test_what_has_left_the_window_leaves_no_trace(stepwise, large):
     spoilt[0, 5] = large
     if stepwise:
         cache = {}
-        got = torch.cat([running_mean(spoilt[:, i : i + 1], None, window, cache) for i in range(30)], 1)
+        got = torch.cat(
+            [running_mean(spoilt[:, i : i + 1], None, window, cache) for i in range(30)], 1
+        )
     else:
         got = running_mean(spoilt, None, window)
     clean = torch.tensor([not 5 <= i < 5 + window for i in range(30)])
@@ -170,7 +180,11 @@ def test_draws_follow_the_gate():
     """Chi-square over 20,000 sequences at a fixed seed: 99.9 % quantile for 7 degrees of freedom, 24.3."""
     n = 20000
     gate = torch.tensor([0.3, 0.02, 0.08, 0.2, 0.1, 0.15, 0.05, 0.1]).repeat(n, 1)
-    for seed, update, name in ((1, 0, "encoder.layers.0.self_attn"), (1, 1, "b"), (7, 10**6, "decoder.c")):
+    for seed, update, name in (
+        (1, 0, "encoder.layers.0.self_attn"),
+        (1, 1, "b"),
+        (7, 10**6, "decoder.c"),
+    ):
         chosen = ExpertDraw(torch.arange(n), seed, update).choose(name, gate)
         observed = torch.bincount(chosen, minlength=8).double()
         expected = gate[0].double() * n
@@ -186,7 +200,11 @@ def walk(length, sequences, experts, seed=0):
 
 def inverse_cdf(draw, name, probs):
     """The coupling by one number per sequence: whose stretch of the cumulated probabilities contains it."""
-    return (probs.cumsum(-1) <= draw.uniform(name)[:, None, None]).sum(-1).clamp_max(probs.size(-1) - 1)
+    return (
+        (probs.cumsum(-1) <= draw.uniform(name)[:, None, None])
+        .sum(-1)
+        .clamp_max(probs.size(-1) - 1)
+    )
 
 
 @pytest.mark.parametrize("experts", [8, 28])
@@ -200,7 +218,9 @@ def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(expert
         expected = probs[:, position].double().sum(0)
         observed = torch.bincount(chosen[:, position], minlength=experts).double()
         assert ((observed - expected) ** 2 / expected).sum() < {8: 24.3, 28: 55.5}[experts]
-    distance = (probs[:, 1:] - probs[:, :-1]).abs().sum(-1) / 2  # in total variation: no coupling flips less
+    distance = (probs[:, 1:] - probs[:, :-1]).abs().sum(
+        -1
+    ) / 2  # in total variation: no coupling flips less
     flips, worse = ((index[:, 1:] != index[:, :-1]).double().mean() for index in (chosen, other))
     assert distance.mean() < flips < (2 * distance / (1 + distance)).mean() * 1.03
     assert flips < worse / 1.5

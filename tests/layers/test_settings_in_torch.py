@@ -32,7 +32,9 @@ def test_gradients_of_each_sequence_by_torch_func(family, name):
     weights = {key: weight for key, weight in module.named_parameters() if weight.requires_grad}
 
     def loss(weights, x):
-        return (torch.func.functional_call(module, weights, (x,), {"causal": True}) * upstream).sum()
+        return (
+            torch.func.functional_call(module, weights, (x,), {"causal": True}) * upstream
+        ).sum()
 
     found = torch.func.vmap(torch.func.grad(loss, argnums=1), in_dims=(None, 0))(weights, x)
     of_weights = torch.func.grad(loss)(weights, x[0])
@@ -40,7 +42,9 @@ def test_gradients_of_each_sequence_by_torch_func(family, name):
     total = sum((module(part, causal=True) * upstream).sum() for part in leaf)
     torch.testing.assert_close(found, torch.autograd.grad(total, leaf)[0])
     whole = (module(x[0], causal=True) * upstream).sum()
-    expected = torch.autograd.grad(whole, list(weights.values()), allow_unused=True, materialize_grads=True)
+    expected = torch.autograd.grad(
+        whole, list(weights.values()), allow_unused=True, materialize_grads=True
+    )
     for key, gradient in zip(weights, expected):
         torch.testing.assert_close(of_weights[key], gradient)
     with without_fused_attention():
@@ -54,7 +58,10 @@ def test_exported_with_any_length(family, name):
     module = build(family, name)
     length = torch.export.Dim("length", min=2, max=64)
     exported = torch.export.export(
-        module, (inputs(module),), {"causal": True}, dynamic_shapes={"x": {1: length}, "causal": None}
+        module,
+        (inputs(module),),
+        {"causal": True},
+        dynamic_shapes={"x": {1: length}, "causal": None},
     ).module()
     for tokens in (2, T, 30):
         x = inputs(module, B, tokens)
@@ -67,7 +74,11 @@ def test_made_on_the_meta_device(family, name):
     module = build(family, name)
     with torch.device("meta"):
         other = FAMILIES[family][0](self_attention=True, **SETTINGS[name]).eval()
-        assert other(torch.empty(B, T, other.embed_dim), causal=True).shape == (B, T, other.embed_dim)
+        assert other(torch.empty(B, T, other.embed_dim), causal=True).shape == (
+            B,
+            T,
+            other.embed_dim,
+        )
     other.load_state_dict(module.state_dict(), assign=True)
     x = inputs(module)
     assert torch.equal(other(x, causal=True), module(x, causal=True))
@@ -134,7 +145,9 @@ def test_eight_threads_have_the_results_of_one(family, name):
     def run(x):
         with torch.no_grad():
             cache = module.new_cache()
-            steps = torch.cat([module(x[:, t : t + 2], causal=True, cache=cache) for t in range(0, T, 2)], 1)
+            steps = torch.cat(
+                [module(x[:, t : t + 2], causal=True, cache=cache) for t in range(0, T, 2)], 1
+            )
         leaf = x.clone().requires_grad_()
         (gradient,) = torch.autograd.grad(module(leaf, causal=True).square().sum(), leaf)
         return steps, gradient
@@ -146,7 +159,9 @@ def test_eight_threads_have_the_results_of_one(family, name):
 
 def gradients_by_two(rank, folder):
     """One of two processes: half of each batch, by DistributedDataParallel, against the whole batch."""
-    torch.distributed.init_process_group("gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2)
+    torch.distributed.init_process_group(
+        "gloo", init_method=f"file://{folder}/meet", rank=rank, world_size=2
+    )
     for family, name in PAIRS:
         module = build(family, name)
         whole = copy.deepcopy(module)
@@ -163,7 +178,9 @@ def gradients_by_two(rank, folder):
 
 
 def test_two_processes_have_the_gradients_of_one(tmp_path):
-    torch.multiprocessing.start_processes(gradients_by_two, args=(tmp_path,), nprocs=2, start_method="fork")
+    torch.multiprocessing.start_processes(
+        gradients_by_two, args=(tmp_path,), nprocs=2, start_method="fork"
+    )
 
 
 @torch.no_grad()

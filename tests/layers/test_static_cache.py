@@ -128,7 +128,10 @@ def test_it_takes_the_bytes_that_are_stated(family):
 def test_what_it_cannot_hold_is_refused():
     module = build("MoA", {})
     x = torch.randn(B, 2, C, dtype=torch.float64)
-    for attention in (MixtureOfAttentiveExperts(C, 4, causal=True), NativeMixtureOfHeads(C, **EXPERTS)):
+    for attention in (
+        MixtureOfAttentiveExperts(C, 4, causal=True),
+        NativeMixtureOfHeads(C, **EXPERTS),
+    ):
         with pytest.raises(UserError, match=f"max_length=9.*{type(attention).__name__}"):
             attention.new_cache(batch=B, max_length=9)
     for sizes in ({"batch": 2}, {"max_length": 3}, {"batch": 2, "max_length": 0}):
@@ -219,7 +222,12 @@ def test_padding_and_masks_of_lengths_without_a_meaning_are_refused(is_compiled)
             cache.trim(6)
         else:
             with pytest.raises(ValueError, match=r"padding.*\[3, 2\] or \[3, 8\] or \[3, 16\]"):
-                module(x[:, 6:], causal=True, cache=cache, padding=torch.zeros(B, length, dtype=torch.bool))
+                module(
+                    x[:, 6:],
+                    causal=True,
+                    cache=cache,
+                    padding=torch.zeros(B, length, dtype=torch.bool),
+                )
         mask = torch.zeros(2, length, dtype=torch.bool)
         if length in (8, 16):
             module(x[:, 6:], causal=True, cache=cache, mask=mask)
@@ -243,7 +251,9 @@ def test_padding_of_all_places_is_cut_at_those_of_the_step():
         everything[:, : start + 4] = padding[:, : start + 4]
         out = module(x[:, start : start + 4], causal=True, cache=cache, padding=everything)
         real = ~padding[:, start : start + 4]
-        torch.testing.assert_close(out[real], expected[:, start : start + 4][real], rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            out[real], expected[:, start : start + 4][real], rtol=0, atol=1e-12
+        )
 
 
 @torch.no_grad()

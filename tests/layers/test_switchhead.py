@@ -22,7 +22,13 @@ K = 2
 
 def build(seed=0, dtype=torch.float32, **settings):
     torch.manual_seed(seed)
-    sizes = {"switchhead_heads": H, "expert_dim": D, "num_experts": E, "experts_per_token": K, **settings}
+    sizes = {
+        "switchhead_heads": H,
+        "expert_dim": D,
+        "num_experts": E,
+        "experts_per_token": K,
+        **settings,
+    }
     return drawn(SwitchHeadAttention(C, **sizes), 0.5).to(dtype).eval()
 
 
@@ -72,7 +78,9 @@ def test_initial_weights_are_the_papers():
     assert module.out_proj.weight.std().item() == pytest.approx(scale / math.sqrt(64), rel=0.03)
     for router in (module.router, module.source_router):
         torch.testing.assert_close(router.projection.weight.norm(dim=1), torch.full((10,), scale))
-    assert (module.positions.content_bias == 0).all() and (module.positions.position_bias == 0).all()
+    assert (module.positions.content_bias == 0).all() and (
+        module.positions.position_bias == 0
+    ).all()
 
 
 def test_expert_dropout_hides_experts_in_training_only():
@@ -93,7 +101,9 @@ def test_expert_dropout_hides_experts_in_training_only():
 
 
 def test_the_attentions_expert_dropout_is_a_setting():
-    settings = SwitchHeadSettings(expert_dropout=0.5, num_experts=E, experts_per_token=K, expert_dim=D)
+    settings = SwitchHeadSettings(
+        expert_dropout=0.5, num_experts=E, experts_per_token=K, expert_dim=D
+    )
     module = SwitchHeadAttention(C, settings, self_attention=True)
     x = torch.randn(9, 2, C)
     assert torch.equal(module.eval()(x, x, x)[0], module(x, x, x)[0])

@@ -47,13 +47,17 @@ def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(tmp_path, legac
     torch.save(state, path, _use_new_zipfile_serialization=not legacy)
     loaded = fairseq_compat.load_checkpoint(path)
     assert loaded["args"].arch == "x" and torch.equal(loaded["model"]["w"], torch.arange(4.0))
-    torch.save({**state, "extra_state": Planted(marker)}, path, _use_new_zipfile_serialization=not legacy)
+    torch.save(
+        {**state, "extra_state": Planted(marker)}, path, _use_new_zipfile_serialization=not legacy
+    )
     for load in (
         fairseq_compat.load_checkpoint,
         checkpoint_utils.load_checkpoint_to_cpu,
         lambda path: checkpoint_utils.torch.load(path, weights_only=False),
     ):
-        with pytest.raises(UserError, match=r"planted\.pt was refused: it holds (posix|nt)\.system"):
+        with pytest.raises(
+            UserError, match=r"planted\.pt was refused: it holds (posix|nt)\.system"
+        ):
             load(str(path))
     assert not marker.exists()
     assert checkpoint_utils.torch.tensor is torch.tensor  # everything else passes through
@@ -69,7 +73,9 @@ def test_every_patch_is_in_place_and_has_its_reason_and_test(patch):
             assert getattr(owner, name).__wrapped__
         elif patch.what not in ("numpy:compat", "sys:excepthook"):
             installed = getattr(owner, name)
-            assert getattr(installed, "__module__", type(installed).__module__).startswith("moa_fairseq")
+            assert getattr(installed, "__module__", type(installed).__module__).startswith(
+                "moa_fairseq"
+            )
     assert patch.reason.endswith(".")
     file, _, name = patch.test.partition("::")
     assert f"def {name}(" in (Path(__file__).parents[1] / file).read_text(encoding="utf-8")
@@ -95,7 +101,9 @@ def test_bf16_is_a_gpu_dtype_when_there_is_a_gpu(monkeypatch):
     seen = []
     for gpu in (True, False):
         monkeypatch.setattr(torch.cuda, "is_available", lambda gpu=gpu: gpu)
-        take_bf16_for_a_gpu(lambda args: seen.append(args.tpu), argparse.Namespace(bf16=True, tpu=True))
+        take_bf16_for_a_gpu(
+            lambda args: seen.append(args.tpu), argparse.Namespace(bf16=True, tpu=True)
+        )
     assert seen == [False, True]
 
 
@@ -146,7 +154,9 @@ def test_generate_interactive_and_validate(fairseq, toy_data, toy_checkpoint):
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
     done = fairseq.train(toy_data, tmp_path, "--num-batch-buckets", 3, "--max-epoch", 1, arch=arch)
-    buckets = set(re.findall(r"bucketing (?:source|target) lengths: (\[.*\])", done.stdout + done.stderr))
+    buckets = set(
+        re.findall(r"bucketing (?:source|target) lengths: (\[.*\])", done.stdout + done.stderr)
+    )
     assert buckets and all(1 <= bucket.count(",") + 1 <= 3 for bucket in buckets)
     assert (tmp_path / "checkpoint1.pt").exists()
 
@@ -155,7 +165,9 @@ def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
 def test_dynamic_convolutions_leave_no_weight_unfilled(conv_bias):
     torch.use_deterministic_algorithms(True)  # torch fills memory with NaN
     try:
-        convolution = DynamicConv_scripatable(8, kernel_size=3, num_heads=2, bias=True, conv_bias=conv_bias)
+        convolution = DynamicConv_scripatable(
+            8, kernel_size=3, num_heads=2, bias=True, conv_bias=conv_bias
+        )
     finally:
         torch.use_deterministic_algorithms(False)
     assert all(weight.isfinite().all() for weight in convolution.state_dict().values())
@@ -167,7 +179,9 @@ def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, pr
     """The gates' batch normalisations count updates; the averaged model resumes and translates."""
     flags = ("--task", "translation_bcd", "--store-ema", "--ema-decay", 0.9, *precision)
     for epochs in (1, 2):
-        done = fairseq.train(toy_data, tmp_path, *flags, "--max-epoch", epochs, arch="mae_transformer_tiny")
+        done = fairseq.train(
+            toy_data, tmp_path, *flags, "--max-epoch", epochs, arch="mae_transformer_tiny"
+        )
     assert "Loading EMA from checkpoint" in done.stdout + done.stderr
     state = fairseq_compat.load_checkpoint(tmp_path / "checkpoint_last.pt")
     averaged = state["extra_state"]["ema"]
@@ -176,8 +190,12 @@ def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, pr
     weight = "encoder.layers.0.self_attn.gate.fc2.weight"
     assert not torch.equal(averaged[weight], state["model"][weight])
 
-    checkpoint_utils.save_ema_as_checkpoint(str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt"))
-    assert torch.equal(fairseq_compat.load_checkpoint(tmp_path / "ema.pt")["model"][weight], averaged[weight])
+    checkpoint_utils.save_ema_as_checkpoint(
+        str(tmp_path / "checkpoint_last.pt"), str(tmp_path / "ema.pt")
+    )
+    assert torch.equal(
+        fairseq_compat.load_checkpoint(tmp_path / "ema.pt")["model"][weight], averaged[weight]
+    )
     options = ("--user-dir", USER_DIR, "--cpu", "--path", tmp_path / "ema.pt", "--num-workers", 0)
     done = fairseq("generate", toy_data, *options)
     assert "Translated 12 sentences" in done.stdout + done.stderr
@@ -209,7 +227,9 @@ def test_hydra_train(fairseq, toy_data, tmp_path):
 
 def test_the_short_user_dir_works_from_the_folder_above_it(fairseq, toy_data, tmp_path):
     parent = os.path.dirname(USER_DIR)
-    done = fairseq.train(toy_data, tmp_path, "--user-dir", "moa_fairseq", "--max-update", 1, cwd=parent)
+    done = fairseq.train(
+        toy_data, tmp_path, "--user-dir", "moa_fairseq", "--max-update", 1, cwd=parent
+    )
     assert "load_entropy" in done.stdout + done.stderr
 
 
@@ -222,13 +242,18 @@ def test_user_errors_of_fairseq_train_are_one_paragraph(fairseq, toy_data, tmp_p
 
 @pytest.mark.parametrize(
     "story, diverged",
-    [("gradients are Nan/Inf", True), ("Fatal error: gradients are inconsistent between workers.", False)],
+    [
+        ("gradients are Nan/Inf", True),
+        ("Fatal error: gradients are inconsistent between workers.", False),
+    ],
 )
 def test_a_training_that_diverges_names_the_flags_that_help(story, diverged, capsys):
     error = FloatingPointError(story)
     print_user_errors(FloatingPointError, error, None)
     said = capsys.readouterr().err
-    assert story in said and all((flag in said) == diverged for flag in ("--finetune-from-model", "--lr"))
+    assert story in said and all(
+        (flag in said) == diverged for flag in ("--finetune-from-model", "--lr")
+    )
 
 
 def test_the_module_that_made_a_nan_is_named(build_trainer, caplog):

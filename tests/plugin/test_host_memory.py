@@ -16,7 +16,8 @@ def test_onednn_keeps_the_kernels_of_a_training(said, kept):
         {} if said is None else {"ONEDNN_PRIMITIVE_CACHE_CAPACITY": said}
     )
     code = (
-        "import os, moa_fairseq; moa_fairseq.register(); print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
+        "import os, moa_fairseq; moa_fairseq.register(); "
+        "print(os.environ['ONEDNN_PRIMITIVE_CACHE_CAPACITY'])"
     )
     run = subprocess.run(
         [sys.executable, "-c", code], env=environment, capture_output=True, text=True, check=True

@@ -18,7 +18,14 @@ from moa_fairseq.plugin.patches import host_tokens
 
 TRANSLATION = ("--criterion", "label_smoothed_cross_entropy")
 ROUTED = ("--criterion", "label_smoothed_cross_entropy_with_routing")
-MASKED_LM = ("--criterion", "masked_lm_with_routing", "--tokens-per-sample", 24, "--max-positions", 24)
+MASKED_LM = (
+    "--criterion",
+    "masked_lm_with_routing",
+    "--tokens-per-sample",
+    24,
+    "--max-positions",
+    24,
+)
 NARROW = ("--encoder-embed-dim", 16)
 EVERY = ("--num-experts", 4, "--experts-per-token", 4)
 SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-backend", "triton")
@@ -26,9 +33,17 @@ SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-backend", "tri
 MODELS = {
     "dense": ("transformer", "translation", (*TRANSLATION, *NARROW)),
     "moa": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY)),
-    "moa by modules": ("moa_transformer_tiny", "translation", (*ROUTED, *EVERY, "--router-log", "modules")),
+    "moa by modules": (
+        "moa_transformer_tiny",
+        "translation",
+        (*ROUTED, *EVERY, "--router-log", "modules"),
+    ),
     "moa, K < E": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE)),
-    "moa, bias rate": ("moa_transformer_tiny", "translation", (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1)),
+    "moa, bias rate": (
+        "moa_transformer_tiny",
+        "translation",
+        (*ROUTED, *SPARSE, "--routing-bias-rate", 0.1),
+    ),
     "mae": ("mae_transformer_tiny", "translation_bcd", TRANSLATION),
     "mae, joint": ("mae_transformer_tiny", "translation_bcd", (*TRANSLATION, "--bcd", "none")),
     "dense masked": ("roberta", "masked_lm", (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM)),
@@ -48,7 +63,13 @@ def waits_of(build_trainer, toy_wiki_data, monkeypatch, as_by_triton):
             model = ("--encoder-layers", layers)
             data = {"data": toy_wiki_data}
         else:
-            model = ("--encoder-layers", layers, "--decoder-layers", layers, "--share-all-embeddings")
+            model = (
+                "--encoder-layers",
+                layers,
+                "--decoder-layers",
+                layers,
+                "--share-all-embeddings",
+            )
             model = (*model, "--label-smoothing", 0.1)
             data = {}
             if arch == "transformer":
@@ -75,12 +96,17 @@ def test_an_update_waits_as_rarely_as_a_dense_one_for_any_number_of_layers(waits
     three = waits_of(name, 3)
     assert one.total() == three.total(), listed(three - one)
     dense = waits_of("dense masked" if "masked" in name else "dense", 1)
-    own = 3 if name == "mae, joint" else 0  # the norm of the gates' gradients, and twice whether it is finite
+    # The norm of the gates' gradients, and twice whether it is finite
+    own = 3 if name == "mae, joint" else 0
     assert three.total() <= dense.total() + own, listed(three) + "\n\ndense:\n" + listed(dense)
 
 
 BY_TRITON = ("--expert-backend", "triton")
-NOT_DEVICES = {"host_tokens.py", "sinusoidal_positional_embedding.py"}  # ids, and sizes, in the host's memory
+# Ids, and sizes, in the host's memory
+NOT_DEVICES = {
+    "host_tokens.py",
+    "sinusoidal_positional_embedding.py",
+}
 
 
 @pytest.mark.thorough(keep="moa_transformer_tiny")
@@ -96,10 +122,14 @@ NOT_DEVICES = {"host_tokens.py", "sinusoidal_positional_embedding.py"}  # ids, a
         "switchhead_lm_tiny": BY_TRITON,
     }.items(),
 )
-def test_no_model_waits_for_the_device(build_trainer, toy_wiki_data, monkeypatch, as_by_triton, arch, flags):
+def test_no_model_waits_for_the_device(
+    build_trainer, toy_wiki_data, monkeypatch, as_by_triton, arch, flags
+):
     """Forward and backward passes could be one CUDA graph. The batch is copied, as it is for a GPU."""
     language = "_lm_" in arch
-    task = "language_modeling" if language else "translation_bcd" if "mae" in arch else "translation"
+    task = (
+        "language_modeling" if language else "translation_bcd" if "mae" in arch else "translation"
+    )
     model = ("--decoder-layers", 2) if language else ("--encoder-layers", 1, "--decoder-layers", 2)
     if language:
         criterion = ("--criterion", "cross_entropy", "--tokens-per-sample", 24)
@@ -136,7 +166,10 @@ def test_ids_that_were_changed_on_the_device_are_asked_for_again():
     def move(trainer, sample, is_dummy):
         return apply_to_sample(torch.Tensor.clone, sample), is_dummy
 
-    sample = {"net_input": {"src_tokens": host, "src_lengths": torch.tensor([3, 2])}, "target": host}
+    sample = {
+        "net_input": {"src_tokens": host, "src_lengths": torch.tensor([3, 2])},
+        "target": host,
+    }
     moved = host_tokens.remember_token_ids(move, None, sample)[0]["net_input"]["src_tokens"]
     assert host_tokens.on_host(moved) is host and host_tokens.is_padded(moved, 1)
     moved[1, 2] = 2
@@ -151,13 +184,17 @@ def test_generating_asks_no_layer_whether_the_source_is_padded(build_trainer):
     for depth in (1, 3):
         model = ("--encoder-layers", depth, "--decoder-layers", depth, "--share-all-embeddings")
         flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
-        trainer, batches = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=model)
+        trainer, batches = build_trainer(
+            *flags, arch="moa_transformer_tiny", task="translation", model=model
+        )
         models = [trainer.get_model().eval()]
         words = trainer.task.target_dictionary
         generator = SequenceGenerator(models, words, beam_size=2, max_len_a=0, max_len_b=2)
         with torch.no_grad(), host_waits() as places:
             generator.generate(models, batches[0])
-        counts.append({p: n for p, n in places.items() if not p.startswith(("sequence_gen", "search"))})
+        counts.append(
+            {p: n for p, n in places.items() if not p.startswith(("sequence_gen", "search"))}
+        )
     assert counts[0] == counts[1]
 
 
@@ -199,5 +236,11 @@ def test_the_counter_sees_what_a_gpu_would_wait_for():
         x[x > 2], x.cpu(), x.numpy(), x.nonzero(), x.masked_select(x > 1)
     assert places.total() == 10
     with host_waits() as places:
-        (x + x).sum(), x[2:], x.masked_fill(x > 2, 0.0), torch.stack([x, x]), x[torch.tensor([1, 2])]
+        (
+            (x + x).sum(),
+            x[2:],
+            x.masked_fill(x > 2, 0.0),
+            torch.stack([x, x]),
+            x[torch.tensor([1, 2])],
+        )
     assert places.total() == 0

@@ -23,7 +23,9 @@ def test_steps_run_in_order():
     assert apply_steps("„Ein MANN“, 5 %.", STEPS) == "&quot; ein mann &quot; , 5 % ."
 
 
-@pytest.mark.parametrize("count", [0, 1, 12_345])  # none, one batch, batches that do not divide evenly
+@pytest.mark.parametrize(
+    "count", [0, 1, 12_345]
+)  # none, one batch, batches that do not divide evenly
 def test_processes_keep_order(count):
     lines = [f"Zeile {i}, z.B. {i % 7}." for i in range(count)]
     found = [line for batch in ordered_map(work, chunks(lines, 500), 2, "text") for line in batch]
@@ -53,7 +55,11 @@ def work(batch):
 
 def test_workers_of_a_killed_program_end(tmp_path):
     (tmp_path / "slow.py").write_text(SLOW)
-    line = [sys.executable, "-c", "import slow; list(slow.ordered_map(slow.work, [[1]] * 9, 2, ''))"]
+    line = [
+        sys.executable,
+        "-c",
+        "import slow; list(slow.ordered_map(slow.work, [[1]] * 9, 2, ''))",
+    ]
     running = subprocess.Popen(line, cwd=tmp_path, stdout=subprocess.PIPE, text=True)
     workers = [int(running.stdout.readline()) for _ in range(2)]
     running.kill()

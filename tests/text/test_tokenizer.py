@@ -28,7 +28,9 @@ def ours(command: str, line: str) -> str:
     script, *flags = command.split()
     lang = flags[flags.index("-l") + 1] if "-l" in flags else ""
     if script == "tokenizer.perl":
-        return tokenize(line, lang, aggressive_hyphens="-a" in flags, escape="-no-escape" not in flags)
+        return tokenize(
+            line, lang, aggressive_hyphens="-a" in flags, escape="-no-escape" not in flags
+        )
     if script == "normalize-punctuation.perl":
         return normalize_punctuation(line, lang)
     return {
@@ -54,7 +56,9 @@ def test_rules_of_single_languages_equal_recorded_perl(command):
 
 def differs(script):
     """Whether some recorded line shows that a script's functions are not what they were."""
-    recorded = {command: zip(RECORDED["lines"], outputs) for command, outputs in RECORDED["perl"].items()}
+    recorded = {
+        command: zip(RECORDED["lines"], outputs) for command, outputs in RECORDED["perl"].items()
+    }
     recorded.update({command: lines.items() for command, lines in RECORDED["languages"].items()})
     return any(
         ours(command, line) != expected

@@ -20,7 +20,9 @@ class ParityAttention(Attention):
         self.scale = ParitySettings.of(settings, options).parity_scale
         super().__init__(embed_dim, num_heads, embed_dim // num_heads, **options)
         self.q_proj, self.out_proj = (nn.Linear(embed_dim, embed_dim) for _ in range(2))
-        self.k_proj, self.v_proj = (nn.Linear(size or embed_dim, embed_dim) for size in (kdim, vdim))
+        self.k_proj, self.v_proj = (
+            nn.Linear(size or embed_dim, embed_dim) for size in (kdim, vdim)
+        )
 
     @classmethod
     def from_settings(cls, embed_dim, settings, *, num_heads, causal, **options):
@@ -35,7 +37,8 @@ class ParityAttention(Attention):
         heads, weights = self.attend(call, self.split(self.q_proj(call.x)), k, v)
         gates = torch.zeros_like(routing.probs, dtype=heads.dtype)
         gates = gates.scatter_(1, routing.expert_ids, routing.gates.to(heads.dtype))
-        heads = heads.transpose(1, 2) * gates.view(*call.x.shape[:2], self.num_heads, 1)  # [B, T, H, D]
+        # [B, T, H, D]
+        heads = heads.transpose(1, 2) * gates.view(*call.x.shape[:2], self.num_heads, 1)
         return self.out_proj(heads.flatten(2)), weights, (routing,)
 
     def route(self, call):
@@ -46,15 +49,22 @@ class ParityAttention(Attention):
             call.cache.sums["steps"] = before + length
         position = before + torch.arange(length, device=call.x.device)
         half = self.num_heads // 2
-        index = (position.reshape(-1, 1) % 2).long() * half + torch.arange(half, device=call.x.device)
-        probs = torch.zeros(index.size(0), self.num_heads, device=call.x.device).scatter_(1, index, 1 / half)
+        index = (position.reshape(-1, 1) % 2).long() * half + torch.arange(
+            half, device=call.x.device
+        )
+        probs = torch.zeros(index.size(0), self.num_heads, device=call.x.device).scatter_(
+            1, index, 1 / half
+        )
         gates = torch.full_like(index, self.scale, dtype=torch.float32)
         padding = None if call.query_padding is None else call.query_padding.reshape(-1)
         return Routing(index, gates, probs, probs, self.num_heads, padding=padding)
 
     def projection_macs(self, queries, keys):
         sides = self.k_proj.in_features + self.v_proj.in_features
-        return {"router": 0, "projections": 2 * queries * self.embed_dim**2 + keys * sides * self.embed_dim}
+        return {
+            "router": 0,
+            "projections": 2 * queries * self.embed_dim**2 + keys * sides * self.embed_dim,
+        }
 
     def split(self, x):
         return x.view(*x.shape[:2], self.num_heads, self.head_dim).transpose(1, 2)

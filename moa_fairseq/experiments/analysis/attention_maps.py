@@ -37,8 +37,12 @@ _MOST_LABELS = 60  # more tokens than that cannot be read
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    parser.add_argument("--sentence", type=int, default=0, metavar="N", help="which one of the subset (0)")
-    parser.add_argument("--layer", type=int, metavar="L", help="one layer, head by head; the first is 1")
+    parser.add_argument(
+        "--sentence", type=int, default=0, metavar="N", help="which one of the subset (0)"
+    )
+    parser.add_argument(
+        "--layer", type=int, metavar="L", help="one layer, head by head; the first is 1"
+    )
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
@@ -126,7 +130,9 @@ def measure_attention(
     if device.type == "cuda":
         sample = utils.move_to_cuda(sample)
     weights_by_name, routings, _ = pass_with_weights(model.to(device).eval(), sample["net_input"])
-    tokens, previous = (sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens"))
+    tokens, previous = (
+        sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens")
+    )
     source = [task.source_dictionary[index] for index in tokens[0].tolist()]
     target = []
     if previous is not None:
@@ -143,7 +149,8 @@ def measure_attention(
             if routing.scope == "tokens":
                 groups = groups if gates else routing.groups
                 gates[side] = gates_by_expert(routing)
-        if getattr(model.get_submodule(name), "shares_selection", False):  # recorded once for both sides
+        # Recorded once for both sides
+        if getattr(model.get_submodule(name), "shares_selection", False):
             gates["keys"] = gates["queries"]
         maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
     return maps
@@ -186,14 +193,17 @@ def pass_with_weights(
     weights_by_name: dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
-        if hasattr(module, "ever_training"):  # else fairseq calls torch's fused layer, without weights
+        # Else fairseq calls torch's fused layer, without weights
+        if hasattr(module, "ever_training"):
             vars(module)["ever_training"] = True
         if not isinstance(module, (Attention, MultiheadAttention)):
             continue
         if isinstance(module, MultiheadAttention):
             module.skip_embed_dim_check = True  # its other path averages over the heads
 
-        def ask(module: nn.Module, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
+        def ask(
+            module: nn.Module, args: tuple, kwargs: dict[str, Any]
+        ) -> tuple[tuple, dict[str, Any]]:
             return args, kwargs | {"need_weights": True, "need_head_weights": True}
 
         def keep(
@@ -248,7 +258,9 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
     rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
     for each, row in zip(maps, rows):
         row.suptitle(each.name, fontsize=8)
-        for head, place in enumerate(row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]):
+        for head, place in enumerate(
+            row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]
+        ):
             _draw_head(place, each, head)
     figure.suptitle(title, fontsize=10)
     return figure

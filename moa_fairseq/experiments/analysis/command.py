@@ -63,7 +63,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
             add("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
             if kind not in OF_RANDOM_TEXT:
                 add("--subset", default="valid", help="which subset of the data to run (valid)")
-                add("--max-tokens", type=int, default=4096, metavar="N", help="tokens in a batch (4096)")
+                add(
+                    "--max-tokens",
+                    type=int,
+                    default=4096,
+                    metavar="N",
+                    help="tokens in a batch (4096)",
+                )
             add("--json", type=Path, metavar="FILE", help="write the numbers to this file as well")
             add("--cpu", action="store_true", help="do not use a GPU")
         kind.add_arguments(subparser)
@@ -75,7 +81,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Run the chosen analysis; write its picture and its numbers, and print its text."""
     if args.output is not None and args.output.suffix.lower() != ".png":
-        raise UserError(f"--output {args.output}: the picture is a PNG, so its name must end in .png.")
+        raise UserError(
+            f"--output {args.output}: the picture is a PNG, so its name must end in .png."
+        )
     of_model = "model" in args
     inputs = [args.model] if of_model else list(args.runs)
     for path, pattern in itertools.product(tuple(inputs), OF_A_RUN):

@@ -16,7 +16,12 @@ from matplotlib.ticker import FuncFormatter, MaxNLocator
 from torch import nn
 
 from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, Analysis, style
-from moa_fairseq.experiments.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
+from moa_fairseq.experiments.analysis.routed_model import (
+    RouterUse,
+    by_kind,
+    forward_passes,
+    router_uses,
+)
 from moa_fairseq.experiments.tables import Column, Table
 
 NAME = "expert-load"
@@ -109,7 +114,9 @@ def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Fi
             panel.set_axis_off()
         for router, panel in zip(group, row):
             num_experts = router["num_experts"]
-            ranked = sorted(zip(router["load"], router["gate_share"], range(num_experts)), reverse=True)
+            ranked = sorted(
+                zip(router["load"], router["gate_share"], range(num_experts)), reverse=True
+            )
             load, gate_share, experts = zip(*ranked)
             ranks = range(1, num_experts + 1)
             panel.bar(ranks, load, color=COLOURS[5], width=0.85, label="share of choices")

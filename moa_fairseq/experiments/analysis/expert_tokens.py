@@ -51,10 +51,18 @@ Segmenter = Callable[[Sequence[str | None]], Iterator[tuple[str, list[int]]]]
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    parser.add_argument("--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)")
-    parser.add_argument("--top", type=int, default=10, metavar="N", help="tokens of each expert (10)")
     parser.add_argument(
-        "--min-count", type=int, default=5, metavar="N", help="only tokens that occur at least N times (5)"
+        "--module", metavar="NAME", help="such as decoder.layers.0.self_attn (the first)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=10, metavar="N", help="tokens of each expert (10)"
+    )
+    parser.add_argument(
+        "--min-count",
+        type=int,
+        default=5,
+        metavar="N",
+        help="only tokens that occur at least N times (5)",
     )
     parser.add_argument("--words", action="store_true", help="join pieces (@@ or ▁) into words")
 
@@ -81,7 +89,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         routing_of = dict(routings)
         name = name or routings[0][0]  # the first that runs: the first layer's self-attention
         if name not in routing_of:
-            raise UserError(f"--module {name} is not in this model, which has {', '.join(routing_of)}.")
+            raise UserError(
+                f"--module {name} is not in this model, which has {', '.join(routing_of)}."
+            )
         if is_uniform(model, name):
             raise UserError(f"The gate of {name} is uniform: it prefers no expert for any token.")
         masked_out += count_pass({name: counter}, sample, routing_of, task)
@@ -131,7 +141,10 @@ def is_uniform(model: nn.Module, name: str) -> bool:
 
 
 def count_pass(
-    counters: Mapping[str, TokenCounter], sample: dict[str, Any], routings: Mapping[str, Routing], task: Any
+    counters: Mapping[str, TokenCounter],
+    sample: dict[str, Any],
+    routings: Mapping[str, Routing],
+    task: Any,
 ) -> int:
     """Count the tokens of a batch for the experts that they met.
 
@@ -149,7 +162,11 @@ def count_pass(
         tokens = sample["net_input"]["src_tokens"]  # [B, T]
         dictionary = task.source_dictionary
         of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
-        if name.startswith("decoder") and not of_memory and "prev_output_tokens" in sample["net_input"]:
+        if (
+            name.startswith("decoder")
+            and not of_memory
+            and "prev_output_tokens" in sample["net_input"]
+        ):
             tokens = sample["net_input"]["prev_output_tokens"]
             dictionary = task.target_dictionary
         experts = attributed(routings[name], *tokens.shape).cpu()
@@ -160,7 +177,8 @@ def count_pass(
             masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
         # None: padding, sentence ends and unknown words
         symbols = [
-            [dictionary[t] if t >= dictionary.nspecial else None for t in row] for row in tokens.tolist()
+            [dictionary[t] if t >= dictionary.nspecial else None for t in row]
+            for row in tokens.tolist()
         ]
         counter.add(symbols, experts, hidden)
     return masked_out
@@ -214,7 +232,10 @@ class TokenCounter:
         self.attributions: dict[str, NDArray[np.float64]] = {}  # of each token [E]
 
     def add(
-        self, sequences: Sequence[Sequence[str | None]], experts: Tensor, hidden: Tensor | None = None
+        self,
+        sequences: Sequence[Sequence[str | None]],
+        experts: Tensor,
+        hidden: Tensor | None = None,
     ) -> None:
         """Count a batch of B sequences.
 

@@ -22,7 +22,12 @@ from torch import nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import COLOURS, GREY, Analysis, style
-from moa_fairseq.experiments.analysis.routed_model import RouterUse, by_kind, forward_passes, router_uses
+from moa_fairseq.experiments.analysis.routed_model import (
+    RouterUse,
+    by_kind,
+    forward_passes,
+    router_uses,
+)
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.sequence_gate import gates_of
@@ -34,7 +39,9 @@ FEW = 10  # the shares of so many experts fit on a line of the table, and into t
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    text = "draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs"
+    text = (
+        "draw the gates' weights anew, as in a new model: shows untrained gates on the same inputs"
+    )
     parser.add_argument("--untrained", type=int, metavar="SEED", help=text)
 
 
@@ -50,7 +57,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     Raises:
         UserError: for a model without MAE's attention, and for a subset that does not exist or is empty.
     """
-    mixtures = [module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)]
+    mixtures = [
+        module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)
+    ]
     learned = {module.name: module.gate is not None for module in mixtures}
     if not learned:
         raise UserError(
@@ -75,7 +84,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             "Uniform gates prefer no expert: instances are attributed to none, and there are no shares."
         )
     figure = draw_gates(summaries, f"{kind} of {args.model.name} on {args.subset}")
-    return Analysis(lines, figure, {"means": means, "modules": summaries, "untrained_seed": args.untrained})
+    return Analysis(
+        lines, figure, {"means": means, "modules": summaries, "untrained_seed": args.untrained}
+    )
 
 
 def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
@@ -159,16 +170,21 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     panels = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
     for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
         entropies = [row["entropy"] for row in group]
-        panels[0].plot(range(1, len(group) + 1), entropies, marker=marker, color=colour, label=label)
+        panels[0].plot(
+            range(1, len(group) + 1), entropies, marker=marker, color=colour, label=label
+        )
     heights = sorted({row["uniform_entropy"] for row in summaries})
     for height in heights:
         uniform = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
         panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
     panels[0].set(xlabel="layer", ylabel="gate entropy H(g) in nats")
     panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))  # rounding errors stay small
+    # Rounding errors stay small
+    panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))
     style(panels[0])
-    figure.legend(loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False)
+    figure.legend(
+        loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False
+    )
     most = max((max(row["shares"]) for row in summaries if row["shares"]), default=0.0)
     for panel, (label, group) in zip(panels[1:], maps.items()):
         shares = [row["shares"] for row in group]
@@ -181,7 +197,9 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
             for layer, row in enumerate(shares):
                 for expert, share in enumerate(row):
                     looks = {"color": "white" if share > 0.6 * most else "black", "fontsize": 7}
-                    panel.text(expert, layer, f"{100 * share:.0f}", ha="center", va="center", **looks)
+                    panel.text(
+                        expert, layer, f"{100 * share:.0f}", ha="center", va="center", **looks
+                    )
         panel.tick_params(labelsize=8)
     if maps:
         bar = figure.colorbar(image, ax=list(panels[1:]), format=PercentFormatter(1.0, decimals=0))

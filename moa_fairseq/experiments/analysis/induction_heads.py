@@ -79,11 +79,18 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             f"induction-heads is for causal language models, and this is a {type(model).__name__}."
         )
     dictionary = task.source_dictionary
-    symbols = [index for index in range(dictionary.nspecial, len(dictionary)) if dictionary.count[index] > 0]
+    symbols = [
+        index
+        for index in range(dictionary.nspecial, len(dictionary))
+        if dictionary.count[index] > 0
+    ]
     block = task.args.tokens_per_sample
     network: Any = model
     most = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
-    for flag, value, largest in (("--length", args.length, most), ("--sequences", args.sequences, 1024)):
+    for flag, value, largest in (
+        ("--length", args.length, most),
+        ("--sequences", args.sequences, 1024),
+    ):
         least = 2 if flag == "--length" else 1
         if not least <= value <= largest:
             raise UserError(
@@ -91,17 +98,28 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
                 f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
             )
     generator = torch.Generator().manual_seed(args.seed)
-    rows = [torch.randperm(len(symbols), generator=generator)[: args.length] for _ in range(args.sequences)]
+    rows = [
+        torch.randperm(len(symbols), generator=generator)[: args.length]
+        for _ in range(args.sequences)
+    ]
     patterns = torch.tensor(symbols)[torch.stack(rows)]  # [B, N]
-    tokens = torch.cat([torch.full((args.sequences, 1), dictionary.eos()), patterns, patterns], dim=1)
+    tokens = torch.cat(
+        [torch.full((args.sequences, 1), dictionary.eos()), patterns, patterns], dim=1
+    )
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
-    columns = [Column("name", "Module"), Column("label", "Head"), Column("prefix", "Prefix matching", ".3f")]
+    columns = [
+        Column("name", "Module"),
+        Column("label", "Head"),
+        Column("prefix", "Prefix matching", ".3f"),
+    ]
     columns += [Column("copying", "Copying", ".3f"), Column("chosen", "Chosen by", ".1%")]
     columns += [Column("experts", "Prefix matching by the value's expert")]
     listed = []
     for head in heads[:_LISTED]:
-        experts = ", ".join(f"{part.label[7:]}: {part.prefix:.2f}" for part in head.experts if part.chosen)
+        experts = ", ".join(
+            f"{part.label[7:]}: {part.prefix:.2f}" for part in head.experts if part.chosen
+        )
         listed.append(dict(vars(head), experts=experts))
     summary = {
         "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
@@ -110,7 +128,9 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         "heads": [dataclasses.asdict(dataclasses.replace(head, map=None)) for head in heads],
     }
     names = [dictionary[index] for index in tokens[0].tolist()]
-    figure = draw_scores(heads, names, f"{args.model.name}: {args.length} random symbols, read twice")
+    figure = draw_scores(
+        heads, names, f"{args.model.name}: {args.length} random symbols, read twice"
+    )
     lines = [
         Table(columns, listed).text().rstrip("\n"),
         f"even attention: {summary['even_attention']:.3f}; copying by chance: {summary['even_copying']:.3f}",
@@ -144,7 +164,9 @@ class HeadScore:
     map: tuple[Tensor, dict[str, Tensor]] | None = None
 
 
-def measure_heads(model: nn.Module, tokens: Tensor, device: torch.device) -> tuple[list[HeadScore], float]:
+def measure_heads(
+    model: nn.Module, tokens: Tensor, device: torch.device
+) -> tuple[list[HeadScore], float]:
     """The scores of every head in forward order.
 
     Args:
@@ -166,7 +188,9 @@ def measure_heads(model: nn.Module, tokens: Tensor, device: torch.device) -> tup
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
-            written[name] = _direct_effects(model, module, call, places, dict(routings_of(name, routings)))
+            written[name] = _direct_effects(
+                model, module, call, places, dict(routings_of(name, routings))
+            )
 
     with torch.no_grad():
         weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
@@ -204,7 +228,11 @@ def _value_routing(module: nn.Module, routings: dict[str, Routing]) -> Routing |
 
 
 def _direct_effects(
-    model: nn.Module, module: Attention, call: dict[str, Any], places: _Places, routings: dict[str, Routing]
+    model: nn.Module,
+    module: Attention,
+    call: dict[str, Any],
+    places: _Places,
+    routings: dict[str, Routing],
 ) -> _Written:
     """The copying of each head, by passes of the module in which only that head has a result."""
     decoder: Any = model.decoder
@@ -289,21 +317,29 @@ def _scores(
     word = "head"
     routing = routings.get("queries")
     # MAE's experts share all heads, SwitchHead's stand around them; elsewhere tokens choose the heads.
-    if routing is not None and not isinstance(module, (MixtureOfAttentiveExperts, SwitchHeadAttention)):
+    if routing is not None and not isinstance(
+        module, (MixtureOfAttentiveExperts, SwitchHeadAttention)
+    ):
         word = "expert"
         index = routing.expert_ids
         every = routing.num_experts
         if isinstance(module, MixtureOfAttention):
             index = module.head_index(routing)
             every *= module.heads_per_expert
-        slots = index.view(batch, length, count).permute(2, 0, 1).cpu()  # [N, slots] → [slots, B, T]
+        # [N, slots] → [slots, B, T]
+        slots = index.view(batch, length, count).permute(2, 0, 1).cpu()
         weights = weights.new_zeros(every, *weights.shape[1:]).scatter(
             0, slots[..., None].expand_as(weights), weights
         )
         chosen = torch.zeros(every, batch, length, dtype=torch.bool).scatter(0, slots, True)
-        if copying is not None and len(copying) not in (count, every):  # NAMOH attends in packed rows
+        # NAMOH attends in packed rows
+        if copying is not None and len(copying) not in (
+            count,
+            every,
+        ):
             copying = None
-        if copying is not None and not isinstance(module, MixtureOfHeads):  # whose results stand by head
+        # Whose results stand by head
+        if copying is not None and not isinstance(module, MixtureOfHeads):
             place = slots[:, :, places.queries]
             copying = copying.new_zeros(every, *copying.shape[1:]).scatter(0, place, copying)
     at = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
@@ -321,17 +357,26 @@ def _scores(
             size = values.num_experts // values.groups
             for expert in range(size):
                 number = head * size + expert
-                wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
-                effect = written.value_experts[number] if written and written.value_experts else None
+                wrote = (
+                    (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
+                )
+                effect = (
+                    written.value_experts[number] if written and written.value_experts else None
+                )
                 experts.append(_head_score(name, f"expert {expert + 1}", at[head], effect, wrote))
         head_copying = None if copying is None else copying[head]
         score = _head_score(name, f"{word} {head + 1}", at[head], head_copying, of_queries[head])
-        first = {side: each.view(len(weights), -1, batch, length)[head, :, 0] for side, each in gates.items()}
+        first = {
+            side: each.view(len(weights), -1, batch, length)[head, :, 0]
+            for side, each in gates.items()
+        }
         scores.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
     return scores
 
 
-def _head_score(name: str, label: str, at: Tensor, copying: Tensor | None, chosen: Tensor) -> HeadScore:
+def _head_score(
+    name: str, label: str, at: Tensor, copying: Tensor | None, chosen: Tensor
+) -> HeadScore:
     """Means where the head was chosen; at, copying, chosen: [B, N − 1]."""
     share = chosen.double().mean().item()
     if not share:
@@ -366,7 +411,9 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
                 values[modules.index(head.name), int(head.label.split()[1]) - 1] = value
         image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         panel.set_xticks(range(most), [str(number + 1) for number in range(most)], fontsize=6)
-        panel.set_yticks(range(len(modules)), [str(number + 1) for number in range(len(modules))], fontsize=6)
+        panel.set_yticks(
+            range(len(modules)), [str(number + 1) for number in range(len(modules))], fontsize=6
+        )
         panel.set_xlabel(heads[0].label.split()[0], fontsize=7)
         panel.set_ylabel("layer", fontsize=7)
         panel.set_title({"prefix": "prefix matching", "copying": "copying"}[score], fontsize=8)

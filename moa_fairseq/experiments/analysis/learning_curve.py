@@ -64,10 +64,18 @@ class LearningCurve:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of this analysis."""
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs")
-    parser.add_argument("--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)")
     parser.add_argument(
-        "--from-epoch", type=int, default=1, metavar="N", help="leave out what was logged before epoch N (1)"
+        "runs", nargs="+", type=Path, metavar="RUN_DIR", help="run folders, or JSON logs"
+    )
+    parser.add_argument(
+        "--metric", choices=sorted(METRICS), default="ppl", help="what to draw (ppl)"
+    )
+    parser.add_argument(
+        "--from-epoch",
+        type=int,
+        default=1,
+        metavar="N",
+        help="leave out what was logged before epoch N (1)",
     )
 
 
@@ -85,7 +93,8 @@ def analyze(args: argparse.Namespace) -> Analysis:
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
     places = [_place(path) for path in args.runs]
     common = os.path.commonpath([place.parent for place in places])
-    for curve, place in zip(curves, places):  # runs of different folders may have the same last name
+    # Runs of different folders may have the same last name
+    for curve, place in zip(curves, places):
         curve.name = place.relative_to(common).as_posix()
     lines = []
     for curve in curves:
@@ -95,7 +104,9 @@ def analyze(args: argparse.Namespace) -> Analysis:
             lines.append(
                 f"{curve.name}: best valid {args.metric} {best.value:g} after {best.updates:,} updates"
             )
-    return Analysis(lines, draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1))
+    return Analysis(
+        lines, draw_learning_curves(curves, args.metric, from_zero=args.from_epoch == 1)
+    )
 
 
 def _place(path: Path) -> Path:
@@ -213,7 +224,9 @@ def draw_learning_curves(
     handles, labels = panels[0].get_legend_handles_labels()
     # as many letters as half the picture holds
     columns = 2 if max(map(len, labels)) <= 32 else 1
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8)
+    figure.legend(
+        handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
+    )
     return figure
 
 

@@ -24,7 +24,17 @@ matplotlib.rcdefaults()
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
-MARKERS = ("o", "s", "^", "D", "v", "P", "X", "p")  # of one group each: colour alone tells too little
+# Of one group each: colour alone tells too little
+MARKERS = (
+    "o",
+    "s",
+    "^",
+    "D",
+    "v",
+    "P",
+    "X",
+    "p",
+)
 DPI = 150
 
 
@@ -91,13 +101,23 @@ def label_points(
         boxes.append(Bbox.from_extents(left_end - 2, low - 2, right_end + 2, high + 2))
     lines: list[Line] = []
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
-    settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}  # over the panel's lines
+    # Over the panel's lines
+    settings["bbox"] = {
+        "facecolor": "white",
+        "edgecolor": "none",
+        "pad": 0.5,
+    }
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in boxes if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
-            offset = distance * math.cos(math.radians(angle)), distance * math.sin(math.radians(angle))
+            offset = (
+                distance * math.cos(math.radians(angle)),
+                distance * math.sin(math.radians(angle)),
+            )
             line = (
-                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3} if distance > 9 else None
+                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
+                if distance > 9
+                else None
             )
             side = "center"
             if abs(angle) <= 22:

@@ -44,13 +44,18 @@ def forward_passes(
     model.to(device).eval()  # in fairseq's hub `eval` returns nothing
     for sample in batches(task, model, args.subset, args.max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
-            model(**sample["net_input"], features_only=True)  # there is no router in the output layer
+            # There is no router in the output layer
+            model(**sample["net_input"], features_only=True)
         if not routings:
-            raise UserError(f"This model has no router: {type(model).__name__} has no mixture of experts.")
+            raise UserError(
+                f"This model has no router: {type(model).__name__} has no mixture of experts."
+            )
         yield sample, routings
         empty = False
     if empty:
-        raise UserError(f"The subset {args.subset} has no sentence of at most {args.max_tokens} tokens.")
+        raise UserError(
+            f"The subset {args.subset} has no sentence of at most {args.max_tokens} tokens."
+        )
 
 
 @dataclass
@@ -94,7 +99,9 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
             values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
         )
         if name not in uses:
-            counts, summed_probability = torch.zeros(2, routing.num_experts - shared, dtype=torch.float64)
+            counts, summed_probability = torch.zeros(
+                2, routing.num_experts - shared, dtype=torch.float64
+            )
             favourites = torch.zeros(probs.size(1), dtype=torch.float64)
             uses[name] = RouterUse(
                 name, index.size(1) - shared, counts, summed_probability, favourites, routing.scope
@@ -102,9 +109,9 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
         use = uses[name]
         summed_probability = gate.new_zeros(routing.num_experts, dtype=torch.float64)
         use.counts += routing.expert_counts.double().cpu()
-        use.gate_mass += summed_probability.scatter_add(0, index.flatten(), gate.double().flatten())[
-            shared:
-        ].cpu()
+        use.gate_mass += summed_probability.scatter_add(
+            0, index.flatten(), gate.double().flatten()
+        )[shared:].cpu()
         use.favourites += torch.bincount(probs.argmax(-1), minlength=probs.size(1)).cpu()
         use.instances += len(probs)
         use.total_entropy += torch.special.entr(probs.double()).sum().item()

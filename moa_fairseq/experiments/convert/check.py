@@ -26,7 +26,9 @@ _LENGTHS = (9, 5, 1)
 
 
 @torch.no_grad()
-def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: argparse.Namespace) -> float:
+def largest_difference(
+    one: nn.Module, other: nn.Module, job: str, settings: argparse.Namespace
+) -> float:
     """The largest difference of two models' outputs on random sentences, over the largest output.
 
     In float64 and in evaluation mode; positions of padding are left out. Both models stay in float64.
@@ -44,10 +46,14 @@ def largest_difference(one: nn.Module, other: nn.Module, job: str, settings: arg
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, most - 1)) for length in _LENGTHS]
     embeddings = [
-        p for name, p in one.named_parameters() if "embed_tokens" in name and name.endswith("weight")
+        p
+        for name, p in one.named_parameters()
+        if "embed_tokens" in name and name.endswith("weight")
     ]
     symbols = min(p.size(0) for p in embeddings)
-    tokens = torch.randint(_FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator)
+    tokens = torch.randint(
+        _FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator
+    )
     tokens.clamp_(max=symbols - 1)
     right = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
     padded = tokens.masked_fill(right, _PAD)
@@ -96,17 +102,27 @@ def mean_losses(
             names no task.
     """
     if not data.is_dir():
-        raise UserError(f"--data {data} is not a folder. Give the folder that fairseq-preprocess wrote.")
+        raise UserError(
+            f"--data {data} is not a folder. Give the folder that fairseq-preprocess wrote."
+        )
     group = copy.deepcopy(checkpoint.cfg.get("task"))
     if checkpoint.is_old or group is None:
-        raise UserError("--data needs a checkpoint with the name of its task, which this old file lacks.")
+        raise UserError(
+            "--data needs a checkpoint with the name of its task, which this old file lacks."
+        )
     group = dict(group if isinstance(group, dict) else vars(group), data=str(data))
     try:
-        task = tasks.setup_task(OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True)
+        task = tasks.setup_task(
+            OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True
+        )
     except Exception as error:  # fairseq raises bare ones, too
         remedy = "Give the folder that fairseq-preprocess wrote: binarised/ in a prepared data set"
         raise UserError(f"--data {data} cannot be read: {shortened(error)}. {remedy}.") from error
-    rows = {p.size(0) for name, p in models[0].named_parameters() if name.endswith("embed_tokens.weight")}
+    rows = {
+        p.size(0)
+        for name, p in models[0].named_parameters()
+        if name.endswith("embed_tokens.weight")
+    }
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not rows <= symbols:
         raise UserError(
@@ -122,7 +138,9 @@ def mean_losses(
     sums = [0.0] * len(models)
     tokens = 0
     with torch.no_grad():
-        for number, sample in enumerate(batches(task, models[0], subset, max_tokens, torch.device("cpu"))):
+        for number, sample in enumerate(
+            batches(task, models[0], subset, max_tokens, torch.device("cpu"))
+        ):
             if number == most:
                 break
             for place, model in enumerate(models):

@@ -101,10 +101,13 @@ def convert(
         models.load(target, state)
     else:
         reason = weights.fill(target, state)
-    precisions = {tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()}
+    precisions = {
+        tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()
+    }
     for half in precisions & {torch.float16, torch.bfloat16}:
         for name, parameter in target.named_parameters():
-            if not set(name.split(".")) & set(weights.OF_ROUTING):  # new routers and gates stay float32
+            # New routers and gates stay float32
+            if not set(name.split(".")) & set(weights.OF_ROUTING):
                 parameter.data = parameter.data.to(half)
     result = dict(target.state_dict())  # what is tied stays tied
     difference = largest_difference(source, target, job, settings)
@@ -135,22 +138,37 @@ def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq convert`."""
     parser.add_argument(
-        "input", type=Path, metavar="IN", help="a checkpoint of fairseq's; of --to fairseq: a folder"
+        "input",
+        type=Path,
+        metavar="IN",
+        help="a checkpoint of fairseq's; of --to fairseq: a folder",
     )
     parser.add_argument("output", type=Path, metavar="OUT", help="the file to write")
     parser.add_argument("--force", action="store_true", help="overwrite an existing OUT (never IN)")
     parser.add_argument(
-        "--to", choices=(*TARGETS, FAIRSEQ), required=True, help="the attention to convert to, or fairseq"
+        "--to",
+        choices=(*TARGETS, FAIRSEQ),
+        required=True,
+        help="the attention to convert to, or fairseq",
     )
     text = "of --to fairseq: a checkpoint of the run that was exported, whose settings OUT has"
     parser.add_argument("--like", type=Path, metavar="CHECKPOINT", help=text)
     parser.add_argument(
-        "--data", type=Path, metavar="DATA-BIN", help="binarised data folder: print the loss before and after"
+        "--data",
+        type=Path,
+        metavar="DATA-BIN",
+        help="binarised data folder: print the loss before and after",
     )
     parser.add_argument("--subset", default="valid", help="subset of the data (valid)")
-    parser.add_argument("--max-tokens", type=int, default=2048, help="tokens per batch of the data (2048)")
     parser.add_argument(
-        "--max-batches", type=int, default=50, metavar="N", help="largest number of batches to read (50)"
+        "--max-tokens", type=int, default=2048, help="tokens per batch of the data (2048)"
+    )
+    parser.add_argument(
+        "--max-batches",
+        type=int,
+        default=50,
+        metavar="N",
+        help="largest number of batches to read (50)",
     )
     family = parser.add_argument_group("flags of the new family")
     fields = {}
@@ -199,7 +217,9 @@ def run(args: argparse.Namespace) -> int:
     if args.data is not None:
         limits = (args.data, args.subset, args.max_tokens, args.max_batches)
         before, after = mean_losses([source, result.model], checkpoint, result.job, *limits)
-        print(f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})")
+        print(
+            f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})"
+        )
     elif result.reason is not None:
         print("To measure the change in loss, give --data DATA-BIN.")
     models.write(result.checkpoint, args.output, made_by)

@@ -62,7 +62,9 @@ class Checkpoint:
     def settings(self) -> argparse.Namespace:
         """A copy of the model's settings, whether the checkpoint has them as a namespace or a dict."""
         group = self.cfg["model"]
-        return argparse.Namespace(**copy.deepcopy(group if isinstance(group, dict) else vars(group)))
+        return argparse.Namespace(
+            **copy.deepcopy(group if isinstance(group, dict) else vars(group))
+        )
 
 
 def read(path: Path) -> Checkpoint:
@@ -165,13 +167,17 @@ def settings_for(
         models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
         models = [model for model in models if getattr(model, "attention_family", None) == family]
         if not models:
-            raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
+            raise UserError(
+                f"--to {family}: there is no model of that family for this job ({job})."
+            )
         name = models[0].default_arch
     fields = family_fields()
     if family == DENSE:
         fields |= {field.name for field in dataclasses.fields(FamilySettings)}
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
-    common = {key: value for key, value in vars(settings).items() if key not in fields | _OF_MIXTURES}
+    common = {
+        key: value for key, value in vars(settings).items() if key not in fields | _OF_MIXTURES
+    }
     if family != DENSE:
         positions = getattr(settings, "positions", None)
         if job == "causal LM" and positions is None:  # an architecture may have others
@@ -242,8 +248,15 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
         RuntimeError: where a shape does not.
     """
     result = model.load_state_dict(dict(weights), strict=False)
-    lacking = [name for name in result.missing_keys if not any(part in name.split(".") for part in may_lack)]
-    for problem, names in (("lacks", lacking), ("has more than the model needs:", result.unexpected_keys)):
+    lacking = [
+        name
+        for name in result.missing_keys
+        if not any(part in name.split(".") for part in may_lack)
+    ]
+    for problem, names in (
+        ("lacks", lacking),
+        ("has more than the model needs:", result.unexpected_keys),
+    ):
         if names:
             listed = ", ".join(sorted(names)[:4])[:300]
             raise UserError(f"The checkpoint {problem} {listed}: it belongs to another model.")
@@ -252,15 +265,21 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
 def _name(settings: argparse.Namespace) -> Any:
     """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
     names = (getattr(settings, key, None) for key in ("_name", "arch"))
-    return next((name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None)
+    return next(
+        (name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None
+    )
 
 
 def _symbols(weights: State, sides: tuple[str, ...]) -> int:
     """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
     for side in sides:
-        names = [name for name in weights if name.startswith(side) and ".embed_tokens." in f".{name}"]
+        names = [
+            name for name in weights if name.startswith(side) and ".embed_tokens." in f".{name}"
+        ]
         for ending in ("embed_tokens.weight", ".0.weight"):
             matrices = [weights[name] for name in names if name.endswith(ending)]
             if rows := [matrix.size(0) for matrix in matrices if matrix.dim() == 2]:
                 return sum(rows)
-    raise UserError("The checkpoint has no token embeddings (embed_tokens): its model is not supported.")
+    raise UserError(
+        "The checkpoint has no token embeddings (embed_tokens): its model is not supported."
+    )

@@ -57,7 +57,9 @@ def plain_model(model: Any) -> MixtureTransformer:
         stacks = [model.encoder.sentence_encoder]
         own_output = model.encoder.lm_head.weight is not stacks[0].embed_tokens.weight
     elif decoder is not None:
-        stacks = [model.encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
+        stacks = (
+            [model.encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
+        )
         for stack in stacks:
             _refuse(stack.cfg)
         output = decoder.output_projection
@@ -97,15 +99,20 @@ def _settings(stack: Any) -> StackSettings:
     cfg = stack.cfg
     causal = hasattr(stack, "output_projection")
     side = cfg.decoder if causal else cfg.encoder
-    is_ours = getattr(cfg, "attention_family", None) is not None  # fairseq's attention is the dense one
+    # Fairseq's attention is the dense one
+    is_ours = getattr(cfg, "attention_family", None) is not None
     experts = {}
     if is_ours and cfg.sigma_moe_num_experts:
-        experts = {field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)}
+        experts = {
+            field.name: getattr(cfg, field.name) for field in dataclasses.fields(SigmaMoESettings)
+        }
     words = stack.embed_tokens
     inputs: dict[str, Any] = {}
     if isinstance(words, AdaptiveInput):
         initial_dim = words.weights_for_band(0)[0].size(1)
-        inputs.update(cutoffs=words.cutoff, initial_dim=initial_dim, factor=cfg.adaptive_input_factor)
+        inputs.update(
+            cutoffs=words.cutoff, initial_dim=initial_dim, factor=cfg.adaptive_input_factor
+        )
     softmax = getattr(stack, "adaptive_softmax", None)
     layer = stack.layers[0]
     position_embedding = "none"
@@ -196,7 +203,9 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     rows = []
     for stack in stacks:
         settings = stack.settings
-        ids = torch.randint(min(4, settings.vocab_size - 1), settings.vocab_size, (2, 7), generator=generator)
+        ids = torch.randint(
+            min(4, settings.vocab_size - 1), settings.vocab_size, (2, 7), generator=generator
+        )
         ids[1, 5:] = settings.padding_idx
         rows.append(ids)
     pads = [ids.eq(stack.settings.padding_idx) for ids, stack in zip(rows, stacks)]
@@ -209,7 +218,9 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     if getattr(getattr(model, "decoder", None), "adaptive_softmax", None) is not None:
         expected = model.decoder.adaptive_softmax.get_log_prob(expected, None)
     real = ~pads[-1]
-    difference = (got[real] - expected[real]).abs().max() / expected[real].abs().max().clamp_min(1.0)
+    difference = (got[real] - expected[real]).abs().max() / expected[real].abs().max().clamp_min(
+        1.0
+    )
     if not difference < TOLERANCE:
         raise UserError(
             f"The exported model's logits differ from those of fairseq's model by {difference:.1e}, so some "
@@ -225,7 +236,9 @@ def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
         plain: the model.
         prefix: before each name.
     """
-    return {prefix + name: tensor.clone().contiguous() for name, tensor in plain.state_dict().items()}
+    return {
+        prefix + name: tensor.clone().contiguous() for name, tensor in plain.state_dict().items()
+    }
 
 
 def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:

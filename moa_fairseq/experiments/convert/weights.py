@@ -87,14 +87,17 @@ def fill(model: nn.Module, dense: State) -> str | None:
     reason = None
     with torch.no_grad():
         for attention in attentions:
-            if isinstance(attention, MixtureOfAttentiveExperts):  # even gates make it dense attention
+            # Even gates make it dense attention
+            if isinstance(attention, MixtureOfAttentiveExperts):
                 if attention.gate is not None:
                     nn.init.zeros_(attention.gate.fc2.weight)
                     nn.init.zeros_(attention.gate.fc2.bias)
             elif isinstance(attention, MixtureOfHeads):
                 reason = _fill_heads(attention) or reason
             else:
-                raise UserError(f"{type(attention).__name__} cannot be converted from dense attention.")
+                raise UserError(
+                    f"{type(attention).__name__} cannot be converted from dense attention."
+                )
     return reason
 
 
@@ -106,7 +109,9 @@ def _fill_heads(attention: MixtureOfHeads) -> str | None:
     if not router.reads_queries:
         if every_head:  # with even logits, a choice of heads would be a tie
             nn.init.zeros_(router.projection.weight)
-        attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(attention.head_dim)
+        attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(
+            attention.head_dim
+        )
     if every_head:
         return None
     active = attention.active_heads

@@ -72,7 +72,9 @@ class SourcedPair(NamedTuple):
 
 def load_packages() -> list[Package]:
     """The pinned wheels, in the order that decides ties between equally good translations."""
-    return [Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]]
+    return [
+        Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]
+    ]
 
 
 def build(
@@ -102,13 +104,20 @@ def build(
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
-    if manifest.get("rules") == rules and not manifest["missing"] and _is_complete(output, manifest):
+    if (
+        manifest.get("rules") == rules
+        and not manifest["missing"]
+        and _is_complete(output, manifest)
+    ):
         return dict(manifest, built=False)
     _refuse_other_files(output)
     pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)
     if not sources:
-        raise Unavailable("None of the packages could be fetched, so there is no text for the corpus.")
-    write_json(output / MANIFEST, {"rules": rules, "missing": []})  # marks our own corpus, still incomplete
+        raise Unavailable(
+            "None of the packages could be fetched, so there is no text for the corpus."
+        )
+    # Marks our own corpus, still incomplete
+    write_json(output / MANIFEST, {"rules": rules, "missing": []})
     splits = split_pairs(unique_pairs(pairs))
     columns = {"en": "english", "de": "german", "source": "package"}
     manifest = {"rules": rules, "missing": missing}
@@ -137,7 +146,9 @@ def build(
 
 def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
     files = manifest.get("files", {}).items()
-    has_all = all((output / name).is_file() and checksum(output / name) == digest for name, digest in files)
+    has_all = all(
+        (output / name).is_file() and checksum(output / name) == digest for name, digest in files
+    )
     return bool(files) and has_all
 
 
@@ -155,7 +166,11 @@ def _refuse_other_files(output: Path) -> None:
 
 
 def _read_packages(
-    packages: Sequence[Package], cache: Path, folder: Path | None, offline: bool, allow_missing: bool
+    packages: Sequence[Package],
+    cache: Path,
+    folder: Path | None,
+    offline: bool,
+    allow_missing: bool,
 ) -> tuple[list[SourcedPair], list[dict[str, Any]], list[str]]:
     """The clean pairs of all wheels, their sources, and the names of missing wheels. Raises as `build`."""
     # Imported late: a second run with nothing to do should not wait for the parser.
@@ -202,7 +217,9 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
     favourites = []
     for candidates in by_english.values():
         keys = [matching_key(pair.german) for pair in candidates]
-        favourites.append(candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))])
+        favourites.append(
+            candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))]
+        )
     return favourites
 
 

@@ -55,7 +55,9 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
                         pairs = list(zip((english, entry.msgid_plural), plurals))
                     yield from (pair for pair in pairs if pair[0].strip() and pair[1].strip())
     except zipfile.BadZipFile as error:
-        raise UserError(f"{wheel} is not a readable wheel ({error}). Delete it and run again.") from error
+        raise UserError(
+            f"{wheel} is not a readable wheel ({error}). Delete it and run again."
+        ) from error
 
 
 def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
@@ -65,7 +67,9 @@ def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
         is_german = _GERMAN_MEMBER.search(info.filename) and not _TESTS.search(info.filename)
         if is_german and info.file_size <= MAX_MEMBER_BYTES:
             members.add(info.filename)
-    return sorted(name for name in members if name.endswith(".po") or f"{name[:-3]}.po" not in members)
+    return sorted(
+        name for name in members if name.endswith(".po") or f"{name[:-3]}.po" not in members
+    )
 
 
 def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile | list:
@@ -91,13 +95,19 @@ def read_licence(wheel: Path) -> str:
     "not stated" if the metadata has none of them.
     """
     with zipfile.ZipFile(wheel) as archive:
-        names = [name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)]
+        names = [
+            name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)
+        ]
         text = archive.read(names[0]).decode("utf-8", "replace") if names else ""
     metadata = email.parser.Parser().parsestr(text, headersonly=True)
     if metadata["License-Expression"]:
         return metadata["License-Expression"].strip()
-    stated = [value for value in metadata.get_all("Classifier", []) if value.startswith("License ::")]
-    classifiers = {value.split(" :: ")[-1].strip() for value in stated if not value.endswith("OSI Approved")}
+    stated = [
+        value for value in metadata.get_all("Classifier", []) if value.startswith("License ::")
+    ]
+    classifiers = {
+        value.split(" :: ")[-1].strip() for value in stated if not value.endswith("OSI Approved")
+    }
     if classifiers:
         return "; ".join(sorted(classifiers))
     lines = (metadata["License"] or "").strip().splitlines()

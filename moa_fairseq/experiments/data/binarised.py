@@ -50,7 +50,9 @@ def check_place(folder: Path) -> None:
 def is_binarised(folder: Path) -> bool:
     """True for a folder that fairseq-preprocess wrote to, complete or not, for any kind of model."""
     is_flat = (folder / DICTIONARY).is_file() and any(folder.glob("*.idx"))
-    return folder.is_dir() and (is_flat or any(folder.glob("dict.*.txt")) or is_classification(folder))
+    return folder.is_dir() and (
+        is_flat or any(folder.glob("dict.*.txt")) or is_classification(folder)
+    )
 
 
 def is_classification(folder: Path) -> bool:
@@ -80,7 +82,9 @@ def check_binarised(
         remedy = "Run the prepare stage, or give --data a folder made by fairseq-preprocess"
         raise UserError(f"There is no binarised data folder {folder}. {remedy}.")
     folders = (INPUT, LABEL) if is_classification(folder) else ("",)
-    names = [f"dict.{language}.txt" for language in languages] or [f"{side}/{DICTIONARY}" for side in folders]
+    names = [f"dict.{language}.txt" for language in languages] or [
+        f"{side}/{DICTIONARY}" for side in folders
+    ]
     dictionaries = [folder / name.lstrip("/") for name in names]
     for path in dictionaries:
         _require(path)
@@ -104,7 +108,9 @@ def _require(path: Path, size: int | None = None) -> None:
     """Raise UserError for a file that is missing, empty, or of another size in bytes."""
     actual = path.stat().st_size if path.is_file() else 0
     if not actual:
-        raise UserError(f"{path} is missing or empty, but fairseq needs it for this kind of data. {_AGAIN}")
+        raise UserError(
+            f"{path} is missing or empty, but fairseq needs it for this kind of data. {_AGAIN}"
+        )
     if size not in (None, actual):
         raise UserError(f"{path} is cut off: it has {actual:,} bytes instead of {size:,}. {_AGAIN}")
 
@@ -128,7 +134,9 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
     straight = "-".join(languages)
     reverse = "-".join(reversed(languages))
     turned = not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
-    return {side: folder / f"{subset}.{reverse if turned else straight}.{side}" for side in languages}
+    return {
+        side: folder / f"{subset}.{reverse if turned else straight}.{side}" for side in languages
+    }
 
 
 def check_stem(stem: Path) -> int:
@@ -143,7 +151,9 @@ def check_stem(stem: Path) -> int:
     index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
     _require(index)
     with open(index, "rb") as stream:
-        magic, version, code, count = _HEADER.unpack(stream.read(_HEADER.size).ljust(_HEADER.size, b"\0"))
+        magic, version, code, count = _HEADER.unpack(
+            stream.read(_HEADER.size).ljust(_HEADER.size, b"\0")
+        )
         if magic != _MAGIC or version != 1 or code not in _ITEM_BYTES:
             remedy = "Binarise with the installed fairseq-preprocess and its default --dataset-impl"
             raise UserError(f"{index} is not an index in fairseq's mmap format. {remedy}.")

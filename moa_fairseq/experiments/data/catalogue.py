@@ -198,7 +198,9 @@ class Dataset:
         Raises:
             UserError: for languages that the data set does not have.
         """
-        strange = [language for language in languages if self.languages and language not in self.languages]
+        strange = [
+            language for language in languages if self.languages and language not in self.languages
+        ]
         if strange:
             raise UserError(
                 f"{self.name} has no language {', '.join(strange)} (data.source, data.target). Choose two "
@@ -208,7 +210,9 @@ class Dataset:
         out: dict[str, list[Part]] = {split: [] for split in self.splits}
         for split, parts in self.splits.items():
             for part in parts:
-                for shard, side in itertools.product(range(part.shards or 1), range(len(languages) or 1)):
+                for shard, side in itertools.product(
+                    range(part.shards or 1), range(len(languages) or 1)
+                ):
                     names = {"split": split, "lang": "", "side": "", "shard": f"{shard:05d}"}
                     if languages:
                         names.update(lang=languages[side], side=SIDES[side])
@@ -260,12 +264,16 @@ class Dataset:
     @property
     def splits_hyphens(self) -> bool:
         """True if its tokeniser writes a hyphen between letters as ` @-@ `."""
-        return any(options.get("aggressive_hyphens") for _, options in self.steps_for("test", "", {}))
+        return any(
+            options.get("aggressive_hyphens") for _, options in self.steps_for("test", "", {})
+        )
 
     @property
     def takes_raw(self) -> bool:
         """True if its line functions can process the user's own raw text (`tokenize`)."""
-        return self.name == "parallel" or (self.kind == TRANSLATION and self.archives and bool(self.steps))
+        return self.name == "parallel" or (
+            self.kind == TRANSLATION and self.archives and bool(self.steps)
+        )
 
     def of_own_text(self, raw: bool) -> Dataset:
         """This data set with the user's own train, valid and test.
@@ -288,7 +296,9 @@ class Dataset:
         """
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
-        return Cleaning(**{key: value for key, value in self.clean.items() if key not in ("after", "splits")})
+        return Cleaning(
+            **{key: value for key, value in self.clean.items() if key not in ("after", "splits")}
+        )
 
 
 def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
@@ -296,7 +306,8 @@ def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
 
 
 def _table() -> dict[str, Any]:
-    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)  # ten times as fast, if libyaml is installed
+    # Ten times as fast, if libyaml is installed
+    loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
 
 

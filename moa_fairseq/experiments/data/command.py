@@ -54,7 +54,11 @@ ANY_ORDER = True
 
 def names() -> dict[str, Dataset]:
     """The data sets that can be prepared: public, generated, or the user's text."""
-    return {name: dataset for name, dataset in datasets().items() if dataset.downloadable or dataset.bring}
+    return {
+        name: dataset
+        for name, dataset in datasets().items()
+        if dataset.downloadable or dataset.bring
+    }
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -83,7 +87,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     add("--bpe", type=int, metavar="N", help=merges)
     first = (
-        "number of training tokens, from the beginning of the text (c4 and pes2o; default: the data set's)"
+        "training tokens, from the beginning of the text (c4 and pes2o; default: the data set's)"
     )
     add("--tokens", type=int, metavar="N", help=first)
     raw = (
@@ -93,7 +97,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
     pieces = parser.add_argument_group("subword segmentation of raw text (parallel, text_sp)")
     cut = "subword segmentation; sentencepiece reads raw text without a tokeniser (default: %(default)s)"
-    pieces.add_argument("--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut)
+    pieces.add_argument(
+        "--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut
+    )
     model = f"SentencePiece model type (default: {LATER['piece_model']})"
     pieces.add_argument("--piece-model", choices=("unigram", "bpe"), help=model)
     coverage = (
@@ -101,14 +107,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "and sentencepiece; default: 0.9995, without byte fallback 1)"
     )
     pieces.add_argument("--character-coverage", type=float, metavar="SHARE", help=coverage)
-    unknown = "accept training text in which more than 5 %% of the pieces are <unk> (default: an error)"
+    unknown = (
+        "accept training text in which more than 5 %% of the pieces are <unk> (default: an error)"
+    )
     pieces.add_argument("--allow-unknown", action="store_true", help=unknown)
-    fallback = "split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)"
+    fallback = (
+        "split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)"
+    )
     pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
     generated = parser.add_argument_group("generated data (listops)")
     defaults = datasets()["listops"].generated
     sizes = f"number of expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
-    generated.add_argument("--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes)
+    generated.add_argument(
+        "--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes
+    )
     seed = f"random seed (default: {defaults['seed']})"
     generated.add_argument("--seed", type=int, metavar="N", help=seed)
     add("--json", action="store_true", help="print only the manifest, as JSON")
@@ -125,7 +137,9 @@ def run(args: argparse.Namespace) -> int:
         folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
         settings = _settings(dataset, args)
         command = shlex.join(["moa-fairseq", *sys.argv[1:]])
-        Preparation(settings, subsets, *folders, args.offline, args.workers, dataset, whole=command).run()
+        Preparation(
+            settings, subsets, *folders, args.offline, args.workers, dataset, whole=command
+        ).run()
     folder = output
     if dataset.kind == MASKED_LM:
         folder = output / "binarised"
@@ -146,7 +160,9 @@ def _dataset(args: argparse.Namespace) -> Dataset:
     if args.flavour:
         name = f"{args.name}_{args.flavour}"
     if name not in names():
-        flavours = [name[len(args.name) + 1 :] for name in names() if name.startswith(args.name + "_")]
+        flavours = [
+            name[len(args.name) + 1 :] for name in names() if name.startswith(args.name + "_")
+        ]
         remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
     dataset = names()[name]
@@ -169,22 +185,43 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
     refusals = [
         *_out_of_range(args),
         (generated and args.at_hand, f"{name} is generated and reads no files: leave --from out"),
-        (not (args.at_hand or dataset.downloadable), f"{name} is your own text: give its folder with --from"),
+        (
+            not (args.at_hand or dataset.downloadable),
+            f"{name} is your own text: give its folder with --from",
+        ),
         (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
-        (not (one_language or dataset.languages or all(pair)), f"{name} needs --source and --target"),
+        (
+            not (one_language or dataset.languages or all(pair)),
+            f"{name} needs --source and --target",
+        ),
         (segmented and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"),
-        (by_pieces and name != "parallel", f"{name} has a fixed segmentation: leave --segmentation out"),
+        (
+            by_pieces and name != "parallel",
+            f"{name} has a fixed segmentation: leave --segmentation out",
+        ),
         (by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces"),
-        (of_pieces and not by_pieces, "--piece-model and --byte-fallback need --segmentation sentencepiece"),
+        (
+            of_pieces and not by_pieces,
+            "--piece-model and --byte-fallback need --segmentation sentencepiece",
+        ),
         (
             args.character_coverage is not None and not (by_pieces or name == "text_sp"),
             "--character-coverage needs text_sp or --segmentation sentencepiece",
         ),
         (name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces"),
-        (args.tokens is not None and not dataset.tokens, f"{name} is always used whole: leave --tokens out"),
+        (
+            args.tokens is not None and not dataset.tokens,
+            f"{name} is always used whole: leave --tokens out",
+        ),
         (args.tokenize and not dataset.takes_raw, f"{name} has no tokeniser: leave --tokenize out"),
-        (args.tokenize is False and one_language, f"{name} is never tokenised: leave --no-tokenize out"),
-        (not generated and (args.sizes or args.seed is not None), f"{name}: leave --sizes and --seed out"),
+        (
+            args.tokenize is False and one_language,
+            f"{name} is never tokenised: leave --no-tokenize out",
+        ),
+        (
+            not generated and (args.sizes or args.seed is not None),
+            f"{name}: leave --sizes and --seed out",
+        ),
     ]
     for wrong, problem in refusals:
         if wrong:

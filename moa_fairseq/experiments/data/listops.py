@@ -131,7 +131,7 @@ class ListOps:
                 break
         depth = max(wanted, key=lambda depth: wanted[depth] - len(expressions[depth]))
         problem = (
-            f"ListOps has only {len(expressions[depth]):,} different expressions of dependency depth {depth}"
+            f"ListOps has only {len(expressions[depth]):,} expressions of dependency depth {depth}"
         )
         raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
@@ -179,7 +179,9 @@ def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
     ((settings, block),) = batch
     chance = random.Random(f"listops {settings.seed} {block}")
     trials = (settings.draw(chance) for _ in range(_DRAWS))
-    return list({expression.tokens: expression for expression in trials if expression is not None}.values())
+    return list(
+        {expression.tokens: expression for expression in trials if expression is not None}.values()
+    )
 
 
 def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:

@@ -50,7 +50,13 @@ def manifest_of(
         for file, size in sorted(mark.get("files", {}).items()):
             outputs[file] = {"bytes": size, "sha256": checksum(root / file)}
     lines = {}
-    for name in ("text", "tokens", "bpe", "pieces"):  # of each split, the last that counts its lines
+    # Of each split, the last that counts its lines
+    for name in (
+        "text",
+        "tokens",
+        "bpe",
+        "pieces",
+    ):
         for split, fact in stages.get(name, {}).items():
             lines[split] = fact["lines"]
     published = dataset.published
@@ -69,7 +75,8 @@ def manifest_of(
         "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
         "stages": stages,
         "lines": {
-            split: {"found": lines[split], "expected": dataset.expected.get(split)} for split in sorted(lines)
+            split: {"found": lines[split], "expected": dataset.expected.get(split)}
+            for split in sorted(lines)
         },
         "symbols": symbols_of(counts),
         "outputs": outputs,
@@ -138,15 +145,25 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     Returns:
         Lines of text.
     """
-    lines = {split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()}
-    longest = {split: fact.get("longest") for split, fact in manifest["stages"].get("text", {}).items()}
+    lines = {
+        split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()
+    }
+    longest = {
+        split: fact.get("longest") for split, fact in manifest["stages"].get("text", {}).items()
+    }
     rows = []
     for split, (number, expected) in lines.items():
         published = ""
         if expected is not None:
             published = "the same" if expected == number else f"{expected:,}!"
-        rows.append({"split": split, "lines": number, "published": published, "longest": longest.get(split)})
-    columns = [Column("split", "split"), Column("lines", "lines", ","), Column("published", "published")]
+        rows.append(
+            {"split": split, "lines": number, "published": published, "longest": longest.get(split)}
+        )
+    columns = [
+        Column("split", "split"),
+        Column("lines", "lines", ","),
+        Column("published", "published"),
+    ]
     if any(longest.values()):
         columns.append(Column("longest", "longest (bytes)", ","))
     out = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
@@ -164,7 +181,9 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         )
     elif compared:
         out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
-    different = [split for split, (number, expected) in lines.items() if expected not in (None, number)]
+    different = [
+        split for split, (number, expected) in lines.items() if expected not in (None, number)
+    ]
     if different:
         out.append(
             f"! {', '.join(different)}: the number of lines differs from the published one (see above)."

@@ -89,7 +89,10 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
     with open(piece.path, "rb") as stream:
         return {
-            split: {"lines": _write(folder / split, lines(stream, size), [piece])["lines"], "bytes": size}
+            split: {
+                "lines": _write(folder / split, lines(stream, size), [piece])["lines"],
+                "bytes": size,
+            }
             for split, size in sizes.items()
         }
 
@@ -114,11 +117,15 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     for split, pieces in texts.items():
         longest = _Longest()
         read = longest.of(itertools.chain.from_iterable(piece.lines() for piece in pieces))
-        batches = (encoder.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK))
+        batches = (
+            encoder.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK)
+        )
         # By number, so that a letter without a piece becomes <unk> instead of a separate word.
         rows = map(encoder.id_to_piece, itertools.chain.from_iterable(batches))
         tokens = itertools.chain.from_iterable(rows)
-        facts[split] = _write(folder / split, (" ".join(some) for some in chunks(tokens, ROW)), pieces)
+        facts[split] = _write(
+            folder / split, (" ".join(some) for some in chunks(tokens, ROW)), pieces
+        )
         facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
 
@@ -160,8 +167,16 @@ def grow_pieces(
     progress = _saved_progress(path, settings, parts, digest)
     longest = _Longest(progress.get("longest", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    bar_settings = {"unit": " pieces", "total": most, "initial": progress["tokens"], "disable": None}
-    with open(path, "r+b" if progress["bytes"] else "wb") as stream, tqdm(leave=False, **bar_settings) as bar:
+    bar_settings = {
+        "unit": " pieces",
+        "total": most,
+        "initial": progress["tokens"],
+        "disable": None,
+    }
+    with (
+        open(path, "r+b" if progress["bytes"] else "wb") as stream,
+        tqdm(leave=False, **bar_settings) as bar,
+    ):
         stream.truncate(progress["bytes"])
         stream.seek(progress["bytes"])
 
@@ -198,23 +213,34 @@ def grow_pieces(
             write(row, ends=True)
             log.info("%s: %s of %s pieces", part.name, f"{progress['tokens']:,}", f"{most:,}")
     if progress["tokens"] < most:
-        problem = f"The text of {path.name} has {progress['tokens']:,} pieces, but {most:,} are requested"
+        problem = (
+            f"The text of {path.name} has {progress['tokens']:,} pieces, but {most:,} are requested"
+        )
         raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
     return {name: progress[name] for name in ("lines", "longest", "tokens", "parts", "files")}
 
 
 def _saved_progress(
-    path: Path, settings: dict[str, Any], parts: Sequence[Part], digest: Callable[[Part], str | None]
+    path: Path,
+    settings: dict[str, Any],
+    parts: Sequence[Part],
+    digest: Callable[[Part], str | None],
 ) -> dict[str, Any]:
     """The progress of an interrupted call with the same settings on the same text, or none."""
     progress = saved_json(path.with_name(f"{path.name}.json"))
-    if progress.get("of") != settings or not path.is_file() or path.stat().st_size < progress["bytes"]:
+    if (
+        progress.get("of") != settings
+        or not path.is_file()
+        or path.stat().st_size < progress["bytes"]
+    ):
         return _no_progress(settings)
     read = progress["files"]
     again = [part for part in parts if part.name in read]
     changed = [part.name for part in again if digest(part) not in (None, read[part.name])]
     if changed:
-        log.warning("%s has changed since it was read: %s starts over", ", ".join(changed), path.name)
+        log.warning(
+            "%s has changed since it was read: %s starts over", ", ".join(changed), path.name
+        )
         return _no_progress(settings)
     log.info("%s: resuming after %s pieces", path.name, f"{progress['tokens']:,}")
     return progress

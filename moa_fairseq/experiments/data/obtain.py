@@ -119,14 +119,18 @@ class Store:
                 elif path:
                     self.origins[path.name] = {"file": path.name, "origin": GIVEN}
             names = dict.fromkeys(part.source for part in parts if texts[part] is None)
-            places = {name: find_file(self.at_hand, name) or self.downloads / name for name in names}
+            places = {
+                name: find_file(self.at_hand, name) or self.downloads / name for name in names
+            }
             absent = [public_files()[name] for name, path in places.items() if not path.is_file()]
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
             for name in names:
                 file = self._file(name)
                 inside = [part for part in texts if not texts[part] and part.source == name]
-                texts.update(self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file})
+                texts.update(
+                    self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file}
+                )
         return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def at_hand_or_fetched(self, part: Part) -> Path | None:
@@ -162,9 +166,13 @@ class Store:
 
         def unpack(new: Path) -> dict[str, int]:
             members = extract(archive, {*itertools.chain(*groups)}, new)
-            missing = ", ".join(" or ".join(group) for group in groups if not members.keys() & set(group))
+            missing = ", ".join(
+                " or ".join(group) for group in groups if not members.keys() & set(group)
+            )
             if missing:
-                raise UserError(f"{archive} does not contain {missing}: it is not the published archive.")
+                raise UserError(
+                    f"{archive} does not contain {missing}: it is not the published archive."
+                )
             return members
 
         log.info(f"extracting {archive}")
@@ -177,7 +185,10 @@ class Store:
             else:
                 remedy = "Replace it, or move it away so that it is downloaded."
             raise UserError(f"{error} {remedy}") from error
-        return {part: folder / next(member for member in part.members if member in record) for part in parts}
+        return {
+            part: folder / next(member for member in part.members if member in record)
+            for part in parts
+        }
 
 
 def _markup(path: Path, part: Part) -> str:
@@ -212,7 +223,9 @@ def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
     return str(entry[-1])
 
 
-def before_download(dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]) -> None:
+def before_download(
+    dataset: Dataset, root: Path, downloads: Path, missing: Sequence[PublicFile]
+) -> None:
     """Print a data set's terms and the size of the download, and check the free disk space.
 
     Args:
@@ -309,16 +322,16 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
             bring = "Give --data the folder prepared for it."
             if dataset:
                 bring = dataset.bring.format(**settings)
-            raise UserError(f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}")
+            raise UserError(
+                f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}"
+            )
         return source
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
         return source
     if not source.is_dir():
         raise UserError(f"--data {source} is not a folder. Give an existing folder.")
     if dataset.generated:
-        remedy = (
-            f"Give the folder `binarised` made by moa-fairseq prepare {dataset.name}, or leave --data out"
-        )
+        remedy = f"Give the folder `binarised` of moa-fairseq prepare {dataset.name}, or leave --data out"
         raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
     languages = [settings[side] for side in ("source", "target") if settings.get(side)]
     parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]

@@ -173,7 +173,9 @@ def read_documents(path: Path) -> Iterator[str]:
             problem = str(error)
         if not isinstance(text, str):
             remedy = "Correct or remove the line, or copy the file again if it is cut off."
-            raise UserError(f'{path}, line {number:,}: not a JSON object with a "text" ({problem}). {remedy}')
+            raise UserError(
+                f'{path}, line {number:,}: not a JSON object with a "text" ({problem}). {remedy}'
+            )
         if text:
             yield text + DOCUMENT_END
 

@@ -96,7 +96,10 @@ def learn(
                     yield line
                 else:
                     yield from _parts(line)
-        except (Exception, KeyboardInterrupt) as error:  # which the trainer replaces by its own error
+        except (
+            Exception,
+            KeyboardInterrupt,
+        ) as error:  # which the trainer replaces by its own error
             interruptions.append(error)
             raise
 
@@ -179,7 +182,9 @@ def _read(model: str, size: int, time: int) -> Any:
     try:
         return sentencepiece.SentencePieceProcessor(model_file=model)
     except (OSError, RuntimeError) as error:  # SentencePiece's errors for any other file
-        raise UserError(f"{model} is not a SentencePiece model. Give the file that it wrote.") from error
+        raise UserError(
+            f"{model} is not a SentencePiece model. Give the file that it wrote."
+        ) from error
 
 
 def encode(model: str, line: str) -> str:

@@ -30,7 +30,10 @@ from moa_fairseq.experiments.data.catalogue import (
     datasets,
 )
 from moa_fairseq.experiments.data.job import PreparationJob
-from moa_fairseq.experiments.data.language_model_steps import language_modeling_steps, masked_lm_steps
+from moa_fairseq.experiments.data.language_model_steps import (
+    language_modeling_steps,
+    masked_lm_steps,
+)
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
@@ -50,7 +53,11 @@ class Preparation(PreparationJob):
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # If two runs prepare one data set at the same time, the second waits and finds everything done.
-        options: dict[str, Any] = {"executor": self.executor, "commands": self.commands, "whole": self.whole}
+        options: dict[str, Any] = {
+            "executor": self.executor,
+            "commands": self.commands,
+            "whole": self.whole,
+        }
         tools = {"tools": tool_versions()}
         steps = [dataclasses.replace(step, conditions=tools) for step in self.steps()]
         make(steps, self.root, patience=math.inf, **options)
@@ -64,9 +71,7 @@ class Preparation(PreparationJob):
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
-            problem = (
-                f"--data {source} was binarised for another type of model than data.recipe {dataset.name}"
-            )
+            problem = f"--data {source} was binarised for another type of model than that of {dataset.name}"
             raise UserError(f"{problem}. Give the folder of that data set, or leave --data out.")
         log.info("%s is already binarised: used without changes", source)
         sentences = check_binarised(source, self.languages, self.subsets, self.joined)
@@ -77,7 +82,9 @@ class Preparation(PreparationJob):
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
             has = f"{self.data.name} has {', '.join(self.data.subsets)}"
-            raise UserError(f"The data has no subset {unknown} (generate.subsets, score.subsets); {has}.")
+            raise UserError(
+                f"The data has no subset {unknown} (generate.subsets, score.subsets); {has}."
+            )
         return _KINDS[self.data.kind](self)
 
 
@@ -94,7 +101,9 @@ def classification_steps(job: PreparationJob) -> list[Step]:
         samples = ListOps(**settings).splits(job.workers)
         facts = {split: write_split(new, split, pairs) for split, pairs in samples.items()}
         for split, fact in facts.items():
-            log.info("%s: %s expressions, %s tokens", split, f"{fact['lines']:,}", f"{fact['tokens']:,}")
+            log.info(
+                "%s: %s expressions, %s tokens", split, f"{fact['lines']:,}", f"{fact['tokens']:,}"
+            )
         return facts
 
     text = Step("text", job.root / "text", draw, {"listops": settings})
@@ -123,7 +132,9 @@ def content_digest(source: Path) -> str:
 
 def size_digest(source: Path) -> str:
     """A digest of the file sizes alone, by which older runs identify the data given to them."""
-    return fingerprint_of("given", {path.name: path.stat().st_size for path in _binarised_files(source)})
+    return fingerprint_of(
+        "given", {path.name: path.stat().st_size for path in _binarised_files(source)}
+    )
 
 
 def _binarised_files(source: Path) -> list[Path]:
@@ -146,7 +157,9 @@ def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Pa
     """The folder for the stages of a data section: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
     name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
-    recorded = {key: value for key, value in settings.items() if key not in LATER or value != LATER[key]}
+    recorded = {
+        key: value for key, value in settings.items() if key not in LATER or value != LATER[key]
+    }
     recorded.pop("allow_unknown", None)  # which does not change the data
     if not recorded.get("tokens"):
         recorded.pop("tokens", None)

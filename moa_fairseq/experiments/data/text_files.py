@@ -28,7 +28,14 @@ from moa_fairseq.text.steps import STEPS
 
 KEPT = "text"
 BINARISED = "binarised"
-_DICTIONARIES = (DICTIONARY, "dict.*.txt", f"{INPUT}/{DICTIONARY}", f"{LABEL}/{DICTIONARY}", ENCODER, VOCAB)
+_DICTIONARIES = (
+    DICTIONARY,
+    "dict.*.txt",
+    f"{INPUT}/{DICTIONARY}",
+    f"{LABEL}/{DICTIONARY}",
+    ENCODER,
+    VOCAB,
+)
 _BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")  # next to the binarised folder
 _REMEDY = "Put the original back, or delete this file and prepare the data again."
 log = logging.getLogger(__name__)
@@ -60,7 +67,9 @@ def text_files(data: Path) -> dict[str, Path]:
     return files
 
 
-def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.") -> dict[str, Any]:
+def rules_of(
+    manifest: Mapping[str, Any], remedy: str = "Prepare the data again."
+) -> dict[str, Any]:
     """How a manifest turns text into symbols: kind, encoder; for translation languages and line functions.
 
     Args:
@@ -75,7 +84,9 @@ def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.
         UserError: for a file that no program wrote.
     """
     location = f"The {MANIFEST} of the data"
-    check_kinds(manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, location, remedy)
+    check_kinds(
+        manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, location, remedy
+    )
     rules = manifest.get("rules")
     settings = manifest.get("settings") or {}
     if rules is None:
@@ -89,7 +100,9 @@ def rules_of(manifest: Mapping[str, Any], remedy: str = "Prepare the data again.
     check_kinds(rules, kinds, f"{location}: rules", remedy)
     steps = rules.get("steps", [])
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
-        raise UserError(f"{location}: the rules' steps are not line functions with options. {remedy}")
+        raise UserError(
+            f"{location}: the rules' steps are not line functions with options. {remedy}"
+        )
     return dict(rules)
 
 
@@ -128,7 +141,9 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
         UserError: for files that changed since the data was prepared, and if the run was trained on other
             data.
     """
-    trained = read_step_records(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
+    trained = (
+        read_step_records(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
+    )
     if trained != fingerprint:
         remedy = (
             "Restore that data, use another --save-dir, or --restart to move the old run aside and start "
@@ -158,7 +173,9 @@ def copy_text(data: Path, new: Path) -> None:
         outputs[name] = {"bytes": (new / name).stat().st_size, "sha256": checksum(new / name)}
     manifest = read_manifest(data.parent)
     settings = manifest.get("settings") or {"recipe": BINARISED}
-    write_json(new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs})
+    write_json(
+        new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs}
+    )
 
 
 def kept_text(checkpoint: Path) -> Path | None:
@@ -204,7 +221,9 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
                 continue
             if name in files or name.startswith(BINARISED):
                 remedy = f"Leave --data out to use the run's own {path}, or give the data of its training"
-                raise UserError(f"{data} has another {name} than {path}, of training, or none. {remedy}.")
+                raise UserError(
+                    f"{data} has another {name} than {path}, of training, or none. {remedy}."
+                )
         return []
     run = _run_of(checkpoint, STATE)
     trained = None
@@ -218,7 +237,7 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     is_given = not record and trained in (content_digest(data), size_digest(data))
     if trained and not named and not is_given:
         remedy = (
-            f"Restore it, or give data with the same dictionaries and merges, perhaps this: --data {data}"
+            f"Restore it, or give data with the same dictionaries and merges, such as --data {data}"
         )
         raise UserError(f"{data} was prepared again since {run} was trained on it. {remedy}.")
     return sorted(files)
@@ -228,7 +247,9 @@ def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
     """Warn of the files that `same_text` could not check."""
     if unknown:
         reason = "the model has no record of its text files, so only the numbers of symbols were compared"
-        log.warning("%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, reason)
+        log.warning(
+            "%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, reason
+        )
 
 
 def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
@@ -260,7 +281,9 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
         if path is None:
             raise UserError(f"{data.parent / name} is missing, but {manifest} lists it. {remedy}")
         if checksum(path) != expected:
-            raise UserError(f"{path} was changed: it is not the file that {manifest} lists. {remedy}")
+            raise UserError(
+                f"{path} was changed: it is not the file that {manifest} lists. {remedy}"
+            )
     return sorted(files.keys() - listed)
 
 

@@ -43,7 +43,9 @@ MOST_BAD = 0.01
 # Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
 _SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 _VERSION = re.compile(r"#version: +0\.[12] *")
-_REMEDY = "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
+_REMEDY = (
+    "Give the file that subword-nmt learn-bpe or the prepare stage wrote, or delete a damaged one."
+)
 log = logging.getLogger(__name__)
 
 
@@ -144,8 +146,12 @@ def _write_split(
         streams = {}
         for name, language in itertools.product(names, languages):
             path = folder / f"{name}.{language}"
-            streams[name, language] = stack.enter_context(open(path, "w", encoding="utf-8", newline="\n"))
-        for result in itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name)):
+            streams[name, language] = stack.enter_context(
+                open(path, "w", encoding="utf-8", newline="\n")
+            )
+        for result in itertools.chain.from_iterable(
+            ordered_map(work, batches, workers, split.name)
+        ):
             read += 1
             if isinstance(result, str):
                 dropped[result] += 1
@@ -161,13 +167,17 @@ def _write_split(
     files = " and ".join(str(piece.path) for piece in split.files[0])
     _refuse_bad_lines(split, files, read, dropped)
     if not counts[split.name]["lines"]:
-        raise UserError(f"{files}: none of the {read:,} pairs has text on both sides. Check both files.")
+        raise UserError(
+            f"{files}: none of the {read:,} pairs has text on both sides. Check both files."
+        )
     for piece, language in zip(split.files[0], languages):
         if not counts[split.name][f"tokens_{language}"]:
             raise no_text([piece.path])
     facts: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
-        tokens = ", ".join(f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages)
+        tokens = ", ".join(
+            f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages
+        )
         reasons = dropped.items() if name == split.name else ()
         drops = "".join(f"; {number:,} dropped: {reason}" for reason, number in sorted(reasons))
         log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, drops)
@@ -191,7 +201,9 @@ def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str,
         except UserError as error:  # which names the file
             remedy = str(error)
             break
-    raise UserError(f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). {remedy}")
+    raise UserError(
+        f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). {remedy}"
+    )
 
 
 def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
@@ -209,7 +221,9 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
         if source.strip() and target.strip():
             return (source, target)
         return "empty side"
-    source, target = (_SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target))
+    source, target = (
+        _SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target)
+    )
     if not source or not target:
         return "empty side"
     sides = (source, target)
@@ -243,7 +257,9 @@ def _load(path: str, size: int, time: int) -> BPE:
         lines.pop()
     header = 1 if lines and lines[0].startswith("#version:") else 0
     if header and not _VERSION.fullmatch(lines[0]):
-        raise UserError(f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}")
+        raise UserError(
+            f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}"
+        )
     if len(lines) == header:
         raise UserError(f"{path} has no merges. {_REMEDY}")
     for number, line in enumerate(lines[header:], header + 1):
@@ -269,8 +285,16 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
     words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
     if not any(len(word) > 1 for word in words):
         names = ", ".join(str(path) for path in text_files)
-        raise UserError(f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0.")
+        raise UserError(
+            f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0."
+        )
     # subword-nmt draws its own progress bar, which is only noise in a log file.
-    quiet = contextlib.nullcontext() if sys.stderr.isatty() else contextlib.redirect_stderr(io.StringIO())
+    quiet = (
+        contextlib.nullcontext()
+        if sys.stderr.isatty()
+        else contextlib.redirect_stderr(io.StringIO())
+    )
     with atomic_write(codes) as stream, quiet:
-        learn_bpe([f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True)
+        learn_bpe(
+            [f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True
+        )

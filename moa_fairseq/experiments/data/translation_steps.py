@@ -70,14 +70,20 @@ class TranslationPreparation:
         steps = [Step("tokens", self.tokens, self.tokenise, self._token_inputs)]
         dictionaries: dict[str, str | None] = {}
         if self.uses_pieces:
-            steps.append(Step("model", self.model, self.learn_pieces, lambda: self._model_inputs(steps[0])))
+            steps.append(
+                Step("model", self.model, self.learn_pieces, lambda: self._model_inputs(steps[0]))
+            )
             inputs = {"model": steps[-1], "cleaning": self.cleaning}
             steps.append(Step("pieces", self.job.root / "pieces", self.segment, inputs))
-            source, target = [pieces.dictionary_of(self._model_of(language)) for language in self.languages]
+            source, target = [
+                pieces.dictionary_of(self._model_of(language)) for language in self.languages
+            ]
             dictionaries["srcdict"] = str(source)
             dictionaries["tgtdict"] = None if self.job.joined else str(target)
         elif self.merges is not None or self.given_codes:
-            step = Step("bpe", self.job.root / "bpe", self.segment, lambda: self._merge_inputs(steps[0]))
+            step = Step(
+                "bpe", self.job.root / "bpe", self.segment, lambda: self._merge_inputs(steps[0])
+            )
             steps.append(step)
         if self.settings.get("train_fraction") not in (None, 1):
             steps.append(self._sample(steps[-1]))
@@ -91,11 +97,16 @@ class TranslationPreparation:
         # People can see whether the sides belong together, and whether the text is already segmented.
         for source, target in sample[:SHOWN]:
             excerpt = [source[:60].strip(), target[:60].strip()]
-            log.info("  %s: %s | %s: %s", self.languages[0], excerpt[0], self.languages[1], excerpt[1])
+            log.info(
+                "  %s: %s | %s: %s", self.languages[0], excerpt[0], self.languages[1], excerpt[1]
+            )
         self._refuse_raw_text(sample)
         self._warn_of_hyphens(sample)
         for language in self.languages:
-            if any(name == "tokenize" for name, _ in self.data.steps_for("test", language, self.settings)):
+            if any(
+                name == "tokenize"
+                for name, _ in self.data.steps_for("test", language, self.settings)
+            ):
                 _warn_of_rules(language)
         return write_splits(self._splits_to_tokenise(), self.languages, new, self.job.workers)
 
@@ -108,10 +119,14 @@ class TranslationPreparation:
                 counts[name] = pieces.obtain(new / name, Path(self.given_codes))
             else:
                 log.info("learning %s SentencePiece pieces: %s", f"{self.merges:,}", name)
-                languages = [language for language in self.languages if self.models[language] == name]
+                languages = [
+                    language for language in self.languages if self.models[language] == name
+                ]
                 texts = [self._tokens_of(language) for language in languages]
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
-                facts = pieces.learn(lines, texts[0], self.merges, new / name, **self._piece_settings())
+                facts = pieces.learn(
+                    lines, texts[0], self.merges, new / name, **self._piece_settings()
+                )
                 counts[name] = facts["pieces"]
             pieces.write_dictionary(new / name)
         return counts
@@ -145,19 +160,31 @@ class TranslationPreparation:
                 for full, part in zip(self._pair(text.output, split), self._pair(new, split)):
                     if split != "train":
                         os.link(full.path, part.path)
-            return sample_pairs(self._pair(text.output, "train"), self._pair(new, "train"), fraction, seed)
+            return sample_pairs(
+                self._pair(text.output, "train"), self._pair(new, "train"), fraction, seed
+            )
 
         return Step(
-            "sample", self.job.root / "sample", sample, {"text": text, "fraction": fraction, "seed": seed}
+            "sample",
+            self.job.root / "sample",
+            sample,
+            {"text": text, "fraction": fraction, "seed": seed},
         )
 
     def _token_inputs(self) -> dict[str, Any]:
-        treatments = [[split.name, split.treatment, split.hold_out] for split in self._splits_to_tokenise()]
+        treatments = [
+            [split.name, split.treatment, split.hold_out] for split in self._splits_to_tokenise()
+        ]
         return {"languages": self.languages, "texts": self.job.read(), "splits": treatments}
 
     def _model_inputs(self, tokens: Step) -> dict[str, Any]:
-        inputs = {"tokens": tokens, "pieces": self._codes_input(), "settings": self._piece_settings()}
-        if not self.settings["byte_fallback"]:  # without bytes, the letters of long lines were once unknown
+        inputs = {
+            "tokens": tokens,
+            "pieces": self._codes_input(),
+            "settings": self._piece_settings(),
+        }
+        # Without bytes, the letters of long lines were once unknown
+        if not self.settings["byte_fallback"]:
             inputs["longest"] = pieces.LONGEST
         return inputs
 
@@ -181,14 +208,18 @@ class TranslationPreparation:
     def _splits_to_tokenise(self) -> list[Split]:
         splits = []
         for split in self.job.parts:
-            line_steps = [self.data.steps_for(split, lang, self.settings) for lang in self.languages]
+            line_steps = [
+                self.data.steps_for(split, lang, self.settings) for lang in self.languages
+            ]
             source, target = line_steps
             treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
             is_train = split == "train"
             # pieces cut any word into text
             must_be_words = not self.data.downloadable and not self.uses_pieces
             hold_out = self.data.hold_out if is_train else None
-            splits.append(Split(split, self._texts(split), treatment, hold_out, is_train, must_be_words))
+            splits.append(
+                Split(split, self._texts(split), treatment, hold_out, is_train, must_be_words)
+            )
         return splits
 
     def _refuse_raw_text(self, sample: list[tuple[str, str]]) -> None:
@@ -199,7 +230,9 @@ class TranslationPreparation:
             return
         dataset = datasets()[self.settings["recipe"]]
         raw = datasets()[dataset.raw or dataset.name]
-        overrides = f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if dataset.raw else ""
+        overrides = (
+            f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if dataset.raw else ""
+        )
         steps = "Moses' tokeniser" if raw.name == "parallel" else f"the steps of {raw.name}"
         path = self._texts("train")[0][0].path
         raise UserError(
@@ -210,7 +243,11 @@ class TranslationPreparation:
 
     def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
         dataset = datasets()[self.settings["recipe"]]
-        if dataset.splits_hyphens and not self.data.steps and hyphens(itertools.chain(*sample)) == WHOLE:
+        if (
+            dataset.splits_hyphens
+            and not self.data.steps
+            and hyphens(itertools.chain(*sample)) == WHOLE
+        ):
             log.warning(
                 "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
                 "comparable with the paper's without a compound split",
@@ -243,11 +280,14 @@ def _warn_of_rules(language: str) -> None:
         )
     elif not has_prefixes(language):
         log.warning(
-            "Moses has no list of abbreviations for %s: the English list is used, as Moses does", language
+            "Moses has no list of abbreviations for %s: the English list is used, as Moses does",
+            language,
         )
 
 
-def sample_pairs(source: PiecePair, destination: PiecePair, fraction: float, seed: int) -> dict[str, int]:
+def sample_pairs(
+    source: PiecePair, destination: PiecePair, fraction: float, seed: int
+) -> dict[str, int]:
     """Write a fraction of the pairs of two files, at least one pair, in their order (MAE §5.2).
 
     The sample of a smaller fraction is part of a larger one's with the same seed.

@@ -39,7 +39,9 @@ class Symbols(NamedTuple):
         return self.unknown / max(1, self.symbols)
 
 
-def count_symbols(folder: Path, languages: tuple[str, ...], splits: Iterable[str]) -> dict[str, Symbols]:
+def count_symbols(
+    folder: Path, languages: tuple[str, ...], splits: Iterable[str]
+) -> dict[str, Symbols]:
     """Count the symbols of binarised text.
 
     Args:
@@ -88,14 +90,19 @@ def check_unknown(
         UserError: if the training text has more than `REFUSED`.
     """
     shares = {name: counted.share for name, counted in counts.items()}
-    log.info("<unk> of the symbols: %s", ", ".join(f"{name} {share:.2%}" for name, share in shares.items()))
+    log.info(
+        "<unk> of the symbols: %s",
+        ", ".join(f"{name} {share:.2%}" for name, share in shares.items()),
+    )
     if not learnt:
         return
     for name, share in shares.items():
         train = name.partition(".")[0] == "train"
         story = f"{text / name}: {share:.2%} of the symbols are <unk>"
         if train and share > REFUSED and not allowed:
-            raise UserError(f"{story}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true).")
+            raise UserError(
+                f"{story}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true)."
+            )
         if train and share > WARNED:
             log.warning("%s. %s", story, remedy)
         elif share > WARNED:

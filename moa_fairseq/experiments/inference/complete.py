@@ -13,7 +13,13 @@ import torch
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
-from moa_fairseq.experiments.inference.text_model import answers, hypotheses, lines_of, shown, status_of
+from moa_fairseq.experiments.inference.text_model import (
+    answers,
+    hypotheses,
+    lines_of,
+    shown,
+    status_of,
+)
 
 ANY_ORDER = True  # FILE may be after the flags
 
@@ -21,11 +27,15 @@ ANY_ORDER = True  # FILE may be after the flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq complete`."""
     text_model.add_arguments(parser, "text file with one beginning per line")
-    parser.add_argument("--tokens", type=int, default=40, metavar="N", help="number of symbols to add (40)")
+    parser.add_argument(
+        "--tokens", type=int, default=40, metavar="N", help="number of symbols to add (40)"
+    )
     parser.add_argument(
         "--sample", type=int, metavar="N", help="sample from the N likeliest (default: greedy)"
     )
-    parser.add_argument("--temperature", type=float, metavar="X", help="sampling temperature of --sample (1)")
+    parser.add_argument(
+        "--temperature", type=float, metavar="X", help="sampling temperature of --sample (1)"
+    )
     parser.add_argument("--seed", type=int, metavar="N", help="random seed of --sample (1)")
 
 
@@ -45,7 +55,9 @@ def run(args: argparse.Namespace) -> int:
     model = text_model.load(args, LANGUAGE_MODELING)
     room = model.models[0].max_positions() - args.tokens
     if room < 1:
-        raise UserError(f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols.")
+        raise UserError(
+            f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols."
+        )
     # fairseq's source begins with one symbol more than the text; it measures the longest line of a batch
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
     if args.sample:

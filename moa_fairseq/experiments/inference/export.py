@@ -41,7 +41,11 @@ from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_ch
 
 log = logging.getLogger(__name__)
 _RESULT = "result.json"
-_KINDS = {"metrics": MAPPING, "versions": MAPPING}  # of its values that are taken apart for the card
+# Of its values that are taken apart for the card
+_KINDS = {
+    "metrics": MAPPING,
+    "versions": MAPPING,
+}
 _REMEDY = "Run the recipe again."
 _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
@@ -82,10 +86,16 @@ def named_model(name: str) -> Path:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq export`."""
-    parser.add_argument("run_dir", type=Path, metavar="RUN", help="run folder of `moa-fairseq recipe`")
-    parser.add_argument("folder", type=Path, metavar="DIR", help="new folder; its name becomes the model's")
     parser.add_argument(
-        "--transformers", action="store_true", help="for Hugging Face's transformers, which need no fairseq"
+        "run_dir", type=Path, metavar="RUN", help="run folder of `moa-fairseq recipe`"
+    )
+    parser.add_argument(
+        "folder", type=Path, metavar="DIR", help="new folder; its name becomes the model's"
+    )
+    parser.add_argument(
+        "--transformers",
+        action="store_true",
+        help="for Hugging Face's transformers, which need no fairseq",
     )
 
 
@@ -97,13 +107,17 @@ def run(args: argparse.Namespace) -> int:
             and for a folder that is there.
     """
     if os.path.lexists(args.folder):
-        raise UserError(f"{args.folder} already exists. Give a new folder, or delete this one first.")
+        raise UserError(
+            f"{args.folder} already exists. Give a new folder, or delete this one first."
+        )
     checkpoint = trained_checkpoint(args.run_dir)
     path = args.run_dir / "recipe.yaml"
     for copied in (checkpoint, path, args.run_dir / _RESULT, args.run_dir / KEPT / BINARISED):
         refuse_link_out(copied, args.run_dir)
     if not checkpoint.is_file():
-        raise UserError(f"{args.run_dir} has no trained model: {checkpoint} is missing. Train it first.")
+        raise UserError(
+            f"{args.run_dir} has no trained model: {checkpoint} is missing. Train it first."
+        )
     text = kept_text(checkpoint)
     if text is None:
         raise UserError(
@@ -151,7 +165,9 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return dict(state, model=model, last_optimizer_state=None)
 
 
-def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int, transformers: bool) -> str:
+def _card(
+    name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int, transformers: bool
+) -> str:
     dataset = datasets().get(str(recipe.data.recipe))
     rows: dict[str, Any] = {
         "Architecture": recipe.model.arch,
@@ -161,7 +177,9 @@ def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int,
         "Terms of use of the data": dataset and dataset.licence,
     }
     for metric, value in (result.get("metrics") or {}).items():
-        rows[f"{metric}, {result.get('subset')} set"] = round(value, 2) if is_number(value) else value
+        rows[f"{metric}, {result.get('subset')} set"] = (
+            round(value, 2) if is_number(value) else value
+        )
     for key in ("updates", "train_seconds", "hardware", "seed", "commit", "date"):
         rows[key.replace("_", " ").capitalize()] = result.get(key)
     versions = (result.get("versions") or {}).items()
@@ -175,7 +193,10 @@ def _card(name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int,
     if not result:
         lines += ["", "It was not scored."]
     elif not transformers:
-        lines += ["", "Scores are those of the run, before its weights were rounded to half precision."]
+        lines += [
+            "",
+            "Scores are those of the run, before its weights were rounded to half precision.",
+        ]
     if transformers:
         lines += ["", *(f"    {line}" for line in transformers_folder.usage(name, recipe.kind))]
     elif recipe.kind in _VERBS:

@@ -61,7 +61,9 @@ class HarnessModel(TemplateLM):
     def eot_token_id(self) -> int:
         return int(self.dictionary.eos())
 
-    def tok_encode(self, string: str, add_special_tokens: bool | None = None, **kwargs: Any) -> list[int]:
+    def tok_encode(
+        self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
+    ) -> list[int]:
         """The symbols of a text, without `</s>` around it; one that the dictionary lacks is `<unk>`.
 
         Args:
@@ -75,7 +77,9 @@ class HarnessModel(TemplateLM):
             encoded = self.dictionary.encode_line(symbols, add_if_not_exist=False, append_eos=False)
             if number:
                 ids.append(self.eot_token_id)
-            ids += [self.dictionary.unk() if index in borders else index for index in encoded.tolist()]
+            ids += [
+                self.dictionary.unk() if index in borders else index for index in encoded.tolist()
+            ]
         return ids
 
     def tok_decode(self, ids: Sequence[int]) -> str:
@@ -147,7 +151,9 @@ class HarnessModel(TemplateLM):
             sums[owner] += read.log_probs.sum().item()
             remaining[owner] -= 1
             if not remaining[owner]:
-                self.cache_hook.add_partial("loglikelihood_rolling", requests[owner].args, sums[owner])
+                self.cache_hook.add_partial(
+                    "loglikelihood_rolling", requests[owner].args, sums[owner]
+                )
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
@@ -163,23 +169,36 @@ class HarnessModel(TemplateLM):
         prompts = [self.tok_decode(row[1:]) for row in rows]
         settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
         if any(each["do_sample"] for each in settings):
-            raise UserError("A task samples its text (do_sample), but only greedy generation is supported.")
+            raise UserError(
+                "A task samples its text (do_sample), but only greedy generation is supported."
+            )
         texts = [""] * len(requests)
         bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
         for batch in self._batches(rows):
             active = [number for number in batch if settings[number]["max_gen_toks"] > 0]
             while active:
                 active.sort(key=lambda number: -len(rows[number]))
-                inputs = [rows[number][0 if self.carries_context else -self.chunk :] for number in active]
+                inputs = [
+                    rows[number][0 if self.carries_context else -self.chunk :] for number in active
+                ]
                 reads = self._read(inputs, [[self.eot_token_id]] * len(active))
                 unfinished = []
                 for number, read in zip(active, reads):
                     rows[number].append(int(read.likeliest))
                     text = self.tok_decode(rows[number][1:])[len(prompts[number]) :]
-                    ends = [text.find(stop) for stop in settings[number]["until"] if stop and stop in text]
+                    ends = [
+                        text.find(stop)
+                        for stop in settings[number]["until"]
+                        if stop and stop in text
+                    ]
                     texts[number] = text[: min(ends)] if ends else text
-                    ended = bool(ends) or (not self.has_lines and rows[number][-1] == self.eot_token_id)
-                    if not ended and len(rows[number]) - lengths[number] < settings[number]["max_gen_toks"]:
+                    ended = bool(ends) or (
+                        not self.has_lines and rows[number][-1] == self.eot_token_id
+                    )
+                    if (
+                        not ended
+                        and len(rows[number]) - lengths[number] < settings[number]["max_gen_toks"]
+                    ):
                         unfinished.append(number)
                 active = unfinished
             for number in batch:
@@ -248,7 +267,9 @@ class HarnessModel(TemplateLM):
         """
         pieces: list[list[Read]] = [[] for _ in inputs]
         for number, start in enumerate(range(0, len(inputs[0]), self.chunk)):
-            rows = [torch.tensor(row[start : start + self.chunk]) for row in inputs if len(row) > start]
+            rows = [
+                torch.tensor(row[start : start + self.chunk]) for row in inputs if len(row) > start
+            ]
             tokens = collate_tokens(rows, self.dictionary.pad()).to(self.text_model.device)
             more = {"chunk": number} if self.carries_context else {}
             features = self.network(tokens, features_only=True, **more)[0]  # [B, T, C]
@@ -264,7 +285,9 @@ class HarnessModel(TemplateLM):
             if not scored:
                 continue
             read = self._output(torch.cat(chosen), torch.tensor(scored, device=features.device))
-            for index, parts in enumerate(zip(read.log_probs.split(sizes), read.likeliest.split(sizes))):
+            for index, parts in enumerate(
+                zip(read.log_probs.split(sizes), read.likeliest.split(sizes))
+            ):
                 pieces[index].append(Read(*parts))
         return [Read(*(torch.cat(parts) for parts in zip(*reads))) for reads in pieces]
 
@@ -279,5 +302,7 @@ class HarnessModel(TemplateLM):
             else:
                 logits = decoder.output_layer(x)
                 log_probs = logits.log_softmax(-1, torch.promote_types(logits.dtype, torch.float32))
-            outputs.append((log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu()))
+            outputs.append(
+                (log_probs.gather(1, target[:, None])[:, 0].cpu(), log_probs.argmax(-1).cpu())
+            )
         return Read(*(torch.cat(parts) for parts in zip(*outputs)))

@@ -29,7 +29,9 @@ def codec_of(data: Path, kind: str) -> Any:
     remedy = "Give text that is tokenised and segmented like the model's, with --segmented."
     rules = rules_of(read_manifest(root))
     if not rules:
-        raise UserError(f"There is no {MANIFEST} next to {data} with its text preparation. {remedy}")
+        raise UserError(
+            f"There is no {MANIFEST} next to {data} with its text preparation. {remedy}"
+        )
     if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
         verb = "translate" if rules.get("kind") == TRANSLATION else "complete"
         hint = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
@@ -48,7 +50,9 @@ def codec_of(data: Path, kind: str) -> Any:
             raise UserError(f"{root}/bpe/{CODES} is missing, but it segmented the text. {remedy}")
         pair: tuple[Any, Any] = (WordCodec(), WordCodec())
         if rules.get("encoder") == SENTENCEPIECE:
-            names = pieces.names((rules["source"], rules["target"]), f"model/{pieces.MODEL}" in files)
+            names = pieces.names(
+                (rules["source"], rules["target"]), f"model/{pieces.MODEL}" in files
+            )
             pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
         elif codes:
             merges = MergeCodec(load_codes(codes))

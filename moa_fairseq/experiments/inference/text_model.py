@@ -33,7 +33,9 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
     """The run, its text, and how it is read."""
     text = "run folder, exported model, or checkpoint with --data"
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help=text)
-    parser.add_argument("file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)")
+    parser.add_argument(
+        "file", type=Path, nargs="?", metavar="FILE", help=f"{kind} (standard input)"
+    )
     text = "exported model by name instead of RUN, in $MOA_FAIRSEQ_MODELS or ~/.cache/moa_fairseq/models"
     parser.add_argument("--model", metavar="NAME", help=text)
     parser.add_argument("--output", type=Path, metavar="FILE", help="output file (standard output)")
@@ -42,9 +44,13 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
     """How a run's text is read, and where."""
-    parser.add_argument("--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)")
     parser.add_argument(
-        "--segmented", action="store_true", help="the text is already tokenised and segmented for fairseq"
+        "--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)"
+    )
+    parser.add_argument(
+        "--segmented",
+        action="store_true",
+        help="the text is already tokenised and segmented for fairseq",
     )
     parser.add_argument("--cpu", action="store_true", help="do not use a GPU")
 
@@ -105,7 +111,9 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     data = saved if saved and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
-        problem = f"{missing} is not a folder" if missing else f"{args.run_dir} has no record of its data"
+        problem = (
+            f"{missing} is not a folder" if missing else f"{args.run_dir} has no record of its data"
+        )
         raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
     warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
     data = saved or data.resolve()
@@ -123,14 +131,17 @@ def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
         reason = "is a folder" if args.file.is_dir() else "does not exist"
         raise UserError(f"{args.file} {reason}. Give a text file, or none for standard input.")
     if args.file is None and sys.stdin is None:  # `<&-`
-        raise UserError("Standard input is closed. Give a text FILE, or redirect a file with `< FILE`.")
+        raise UserError(
+            "Standard input is closed. Give a text FILE, or redirect a file with `< FILE`."
+        )
     typed = args.file is None and sys.stdin.isatty()
     # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
     # nor does a byte that is no UTF-8: its line alone is left out
     text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
     source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
     with source as stream:
-        if args.file is None and isinstance(stream, io.TextIOWrapper):  # whose setting may let odd bytes in
+        # Whose setting may let odd bytes in
+        if args.file is None and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(**text)
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
         yield from chunks(numbered, 1 if typed else BATCH)
@@ -161,7 +172,10 @@ def status_of(left_out: int) -> int:
 
 
 def hypotheses(
-    model: TextModel, batch: list[tuple[int, str]], settings: dict[str, Any], room: int | None = None
+    model: TextModel,
+    batch: list[tuple[int, str]],
+    settings: dict[str, Any],
+    room: int | None = None,
 ) -> Iterator[tuple[torch.Tensor | None, list[dict[str, Any]]]]:
     """What a model answers to a batch of lines.
 

@@ -40,7 +40,11 @@ _LOSS = (
     "aux_loss_reduce",
     "aux_loss_scale",
 )
-_SEARCH = {"max_len_b": 200, "min_len": 1}  # fairseq-generate's flags that generate has, and its defaults
+# Fairseq-generate's flags that generate has, and its defaults
+_SEARCH = {
+    "max_len_b": 200,
+    "min_len": 1,
+}
 _LEFT_OUT = {"skip_invalid_size_inputs_valid_test"}  # … and one that changes no answer
 _SEGMENTATIONS = {
     MergeCodec: "merges",
@@ -81,7 +85,9 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
                 )
             generation[name] = value
     overrides = {"data": str(text)}
-    models, config, task = checkpoint_utils.load_model_ensemble_and_task([str(checkpoint)], overrides)
+    models, config, task = checkpoint_utils.load_model_ensemble_and_task(
+        [str(checkpoint)], overrides
+    )
     dictionaries = task.source_dictionary, task.target_dictionary
     codec = _codec_of(text, recipe.kind)
     if codec is not None:
@@ -157,7 +163,9 @@ def usage(name: str, kind: str) -> list[str]:
     ]
 
 
-def write_model(folder: Path, model: Any, dictionary: Any, criterion: Any, generation: dict[str, Any]) -> int:
+def write_model(
+    folder: Path, model: Any, dictionary: Any, criterion: Any, generation: dict[str, Any]
+) -> int:
     """Write config.json, model.safetensors and, of models that generate, generation_config.json.
 
     Args:

@@ -37,7 +37,15 @@ from moa_fairseq.plugin.forward_context import collect_routings
 log = logging.getLogger(__name__)
 # Flags of fairseq-generate that change what is found, and that fairseq's interface in Python takes
 _OF_THE_SEARCH = {
-    *("max_len_a", "max_len_b", "min_len", "match_source_len", "unnormalized", "no_early_stop", "unkpen"),
+    *(
+        "max_len_a",
+        "max_len_b",
+        "min_len",
+        "match_source_len",
+        "unnormalized",
+        "no_early_stop",
+        "unkpen",
+    ),
     *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
     *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
 }
@@ -52,11 +60,19 @@ ANY_ORDER = True  # FILE may be after the flags
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq translate`."""
     text_model.add_arguments(parser, "text file with one sentence per line")
-    parser.add_argument("--beam", type=int, metavar="N", help="beam size (default: the recipe's, else 5)")
-    parser.add_argument("--lenpen", type=float, metavar="X", help="length penalty (the recipe's, else 1)")
-    parser.add_argument("--n-best", type=int, default=1, metavar="N", help="translations per sentence (1)")
     parser.add_argument(
-        "--show-experts", action="store_true", help="show the experts of each token below each translation"
+        "--beam", type=int, metavar="N", help="beam size (default: the recipe's, else 5)"
+    )
+    parser.add_argument(
+        "--lenpen", type=float, metavar="X", help="length penalty (the recipe's, else 1)"
+    )
+    parser.add_argument(
+        "--n-best", type=int, default=1, metavar="N", help="translations per sentence (1)"
+    )
+    parser.add_argument(
+        "--show-experts",
+        action="store_true",
+        help="show the experts of each token below each translation",
     )
     parser.add_argument(
         "--layer", type=int, metavar="N", help="layer of --show-experts, from 1 (default: the last)"
@@ -86,7 +102,9 @@ def run(args: argparse.Namespace) -> int:
                     print("\n" * args.n_best, end="", file=stream)
                 elif args.show_experts and symbols is not None:
                     coloured = stream.isatty() and "NO_COLOR" not in os.environ
-                    for line in _experts(model, symbols, translations[0]["tokens"], args.layer, coloured):
+                    for line in _experts(
+                        model, symbols, translations[0]["tokens"], args.layer, coloured
+                    ):
                         print(line, file=stream)
             stream.flush()
     return status_of(left_out)
@@ -118,7 +136,9 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
             elif name in _NOT_HERE:
                 ignored.append(name)
         if ignored:
-            log.warning("generate.flags of %s: translate ignores %s", recipe, ", ".join(sorted(ignored)))
+            log.warning(
+                "generate.flags of %s: translate ignores %s", recipe, ", ".join(sorted(ignored))
+            )
     flags = {"beam": args.beam, "lenpen": args.lenpen}
     settings.update({key: value for key, value in flags.items() if value is not None})
     for key, least in (("beam", 1), ("lenpen", -math.inf)):

@@ -55,10 +55,20 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq zero-shot`."""
     add = parser.add_argument
     add("run_dir", type=Path, metavar="RUN", help="run folder, or checkpoint with --data")
-    add("--tasks", required=True, metavar="NAMES", help="lm_eval's tasks or groups, separated by commas")
+    add(
+        "--tasks",
+        required=True,
+        metavar="NAMES",
+        help="lm_eval's tasks or groups, separated by commas",
+    )
     tasks_help = "folder with your own task files (YAML); `!function` in them runs code"
     add("--include-path", type=Path, metavar="DIR", help=tasks_help)
-    add("--limit", type=int, metavar="N", help="number of documents per task, for a trial (default: all)")
+    add(
+        "--limit",
+        type=int,
+        metavar="N",
+        help="number of documents per task, for a trial (default: all)",
+    )
     add("--max-tokens", type=int, default=4096, metavar="N", help="symbols per batch (4096)")
     add("--output", type=Path, metavar="FILE.json", help=f"output file (RUN/{OUTPUT})")
     text_model.add_reading(parser)
@@ -86,8 +96,12 @@ def run(args: argparse.Namespace) -> int:
     harness = HarnessModel(model, args.max_tokens)
     maker = provenance()  # whose answers are not gone on with by another commit
     # lm_eval unpickles the answers that it keeps, so they never lie in a folder that is given away.
-    request = f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
-    answered = private_folder(user_cache() / "zero-shot") / hashlib.sha256(request.encode()).hexdigest()
+    request = (
+        f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
+    )
+    answered = (
+        private_folder(user_cache() / "zero-shot") / hashlib.sha256(request.encode()).hexdigest()
+    )
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
         results = simple_evaluate(
@@ -143,7 +157,9 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     from lm_eval.tasks import TaskManager
 
     if include_path is not None and not include_path.is_dir():
-        raise UserError(f"--include-path {include_path} is not a folder. Give the folder of the task files.")
+        raise UserError(
+            f"--include-path {include_path} is not a folder. Give the folder of the task files."
+        )
     if not names:
         raise UserError("--tasks is empty. Give names separated by commas, such as blimp,cbt.")
     folders = [str(folder) for folder in (TASKS, include_path) if folder is not None]
@@ -173,7 +189,9 @@ def _of_task(name: str, results: dict[str, Any], harness: Any) -> dict[str, Any]
     for sample in {sample["doc_id"]: sample for sample in results["samples"][name]}.values():
         requests += map(tuple, sample["arguments"])
     sizes = results["n-samples"][name]
-    task.update(shots=results["n-shot"].get(name), documents=sizes["effective"], of=sizes["original"])
+    task.update(
+        shots=results["n-shot"].get(name), documents=sizes["effective"], of=sizes["original"]
+    )
     task["text"] = harness.text_facts(requests)
     return task
 
@@ -195,7 +213,11 @@ def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
 
 def _shown(record: dict[str, Any]) -> str:
     """The tasks as a table; warnings name those whose answers have unknown words, or were cut."""
-    columns = [Column("task", "Task", once=True), Column("metric", "Metric"), Column("value", "Value", ">")]
+    columns = [
+        Column("task", "Task", once=True),
+        Column("metric", "Metric"),
+        Column("value", "Value", ">"),
+    ]
     columns += [Column("error", "±", ">"), Column("documents", "Documents", ">")]
     columns += [Column("unknown", "unknown", ">")]
     lines = []
@@ -212,7 +234,9 @@ def _shown(record: dict[str, Any]) -> str:
                     "value": f"{value:.4f}",
                     "error": "" if error is None else f"{error:.4f}",
                     "documents": "" if text is None else f"{task['documents']:,}",
-                    "unknown": "" if text is None else f"{text['unknown'] / max(1, text['symbols']):.2%}",
+                    "unknown": ""
+                    if text is None
+                    else f"{text['unknown'] / max(1, text['symbols']):.2%}",
                 }
             )
         if text and text["unknown_targets"]:
@@ -227,4 +251,7 @@ def _shown(record: dict[str, Any]) -> str:
             )
     limit = f"limit {record['limit']} (for a trial only), " if record["limit"] else ""
     model = f"lm_eval {record['lm_eval']}, {limit}{record['tokens_per_sample']} symbols a chunk, "
-    return page([Table(columns, lines), f"{model}{record['carried_chunks']} carried chunks."], markdown=False)
+    return page(
+        [Table(columns, lines), f"{model}{record['carried_chunks']} carried chunks."],
+        markdown=False,
+    )

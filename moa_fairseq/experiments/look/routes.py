@@ -127,10 +127,13 @@ class Routers:
         for module in weights:
             names = [name for name in routings_by_name if name in (module, f"{module}.keys")]
             self.all += [
-                self._router(name, module, routings_by_name[name], weights[module]) for name in names
+                self._router(name, module, routings_by_name[name], weights[module])
+                for name in names
             ]
             if not names:
-                self.all.append(Router(module, module, self._side(module, False), self._memory(module)))
+                self.all.append(
+                    Router(module, module, self._side(module, False), self._memory(module))
+                )
         for name, routing in routings:
             if name.removesuffix(".keys") not in weights:
                 self.all.append(Router(name, name, self._side(name, False), None, routing))

@@ -119,13 +119,16 @@ def _bytes(codec: ByteCodec, symbols: Symbols) -> list[tuple[str, bool]]:
 
 def _pieces(symbols: Symbols) -> list[tuple[str, bool]]:
     return [
-        (symbol.removeprefix(BEGINS) or BEGINS, not symbol.startswith((BEGINS, "<"))) for symbol in symbols
+        (symbol.removeprefix(BEGINS) or BEGINS, not symbol.startswith((BEGINS, "<")))
+        for symbol in symbols
     ]
 
 
 def _merges(symbols: Symbols) -> list[tuple[str, bool]]:
     joined = [False, *(symbol.endswith(CONTINUES) for symbol in symbols[:-1])]
-    return [(symbol.removesuffix(CONTINUES) or symbol, glued) for symbol, glued in zip(symbols, joined)]
+    return [
+        (symbol.removesuffix(CONTINUES) or symbol, glued) for symbol, glued in zip(symbols, joined)
+    ]
 
 
 def sentences(
@@ -166,13 +169,16 @@ def sentences(
         budget.spend(sentence)
         if budget.is_spent:
             log.warning(
-                "the page has its largest size: sentences from %d on are left out", sentence["number"]
+                "the page has its largest size: sentences from %d on are left out",
+                sentence["number"],
             )
             return
         yield sentence
 
 
-def _pairs(model: TextModel, sources: Sources, settings: dict[str, Any]) -> Iterator[tuple[Any, ...]]:
+def _pairs(
+    model: TextModel, sources: Sources, settings: dict[str, Any]
+) -> Iterator[tuple[Any, ...]]:
     """(number, source symbols [S], hypotheses, reference symbols or None)."""
     if sources.file is not None:
         numbered = lines_of(argparse.Namespace(file=sources.file))
@@ -226,7 +232,9 @@ def _running(model: TextModel, tokens: Tensor) -> str:
     return join_subwords(text, subword_kind([text])) if isinstance(model.codec, WordCodec) else text
 
 
-def _causal(model: TextModel, sources: Sources, routers: Routers, budget: Budget) -> Iterator[dict[str, Any]]:
+def _causal(
+    model: TextModel, sources: Sources, routers: Routers, budget: Budget
+) -> Iterator[dict[str, Any]]:
     dictionary = model.tgt_dict
     samples = _lines(model, sources, model.encode) if sources.file else _chunks(model, sources)
     for numbers, tokens, net_input, target in samples:
@@ -249,7 +257,9 @@ def _causal(model: TextModel, sources: Sources, routers: Routers, budget: Budget
             }
 
 
-def _masked(model: TextModel, sources: Sources, routers: Routers, budget: Budget) -> Iterator[dict[str, Any]]:
+def _masked(
+    model: TextModel, sources: Sources, routers: Routers, budget: Budget
+) -> Iterator[dict[str, Any]]:
     """The experts of the whole text; a token's surprise where the model has to guess it and every seventh."""
     dictionary = model.src_dict
     if sources.file:
@@ -299,7 +309,10 @@ def _lines(
             symbols = encode(line)
             if not line.strip() or len(symbols) > limit:
                 log.warning(
-                    "line %d is skipped: it has %d symbols of at most %d", number, len(symbols), limit
+                    "line %d is skipped: it has %d symbols of at most %d",
+                    number,
+                    len(symbols),
+                    limit,
                 )
             else:
                 yield [number], symbols[None], {}, None
@@ -328,7 +341,9 @@ def _read(
     size = net_input["src_tokens"].size(0)
 
     def routes(row: int, source: Any, target: Any) -> list[Any] | None:
-        return routers.routes(weights, routings, row, size, {"source": source, "target": target}, budget)
+        return routers.routes(
+            weights, routings, row, size, {"source": source, "target": target}, budget
+        )
 
     return _surprise(model, output, target), routes
 
@@ -339,7 +354,9 @@ def _surprise(model: TextModel, output: Any, target: Tensor) -> Tensor:
     probs = model.models[0].get_normalized_probs(output, log_probs=True).float().cpu()
     pad = model.tgt_dict.pad()
     places = target.cpu().unsqueeze(-1)
-    return -probs.gather(-1, places).squeeze(-1).masked_fill(target.cpu().eq(pad), 0.0) / math.log(2)
+    return -probs.gather(-1, places).squeeze(-1).masked_fill(target.cpu().eq(pad), 0.0) / math.log(
+        2
+    )
 
 
 def _rounded(bits: Tensor) -> list[float]:

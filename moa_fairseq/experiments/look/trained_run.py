@@ -15,7 +15,12 @@ from typing import Any
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.expert_load import summary
-from moa_fairseq.experiments.analysis.expert_tokens import TokenCounter, count_pass, is_uniform, segmenter
+from moa_fairseq.experiments.analysis.expert_tokens import (
+    TokenCounter,
+    count_pass,
+    is_uniform,
+    segmenter,
+)
 from moa_fairseq.experiments.analysis.learning_curve import Point, read_learning_curve
 from moa_fairseq.experiments.analysis.routed_model import forward_passes, router_uses
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING, TRANSLATION
@@ -40,7 +45,12 @@ from moa_fairseq.experiments.recipes.checkpoints import (
 )
 from moa_fairseq.experiments.recipes.loading import read_mapping
 from moa_fairseq.experiments.recipes.train_log import read_records
-from moa_fairseq.experiments.scoring.compare import SCORES, default_results, lines_of, load_comparison
+from moa_fairseq.experiments.scoring.compare import (
+    SCORES,
+    default_results,
+    lines_of,
+    load_comparison,
+)
 from moa_fairseq.experiments.scoring.complexity import as_json, count
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
@@ -103,7 +113,9 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
     else:
         model = _load(folder, checkpoint, args)
         if checkpoint.name == LAST:
-            notes.append(f"The training is not finished: this is {LAST}, the state at its last save.")
+            notes.append(
+                f"The training is not finished: this is {LAST}, the state at its last save."
+            )
         _examine_model(folder, model, args, runs, examination)
     facts["result"] = result(folder, model, recipe, notes)
     return examination
@@ -129,10 +141,13 @@ def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel
     kind = kind_of_model(model)
     if kind != "masked" and text is not None:
         try:
-            model.codec = codec_of(text, TRANSLATION if kind == "translation" else LANGUAGE_MODELING)
+            model.codec = codec_of(
+                text, TRANSLATION if kind == "translation" else LANGUAGE_MODELING
+            )
         except UserError as error:  # data of another origin
             log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
-    if data is not None:  # the text that the model was loaded with may be the run's copy, without the sets
+    # The text that the model was loaded with may be the run's copy, without the sets
+    if data is not None:
         settings_of(model).data = str(data)
     return model
 
@@ -157,20 +172,26 @@ def _examine_model(
     if not examination.sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
     notes += _cuts(budget, args.sentences if not args.input else budget.count)
-    facts.update({"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"})
+    facts.update(
+        {"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"}
+    )
     facts["routers"] = [router.as_json(model.models[0]) for router in routers.all]
     if any(router["experts"] for router in facts["routers"]):
         if "valid" in subsets:
             add_loads(facts["routers"], model, data, args.cpu)
         else:
-            notes.append("The data has no validation set here, so loads and typical tokens are missing.")
+            notes.append(
+                "The data has no validation set here, so loads and typical tokens are missing."
+            )
 
 
 def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
     """What the page leaves out for its size."""
     notes = []
     if budget.is_spent:
-        notes.append(f"Only {budget.count - 1:,} of {sentences_in_all:,} sentences fit on a page of 20 MB.")
+        notes.append(
+            f"Only {budget.count - 1:,} of {sentences_in_all:,} sentences fit on a page of 20 MB."
+        )
     if budget.with_experts < budget.count:
         notes.append(
             f"A page has at most 20 MB: the first {budget.with_experts:,} sentences have experts, "
@@ -209,7 +230,10 @@ def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: 
             router["token_entropy"] = use.total_entropy / use.instances
             if not is_uniform(network, use.name) and counters[use.name].attributions:
                 router["typical"] = [
-                    [[token["token"], round(token["pmi"], 2), round(token["count"])] for token in tokens]
+                    [
+                        [token["token"], round(token["pmi"], 2), round(token["count"])]
+                        for token in tokens
+                    ]
                     for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT)
                 ]
 
@@ -237,11 +261,17 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
 
 def _thinned(points: list[Point]) -> list[list[float | None]]:
     step = math.ceil(len(points) / POINTS) or 1
-    spread = [point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1]
-    return [[point.updates, point.value if math.isfinite(point.value) else None] for point in spread]
+    spread = [
+        point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1
+    ]
+    return [
+        [point.updates, point.value if math.isfinite(point.value) else None] for point in spread
+    ]
 
 
-def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]) -> dict[str, Any]:
+def result(
+    folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]
+) -> dict[str, Any]:
     """Scores, the paper's row, what differs from it, costs, and what origin the run.
 
     Args:
@@ -252,9 +282,14 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
     """
     parts: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
     facts = parts["facts"]
-    origin = combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
+    origin = (
+        combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
+    )
     if recipe:
-        facts += [["recipe", recipe.get("experiment")], ["architecture", recipe["model"].get("arch")]]
+        facts += [
+            ["recipe", recipe.get("experiment")],
+            ["architecture", recipe["model"].get("arch")],
+        ]
     run: dict[str, Any] = {}
     if (folder / "result.json").is_file():
         comparison = load_comparison(default_results(), [folder / "result.json"])
@@ -262,17 +297,23 @@ def result(folder: Path, model: TextModel | None, recipe: dict[str, Any], notes:
         run = next(iter([*comparison.other, *(run for _, row in rows for run in row.runs)]))
         for table, row in rows:
             where = f"{table.name}, Table {table.table}"
-            parts["paper"] += [{"where": where, **line} for cell in row.cells for line in lines_of(row, cell)]
+            parts["paper"] += [
+                {"where": where, **line} for cell in row.cells for line in lines_of(row, cell)
+            ]
         metrics = run["metrics"]
         names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
-        parts["scores"] = [[names[key], metrics[key]] for key in names if metrics.get(key) is not None]
+        parts["scores"] = [
+            [names[key], metrics[key]] for key in names if metrics.get(key) is not None
+        ]
         parts["differences"] = run.get("differences") or []
         origin = {
             **origin,
             **{key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)},
         }
     else:
-        notes.append("This run has no result.json yet, so there are no scores of the whole test set.")
+        notes.append(
+            "This run has no result.json yet, so there are no scores of the whole test set."
+        )
     if model is not None:
         cost = as_json(count(model.models[0], LENGTH, LENGTH))
         of_pair = f"MACs of {LENGTH} + {LENGTH} tokens"

@@ -20,7 +20,13 @@ import numpy
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import INPUT, subset_stems
 from moa_fairseq.experiments.recipes.hardware import Hardware
-from moa_fairseq.experiments.recipes.schema import CLASSIFICATION, MASKED_LM, TRANSLATION, Recipe, Train
+from moa_fairseq.experiments.recipes.schema import (
+    CLASSIFICATION,
+    MASKED_LM,
+    TRANSLATION,
+    Recipe,
+    Train,
+)
 from moa_fairseq.experiments.scoring.meta_model import quiet
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
@@ -93,7 +99,9 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     if requested is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
     floor = min(train.min_tokens or 1, train.max_tokens, requested)
-    steps = max(1, min(-(-requested // (devices * train.max_tokens)), requested // (devices * floor)))
+    steps = max(
+        1, min(-(-requested // (devices * train.max_tokens)), requested // (devices * floor))
+    )
     share = min(train.max_tokens, requested // (devices * steps))
     return BatchPlan(devices, steps, max(floor, share), requested)
 
@@ -115,7 +123,9 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     """
     if recipe.train.min_tokens is None:
         longest = _longest(recipe, data)
-        recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, min_tokens=longest))
+        recipe = dataclasses.replace(
+            recipe, train=dataclasses.replace(recipe.train, min_tokens=longest)
+        )
     train = recipe.train
     world = hardware.world
     if not train.min_tokens or not train.effective_batch_tokens:
@@ -149,11 +159,14 @@ def _longest(recipe: Recipe, data: Path | None) -> int | None:
     if data is None:
         size = known_size(recipe)
         return size.longest if size else None
-    positions = (int(flags.get(f"max-{side}-positions") or MAX_POSITIONS) for side in ("source", "target"))
+    positions = (
+        int(flags.get(f"max-{side}-positions") or MAX_POSITIONS) for side in ("source", "target")
+    )
     limit = min(recipe.train.max_tokens, *positions)
     class_token = flags.get("init-token") is not None  # before every sentence of a classifier
     pairs = [
-        numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token for split in ("train", "valid")
+        numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token
+        for split in ("train", "valid")
     ]
     return max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
 
@@ -235,7 +248,8 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     optimizer = optim.build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
     schedule.step_begin_epoch(1)
-    rate = schedule.step_update(max(0, updates - 1))  # the rate after update n is that of update n + 1
+    # The rate after update n is that of update n + 1
+    rate = schedule.step_update(max(0, updates - 1))
     peak = max(config.optimization.lr)
     (name, remedy) = SCHEDULES[args.lr_scheduler]
     minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
@@ -300,13 +314,17 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
     except OSError as error:  # it says why
-        raise UserError(f"--data {folder}: cannot read {dictionary.name} ({error.strerror}).") from error
+        raise UserError(
+            f"--data {folder}: cannot read {dictionary.name} ({error.strerror})."
+        ) from error
     batches = None
     total = int(target.sum())
     if language or recipe.kind == CLASSIFICATION:
         longer = numpy.maximum(source, target)
         if longer.max(initial=0) > max_tokens:
-            problem = f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
+            problem = (
+                f"train.max_tokens {max_tokens:,}: a training sentence has {longer.max():,} tokens"
+            )
             raise UserError(f"{problem}. Increase it, or remove long sentences from the data.")
         order = numpy.lexsort((target, source))
         cut = data_utils.batch_by_size(
@@ -323,7 +341,9 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
         fill = total / (batches * max_tokens)
     counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
     origin = f"measured in {folder}"
-    return CorpusSize(folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches)
+    return CorpusSize(
+        folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches
+    )
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:
@@ -347,7 +367,9 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
     sizes = []
     for stem in stems if languages else stems[:1]:
         if not stem.with_name(stem.name + ".idx").is_file():
-            raise UserError(f"{stem}.idx is missing, so fairseq-preprocess did not make this folder.")
+            raise UserError(
+                f"{stem}.idx is missing, so fairseq-preprocess did not make this folder."
+            )
         dataset = MMapIndexedDataset(str(stem))  # its memory map is closed with it: copy before
         sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
     return sizes[0], sizes[-1]

@@ -75,7 +75,9 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
             # an unavailable server) the checkpoint may be complete, and an older one must not replace it
             if error.errno not in (None, errno.EINVAL, errno.EIO):
                 raise
-        log.warning("%s is damaged (cut off, or changed on the disk): looking for an older one", path)
+        log.warning(
+            "%s is damaged (cut off, or changed on the disk): looking for an older one", path
+        )
     if candidates:
         raise UserError(
             f"All checkpoints in {folder} are damaged. Start over with --restart, which moves the run aside."
@@ -98,7 +100,8 @@ def complete_the_last(folder: Path) -> None:
     log.info("train: %s is damaged or missing; resuming from %s", LAST, newest.name)
     state = load_checkpoint(newest).get("extra_state") or {}
     better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
-    for name in [BEST] * (better and newest.name != BEST) + [LAST]:  # LAST at the end: it marks completion
+    # LAST at the end: it marks completion
+    for name in [BEST] * (better and newest.name != BEST) + [LAST]:
         copy_whole(shutil.copy, str(newest), str(folder / name))
 
 
@@ -160,7 +163,11 @@ def finetuned(recipe: Recipe) -> Recipe:
         checkpoint = pretrained_checkpoint(recipe.pretrained)
         flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
     if recipe.finetune == "ftg":
-        flags = {name: value for name, value in flags.items() if not name.startswith(("adam-", "warmup-"))}
+        flags = {
+            name: value
+            for name, value in flags.items()
+            if not name.startswith(("adam-", "warmup-"))
+        }
         flags.update({"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0)})
         flags.update({"lr-scheduler": "fixed", "weight-decay": 0.0})
     folder = prepared_data(Path(recipe.pretrained))
@@ -181,7 +188,9 @@ def finetuned(recipe: Recipe) -> Recipe:
         overrides = ast.literal_eval(raw_overrides or "{}")
         if generate and overrides.get("mae_evaluate_with") == RANDOM_EXPERT:
             seeded = repr(overrides | {"mae_evaluate_seed": recipe.train.seed})
-            generate = dataclasses.replace(generate, flags=generate.flags | {"model-overrides": seeded})
+            generate = dataclasses.replace(
+                generate, flags=generate.flags | {"model-overrides": seeded}
+            )
     train = dataclasses.replace(recipe.train, flags=flags)
     return dataclasses.replace(recipe, data=data, train=train, average=average, generate=generate)
 

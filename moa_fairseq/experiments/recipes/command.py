@@ -43,7 +43,12 @@ from moa_fairseq.experiments.recipes.hardware import (
     detect_hardware,
     find_world,
 )
-from moa_fairseq.experiments.recipes.loading import check_flags, find_recipe, load_recipe, row_overrides
+from moa_fairseq.experiments.recipes.loading import (
+    check_flags,
+    find_recipe,
+    load_recipe,
+    row_overrides,
+)
 from moa_fairseq.experiments.recipes.running import STAGES, run_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import Options
@@ -56,7 +61,9 @@ log = logging.getLogger(__name__)
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq recipe`."""
     add = parser.add_argument
-    add("config", type=Path, help="YAML file of the experiment, or the name of a recipe in configs/")
+    add(
+        "config", type=Path, help="YAML file of the experiment, or the name of a recipe in configs/"
+    )
     add("--stage", choices=[*STAGES, "all"], default="all", help="one stage only (default: all)")
     add("--dry-run", action="store_true", help="print the commands and do nothing")
     add(
@@ -72,7 +79,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         choices=sorted(DEVICES),
         help="type of GPU for --dry-run and --plan; it need not be in this machine",
     )
-    add("--nodes", type=int, metavar="N", help="number of machines that train together (default: 1)")
+    add(
+        "--nodes", type=int, metavar="N", help="number of machines that train together (default: 1)"
+    )
     add("--node-rank", type=int, metavar="R", help="this machine's number, from 0")
     add("--master", metavar="HOST[:PORT]", help="address of machine number 0 for the others")
     add(
@@ -163,7 +172,9 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
     try:
         seeds = dict.fromkeys(map(int, args.seeds.split(",")))
     except ValueError:  # of int
-        raise UserError(f"--seeds {args.seeds}: give whole numbers with commas, such as 1,2,3.") from None
+        raise UserError(
+            f"--seeds {args.seeds}: give whole numbers with commas, such as 1,2,3."
+        ) from None
     if args.plan or args.stage != "all":
         raise UserError("--seeds needs all stages: leave --plan and --stage out.")
     folder = args.save_dir or Path("runs") / experiment
@@ -192,7 +203,9 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
     if recipe.reproduces and not stands:
         log.warning(
-            "pretrained is %s, not the row's %s: the run reproduces no row", recipe.pretrained, row.pretrained
+            "pretrained is %s, not the row's %s: the run reproduces no row",
+            recipe.pretrained,
+            row.pretrained,
         )
     if recipe.finetune:
         recipe = finetuned(recipe)
@@ -223,7 +236,9 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         restart=args.restart,
         user_dir=plugin,
         record=record,
-        command_line=shlex.join(["moa-fairseq", *(word.removeprefix(cwd) for word in sys.argv[1:])]),
+        command_line=shlex.join(
+            ["moa-fairseq", *(word.removeprefix(cwd) for word in sys.argv[1:])]
+        ),
         preparation=_preparation(args, config, folder, plugin),
         published=row if stands else None,
         training=training,
@@ -236,7 +251,9 @@ def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
     """Raise UserError for conflicting arguments, or a folder that fairseq cannot use."""
     if ":" in str(folder):
         reason = "fairseq takes the ':' in a model's path for the end of the path"
-        raise UserError(f"fairseq cannot use --save-dir {folder}: {reason}. Rename or move the folder.")
+        raise UserError(
+            f"fairseq cannot use --save-dir {folder}: {reason}. Rename or move the folder."
+        )
     if args.json and not args.plan:
         raise UserError("--json needs --plan.")
     if args.device_name and not (args.dry_run or args.plan):
@@ -256,7 +273,10 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 def _results_of(config: Path) -> Path:
     """results/ next to configs/, or next to a recipe in another place."""
     folders = config.resolve().parents
-    return next((folder.parent for folder in folders if folder.name == "configs"), folders[0]) / "results"
+    return (
+        next((folder.parent for folder in folders if folder.name == "configs"), folders[0])
+        / "results"
+    )
 
 
 def _print_plan(
@@ -267,7 +287,9 @@ def _print_plan(
 
     machines = [hardware]
     if not hardware.gpus and args.gpus is None:
-        machines = [assumed_hardware(name, n) for name, device in DEVICES.items() for n in device.counts]
+        machines = [
+            assumed_hardware(name, n) for name, device in DEVICES.items() for n in device.counts
+        ]
     if data and not is_binarised(data):
         data = None
     report = planner.plan(recipe, data, machines, results)
@@ -310,5 +332,7 @@ def _check_plugin(user_dir: Path) -> None:
         reason = "it does not import this package"
         if result.returncode:
             reason = result.stderr.splitlines()[-1]
-        problem = f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {reason}"
+        problem = (
+            f"--user-dir {user_dir} cannot replace this package in fairseq's commands: {reason}"
+        )
         raise UserError(f"{problem}. Write `import moa_fairseq` at the top of its __init__.py.")

@@ -23,7 +23,9 @@ _BEST = "--set average=null evaluates the best checkpoint"
 Problems = Iterator[tuple[str, str]]  # (key, problem)
 
 
-def missing_checkpoints(recipe: Recipe, updates: int | None = None, per_epoch: int | None = None) -> Problems:
+def missing_checkpoints(
+    recipe: Recipe, updates: int | None = None, per_epoch: int | None = None
+) -> Problems:
     """Settings by which the training would leave less than the average or the evaluation needs.
 
     Args:
@@ -72,7 +74,9 @@ def _without_best(recipe: Recipe, updates: int | None) -> Problems:
             yield f"train.flags.{flag}", f"{problem}. {remedy}"
 
 
-def _too_few_epochs(recipe: Recipe, count: int, updates: int | None, per_epoch: int | None) -> Problems:
+def _too_few_epochs(
+    recipe: Recipe, count: int, updates: int | None, per_epoch: int | None
+) -> Problems:
     ends = [recipe.train.max_epoch] if recipe.train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)
@@ -82,7 +86,9 @@ def _too_few_epochs(recipe: Recipe, count: int, updates: int | None, per_epoch: 
         yield "train.flags.no-epoch-checkpoints", f"{problem}. Leave the flag out; {_BEST}."
     elif saved < count:
         size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if updates and per_epoch else ""
-        problem = f"the average needs {count} checkpoints, but the training would leave {saved}{size}"
+        problem = (
+            f"the average needs {count} checkpoints, but the training would leave {saved}{size}"
+        )
         fewer = f"--set average.epochs={saved} averages those; " if saved > 1 else ""
         yield "average.epochs", f"{problem}. Train longer; {fewer}{_BEST}."
 
@@ -123,13 +129,17 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         with contextlib.suppress(UserError):
             size = measured_size(recipe, data, batch.max_tokens)
     updates = planned_updates(recipe.train, batch, size)
-    for key, problem in missing_checkpoints(recipe, updates, size.updates_per_epoch(batch) if size else None):
+    for key, problem in missing_checkpoints(
+        recipe, updates, size.updates_per_epoch(batch) if size else None
+    ):
         raise UserError(f"{key}: {problem}")
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
         if missing := [name for name in recipe.score.subsets if name not in counted]:
             problem = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
-            raise UserError(f"score.headline: {problem}. Set masked_lm_ppl, or let the recipe make the data.")
+            raise UserError(
+                f"score.headline: {problem}. Set masked_lm_ppl, or let the recipe make the data."
+            )
 
 
 def check_files(recipe: Recipe, first_start: bool) -> None:

@@ -53,7 +53,9 @@ DEVICES = {
 
 # torch's names; a card that is not listed is unknown, even if its name is similar.
 _NAMES = {name: name for name in DEVICES}
-_NAMES |= dict.fromkeys(("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100")
+_NAMES |= dict.fromkeys(
+    ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"
+)
 _NAMES |= dict.fromkeys(("NVIDIA A100-SXM4-80GB", "NVIDIA A100 80GB PCIe"), "A100")
 _NAMES |= {"NVIDIA H100 80GB HBM3": "H100", "NVIDIA H200": "H200"}
 _NAMES |= {f"NVIDIA GeForce RTX {number}": f"RTX{number}" for number in (3090, 4090, 5090)}
@@ -239,7 +241,9 @@ def find_world(
     if nodes is None and node_rank is None and master is None:
         return _world_of_a_job(gpus, environment)
     if "TORCHELASTIC_RUN_ID" in environment:
-        raise UserError("torchrun sets --nodes, --node-rank and --master: leave them out under torchrun.")
+        raise UserError(
+            "torchrun sets --nodes, --node-rank and --master: leave them out under torchrun."
+        )
     nodes = nodes or 1
     node_rank = node_rank or 0
     local_size = max(1, gpus)
@@ -247,14 +251,20 @@ def find_world(
         numbers = f"the numbers of {nodes} machine(s) are 0 to {nodes - 1} (--nodes)"
         raise UserError(f"--node-rank {node_rank} is out of range: {numbers}.")
     if master is None and nodes > 1:
-        raise UserError("--nodes needs --master HOST[:PORT], the address of the machine with --node-rank 0.")
+        raise UserError(
+            "--nodes needs --master HOST[:PORT], the address of the machine with --node-rank 0."
+        )
     if local_size * nodes == 1:
         return None
     # A port must be the same on all machines, so it is never chosen at random.
-    address = re.fullmatch(r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1")
+    address = re.fullmatch(
+        r"(?:tcp://)?(\[[0-9a-fA-F:]+\]|[^\s:/]+)(?::(\d+))?", master or "127.0.0.1"
+    )
     port = int(address.group(2) or DEFAULT_PORT) if address else 0
     if not address or not 0 < port < 65536:
-        raise UserError(f"--master {master}: give HOST or HOST:PORT, for example --master node01:29500.")
+        raise UserError(
+            f"--master {master}: give HOST or HOST:PORT, for example --master node01:29500."
+        )
     meeting = f"tcp://{address.group(1)}:{port}"
     return World(local_size * nodes, local_size * node_rank, local_size, meeting, spawn=gpus > 0)
 
@@ -302,9 +312,13 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
     if precision == "amp" and model is not None and _inputs_and_width(model)[0]:
         raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
     if precision in ("fp16", "bf16") and not hardware.gpus:
-        raise UserError(f"train.precision {precision} needs a GPU. Use fp32, amp or auto on the CPU.")
+        raise UserError(
+            f"train.precision {precision} needs a GPU. Use fp32, amp or auto on the CPU."
+        )
     if precision == "bf16" and capability < (8, 0):
-        raise UserError(f"train.precision bf16 needs Ampere or newer, not {hardware.name}. Use fp16.")
+        raise UserError(
+            f"train.precision bf16 needs Ampere or newer, not {hardware.name}. Use fp16."
+        )
     return precision
 
 
@@ -312,7 +326,9 @@ def _inputs_and_width(model: Model) -> tuple[bool, int]:
     """Whether an architecture has adaptive inputs, and its model dimension."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
-    args = argparse.Namespace(**{name.replace("-", "_"): value for name, value in model.flags.items()})
+    args = argparse.Namespace(
+        **{name.replace("-", "_"): value for name, value in model.flags.items()}
+    )
     ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
     widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
     return getattr(args, "adaptive_input", False), max(widths)
@@ -337,7 +353,9 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
         if flags.get(name) and precision != name[-4:]:
             has = f"this run has {precision} on {hardware.describe()}. Change one of them"
             raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}, but {has}.")
-    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec("fairscale") is None:
+    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec(
+        "fairscale"
+    ) is None:
         flag = "zero-sharding os" if sharded else f"ddp-backend {backend}"
         raise UserError(
             f"train.flags.{flag} needs the package fairscale. Run pip install fairscale, or save memory with "
@@ -350,7 +368,9 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
         remedy = "Add --set train.precision=fp16, or use --set train.flags.zero-sharding=os"
         raise UserError(f"fairseq's fully_sharded supports fp32 and fp16 only. {remedy}.")
     if hardware.world and not hardware.gpus and backend not in (None, "legacy_ddp", "no_c10d"):
-        raise UserError(f"train.flags.ddp-backend {backend} works on GPUs only. Leave it out on the CPU.")
+        raise UserError(
+            f"train.flags.ddp-backend {backend} works on GPUs only. Leave it out on the CPU."
+        )
 
 
 def _cpu(cores: str) -> Hardware:

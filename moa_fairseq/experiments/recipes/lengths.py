@@ -26,7 +26,9 @@ JOINED = "@@ "  # the only value of --post-process that fairseq-eval-lm supports
 BREAK_MODE = "sample-break-mode"
 
 
-def check_blocks(recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace) -> None:
+def check_blocks(
+    recipe: Recipe, training: argparse.Namespace, evaluation: argparse.Namespace
+) -> None:
     """Check the blocks that fairseq-eval-lm would cut a language model's text into.
 
     Args:
@@ -78,7 +80,8 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
     Raises:
         UserError: with the sentence, and the settings that can still be changed after the training.
     """
-    start = int(recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None)  # <s>
+    begins_with_s = recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None
+    start = int(begins_with_s)
     for split, limits, remedy in _limits(recipe, training):
         for lines, limit in zip(sentence_sizes(recipe, data, split), limits):
             sizes = lines + start
@@ -91,7 +94,9 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
                 )
 
 
-def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str, tuple[int, int], str]]:
+def _limits(
+    recipe: Recipe, training: argparse.Namespace
+) -> Iterator[tuple[str, tuple[int, int], str]]:
     """(subset, limits of its source and target sentences in tokens, how to raise the limits)."""
     subsets = [] if recipe.generate and recipe.generate.flags.get(SKIP) else list(recipe.subsets)
     if not recipe.training_flags.get(SKIP):
@@ -107,11 +112,16 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
             names = ["max_positions"] * 2
         source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
         words = [name.replace("_", "-") for name in dict.fromkeys(names)]
-        flags = [f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}" for name in words]
+        flags = [
+            f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}"
+            for name in words
+        ]
         if getattr(training, "truncate_source", False):
             source = LARGEST
         set_hint = f"set {' and '.join(flags)} before the training"
-        skip_hint = f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
+        skip_hint = (
+            f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
+        )
         for subset in dict.fromkeys(subsets):
             leave_out = ""
             if recipe.generate and subset in recipe.subsets:
@@ -122,10 +132,15 @@ def _limits(recipe: Recipe, training: argparse.Namespace) -> Iterator[tuple[str,
     for subset in dict.fromkeys(subsets):
         section = "train"
         flags_of_mode = recipe.training_flags
-        if subset in recipe.subsets and recipe.score:  # a masked LM's text is cut as in training by default
+        # A masked LM's text is cut as in training by default
+        if subset in recipe.subsets and recipe.score:
             section = "score"
             flags_of_mode = flags_of_mode | recipe.score.flags
             if recipe.kind != MASKED_LM:
                 flags_of_mode = recipe.score.flags
         if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
-            yield subset, (block, block), f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"
+            yield (
+                subset,
+                (block, block),
+                f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit",
+            )

@@ -37,8 +37,16 @@ _OTHER_FOLDERS = (
     "parts",
     "studies",
 )  # of configs/: parts of several recipes; studies
-MOST_LAYERS = 64  # files of one recipe: a base that is listed twice at every step would be read 2^n times
-_IN_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "text", list: "a list"}
+MOST_LAYERS = (
+    64  # files of one recipe: a base that is listed twice at every step would be read 2^n times
+)
+_IN_WORDS = {
+    int: "a whole number",
+    float: "a number",
+    bool: "true or false",
+    str: "text",
+    list: "a list",
+}
 
 
 def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
@@ -61,7 +69,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     for text in overrides:
         key, equals, _ = text.partition("=")
         if not equals or not all(key.strip().split(".")):
-            raise UserError(f"--set {text}: give section.key=value, for example --set train.max_epoch=5.")
+            raise UserError(
+                f"--set {text}: give section.key=value, for example --set train.max_epoch=5."
+            )
     explicit = _parse_overrides(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, explicit], file)
@@ -73,9 +83,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     ):  # the row with the most values wins
         cell = ["reproduces.value=null", *row_values[name]]
         variant = _built(
-            Recipe, [*layers, explicit, _parse_overrides([*cell, f"reproduces.row={json.dumps(name)}"])], file
+            Recipe,
+            [*layers, explicit, _parse_overrides([*cell, f"reproduces.row={json.dumps(name)}"])],
+            file,
         )
-        if dataclasses.replace(variant, reproduces=None) == dataclasses.replace(recipe, reproduces=None):
+        if dataclasses.replace(variant, reproduces=None) == dataclasses.replace(
+            recipe, reproduces=None
+        ):
             recipe = variant
     if "recipe" in (explicit.get("data") or ()):
         recipe.summary += f", on other data ({recipe.data.recipe})"
@@ -90,7 +104,9 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
     """`section.key=value` strings as a mapping of a recipe file."""
     try:
-        mapping: Any = OmegaConf.to_container(OmegaConf.from_dotlist(list(overrides)), resolve=False)
+        mapping: Any = OmegaConf.to_container(
+            OmegaConf.from_dotlist(list(overrides)), resolve=False
+        )
     except _NOT_YAML as error:
         raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
     return dict(mapping)
@@ -134,7 +150,9 @@ def _layers(
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
         base = find_recipe(Path(name), path.parent)
         if not base.is_file():
-            fail(str(path), "base", f"{base.resolve()} is not a file, nor {name!r} a shipped recipe.")
+            fail(
+                str(path), "base", f"{base.resolve()} is not a file, nor {name!r} a shipped recipe."
+            )
         if base.resolve() in (path.resolve(), *above):
             fail(str(path), "base", f"{base} is built on this file itself.")
         if len(above) + len(layers) >= MOST_LAYERS:
@@ -195,7 +213,11 @@ def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
         UserError: for unknown, missing or ill-typed keys.
     """
     if not isinstance(mapping, dict):
-        fail(file, prefix or "the file", f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.")
+        fail(
+            file,
+            prefix or "the file",
+            f"must be a mapping of keys to values, not {reprlib.repr(mapping)}.",
+        )
     return _built(cls, [mapping], file, f"{prefix}." if prefix else "")
 
 
@@ -223,7 +245,8 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
         kind = None
         if error.full_key:
             kind = typing.get_type_hints(holder).get(str(error.key))
-        parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)  # of an Optional
+        # Of an Optional
+        parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)
         kinds = [typing.get_origin(part) or part for part in parts]
         type_in_words = next((_IN_WORDS[part] for part in kinds if part in _IN_WORDS), "")
         expectation = f"must be {type_in_words}. " if type_in_words else ""
@@ -262,12 +285,19 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     """
     refusal = "fairseq does not accept the recipe's flags"
     task_flags = recipe.task_flags
-    line = task_flags | recipe.model.as_flags() | {"criterion": recipe.train.criterion} | recipe.train.flags
+    line = (
+        task_flags
+        | recipe.model.as_flags()
+        | {"criterion": recipe.train.criterion}
+        | recipe.train.flags
+    )
     training = options.get_training_parser()
     evaluation = options.get_generation_parser()
     if recipe.kind == CAUSAL_LM:
         evaluation = options.get_eval_lm_parser()
-    args = parse_training_flags(["DATA", *flags(line | {"tensorboard-logdir": None})], refusal, training)
+    args = parse_training_flags(
+        ["DATA", *flags(line | {"tensorboard-logdir": None})], refusal, training
+    )
     # which adds the task's flags to the parser
     parse_training_flags(["DATA", "--path", "MODEL", *flags(task_flags)], refusal, evaluation)
     programs = {"data": options.get_preprocessing_parser(), "model": training, "train": training}
@@ -278,17 +308,25 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     for section, program in programs.items():
         actions = program._option_string_actions
         values = getattr(recipe, section)
-        for name in (name for name, value in values.flags.items() if value is not None) if values else ():
+        for name in (
+            (name for name, value in values.flags.items() if value is not None) if values else ()
+        ):
             if f"--{name}" not in actions:
                 near = near_or_all(name, [word[2:] for word in actions if word.startswith("--")])
-                raise UserError(f"{section}.flags.{name}: the section's program has no such flag{near}.")
+                raise UserError(
+                    f"{section}.flags.{name}: the section's program has no such flag{near}."
+                )
             if problem := reserved(section, actions[f"--{name}"].dest):  # for a flag with two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
     if recipe.kind == CAUSAL_LM and recipe.score:
         words = flags(task_flags | recipe.score.flags)
         parser = options.get_eval_lm_parser()
-        check_blocks(recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser))
-    per_token, experts = (getattr(args, name, None) for name in ("experts_per_token", "num_experts"))
+        check_blocks(
+            recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser)
+        )
+    per_token, experts = (
+        getattr(args, name, None) for name in ("experts_per_token", "num_experts")
+    )
     if per_token and experts and per_token > experts:
         raise UserError(
             f"model.experts_per_token: K = {per_token} experts per token exceed E = {experts} "
@@ -313,7 +351,9 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
         UserError: for a file that is missing or damaged, or is not a mapping.
     """
     try:
-        mapping = read_yaml(path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study.")
+        mapping = read_yaml(
+            path, "docs/recipe.yaml has every key of a recipe, docs/controls.md a study."
+        )
     except FileNotFoundError:
         near = {file.stem for file in path.parent.glob("*.yaml")}
         if kind == "recipe":  # recipes are found by name in any folder

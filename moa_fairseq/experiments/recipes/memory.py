@@ -32,7 +32,9 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
     weight = 2 if half else 4
     adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-    per_parameter = 2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
+    per_parameter = (
+        2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
+    )
     if flags.get("ddp-backend") == "fully_sharded":
         return -(-per_parameter // devices)
     sharded = 0

@@ -26,10 +26,21 @@ from moa_fairseq.experiments.recipes.batch import (
     planned_updates,
     training_set,
 )
-from moa_fairseq.experiments.recipes.hardware import DEVICES, Device, Hardware, device_kind, precision_name
+from moa_fairseq.experiments.recipes.hardware import (
+    DEVICES,
+    Device,
+    Hardware,
+    device_kind,
+    precision_name,
+)
 from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
 from moa_fairseq.experiments.recipes.schema import MASKED_LM, Recipe
-from moa_fairseq.experiments.recipes.speeds import nearest_speed, read_speeds, recorded_seconds, speed_origin
+from moa_fairseq.experiments.recipes.speeds import (
+    nearest_speed,
+    read_speeds,
+    recorded_seconds,
+    speed_origin,
+)
 from moa_fairseq.experiments.scoring.complexity import Cost, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.tables import Column, Table
@@ -88,7 +99,9 @@ class Workload(NamedTuple):
         }
         width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
         per_symbol = (
-            sum(BATCH_BYTES[part] * number for part, number in macs.items()) / width / max(self.lengths)
+            sum(BATCH_BYTES[part] * number for part, number in macs.items())
+            / width
+            / max(self.lengths)
         )
         return per_symbol * (2 if precision == "fp32" else 1)
 
@@ -112,11 +125,15 @@ def workload(recipe: Recipe, data: Path | None) -> Workload:
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2
     if not sample and size and size.sentences:
-        lengths = [max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens)]
+        lengths = [
+            max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens)
+        ]
     return Workload(model, count(model, *lengths), vocabulary, lengths, size)
 
 
-def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: Path) -> dict[str, Any]:
+def plan(
+    recipe: Recipe, data: Path | None, machines: list[Hardware], results: Path
+) -> dict[str, Any]:
     """The plan as plain data.
 
     Args:
@@ -156,7 +173,12 @@ def _plan_for(
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     device = DEVICES.get(kind)
     precision = precision_name(recipe.train.precision, machine, recipe.model)
-    entry: dict[str, Any] = {"device": kind, "count": requested, "precision": precision, "left_out": left_out}
+    entry: dict[str, Any] = {
+        "device": kind,
+        "count": requested,
+        "precision": precision,
+        "left_out": left_out,
+    }
     entry["batch"] = dataclasses.asdict(batch)
     entry["tokens_per_update"] = batch.effective
     entry.update(_memory(recipe, machine, work, precision, batch, device))
@@ -182,10 +204,17 @@ def _plan_for(
 
 
 def _memory(
-    recipe: Recipe, machine: Hardware, work: Workload, precision: str, batch: BatchPlan, device: Device | None
+    recipe: Recipe,
+    machine: Hardware,
+    work: Workload,
+    precision: str,
+    batch: BatchPlan,
+    device: Device | None,
 ) -> dict[str, Any]:
     """Bytes per device before the first batch and of a batch, whether they fit, and the largest batch."""
-    at_rest = work.cost.total_parameters * parameter_bytes(recipe.training_flags, precision, machine.devices)
+    at_rest = work.cost.total_parameters * parameter_bytes(
+        recipe.training_flags, precision, machine.devices
+    )
     at_rest += CUDA_BYTES if machine.gpus else 0
     per_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
     of_batch = round(per_token * batch.max_tokens)
@@ -193,7 +222,8 @@ def _memory(
     if device:
         usable = USABLE * device.memory
         memory.update(
-            fits=at_rest + of_batch <= usable, most_tokens=max(0, int((usable - at_rest) / per_token))
+            fits=at_rest + of_batch <= usable,
+            most_tokens=max(0, int((usable - at_rest) / per_token)),
         )
     return memory
 
@@ -240,7 +270,9 @@ def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str,
 
 def _sizes(cost: Cost) -> dict[str, Any]:
     """Parameters and MACs, without the parameters of embeddings, which may be shared or not."""
-    parameters = {part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")}
+    parameters = {
+        part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")
+    }
     return {"parameters": parameters, "macs": cost.macs}
 
 
@@ -269,9 +301,12 @@ def as_text(report: dict[str, Any]) -> str:
             "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
             "GB at rest": _gigabytes(entry["memory"]),
             "batch": f"{_gigabytes(entry['batch_memory'])}{'!' if entry['fits'] is False else ''}",
-            "fits": "?" if entry["most_tokens"] is None else f"{_two_digits(entry['most_tokens']):,}",
+            "fits": "?"
+            if entry["most_tokens"] is None
+            else f"{_two_digits(entry['most_tokens']):,}",
             "disk, GB": _gigabytes(entry["disk"]["total"]),
-            "hours": " to ".join(f"{hours:,g}" for hours in dict.fromkeys(entry.get("hours") or [])) or "?",
+            "hours": " to ".join(f"{hours:,g}" for hours in dict.fromkeys(entry.get("hours") or []))
+            or "?",
         }
         for entry in entries
     ]
@@ -292,7 +327,8 @@ def as_text(report: dict[str, Any]) -> str:
             *(f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()),
             "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
             "fits: about the largest train.max_tokens that does.",
-            *["! does not fit: lower train.max_tokens."] * any(entry["fits"] is False for entry in entries),
+            *["! does not fit: lower train.max_tokens."]
+            * any(entry["fits"] is False for entry in entries),
             f"A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
         ]
     )

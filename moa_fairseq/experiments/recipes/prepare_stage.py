@@ -30,7 +30,9 @@ EMBEDDED = ("embedded", "embedded_gpt2bpe")
 # The keys of the recipe's data section that affect a binarised folder; the others have no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
 # Every tenth package and the last, skipped packages, the total.
-_SHOWN = re.compile(r"\[ *(?:\d*0/|(\d+)/\1\])|.*(?:left out|unique pairs|warning|error)", re.IGNORECASE)
+_SHOWN = re.compile(
+    r"\[ *(?:\d*0/|(\d+)/\1\])|.*(?:left out|unique pairs|warning|error)", re.IGNORECASE
+)
 log = logging.getLogger(__name__)
 
 
@@ -106,7 +108,9 @@ def load_prepared_data(run: Run) -> Prepared:
     differences = [f"{key}: {change}" for key, change in changed.items()]
     differences += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if differences:
-        problem = f"The data of {folder} was prepared with other settings ({'; '.join(differences)})"
+        problem = (
+            f"The data of {folder} was prepared with other settings ({'; '.join(differences)})"
+        )
         raise UserError(f"{problem}. Run --stage prepare with the new settings first.")
     return Prepared(place, sentences, facts["fingerprint"])
 
@@ -116,7 +120,11 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
     options = run.options
     data = dataclasses.asdict(run.recipe.data)
     source = options.data
-    if source is None and run.folder.exists() and (before := prepare_facts(run.folder).get("source")):
+    if (
+        source is None
+        and run.folder.exists()
+        and (before := prepare_facts(run.folder).get("source"))
+    ):
         source = Path(before)
     corpus: list[str] = []
     made_here = options.data_root / "embedded_en_de"

@@ -59,7 +59,8 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
     kind = "generate" if recipe.generate else "score"
     train = as_of_today(records.get("train", {}))
     average = records.get("average", {})
-    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
+    # A damaged state.json
+    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
         evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
         scoring = {}
         if recipe.generate and recipe.score:
@@ -76,7 +77,9 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
                 interval = train["facts"].get(INTERVAL)
         finished = origin is not None and origin == train.get("fingerprint")
         inputs = train["inputs"] if finished else {}
-        return _settings(inputs, train.get("goal", {}), count, interval, evaluation["settings"], scoring)
+        return _settings(
+            inputs, train.get("goal", {}), count, interval, evaluation["settings"], scoring
+        )
     return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
@@ -88,7 +91,8 @@ def _settings(
     section: Any,
     scoring: Mapping[str, Any],
 ) -> dict[str, Any]:
-    flags = {key: value for key, value in scoring.items() if key != "also"}  # only an additional number
+    # Only an additional number
+    flags = {key: value for key, value in scoring.items() if key != "also"}
     finished: dict[str, Any] = {}
     if inputs:
         finished.update(model=inputs["model"], train=_without_free(inputs["train"]))
@@ -137,7 +141,9 @@ def data_differences(
     unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
     needed = [key for key in expected if key.rpartition(" of ")[2] not in unread]
     common = [key for key in needed if key in actual]
-    differ = changes({key: expected[key] for key in common}, {key: actual[key] for key in common}, "data.")
+    differ = changes(
+        {key: expected[key] for key in common}, {key: actual[key] for key in common}, "data."
+    )
     if claim:
         unknown = sorted(
             set(needed) - set(common), key=lambda key: (key != "recipe", "steps" not in key, key)
@@ -175,7 +181,9 @@ def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> dict[str, Any]:
     return facts
 
 
-def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]) -> dict[str, Any]:
+def _manifest_facts(
+    manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]
+) -> dict[str, Any]:
     """The properties that a manifest and the numbers of lines prove."""
     section = manifest.get("settings")
     if not isinstance(section, dict):
@@ -191,11 +199,13 @@ def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, 
             facts[key] = section[key]
     for split, number in lines.items():
         facts[f"lines of {split}"] = number
-    with contextlib.suppress(AttributeError, KeyError, TypeError):  # a damaged manifest proves nothing
+    # A damaged manifest proves nothing
+    with contextlib.suppress(AttributeError, KeyError, TypeError):
         for split, steps_of_split in manifest.get("steps", {}).items():
             facts[f"steps of {split}"] = steps_of_split
         for split, fact in manifest.get("splits", {}).items():
-            facts[f"words of {split}"] = fact["words"] + fact["lines"]  # an end of line counts as one
+            # An end of line counts as one
+            facts[f"words of {split}"] = fact["words"] + fact["lines"]
     return facts
 
 
@@ -308,7 +318,9 @@ def record(run: Run, started: float) -> Path | None:
     if updated is not None:
         values["updated_parameters"] = updated
     values.update(summary)
-    values["effective_batch_tokens"] = recipe.train.effective_batch_tokens or recipe.train.max_tokens
+    values["effective_batch_tokens"] = (
+        recipe.train.effective_batch_tokens or recipe.train.max_tokens
+    )
     values["checkpoints_averaged"] = finished["averaged"]
     beam = _chosen(finished["evaluation"], ("beam", "lenpen"))
     values["generation"] = beam if recipe.generate else None
@@ -316,7 +328,8 @@ def record(run: Run, started: float) -> Path | None:
     values["seed"] = recipe.train.seed
     values.update(_chosen(made_by, ("hardware", *_MAKER)))
     values["commits"] = {
-        step.name: combined(made_by_of(records.get(step.name, {}))).get("commit") for step in steps(run)
+        step.name: combined(made_by_of(records.get(step.name, {}))).get("commit")
+        for step in steps(run)
     }
     result = folder / "result.json"
     write_json(result, values)
@@ -348,7 +361,9 @@ def _record_speed(
     row: dict[str, Any] = {"experiment": run.recipe.experiment}
     row.update(_chosen(made_by, ("hardware", "precision")))
     row["tokens_per_second"] = summary["tokens_per_second"]
-    row["macs_per_target_token"] = round(workload(run.recipe, run.prepared.folder).macs_per_target_token)
+    row["macs_per_target_token"] = round(
+        workload(run.recipe, run.prepared.folder).macs_per_target_token
+    )
     row["parameters"] = trained.get("parameters")
     row.update(_chosen(made_by, ("max_tokens", "update_freq")))
     row["updates"] = summary["updates"]
@@ -370,5 +385,7 @@ def _differences_from_the_row(
     if headline != requested:
         data["score.headline"] = f"{requested} → {headline}"
     differ = differences(published, finished, data)
-    differ += [f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()]
+    differ += [
+        f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()
+    ]
     return differ

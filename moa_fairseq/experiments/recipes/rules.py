@@ -45,10 +45,23 @@ REFUSED = (
 )
 # Flags that the runner sets itself, and the key to use instead.
 OWN = (
-    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json", "masked-lm"),
+    *(
+        "user-dir",
+        "save-dir",
+        "destdir",
+        "path",
+        "gen-subset",
+        "subset",
+        "data",
+        "json",
+        "masked-lm",
+    ),
     *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
     *("device-id", "joined-dictionary", "source-lang", "target-lang"),
-    *(f"distributed-{x}" for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")),
+    *(
+        f"distributed-{x}"
+        for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
+    ),
 )
 _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "update-freq": "it follows from train.effective_batch_tokens",
@@ -63,7 +76,9 @@ FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subs
 Problems = Iterator[tuple[str, str]]
 # fairseq-train would repeat these at each start, or lack their files: no run of a recipe could resume.
 _ONCE = "fairseq would repeat it at every start and lose the training"
-_FROM = "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
+_FROM = (
+    "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
+)
 _NOTHING = "a run resumes from its last checkpoint and evaluates saved checkpoints"
 CANNOT_GO_ON = {
     "restore-file": f"{_ONCE}; {_FROM}",
@@ -104,7 +119,9 @@ def reserved(section: str, flag: str) -> str:
         return "would limit the score to a part of the subset. Leave it out."
     if evaluates and flag in POSITIONS:
         return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
-    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(section, ())
+    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(
+        section, ()
+    )
     owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
     instead = "the runner sets it"
     if owner:
@@ -118,7 +135,10 @@ def reserved(section: str, flag: str) -> str:
 def _values(recipe: Recipe) -> Problems:
     """Choices, and the ranges of numbers."""
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
-        yield "experiment", "use lower-case letters, digits and underscores only (it names folders)."
+        yield (
+            "experiment",
+            "use lower-case letters, digits and underscores only (it names folders).",
+        )
     for section in (*SECTIONS, "average"):
         values = getattr(recipe, section)
         for name, value in vars(values).items() if values else ():
@@ -141,7 +161,10 @@ def _names(recipe: Recipe) -> Problems:
     """Languages, subsets and tasks, which are parts of file names."""
     names = [("data.source", recipe.data.source), ("data.target", recipe.data.target)]
     for section in ("generate", "score"):
-        names += [(f"{section}.subsets", name) for name in getattr(getattr(recipe, section), "subsets", ())]
+        names += [
+            (f"{section}.subsets", name)
+            for name in getattr(getattr(recipe, section), "subsets", ())
+        ]
     names += [("zero_shot", name) for name in recipe.zero_shot or ()]
     for key, name in names:
         if name in ("True", "False"):
@@ -160,7 +183,10 @@ def _data(recipe: Recipe) -> Problems:
         yield "model.share_all_embeddings", problem
     if data.tokenize and not dataset.takes_raw:
         remedy = f"Use data.recipe {dataset.raw or 'parallel'}"
-        yield "data.tokenize", f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out."
+        yield (
+            "data.tokenize",
+            f"{data.recipe} has no tokeniser for raw text. {remedy}, or leave it out.",
+        )
     yield from _pieces(data)
     if data.bpe and data.codes:
         yield "data.codes", "gives merges, but data.bpe learns them. Set only one of the two keys."
@@ -184,16 +210,25 @@ def _pieces(data: Data) -> Problems:
                 yield f"data.{key}", f"needs data.segmentation: {SENTENCEPIECE}. Leave it out."
     elif data.recipe not in takes:
         reason = f"{data.recipe} has a fixed segmentation"
-        yield "data.segmentation", f"{reason}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}."
+        yield (
+            "data.segmentation",
+            f"{reason}; {SENTENCEPIECE} is for data.recipe {' and '.join(takes)}.",
+        )
     elif data.recipe == "parallel" and not (data.bpe or data.codes):
         yield "data.bpe", f"is missing. {SENTENCEPIECE} needs the number of pieces, such as 8000."
     elif data.codes and not data.joined_dictionary:
-        yield "data.codes", "is one model for both languages. Leave data.joined_dictionary: false out."
+        yield (
+            "data.codes",
+            "is one model for both languages. Leave data.joined_dictionary: false out.",
+        )
 
 
 def _ends(recipe: Recipe) -> Problems:
     if recipe.train.max_epoch is None and recipe.train.max_update is None:
-        yield "train.max_epoch", "is missing. Set max_epoch or max_update, otherwise training never ends."
+        yield (
+            "train.max_epoch",
+            "is missing. Set max_epoch or max_update, otherwise training never ends.",
+        )
     if recipe.generate and not recipe.generate.subsets:
         yield "generate.subsets", "is empty. Give at least one subset, such as [test]."
 
@@ -213,12 +248,17 @@ def _average(recipe: Recipe) -> Problems:
         yield key, f"one checkpoint is not an average. {remedy}"
     cannot = f"cannot average {epochs} epochs"
     if epochs and epochs > train.keep_last_epochs:
-        yield "average.epochs", f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}."
+        yield (
+            "average.epochs",
+            f"{cannot} when train.keep_last_epochs keeps {train.keep_last_epochs}.",
+        )
     if epochs and train.max_epoch and epochs > train.max_epoch:
         yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
     interval, num_saved = (train.flags.get(f"{verb}-interval-updates") for verb in ("save", "keep"))
     if updates and (interval is None or (num_saved is not None and 0 <= num_saved < updates)):
-        needs = "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
+        needs = (
+            "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
+        )
         yield "average.updates", f"{needs} {updates}."
 
 
@@ -229,17 +269,27 @@ def _kind(recipe: Recipe) -> Problems:
     task = recipe.train.task
     tasks = (TRANSLATION, *KINDS)
     if not task.startswith(tasks):
-        requirement = "is not a task of recipes: its name, also that of a task of your own, must begin with"
+        requirement = (
+            "is not a task of recipes: its name, also that of a task of your own, must begin with"
+        )
         beginnings = f"{', '.join(tasks[:-1])} or {tasks[-1]}"
-        yield "train.task", f"{reprlib.repr(task)} {requirement} {beginnings}. Use fairseq-train for others."
+        yield (
+            "train.task",
+            f"{reprlib.repr(task)} {requirement} {beginnings}. Use fairseq-train for others.",
+        )
     if data.recipe != "binarised" and datasets()[data.recipe].kind != recipe.kind:
         yield "data.recipe", f"{data.recipe!r} makes no data for train.task {task!r}."
     if recipe.zero_shot is not None:
         if recipe.kind != CAUSAL_LM:
-            yield "zero_shot", "is for causal language models (train.task language_modeling): leave it out."
+            yield (
+                "zero_shot",
+                "is for causal language models (train.task language_modeling): leave it out.",
+            )
         if not recipe.zero_shot:
             yield "zero_shot", "is empty: name at least one task, such as [cbt], or leave it out."
-    metrics, name = _SCORED.get(recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), ""))
+    metrics, name = _SCORED.get(
+        recipe.kind, (tuple(beginning for beginning, _ in _SCORED.values()), "")
+    )
     if score and score.headline.startswith(metrics) != bool(name):
         yield "score.headline", f"{score.headline!r} is not a score of train.task {task!r}."
     yield from _not_a_translation(recipe, name) if name else _translation(recipe)
@@ -292,7 +342,9 @@ def _flags(recipe: Recipe) -> Problems:
                 for problem in _flag(section, name, value):
                     yield f"{section}.flags.{name}", problem
     for name in recipe.model.flags.keys() & recipe.train.flags.keys():
-        model, train = (reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags))
+        model, train = (
+            reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags)
+        )
         if model != train:
             conflict = f"is {model}, but train.flags.{name}, which has precedence, is {train}"
             yield f"model.flags.{name}", f"{conflict}. Set the flag in one of the two."

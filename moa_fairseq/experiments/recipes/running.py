@@ -25,7 +25,11 @@ from moa_fairseq.experiments.recipes.checkpoints import LAST, prepare_facts
 from moa_fairseq.experiments.recipes.ending import check_ending, check_files
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.lengths import check_sentences
-from moa_fairseq.experiments.recipes.prepare_stage import load_prepared_data, prepare, show_preparation
+from moa_fairseq.experiments.recipes.prepare_stage import (
+    load_prepared_data,
+    prepare,
+    show_preparation,
+)
 from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, Options, Run, steps
@@ -85,7 +89,9 @@ def run_recipe(
     _check_requirements(run)
     started = time.time()
     with terminate_as_interrupt(), _kept(run):
-        made_before = not options.includes_stage("prepare") and (options.data is None or hardware.shared)
+        made_before = not options.includes_stage("prepare") and (
+            options.data is None or hardware.shared
+        )
         made_before = made_before or not hardware.is_main_process
         prepared = load_prepared_data(run) if made_before else prepare(run, executor)
         run = _fit_to_data_and_devices(run, prepared)
@@ -129,7 +135,11 @@ def _check_record(run: Run) -> None:
     if not options.record or options.stage == "train" or scores:
         return
     has_section = run.recipe.score is not None
-    reason = f"--stage {options.stage} does not score" if has_section else "the recipe has no score section"
+    reason = (
+        f"--stage {options.stage} does not score"
+        if has_section
+        else "the recipe has no score section"
+    )
     raise UserError(f"--record copies a scored result, but {reason}. Leave --record out.")
 
 
@@ -137,8 +147,12 @@ def _move_aside(folder: Path) -> None:
     """For --restart: rename the run folder to an unused name."""
     with locked(folder):  # no other process may be using it
         pass
-    number = next(n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists())
-    log.info("%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}")))
+    number = next(
+        n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists()
+    )
+    log.info(
+        "%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}"))
+    )
 
 
 def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
@@ -180,15 +194,22 @@ def _check_shared(run: Run) -> None:
             "one machine, --stage train on all, the other stages on one, as scripts/launch/ does."
         )
     if options.restart:
-        raise UserError("--restart would move the run folder of other processes. Give it to --stage prepare.")
+        raise UserError(
+            "--restart would move the run folder of other processes. Give it to --stage prepare."
+        )
     facts = prepare_facts(folder)
     if not facts:
         raise UserError(
             f"No prepared data in {folder} (all machines must share this folder). Run --stage prepare with "
             "the same --save-dir first."
         )
-    if options.data and str(options.data.resolve()) not in (facts.get("source"), facts.get("folder")):
-        problem = f"{folder} was prepared from {facts.get('source')}, not from --data {options.data}"
+    if options.data and str(options.data.resolve()) not in (
+        facts.get("source"),
+        facts.get("folder"),
+    ):
+        problem = (
+            f"{folder} was prepared from {facts.get('source')}, not from --data {options.data}"
+        )
         raise UserError(f"{problem}. Give the former, or run --stage prepare again.")
 
 
@@ -211,7 +232,9 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     if data and recipe.reproduces and options.published:
         _log_reproduction_status(run, data)
     elif data and options.data and (differ := data_differences(recipe, data, {})):
-        log.warning("%s differs from the recipe: %s", data, "; ".join(map(": ".join, differ.items())))
+        log.warning(
+            "%s differs from the recipe: %s", data, "; ".join(map(": ".join, differ.items()))
+        )
     return run
 
 
@@ -234,10 +257,14 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
         size = None
         if recipe.train.max_epoch:
             size = training_set(recipe, known)
-        if warning := schedule_warning(options.training, planned_updates(recipe.train, batch, size)):
+        if warning := schedule_warning(
+            options.training, planned_updates(recipe.train, batch, size)
+        ):
             log.info(warning)
     if world := hardware.world:
-        log.info("train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method)
+        log.info(
+            "train: process %s of %s, meeting at %s", world.rank, world.size, world.init_method
+        )
 
 
 def _log_reproduction_status(run: Run, known: Path) -> None:
@@ -249,7 +276,9 @@ def _log_reproduction_status(run: Run, known: Path) -> None:
     sentences = run.prepared.sentences
     if not sentences:
         with contextlib.suppress(UserError):  # for missing subsets: then the numbers stay unknown
-            sentences = {split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits}
+            sentences = {
+                split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits
+            }
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
     current = settings(recipe)
     data = data_differences(published, known, sentences, claim=True)

@@ -26,7 +26,11 @@ HEADLINE_METRICS = (
 )
 FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # values of `finetune` (MAE, section 5.2)
 # The types of recipes by the beginning of train.task; any other task is a translation.
-KINDS = {"masked_lm": MASKED_LM, "language_modeling": CAUSAL_LM, "sentence_prediction": CLASSIFICATION}
+KINDS = {
+    "masked_lm": MASKED_LM,
+    "language_modeling": CAUSAL_LM,
+    "sentence_prediction": CLASSIFICATION,
+}
 
 # Free for translations: the result gives the number of skipped sentences.
 SKIP = "skip-invalid-size-inputs-valid-test"
@@ -38,16 +42,38 @@ SECTIONS = ("data", "model", "train", "generate", "score")
 EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
 EXECUTION_FLAGS = (
     # communication between processes, and the share of each
-    *("ddp-backend", "ddp-comm-hook", "bucket-cap-mb", "gradient-as-bucket-view", "find-unused-parameters"),
-    *("heartbeat-timeout", "zero-sharding", "cpu-offload", "no-reshard-after-forward", "fp32-reduce-scatter"),
+    *(
+        "ddp-backend",
+        "ddp-comm-hook",
+        "bucket-cap-mb",
+        "gradient-as-bucket-view",
+        "find-unused-parameters",
+    ),
+    *(
+        "heartbeat-timeout",
+        "zero-sharding",
+        "cpu-offload",
+        "no-reshard-after-forward",
+        "fp32-reduce-scatter",
+    ),
     "min-params-to-wrap",
     # memory against time
-    *("checkpoint-activations", "memory-efficient-fp16", "memory-efficient-bf16", "fp16-no-flatten-grads"),
+    *(
+        "checkpoint-activations",
+        "memory-efficient-fp16",
+        "memory-efficient-bf16",
+        "fp16-no-flatten-grads",
+    ),
     *("fp16-init-scale", "fp16-scale-window"),
     # data loading and logs
     *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
     # saved checkpoints: their requirements are checked elsewhere
-    *("save-interval", "save-interval-updates", "keep-interval-updates", "keep-interval-updates-pattern"),
+    *(
+        "save-interval",
+        "save-interval-updates",
+        "keep-interval-updates",
+        "keep-interval-updates-pattern",
+    ),
     *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
     *("no-kernel-check", "compile-layers"),
 )
@@ -78,8 +104,12 @@ class Data:
     """The text, and its way to a binarised folder."""
 
     recipe: str = _key("source of the text", "parallel", DATA_RECIPES)
-    source: Optional[str] = _key("language; not for language models and classifiers", "fr", default=None)
-    target: Optional[str] = _key("language; not for language models and classifiers", "en", default=None)
+    source: Optional[str] = _key(
+        "language; not for language models and classifiers", "fr", default=None
+    )
+    target: Optional[str] = _key(
+        "language; not for language models and classifiers", "en", default=None
+    )
     bpe: Optional[int] = _key(
         "number of joint BPE merges to learn on the training text (text_sp and sentencepiece: of pieces); "
         "null "
@@ -88,7 +118,8 @@ class Data:
         default=None,
     )
     codes: Optional[str] = _key(
-        "file of BPE merges, or a SentencePiece model, learned elsewhere; replaces bpe", default=None
+        "file of BPE merges, or a SentencePiece model, learned elsewhere; replaces bpe",
+        default=None,
     )
     segmentation: str = _key(
         "segmentation of parallel and binarised text; sentencepiece reads raw text without a tokeniser",
@@ -97,7 +128,8 @@ class Data:
     )
     piece_model: str = _key("SentencePiece model type", choices=PIECE_MODELS, default="unigram")
     byte_fallback: bool = _key(
-        "sentencepiece: split letters without a piece into bytes, so that none is unknown", default=True
+        "sentencepiece: split letters without a piece into bytes, so that none is unknown",
+        default=True,
     )
     character_coverage: Optional[float] = _key(
         "text_sp and sentencepiece: character coverage, the share of the training text's letters that get a "
@@ -112,17 +144,22 @@ class Data:
     )
     lowercase: bool = _key("convert the text to lower case", default=False)
     tokenize: Optional[bool] = _key(
-        "whether your own text is raw and must be tokenised; null: raw text is an error", True, default=None
+        "whether your own text is raw and must be tokenised; null: raw text is an error",
+        True,
+        default=None,
     )
     train_fraction: Optional[float] = _key(
-        "fraction of the training pairs to use, in (0, 1]; smaller fractions are subsets", default=None
+        "fraction of the training pairs to use, in (0, 1]; smaller fractions are subsets",
+        default=None,
     )
     train_fraction_seed: int = _key("random seed of the fraction", default=1)
     tokens: Optional[int] = _key(
         "c4 and pes2o: number of training tokens, from the beginning; null: the data set's number",
         default=None,
     )
-    flags: Dict[str, Any] = _key("flags of fairseq-preprocess", {"workers": 2}, default_factory=dict)
+    flags: Dict[str, Any] = _key(
+        "flags of fairseq-preprocess", {"workers": 2}, default_factory=dict
+    )
 
     @property
     def running_text(self) -> bool:
@@ -140,14 +177,18 @@ class Model:
     num_experts: Optional[int] = _key("E: experts per layer", 8, default=None)
     experts_per_token: Optional[int] = _key("K: experts selected per token", 4, default=None)
     expert_dim: Optional[int] = _key("D: head width of an expert", 48, default=None)
-    share_all_embeddings: bool = _key("one embedding for encoder, decoder and output", True, default=False)
+    share_all_embeddings: bool = _key(
+        "one embedding for encoder, decoder and output", True, default=False
+    )
     flags: Dict[str, Any] = _key(
         "flags of fairseq-train (docs/flags.md)", {"dropout": 0.3}, default_factory=dict
     )
 
     def as_flags(self) -> Dict[str, Any]:
         """All of it as flags of fairseq-train."""
-        settings = {name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"}
+        settings = {
+            name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"
+        }
         return settings | self.flags
 
 
@@ -156,18 +197,26 @@ class Train:
     """Optimisation."""
 
     max_tokens: int = _key("most tokens per device and step, including padding", 4096)
-    criterion: str = _key("fairseq-train's --criterion", "label_smoothed_cross_entropy_with_routing")
+    criterion: str = _key(
+        "fairseq-train's --criterion", "label_smoothed_cross_entropy_with_routing"
+    )
     task: str = _key("fairseq-train's --task", default="translation")
     effective_batch_tokens: Optional[int] = _key(
-        "tokens per update over all devices and accumulation steps, including padding", 4096, default=None
+        "tokens per update over all devices and accumulation steps, including padding",
+        4096,
+        default=None,
     )
     min_tokens: Optional[int] = _key(
         "fewest tokens per device and step; null: the length of the longest sentence", default=None
     )
     max_epoch: Optional[int] = _key("last epoch; give this or max_update, or both", default=None)
-    max_update: Optional[int] = _key("last update; give this or max_epoch, or both", 4000, default=None)
+    max_update: Optional[int] = _key(
+        "last update; give this or max_epoch, or both", 4000, default=None
+    )
     seed: int = _key("random seed of initial values, order and dropout", default=1)
-    precision: str = _key("numeric precision; auto: by the hardware", choices=PRECISIONS, default="auto")
+    precision: str = _key(
+        "numeric precision; auto: by the hardware", choices=PRECISIONS, default="auto"
+    )
     keep_last_epochs: int = _key("number of epoch checkpoints to keep", default=10)
     log_interval: int = _key("updates between two log lines", default=100)
     flags: Dict[str, Any] = _key(
@@ -182,7 +231,9 @@ class Average:
     """The number of last checkpoints to average; null as the whole section: the best one is used."""
 
     epochs: Optional[int] = _key("number of epoch checkpoints", 5, default=None)
-    updates: Optional[int] = _key("or number of train.flags.save-interval-updates checkpoints", default=None)
+    updates: Optional[int] = _key(
+        "or number of train.flags.save-interval-updates checkpoints", default=None
+    )
 
     @property
     def count(self) -> int:
@@ -196,7 +247,9 @@ class Generate:
 
     subsets: List[str] = _key("subsets to translate; the first is the recipe's result", ["test"])
     beam: int = _key("beam size (hypotheses per sentence)", 5)
-    lenpen: float = _key("length penalty (exponent of the length that a score is divided by)", default=1.0)
+    lenpen: float = _key(
+        "length penalty (exponent of the length that a score is divided by)", default=1.0
+    )
     max_tokens: int = _key("most tokens per batch", default=4096)
     remove_bpe: bool = _key("join sub-words", default=True)
     flags: Dict[str, Any] = _key("flags of fairseq-generate", default_factory=dict)
@@ -236,7 +289,9 @@ class Recipe:
         default_factory=dict,
     )
     pretrained: Optional[str] = _key("run folder or checkpoint to fine-tune", default=None)
-    finetune: Optional[str] = _key("fine-tuning method (MAE, Table 7)", choices=FINETUNING, default=None)
+    finetune: Optional[str] = _key(
+        "fine-tuning method (MAE, Table 7)", choices=FINETUNING, default=None
+    )
     average: Optional[Average] = _key("", default=None)
     generate: Optional[Generate] = _key("", default=None)
     score: Optional[Score] = _key("", default=None)
@@ -257,7 +312,9 @@ class Recipe:
     def kind(self) -> str:
         """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION, which determines the stages."""
         task = self.train.task
-        return next((kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION)
+        return next(
+            (kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION
+        )
 
     @property
     def task_flags(self) -> Dict[str, Any]:
@@ -275,7 +332,10 @@ class Recipe:
     @property
     def training_inputs(self) -> Dict[str, Any]:
         """The settings that must not change between two starts of one training, except its data."""
-        sections = {"model": dataclasses.asdict(self.model), "train": dataclasses.asdict(self.train)}
+        sections = {
+            "model": dataclasses.asdict(self.model),
+            "train": dataclasses.asdict(self.train),
+        }
         for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
             del sections["train"][key]
         return as_of_today({"inputs": sections})["inputs"]
@@ -313,10 +373,14 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
         return dict(mark)
     inputs = dict(mark["inputs"])
     # a damaged file may hold anything in their place
-    facts, goal = (dict(mark[name]) if isinstance(mark.get(name), dict) else {} for name in ("facts", "goal"))
+    facts, goal = (
+        dict(mark[name]) if isinstance(mark.get(name), dict) else {} for name in ("facts", "goal")
+    )
     stops = {}
     for name in ("model", "train"):
-        if isinstance(section := inputs.get(name), dict) and isinstance(flags := section.get("flags"), dict):
+        if isinstance(section := inputs.get(name), dict) and isinstance(
+            flags := section.get("flags"), dict
+        ):
             stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
             left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
             retained = {key: value for key, value in flags.items() if key not in left_out}

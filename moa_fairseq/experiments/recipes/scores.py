@@ -13,7 +13,13 @@ from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
 from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, HEADLINE_METRICS, TRANSLATION, Recipe, Score
+from moa_fairseq.experiments.recipes.schema import (
+    CAUSAL_LM,
+    HEADLINE_METRICS,
+    TRANSLATION,
+    Recipe,
+    Score,
+)
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.text.languages import writes_no_spaces
 
@@ -109,10 +115,15 @@ def read_scores(path: Path) -> dict[str, Any]:
     check_kinds(scores, metrics | {"meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
     scores = {name: value for name, value in scores.items() if value is not None}
     check_kinds(
-        scores.get("meta", {}), dict.fromkeys(("evaluation", "hyphens"), MAPPING), f"{path}: meta", remedy
+        scores.get("meta", {}),
+        dict.fromkeys(("evaluation", "hyphens"), MAPPING),
+        f"{path}: meta",
+        remedy,
     )
     for name in metrics.keys() & scores.keys():
-        check_kinds(scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        check_kinds(
+            scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",)
+        )
         for key in ("score", "sd"):  # for a diverged model also a float, though not a number
             value = scores[name].get(key)
             if not (value is None or isinstance(value, float) or is_number(value)):
@@ -153,7 +164,8 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
         signature = str(scores.get("sacrebleu", {}).get("signature"))
         if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
             log.warning(
-                "the references have no spaces between words, but %s counts words: see sacrebleu", headline
+                "the references have no spaces between words, but %s counts words: see sacrebleu",
+                headline,
             )
             return "sacrebleu"
     dataset = datasets().get(published.data.recipe)
@@ -163,7 +175,11 @@ def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> st
     is_of_split_text = expected == split_once[WHOLE] or (
         expected == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
     )
-    if not is_of_split_text or headline != expected or split_once.get(hyphens, headline) == headline:
+    if (
+        not is_of_split_text
+        or headline != expected
+        or split_once.get(hyphens, headline) == headline
+    ):
         return headline
     log.warning(
         "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
@@ -184,7 +200,9 @@ def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | No
     names.insert(0, headline)
     parts = []
     for subset, values in scores.items():
-        texts = [f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values]
+        texts = [
+            f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values
+        ]
         share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
         unknown = f" ({share:.2%} of its symbols are <unk>)" if is_number(share) else ""
         parts.append(f"{', '.join(texts)} on {subset}{unknown}" if texts else f"{subset} scored")

@@ -43,7 +43,9 @@ def read_speeds(results: Path) -> list[dict[str, Any]]:
             if path.parent.name == "benchmarks":
                 shared["precision"] = _PRECISIONS[row["dtype"]]
                 shared["batch_tokens"] = row["batch"] * row["length"]
-                measured = {name: values for name, values in row["rows"].items() if values["parameters"] > 0}
+                measured = {
+                    name: values for name, values in row["rows"].items() if values["parameters"] > 0
+                }
             for name, values in measured.items():
                 speed = float(values["tokens_per_second"])
                 if speed > 0 and name:
@@ -91,15 +93,21 @@ def speed_origin(row: Mapping[str, Any], kind: str, batch: BatchPlan) -> dict[st
         source += f", in batches of {tokens:,} tokens"
     assumptions = []
     if row["device"] != kind:
-        assumptions.append(f"each {kind} is as fast as the {row['device']}, which is of the same generation")
+        assumptions.append(
+            f"each {kind} is as fast as the {row['device']}, which is of the same generation"
+        )
     if tokens and batch.max_tokens < tokens:
-        assumptions.append("a smaller batch (train.max_tokens) takes at most the time of the recorded one")
+        assumptions.append(
+            "a smaller batch (train.max_tokens) takes at most the time of the recorded one"
+        )
     if batch.devices != row["count"]:
         assumptions.append("each of several devices is as fast as the recorded one")
     return {"speed_origin": source, "speed_assumptions": assumptions}
 
 
-def recorded_seconds(row: Mapping[str, Any], batch: BatchPlan, updates: int, tokens: float) -> list[float]:
+def recorded_seconds(
+    row: Mapping[str, Any], batch: BatchPlan, updates: int, tokens: float
+) -> list[float]:
     """The shortest and the longest time of a training whose speed is recorded, in seconds.
 
     Args:

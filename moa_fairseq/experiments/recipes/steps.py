@@ -137,7 +137,9 @@ class Run:
         Raises:
             UserError: for a value that looks like a flag.
         """
-        line: dict[str, Any] = {"user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)}
+        line: dict[str, Any] = {
+            "user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)
+        }
         line.update(self.recipe.task_flags)
         line.update(values)
         line["cpu"] = not self.hardware.gpus
@@ -152,7 +154,9 @@ def steps(run: Run) -> list[Step]:
     if recipe.average:
         model_steps.append(_average(run, recipe.average, model_steps[0]))
     if recipe.kind != TRANSLATION:
-        scores = [_evaluate(run, recipe.score or Score(), name, model_steps) for name in recipe.subsets]
+        scores = [
+            _evaluate(run, recipe.score or Score(), name, model_steps) for name in recipe.subsets
+        ]
         zero_shot = [_zero_shot(run, recipe.zero_shot, model_steps)] if recipe.zero_shot else []
         return [*before, *model_steps, *scores, *zero_shot]
     if not recipe.generate:
@@ -225,10 +229,15 @@ def _train(run: Run) -> Step:
         if digests and digests[0] != digest():
             reason = f"the files in {run.prepared.folder} have another content "
             reason += f"(digest {digests[0]} → {digest()})"
-            remedy = "Give --data its original data, or --restart to move the run aside and start over."
+            remedy = (
+                "Give --data its original data, or --restart to move the run aside and start over."
+            )
         else:
             complete_the_last(run.checkpoints)
-            if recipe.training_flags.get("no-save-optimizer-state") and (run.checkpoints / LAST).exists():
+            if (
+                recipe.training_flags.get("no-save-optimizer-state")
+                and (run.checkpoints / LAST).exists()
+            ):
                 reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
                 remedy = "Start over with --restart; without the flag a run can resume."
         if reason:
@@ -278,21 +287,30 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         if damaged:
             remedy = "Delete it and resume the train stage, or average fewer checkpoints"
             raise UserError(f"{damaged} is cut off, so it cannot be averaged. {remedy}.")
-        return {"train": train, "count": count, "checkpoints": [file_signature(path) for path in last]}
+        return {
+            "train": train,
+            "count": count,
+            "checkpoints": [file_signature(path) for path in last],
+        }
 
     line = ["moa-fairseq", "average", *flags(values)]
     return Step("average", run.model, line, inputs, conditions=run.conditions)
 
 
-def _evaluated(run: Run, settings: Any, subset: str, made: list[Step]) -> Callable[[], Mapping[str, Any]]:
+def _evaluated(
+    run: Run, settings: Any, subset: str, made: list[Step]
+) -> Callable[[], Mapping[str, Any]]:
     """The inputs of a step that evaluates the checkpoint with a section of the recipe."""
 
     def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
             remedy = f"Run --stage {missing} first"
-            if missing == "train" and (run.checkpoints / LAST).exists():  # the stage would do nothing
-                remedy = "If the training is done, average its checkpoints by --set average.epochs=N"
+            # The stage would do nothing
+            if missing == "train" and (run.checkpoints / LAST).exists():
+                remedy = (
+                    "If the training is done, average its checkpoints by --set average.epochs=N"
+                )
             raise UserError(f"{run.model} is missing or cut off. {remedy}.")
         record = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
         record.update(made=made[-1] if made else None, model=run.model)
@@ -305,7 +323,9 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
     """The beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
     values: dict[str, Any] = {"path": str(run.model), "gen-subset": subset}
-    values.update({"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens})
+    values.update(
+        {"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens}
+    )
     values["remove-bpe"] = SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe
     for name in POSITIONS:  # which are also limits of the task
         values[name] = run.recipe.training_flags.get(name)
@@ -342,7 +362,14 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
     line = run.command("fairseq-generate", values)
     inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
     return Step(
-        output.stem, output, line, inputs, "out", watch=watch, finish=finish, conditions=run.conditions
+        output.stem,
+        output,
+        line,
+        inputs,
+        "out",
+        watch=watch,
+        finish=finish,
+        conditions=run.conditions,
     )
 
 
@@ -385,7 +412,12 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
 
 def _zero_shot(run: Run, tasks: list[str], made: list[Step]) -> Step:
     """Accuracies on tasks of lm_eval, which the program also adds to the run's result.json."""
-    line = ["moa-fairseq", *flags({"user-dir": run.options.user_dir}), "zero-shot", positional(run.folder)]
+    line = [
+        "moa-fairseq",
+        *flags({"user-dir": run.options.user_dir}),
+        "zero-shot",
+        positional(run.folder),
+    ]
     line += flags({"tasks": ",".join(tasks), "output": OUT, "cpu": not run.hardware.gpus})
     inputs = _evaluated(run, {"tasks": tasks}, "", made)
     return Step(ZERO_SHOT, run.folder / OUTPUT, line, inputs, conditions=run.conditions)
@@ -397,4 +429,6 @@ def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captur
     def finish(made: Path) -> None:
         scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))
 
-    return Step(name, run.folder / file, line, inputs, captured, finish=finish, conditions=run.conditions)
+    return Step(
+        name, run.folder / file, line, inputs, captured, finish=finish, conditions=run.conditions
+    )

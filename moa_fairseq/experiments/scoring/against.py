@@ -64,7 +64,11 @@ def against(
             row.update(low=test.low, high=test.high, p_seeds=test.p)
         row["signature"] = f"{name}|{metric.get_signature()}"
         rows.append(row)
-    return {"sentences": len(texts[0].hypotheses), "outputs": [len(first), len(second)], "metrics": rows}
+    return {
+        "sentences": len(texts[0].hypotheses),
+        "outputs": [len(first), len(second)],
+        "metrics": rows,
+    }
 
 
 def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:

@@ -181,13 +181,31 @@ def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq average`: those of fairseq's scripts/average_checkpoints.py."""
     parser.add_argument(
-        "--inputs", nargs="+", required=True, type=Path, help="checkpoint files, or one folder of checkpoints"
+        "--inputs",
+        nargs="+",
+        required=True,
+        type=Path,
+        help="checkpoint files, or one folder of checkpoints",
     )
-    parser.add_argument("--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint")
-    parser.add_argument("--force", action="store_true", help="overwrite an existing FILE (never an input)")
+    parser.add_argument(
+        "--output", required=True, type=Path, metavar="FILE", help="the averaged checkpoint"
+    )
+    parser.add_argument(
+        "--force", action="store_true", help="overwrite an existing FILE (never an input)"
+    )
     add = parser.add_mutually_exclusive_group().add_argument
-    add("--num-epoch-checkpoints", type=int, metavar="N", help="average the last N files checkpointE.pt")
-    add("--num-update-checkpoints", type=int, metavar="N", help="average the last N files checkpoint_E_U.pt")
+    add(
+        "--num-epoch-checkpoints",
+        type=int,
+        metavar="N",
+        help="average the last N files checkpointE.pt",
+    )
+    add(
+        "--num-update-checkpoints",
+        type=int,
+        metavar="N",
+        help="average the last N files checkpoint_E_U.pt",
+    )
     text = "use nothing later than this epoch or update"
     parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
 
@@ -203,9 +221,13 @@ def run(args: argparse.Namespace) -> int:
         flag = "--num-epoch-checkpoints"
     folders = [path for path in args.inputs if path.is_dir()]
     if number is None and args.checkpoint_upper_bound is not None:
-        raise UserError(f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}.")
+        raise UserError(
+            f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}."
+        )
     if number is None and folders:
-        raise UserError(f"--inputs {folders[0]} is a folder: say with {flag} how many of its checkpoints.")
+        raise UserError(
+            f"--inputs {folders[0]} is a folder: say with {flag} how many of its checkpoints."
+        )
     if number is not None and number < 2:
         raise UserError(f"{flag} {number}: an average needs at least two checkpoints.")
     if number is not None and len(args.inputs) != 1:

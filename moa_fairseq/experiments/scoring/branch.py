@@ -49,7 +49,11 @@ def branch_size(
                 if isinstance(module, (Attention, MultiheadAttention)):
                     module.register_forward_hook(measure, with_kwargs=True)
             tokens = torch.randint(4, vocab_size, (8, 20))
-            pair = (torch.full((8,), 20), tokens) if isinstance(model, FairseqEncoderDecoderModel) else ()
+            pair = (
+                (torch.full((8,), 20), tokens)
+                if isinstance(model, FairseqEncoderDecoderModel)
+                else ()
+            )
             try:
                 model(tokens, *pair)
             except (TypeError, IndexError) as error:

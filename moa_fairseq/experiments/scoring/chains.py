@@ -168,12 +168,16 @@ def multi_bleu(
         return " ".join(word.hex() for word in (data.lower() if lowercase else data).split())
 
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
-    result = metric.corpus_score([*map(words, hypotheses)], [[*map(words, lines)] for lines in references])
+    result = metric.corpus_score(
+        [*map(words, hypotheses)], [[*map(words, lines)] for lines in references]
+    )
     if not result.ref_len:
         line = "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)"
         return _plain(result) | {"score": 0.0, "bp": 0.0, "line": line}
     # rounded as Perl does, which divides first
-    precisions = [100 * (matches / max(total, 1)) for matches, total in zip(result.counts, result.totals)]
+    precisions = [
+        100 * (matches / max(total, 1)) for matches, total in zip(result.counts, result.totals)
+    ]
     orders = "/".join(f"{precision:.1f}" for precision in precisions)
     lengths = f"ratio={result.ratio:.3f}, hyp_len={result.sys_len}, ref_len={result.ref_len}"
     line = f"BLEU = {result.score:.2f}, {orders} (BP={result.bp:.3f}, {lengths})"
@@ -229,7 +233,10 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
     if not own_rule:
         return alternative, ""
     problem = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
-    return alternative, f"{problem}: {alternative} was taken instead, which is not comparable with it"
+    return (
+        alternative,
+        f"{problem}: {alternative} was taken instead, which is not comparable with it",
+    )
 
 
 class RunningText(NamedTuple):
@@ -266,18 +273,22 @@ def running_text(texts: Texts) -> RunningText:
     is_given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
-    lowercase = lowercase and not writes_no_spaces(texts.lang)  # a few Latin letters say nothing of the text
+    # A few Latin letters say nothing of the text
+    lowercase = lowercase and not writes_no_spaces(texts.lang)
     as_tokens = lowercase and not any(is_given) and not texts.tokenizer
     if as_tokens:
         settings = {"lowercase": lowercase, "tokenize": "none"}
-        return RunningText(hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased")
+        return RunningText(
+            hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased"
+        )
     to_text = functools.partial(detokenize, lang=texts.lang)
     if not is_given[0]:
         hypotheses = [*map(to_text, hypotheses)]
     if not is_given[1]:
         references = [[*map(to_text, lines)] for lines in references]
     forms = "/".join(
-        "as given" if is_running else f"Moses detokenizer -l {texts.lang}" for is_running in is_given
+        "as given" if is_running else f"Moses detokenizer -l {texts.lang}"
+        for is_running in is_given
     )
     case = "lower-cased" if lowercase else "cased"
     chain = f"sacreBLEU {tokenizer}, {case}; hypotheses/references: {forms}"

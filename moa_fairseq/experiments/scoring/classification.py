@@ -16,7 +16,9 @@ from moa_fairseq.experiments.scoring.trained_model import batches, device_for, l
 
 
 @torch.no_grad()
-def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu: bool) -> dict[str, Any]:
+def score(
+    checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu: bool
+) -> dict[str, Any]:
     """The accuracy of one classifier, as a whole and by the groups of the data, as `--json` prints it.
 
     Args:
@@ -43,7 +45,9 @@ def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu
     device = device_for(cpu)
     model = model.to(device).eval()
     head = next(iter(heads))
-    by_place: dict[int, bool] = {}  # of a sentence in the data: whether its class is predicted correctly
+    by_place: dict[
+        int, bool
+    ] = {}  # of a sentence in the data: whether its class is predicted correctly
     for sample in batches(task, model, subset, max_tokens, device):
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
         hits = logits.argmax(1).eq(sample["target"].view(-1))
@@ -70,7 +74,11 @@ def score(checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu
         if len(values) <= _FEW:
             scores = {str(value): round(row["score"], 2) for value, row in values.items()}
             evaluation[f"accuracy_by_{name}"] = scores
-    meta: dict[str, Any] = {"checkpoint": str(checkpoint), "data": str(task.cfg.data), "subset": subset}
+    meta: dict[str, Any] = {
+        "checkpoint": str(checkpoint),
+        "data": str(task.cfg.data),
+        "subset": subset,
+    }
     meta["evaluation"] = evaluation
     return {"accuracy": total, "meta": meta}
 
@@ -109,7 +117,9 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(scores, indent=2))
         return 0
     accuracy = scores["accuracy"]
-    print(f"accuracy {accuracy['score']:.2f} %  [{accuracy['sentences']:,} sentences of {args.subset}]")
+    print(
+        f"accuracy {accuracy['score']:.2f} %  [{accuracy['sentences']:,} sentences of {args.subset}]"
+    )
     for name, values in accuracy["by"].items():
         for value, row in values.items():
             print(f"  {name} {value:>3}: {row['score']:6.2f} %  [{row['sentences']:,}]")

@@ -61,8 +61,11 @@ SCORES = {  # metric → heading
     "cbt_acc": "CBT (%)",
 }
 # What the command of a run says that may differ between seeds.
-_OF_ONE_RUN = re.compile(r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)")
-_FILE_OF_A_RECIPE = re.compile(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml")  # which may be called by its name
+_OF_ONE_RUN = re.compile(
+    r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)"
+)
+# Which may be called by its name
+_FILE_OF_A_RECIPE = re.compile(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml")
 
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
@@ -193,7 +196,11 @@ def _other(runs: list[dict]) -> list[Table]:
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for group in alike.values():
         first = group[0]
-        line = {"run": first["name"] if len(group) == 1 else f"{first['experiment']} ({len(group)} seeds)"}
+        line = {
+            "run": first["name"]
+            if len(group) == 1
+            else f"{first['experiment']} ({len(group)} seeds)"
+        }
         line["status"] = first.get("status")
         metrics = []
         for metric in SCORES:
@@ -209,7 +216,11 @@ def _other(runs: list[dict]) -> list[Table]:
             line["time"] = f"{minutes:.1f} min" if minutes < 60 else f"{minutes / 60:.1f} h"
         tables[tuple(metrics)].append(line)
     columns = [Column("run", "Run"), *(Column(key, head, ">") for key, head in SCORES.items())]
-    columns += [Column("size", "#Params", ">"), Column("time", "Training", ">"), Column("status", "Status")]
+    columns += [
+        Column("size", "#Params", ">"),
+        Column("time", "Training", ">"),
+        Column("status", "Status"),
+    ]
     return [Table(columns, lines) for lines in tables.values()]
 
 
@@ -225,7 +236,8 @@ def _evidence(runs: list[dict]) -> str:
         facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
         notes = [SCORES.get(headline, headline)] if metrics.get(headline) else []
         for key, value in facts.items():
-            if value not in (None, "") and not isinstance(value, dict):  # dicts are of groups of sentences
+            # Dicts are of groups of sentences
+            if value not in (None, "") and not isinstance(value, dict):
                 notes.append(f"{key.replace('_', ' ')} {value}")
         alike[tuple(notes)].append(run)
     lines = []
@@ -258,7 +270,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq compare`."""
     add = parser.add_argument
     add("run_dirs", nargs="*", type=Path, metavar="RUN_DIR", help="show only these runs")
-    add("--paper", metavar="NAME", help="only the tables of this paper: moa, mae, switchhead, moh, ...")
+    add(
+        "--paper",
+        metavar="NAME",
+        help="only the tables of this paper: moa, mae, switchhead, moh, ...",
+    )
     add("--measured", action="store_true", help="only rows that were measured")
     add("--results", type=Path, metavar="DIR", help="folder with papers/ and measured/")
     add("--markdown", action="store_true", help="print Markdown")
@@ -268,9 +284,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Read, match, and print."""
     files = [folder / "result.json" for folder in args.run_dirs]
-    comparison = load_comparison(args.results or default_results(), files, args.paper, args.measured)
+    comparison = load_comparison(
+        args.results or default_results(), files, args.paper, args.measured
+    )
     if args.json:
-        print(json.dumps({"schema": SCHEMA} | dataclasses.asdict(comparison), indent=2, ensure_ascii=False))
+        print(
+            json.dumps(
+                {"schema": SCHEMA} | dataclasses.asdict(comparison), indent=2, ensure_ascii=False
+            )
+        )
     else:
         print(render(comparison, args.markdown), end="")
     return 0

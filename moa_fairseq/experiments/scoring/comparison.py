@@ -140,8 +140,13 @@ def load_comparison(
     """
     printed = results / "papers"
     if not printed.is_dir():
-        raise UserError(f"--results {results}: there is no folder {printed} with the papers' tables.")
-    papers = [_read(path, "paper", "title", "citation", "tables") for path in sorted(printed.glob("*.json"))]
+        raise UserError(
+            f"--results {results}: there is no folder {printed} with the papers' tables."
+        )
+    papers = [
+        _read(path, "paper", "title", "citation", "tables")
+        for path in sorted(printed.glob("*.json"))
+    ]
     if paper is not None:
         check_choice("--paper", paper, [content["paper"] for content in papers])
         papers = [content for content in papers if content["paper"] == paper]
@@ -149,7 +154,10 @@ def load_comparison(
     counted: list[tuple[Cell, tuple]] = []
     tables = []
     for content in papers:
-        about = {key: content.get(key, content["paper"]) for key in ("paper", "name", "title", "citation")}
+        about = {
+            key: content.get(key, content["paper"])
+            for key in ("paper", "name", "title", "citation")
+        }
         for table in content["tables"]:
             rows = []
             for row in table["rows"]:
@@ -157,7 +165,9 @@ def load_comparison(
                 if of_row or not (measured or run_files):
                     rows.append(_row(table, row, of_row, counted))
             if rows:
-                about.update(table=table["table"], caption=table["caption"], notes=table.get("notes", []))
+                about.update(
+                    table=table["table"], caption=table["caption"], notes=table.get("notes", [])
+                )
                 tables.append(PaperTable(**about, rows=rows))
     _fill_in_counts(counted)
     if paper is not None:
@@ -206,7 +216,9 @@ def _read(path: Path, *keys: str) -> dict:
     try:
         data = read_json(path, _REMEDY)
     except FileNotFoundError as error:
-        raise UserError(f"There is no {path}: the run was not scored, or it is another folder.") from error
+        raise UserError(
+            f"There is no {path}: the run was not scored, or it is another folder."
+        ) from error
     check_kinds(data, {}, str(path), _REMEDY, required=keys)
     return data
 
@@ -221,7 +233,9 @@ def _read_run(path: Path) -> dict:
     kinds = {name: TEXT if name.endswith("_signature") else NUMBER for name in data["metrics"]}
     check_kinds(data["metrics"], kinds, f"{path}: metrics", _REMEDY)
     if (data.get("status") or "not run") not in STATUSES:
-        raise UserError(f"{path}: status {data['status'][:40]!r} must be one of {', '.join(STATUSES)}.")
+        raise UserError(
+            f"{path}: status {data['status'][:40]!r} must be one of {', '.join(STATUSES)}."
+        )
     name = path.stem if path.stem != "result" else path.absolute().parent.name
     return {"name": name} | data
 
@@ -241,7 +255,8 @@ def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tup
     """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
     fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
     columns = [column for column, paper in row["values"].items() if paper is not None]
-    texts = dict(zip(reversed(columns), reversed(fields)))  # before them stand K, E and D, if anything
+    # Before them stand K, E and D, if anything
+    texts = dict(zip(reversed(columns), reversed(fields)))
     for column, paper in row["values"].items():
         text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
         # Where our number comes from: the column's description, with the row's changes.
@@ -251,11 +266,20 @@ def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tup
             if row.get("arch") is not None:
                 names = ("src_len", "tgt_len", "embeddings")
                 setting = tuple((name, about[name]) for name in names if name in about)
-                model = (row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), setting)
+                model = (
+                    row["arch"],
+                    about["vocab_size"],
+                    tuple(row.get("model_flags", ())),
+                    setting,
+                )
             yield Cell(column, quantity, paper, text), model
             continue
         prefix = about.get("experiments", "")
-        for metric in (about.get("metric"), *about.get("also", ())):  # compared with the same printed number
+        # Compared with the same printed number
+        for metric in (
+            about.get("metric"),
+            *about.get("also", ()),
+        ):
             cell = Cell(column, metric, paper, text)
             if metric and any(name.startswith(prefix) for name in row["experiments"]):
                 of_cell = [run for run in runs if run["experiment"].startswith(prefix)]

@@ -119,7 +119,8 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.attention_parameters += parameter.numel()
     carries = isinstance(model, FairseqLanguageModel)
     unknown: set[str] = set()
-    stated: set[nn.Module] = set()  # the cost of these is part of what the attention around them states
+    # The cost of these is part of what the attention around them states
+    stated: set[nn.Module] = set()
     for name, module in modules.items():
         part = part_of(name, module)
         queries, keys = _lengths(name, modules, src_len, tgt_len)
@@ -135,7 +136,10 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
             cost.attention_macs += 2 * queries * keys * module.embed_dim
-        elif isinstance(module, nn.Linear) or type(module).__name__ in ("RobertaLMHead", "TiedLinear"):
+        elif isinstance(module, nn.Linear) or type(module).__name__ in (
+            "RobertaLMHead",
+            "TiedLinear",
+        ):
             # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
             products = module.get_parameter("weight").numel() * queries
             cost.macs[part] += products
@@ -154,7 +158,9 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     return cost
 
 
-def _lengths(name: str, modules: Mapping[str, nn.Module], src_len: int, tgt_len: int) -> tuple[int, int]:
+def _lengths(
+    name: str, modules: Mapping[str, nn.Module], src_len: int, tgt_len: int
+) -> tuple[int, int]:
     """Numbers of queries and keys that a module sees."""
     path = name.split(".")
     cross = "encoder_attn" in path
@@ -252,7 +258,9 @@ def as_json(cost: Cost) -> dict[str, Any]:
         "attention_macs": cost.attention_macs,
         "output_macs": cost.macs["output"],
         "cache_bytes": cost.cache_bytes,
-        "parameters_by_part": {part: cost.parameters[part] for part in PARTS if part != "attention_matmul"},
+        "parameters_by_part": {
+            part: cost.parameters[part] for part in PARTS if part != "attention_matmul"
+        },
         "macs_by_part": cost.macs,
     }
     for name, count in (cost.layer or {}).items():
@@ -266,7 +274,10 @@ def as_json(cost: Cost) -> dict[str, Any]:
 def as_text(title: str, cost: Cost) -> str:
     """The report as a table for people."""
     report = as_json(cost)
-    remainder = (report["parameters"] - cost.parameters["output"], report["macs"] - report["output_macs"])
+    remainder = (
+        report["parameters"] - cost.parameters["output"],
+        report["macs"] - report["output_macs"],
+    )
     rows = [(label, cost.parameters[part], cost.macs[part]) for part, label in PARTS.items()]
     rows += [
         ("total", report["parameters"], report["macs"]),
@@ -289,7 +300,11 @@ def as_text(title: str, cost: Cost) -> str:
             table.append({"part": label, "macs": report[key], "note": note})
     for method, parameters in cost.updated.items():
         table.append({"part": f"updated by --finetune {method}", "parameters": parameters})
-    columns = [Column("part", "part"), Column("parameters", "parameters", ","), Column("macs", "MACs", ",")]
+    columns = [
+        Column("part", "part"),
+        Column("parameters", "parameters", ","),
+        Column("macs", "MACs", ","),
+    ]
     lines = [title, "", Table([*columns, Column("note", "")], table).text()]
     if cost.cache_bytes is not None:
         lines.append(f"cache: {cost.cache_bytes:,} bytes per token and layer, 2 bytes per value")
@@ -315,7 +330,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     for name in FORWARDED:
         flag = "--" + name.replace("_", "-")
         add(flag, type=int, metavar="N", help="overrides the architecture's value")
-    add("--branch", action="store_true", help="how large attention starts; needs memory for the weights")
+    add(
+        "--branch",
+        action="store_true",
+        help="how large attention starts; needs memory for the weights",
+    )
     add("--json", action="store_true", help="print JSON")
     add("model_flags", nargs="*", metavar="-- FLAG", help="more model flags of fairseq")
 
@@ -326,7 +345,9 @@ def run(args: argparse.Namespace) -> int:
     for name in FORWARDED:
         if (value := getattr(args, name)) is not None:
             model_flags += ["--" + name.replace("_", "-"), str(value)]
-    cost = complexity(args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags)
+    cost = complexity(
+        args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags
+    )
     branch = None
     if args.branch:
         branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags)

@@ -21,10 +21,16 @@ from moa_fairseq.experiments.scoring.trained_model import load_masked_lm
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Flags of `moa-fairseq fill-mask`."""
-    parser.add_argument("checkpoint", type=Path, help="a masked language model, such as a run's average.pt")
+    parser.add_argument(
+        "checkpoint", type=Path, help="a masked language model, such as a run's average.pt"
+    )
     parser.add_argument("text", help="a text with one <mask>")
-    parser.add_argument("--data", type=Path, metavar="DIR", help="binarised text (default: that of training)")
-    parser.add_argument("--top", type=int, default=5, metavar="N", help="how many tokens (%(default)s)")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="binarised text (default: that of training)"
+    )
+    parser.add_argument(
+        "--top", type=int, default=5, metavar="N", help="how many tokens (%(default)s)"
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
 
 
@@ -54,11 +60,15 @@ def run(args: argparse.Namespace) -> int:
     before, after = (side.rstrip() for side in args.text.split("<mask>"))
     tokens = symbols_of([before, after], encoder, dictionary)
     if len(tokens) > (limit := model.max_positions()):
-        raise UserError(f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it.")
+        raise UserError(
+            f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it."
+        )
     logits = model.eval()(tokens[None], masked_tokens=tokens[None].eq(task.mask_idx))[0][0]
     probabilities, order = logits.detach().float().softmax(-1).sort(descending=True)
     ranked = zip(map(dictionary.symbols.__getitem__, order), probabilities.tolist())
-    texts = [(encoder.decode([int(symbol)]), p) for symbol, p in ranked if symbol.isdigit()][: args.top]
+    texts = [(encoder.decode([int(symbol)]), p) for symbol, p in ranked if symbol.isdigit()][
+        : args.top
+    ]
     rows = [{"token": t, "probability": p, "text": (before + t + after).strip()} for t, p in texts]
     lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
     if sys.stdout is None:  # `>&-`

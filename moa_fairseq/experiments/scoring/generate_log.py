@@ -52,7 +52,8 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         UserError: naming the file and line, for a missing or incomplete log, bytes that are not UTF-8, a
             sentence that occurs twice, or a log without targets or translations.
     """
-    entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}  # kind of line → sentence id → text
+    # Kind of line → sentence id → text
+    entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}
     language = None
     complete = False
     for number, line in enumerate(read_lines(path), 1):
@@ -136,7 +137,9 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     first = [f"generate-{subset}.txt" for subset in (generate.get("subsets") or [])[:1]]
     logs = [log for log in logs if log.name in first] or logs
     if not logs:
-        raise UserError(f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log.")
+        raise UserError(
+            f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log."
+        )
     return logs[0], language
 
 

@@ -56,7 +56,9 @@ class Masking:
             lines: its line ends, each counted as one more word, as in WikiText's own perplexities.
         """
         means = {kind: self.nll[kind] / max(self.masked[kind], 1) for kind in (TEXT, LINE_END)}
-        return math.exp(sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines))
+        return math.exp(
+            sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines)
+        )
 
 
 @torch.no_grad()
@@ -158,7 +160,10 @@ def score(
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
     values = {
         "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
-        "masked_lm_text_ppl": ([r.text_perplexity() for r in results], "masked tokens but <s>, </s>"),
+        "masked_lm_text_ppl": (
+            [r.text_perplexity() for r in results],
+            "masked tokens but <s>, </s>",
+        ),
     }
     spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
     if spaces:

@@ -47,7 +47,9 @@ def task_of(arch: str) -> str:
     """
     model = ARCH_MODEL_REGISTRY.get(arch)
     if model is None:
-        raise UserError(f"--arch {arch}: no such architecture{did_you_mean(arch, ARCH_MODEL_REGISTRY)}.")
+        raise UserError(
+            f"--arch {arch}: no such architecture{did_you_mean(arch, ARCH_MODEL_REGISTRY)}."
+        )
     if issubclass(model, FairseqEncoderDecoderModel):
         return "translation"
     if issubclass(model, FairseqLanguageModel):

@@ -33,7 +33,12 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
         k = 2  # in their script, for every n
         experts = attention.num_experts
-        macs += (2 * n + 2) * d * width * T + n * k * d * T + experts * width * T + 2 * C * d * width * T
+        macs += (
+            (2 * n + 2) * d * width * T
+            + n * k * d * T
+            + experts * width * T
+            + 2 * C * d * width * T
+        )
         return {"macs": macs, "floats": floats + (2 * n + 2) * d * T + 2 * d * T + experts * C * T}
     if not isinstance(attention, SwitchHeadAttention):
         return None
@@ -45,7 +50,9 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     k = attention.experts_per_token
     experts = attention.num_experts
     selections = 1 if attention.shares_selection else 2
-    macs += (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
+    macs += (
+        (2 * k + 2) * n * d * width * T + 2 * n * k * d * T + selections * experts * C * width * T
+    )
     macs += relative * 2 * n * d * width * T
     return {
         "macs": macs,

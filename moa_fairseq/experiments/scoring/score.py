@@ -84,7 +84,11 @@ from moa_fairseq.experiments.scoring.chains import (
     running_text,
     score,
 )
-from moa_fairseq.experiments.scoring.generate_log import beside_recipe, read_generate_log, read_lines
+from moa_fairseq.experiments.scoring.generate_log import (
+    beside_recipe,
+    read_generate_log,
+    read_lines,
+)
 from moa_fairseq.experiments.scoring.text_marks import (
     RUNNING,
     lacks_spaces,
@@ -103,7 +107,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
     chains = list(KEYS)
     repeated = "can be repeated"
-    add("log", nargs="*", metavar="GENERATE_OUTPUT", help="what fairseq-generate printed, or a run folder")
+    add(
+        "log",
+        nargs="*",
+        metavar="GENERATE_OUTPUT",
+        help="what fairseq-generate printed, or a run folder",
+    )
     text = "instead of a log: one translation per line"
     add("--hypothesis", nargs="+", default=[], metavar="FILE", help=text)
     text = "another system's output of the same sentences, a file for each seed: is the difference real?"
@@ -123,7 +132,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     text = "join subwords first; auto looks for the marks (@@ or ▁) on each side separately (default: auto "
     add("--remove-bpe", choices=SUBWORDS, help=text + "for a log, none for files)")
     add("--lowercase", action="store_true", help="multi-bleu.perl -lc; sacreBLEU is cased")
-    add("--allow-partial", action="store_true", help="score a log that was cut short or lacks sentences")
+    add(
+        "--allow-partial",
+        action="store_true",
+        help="score a log that was cut short or lacks sentences",
+    )
     add("--json", action="store_true", help="print one JSON object")
     # Models are scored straight from a checkpoint.
     add = parser.add_argument_group("models").add_argument
@@ -133,7 +146,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add("--subset", default="test", help="default: %(default)s")
     add("--max-tokens", type=int, default=4096, metavar="N", help="tokens at once (default: 4096)")
     add("--cpu", action="store_true", help="do not use a GPU")
-    text = "of --masked-lm: how the text is cut (default: as in training); none cuts long lines to fit"
+    text = (
+        "of --masked-lm: how the text is cut (default: as in training); none cuts long lines to fit"
+    )
     add("--sample-break-mode", choices=["none", "complete", "complete_doc", "eos"], help=text)
     text = "of --masked-lm: how many are averaged (default: %(default)s)"
     add("--maskings", type=int, default=5, metavar="N", help=text)
@@ -154,12 +169,16 @@ def run(args: argparse.Namespace) -> int:
     read = _from_log if args.log else _from_files
     if args.against:
         if args.chain or args.also or args.lowercase:
-            raise UserError("--against compares BLEU and chrF: leave --chain, --also and --lowercase out.")
+            raise UserError(
+                "--against compares BLEU and chrF: leave --chain, --also and --lowercase out."
+            )
         ours = [read(path, args) for path in paths]
         theirs = [read(path, args) for path in args.against]
         return _compare([ours, theirs], args.json)
     if len(paths) > 1:
-        raise UserError(f"{len(paths)} outputs: give one, or one for each seed and --against others.")
+        raise UserError(
+            f"{len(paths)} outputs: give one, or one for each seed and --against others."
+        )
     texts, meta = read(paths[0], args)
     return _score_texts(texts, meta, args)
 
@@ -182,7 +201,9 @@ def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -
     meta["warnings"] += _form_warnings(texts, references, chains)
     words = [len(line.split()) for line in references if line.strip()]
     meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
-    by_words = [name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]]
+    by_words = [
+        name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]
+    ]
     if meta["without_spaces"] and by_words:
         meta["warnings"].append(
             f"{', '.join(by_words)}: spaces do not part the words of the references, so n-grams of words say "
@@ -240,7 +261,9 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
     rows = [dict(row, interval=interval_of(row)) for row in content["metrics"]]
     print(Table(columns, rows).text())
     print(*(row["signature"] for row in content["metrics"]), sep="\n")
-    print(f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}")
+    print(
+        f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}"
+    )
     return 0
 
 
@@ -273,7 +296,9 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
         number = (
-            "1 sentence of the test set is" if skipped == 1 else f"{skipped} sentences of the test set are"
+            "1 sentence of the test set is"
+            if skipped == 1
+            else f"{skipped} sentences of the test set are"
         )
         problem = (
             f"{path}: {number} missing. fairseq leaves out "
@@ -281,10 +306,14 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
             "--num-shards, and without this plugin a last batch that is not full"
         )
         if not args.allow_partial:
-            raise UserError(f"{problem}. Translate all of them, or score these with --allow-partial.")
+            raise UserError(
+                f"{problem}. Translate all of them, or score these with --allow-partial."
+            )
         warnings.append(problem)
     if not log.complete:
-        warnings.append(f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences")
+        warnings.append(
+            f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences"
+        )
     if not language:
         warnings.append(f"{path} {_GERMAN}")
     meta: dict[str, Any] = {

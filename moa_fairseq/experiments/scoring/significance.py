@@ -55,9 +55,13 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
     """
     n = len(differences)
     if not np.isfinite(differences).all():
-        raise UserError("A difference is not a number: each system needs a run that did not diverge.")
+        raise UserError(
+            "A difference is not a number: each system needs a run that did not diverge."
+        )
     if n < 2:
-        raise UserError(f"{n} paired runs: a difference needs at least two seeds to have an interval.")
+        raise UserError(
+            f"{n} paired runs: a difference needs at least two seeds to have an interval."
+        )
     mean = float(np.mean(differences))
     error = float(stats.sem(differences))
     half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * error

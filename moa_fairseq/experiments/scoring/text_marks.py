@@ -39,7 +39,9 @@ def subword_kind(lines: Sequence[str]) -> str:
     return "none"
 
 
-def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]) -> list[str]:
+def score_warnings(
+    chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]
+) -> list[str]:
     """Warnings about what the chains are not made for.
 
     Args:
@@ -49,12 +51,16 @@ def score_warnings(chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequ
     warnings = []
     for number, (side, lines) in enumerate(sides.items()):
         if subword_kind(lines) != "none":
-            warnings.append(f"the {side} still hold subwords (@@ or {_PIECE}): give --remove-bpe auto")
+            warnings.append(
+                f"the {side} still hold subwords (@@ or {_PIECE}): give --remove-bpe auto"
+            )
         attached = sum(len(_ATTACHED.findall(line)) for line in lines)
         alone = sum(len(_ALONE.findall(line)) for line in lines)
         look = RUNNING if attached > alone else TOKENISED
         wrong = ", ".join(name for name, wants in chains.items() if wants[number] not in ("", look))
         if wrong and attached != alone:
             remedy = "detokenise" if look == TOKENISED else "tokenise"
-            warnings.append(f"{wrong}: the {side} look {look}, which makes the score wrong: {remedy} them")
+            warnings.append(
+                f"{wrong}: the {side} look {look}, which makes the score wrong: {remedy} them"
+            )
     return warnings

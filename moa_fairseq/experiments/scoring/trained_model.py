@@ -31,10 +31,13 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
         reason = "is a folder" if checkpoint.is_dir() else "does not exist"
         raise UserError(f"{checkpoint} {reason}: name a checkpoint, such as a run's average.pt.")
     if data is not None and not data.is_dir():
-        raise UserError(f"--data {data} is not a folder: name the one that fairseq-preprocess wrote.")
+        raise UserError(
+            f"--data {data} is not a folder: name the one that fairseq-preprocess wrote."
+        )
     overrides = {} if data is None else {"data": str(data)}
     state = checkpoint_utils.load_checkpoint_to_cpu(str(checkpoint), overrides)
-    settings = getattr(state.get("cfg"), "task", None) or state.get("args")  # an old checkpoint has "args"
+    # An old checkpoint has "args"
+    settings = getattr(state.get("cfg"), "task", None) or state.get("args")
     folder = str(getattr(settings, "data", None) or "").split(os.pathsep)[0]
     if data is None and folder and not os.path.isdir(folder):
         raise UserError(

@@ -51,12 +51,17 @@ def result_of(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, An
     """
     scores = {}
     for metric, (task, key) in RESULT_TASKS.items():
-        with contextlib.suppress(KeyError, TypeError):  # a task that was not asked for; a damaged file
-            if record["limit"] is None and is_number(value := record["tasks"][task]["metrics"][key]):
+        # A task that was not asked for; a damaged file
+        with contextlib.suppress(KeyError, TypeError):
+            if record["limit"] is None and is_number(
+                value := record["tasks"][task]["metrics"][key]
+            ):
                 scores[metric] = round(100 * value, 4)
     if not scores:
         return {}, {}
-    return scores, {key: record.get(key) for key in ("lm_eval", "tokens_per_sample", "carried_chunks")}
+    return scores, {
+        key: record.get(key) for key in ("lm_eval", "tokens_per_sample", "carried_chunks")
+    }
 
 
 def result_in(folder: Path, checkpoint: Path) -> tuple[dict[str, float], dict[str, Any]]:

@@ -49,25 +49,39 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "study", type=Path, metavar="STUDY.yaml", help="study file: systems, seeds, contrasts"
     )
-    parser.add_argument("--data", type=Path, metavar="DIR", help="data folder, the --data of every recipe")
-    parser.add_argument("--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)")
+    parser.add_argument(
+        "--data", type=Path, metavar="DIR", help="data folder, the --data of every recipe"
+    )
+    parser.add_argument(
+        "--runs", type=Path, default=Path("runs"), metavar="DIR", help="run folders (runs)"
+    )
     parser.add_argument(
         "--records",
         type=Path,
         metavar="DIR",
         help="folder of the records, DIR/STUDY (results/studies next to configs/)",
     )
-    parser.add_argument("--gpus", type=int, default=0, metavar="N", help="GPUs per run (0: the CPU)")
-    parser.add_argument("--jobs", type=int, default=1, metavar="N", help="parallel runs on this machine (1)")
+    parser.add_argument(
+        "--gpus", type=int, default=0, metavar="N", help="GPUs per run (0: the CPU)"
+    )
+    parser.add_argument(
+        "--jobs", type=int, default=1, metavar="N", help="parallel runs on this machine (1)"
+    )
     parser.add_argument("--tune", action="store_true", help="run the tuning, which must come first")
-    parser.add_argument("--dry-run", action="store_true", help="print the remaining runs, and do nothing")
+    parser.add_argument(
+        "--dry-run", action="store_true", help="print the remaining runs, and do nothing"
+    )
     parser.add_argument(
         "--pack",
         action="store_true",
         help="move records and translations from separate files into records.jsonl, outputs.tar.xz",
     )
-    parser.add_argument("--report", action="store_true", help="print the tables; write them to the records")
-    parser.add_argument("--seeds", type=int, metavar="N", help="with --report: only the first N seeds")
+    parser.add_argument(
+        "--report", action="store_true", help="print the tables; write them to the records"
+    )
+    parser.add_argument(
+        "--seeds", type=int, metavar="N", help="with --report: only the first N seeds"
+    )
     parser.add_argument(
         "--references",
         type=Path,
@@ -85,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     name = "report"
     if args.seeds is not None:
         if not args.report or not 0 < args.seeds <= study.seeds:
-            raise UserError(f"--seeds {args.seeds} needs --report, and at most the study's {study.seeds}.")
+            raise UserError(
+                f"--seeds {args.seeds} needs --report, and at most the study's {study.seeds}."
+            )
         study = dataclasses.replace(study, seeds=args.seeds)
         name = f"report-{args.seeds}-seeds"
     if args.references and not args.report:
@@ -133,7 +149,9 @@ def _work_together(jobs: int, devices: Hardware) -> None:
             for _ in range(jobs):
                 environment = dict(os.environ)
                 if devices.gpus:
-                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(itertools.islice(cards, devices.gpus))
+                    environment["CUDA_VISIBLE_DEVICES"] = ",".join(
+                        itertools.islice(cards, devices.gpus)
+                    )
                 worker = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
                 workers.append(worker)
             while any(worker.poll() is None for worker in workers):
@@ -146,4 +164,6 @@ def _work_together(jobs: int, devices: Hardware) -> None:
             for worker in workers:
                 worker.wait()
     if any(worker.returncode for worker in workers):
-        raise UserError("A run failed (see above). Finished runs are kept: fix the cause, run this again.")
+        raise UserError(
+            "A run failed (see above). Finished runs are kept: fix the cause, run this again."
+        )

@@ -171,7 +171,9 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
             if dataclasses.is_dataclass(value):
                 yield from values(value, f"{key}.")
             elif field.name == "flags":
-                yield from ((f"{key}.{flag}", item) for flag, item in value.items() if item is not None)
+                yield from (
+                    (f"{key}.{flag}", item) for flag, item in value.items() if item is not None
+                )
             elif value != field.default:
                 yield key, value
 
@@ -189,7 +191,9 @@ def _without_free(settings: dict[str, Any]) -> dict[str, Any]:
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 
-def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> dict[str, dict[str, Any]]:
+def fitting_records(
+    study: Study, runs: list[Run], strict: bool = False
+) -> dict[str, dict[str, Any]]:
     """Name → record, of the runs whose record fits them.
 
     A record fits if it is of the study, system and seed, and its settings are those of the study and its

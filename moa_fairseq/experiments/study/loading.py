@@ -60,7 +60,11 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         tuning = build(Tuning, study.tuning, file, "tuning")
     _check(study, tuning, file)
     if tune and not tuning:
-        fail(file, "tuning", "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.")
+        fail(
+            file,
+            "tuning",
+            "is missing: --tune needs its grid, e.g. {grid: {train.flags.lr: [1, 2]}}.",
+        )
     rows = {}
     for key, mapping in study.systems.items():
         row = build(System, mapping, file, f"systems.{key}")
@@ -106,7 +110,9 @@ def _best_points(
     for key, grid in grids.items():
         best = min(grid, key=lambda name: (diverged[name], sum(losses[name].values())))
         if diverged[best] == trial.seeds:
-            problem = f"every tuning run of system {key} diverged, so there is no best point of its grid"
+            problem = (
+                f"every tuning run of system {key} diverged, so there is no best point of its grid"
+            )
             remedy = "Give lower values, and run it with --tune again."
             fail(str(path), "tuning.grid", f"{problem}. {remedy}")
         points[key] = grid[best][1]
@@ -130,7 +136,9 @@ def _with_base(path: Path) -> dict[str, Any]:
         fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
     for key, value in below.items():
         above = mapping.get(key, value)
-        mapping[key] = value | above if isinstance(value, dict) and isinstance(above, dict) else above
+        mapping[key] = (
+            value | above if isinstance(value, dict) and isinstance(above, dict) else above
+        )
     return mapping
 
 
@@ -148,7 +156,9 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
         fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
     names = {"study": study.study} | {f"systems.{key}": key for key in study.systems}
     if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
-        rule = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
+        rule = (
+            "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
+        )
         fail(file, bad, rule)
     if not study.systems:
         fail(file, "systems", "is empty. Give at least one.")
@@ -166,7 +176,11 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
             fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
     for key, number in runs.items():
         if number > MOST_RUNS:
-            fail(file, key, f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.")
+            fail(
+                file,
+                key,
+                f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.",
+            )
 
 
 def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
@@ -178,10 +192,15 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
         name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
         if name in trials:
             fail(
-                file, "tuning.grid", f"has {name.partition(' ')[2]} twice, so its runs would share a record."
+                file,
+                "tuning.grid",
+                f"has {name.partition(' ')[2]} twice, so its runs would share a record.",
             )
         label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
-        trials[name] = dataclasses.replace(row, label=label, set=row.set | tuning.set | point), point
+        trials[name] = (
+            dataclasses.replace(row, label=label, set=row.set | tuning.set | point),
+            point,
+        )
     return trials
 
 

@@ -99,7 +99,9 @@ def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
         if row.difference:
             ends = [row.difference["low"], row.difference["high"]]
             panel.plot(ends, [place, place], color=colour, linewidth=1.6)
-            panel.plot([row.difference["mean"]], [place], marker, color=colour, markersize=6, mew=1.6)
+            panel.plot(
+                [row.difference["mean"]], [place], marker, color=colour, markersize=6, mew=1.6
+            )
     panel.set_yticks(places, [row.label for row in rows], fontsize=SMALL)
     panel.tick_params(axis="y", length=0)
     panel.set_ylim(sum(heights), 0)
@@ -120,7 +122,8 @@ def verdict_key(figure: Figure, verdicts: Sequence[str]) -> None:
 def _key(figure: Figure, entries: Sequence[tuple[tuple[str, str], str]]) -> None:
     """Marks with their meaning below the picture, in as many columns as there is space for."""
     handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6) for (colour, marker), _ in entries
+        Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6)
+        for (colour, marker), _ in entries
     ]
     texts = [text for _, text in entries]
     columns = max(1, min(len(texts), 84 // (max(map(len, texts)) + 7)))
@@ -165,7 +168,9 @@ def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
     return figure
 
 
-def _differences(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+def _differences(
+    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
+) -> Figure:
     """Each system minus the first one: seeds, mean, interval, and a band of the first system's own seeds."""
     base, *other_systems = content["systems"]
     rows = []
@@ -208,11 +213,19 @@ def _points(
 
 
 def _name_points(panel: Axes, points: Sequence[dict[str, Any]], lines: Sequence[Any] = ()) -> None:
-    bars = [((point["x"], point["low"]), (point["x"], point["high"])) for point in points if "low" in point]
-    label_points(panel, [(point["x"], point["y"], point["system"]) for point in points], [*bars, *lines])
+    bars = [
+        ((point["x"], point["low"]), (point["x"], point["high"]))
+        for point in points
+        if "low" in point
+    ]
+    label_points(
+        panel, [(point["x"], point["y"], point["system"]) for point in points], [*bars, *lines]
+    )
 
 
-def _loss_against_start(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+def _loss_against_start(
+    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
+) -> Figure:
     """The final loss against the size of attention's output before training, ÷ that of the first system."""
     base = content["systems"][0]
     points = []
@@ -220,7 +233,11 @@ def _loss_against_start(study: Study, content: dict[str, Any], looks: dict[str, 
         ratio = row["branch"] / base["branch"] if base["branch"] else math.nan
         point = {"system": row["system"], "x": ratio, "y": row["loss"]}
         if row["deviation"] is not None:
-            half = float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1)) * row["deviation"] / math.sqrt(row["n"])
+            half = (
+                float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1))
+                * row["deviation"]
+                / math.sqrt(row["n"])
+            )
             point.update(low=row["loss"] - half, high=row["loss"] + half)
         points.append(point)
     figure, panel = _points(content, looks, points)
@@ -239,7 +256,9 @@ def _loss_against_start(study: Study, content: dict[str, Any], looks: dict[str, 
     return figure
 
 
-def _loss_against_cache(study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]) -> Figure:
+def _loss_against_cache(
+    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
+) -> Figure:
     """The difference to the first system against bytes of cache, and a line along the Pareto front."""
     base = content["systems"][0]
     points = []
@@ -274,11 +293,14 @@ def _generalisation(content: dict[str, Any]) -> Figure:
     style(panel)
     base = content["systems"][0]
     for number, row in enumerate(content["systems"]):
-        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))  # without the steep beginning
+        # Without the steep beginning
+        curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))
         look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 4, "label": row["label"]}
         dash = "-" if row["dropout"] == base["dropout"] else ":"
         panel.plot(*curve.T, MARKERS[number % 8] + dash, **look)
-    panel.set_xlabel("training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted")
+    panel.set_xlabel(
+        "training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted"
+    )
     panel.set_ylabel("validation loss (bits)")
     title(figure, "Is the validation loss higher at equal training loss?")
     figure.legend(loc="outside lower left", ncols=2, fontsize=SMALL, frameon=False)

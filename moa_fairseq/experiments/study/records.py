@@ -66,7 +66,8 @@ def records_of(folder: Path) -> dict[tuple[str, int], Record]:
     Raises:
         UserError: A record is damaged.
     """
-    single = _single_records(folder)  # first: `pack_study` removes one when it stands in the other file
+    # First: `pack_study` removes one when it stands in the other file
+    single = _single_records(folder)
     packed = []
     path = folder / RECORDS
     with contextlib.suppress(FileNotFoundError):
@@ -181,7 +182,9 @@ def _single_records(folder: Path) -> list[Record]:
 
 def _checked(content: Any, where: str) -> Record:
     """The record in a line or file; raises UserError with the line or file and the key."""
-    check_kinds(content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve"))
+    check_kinds(
+        content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve")
+    )
     # null if the training ended too early for them
     if missing := [key for key in ("parameters", "tokens_per_second") if key not in content]:
         raise UserError(f"{where} lacks {', '.join(missing)}. {REMEDY}")
@@ -190,7 +193,9 @@ def _checked(content: Any, where: str) -> Record:
             f"{where}: end is {content['end'][:80]!r}, and must be {FINISHED} or {DIVERGED}. {REMEDY}"
         )
     for row in content["curve"]:
-        check_kinds(row, dict.fromkeys(("updates", "valid", "train"), NUMBER), f"{where}: curve", REMEDY)
+        check_kinds(
+            row, dict.fromkeys(("updates", "valid", "train"), NUMBER), f"{where}: curve", REMEDY
+        )
     return Record(where, content)
 
 

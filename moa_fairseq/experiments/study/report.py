@@ -51,15 +51,22 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     complete = _complete_runs(runs, records)
     rows = [records[run.name] for run in complete]
     if not rows:
-        raise UserError(f"{runs[0].records} has no complete seed of this study. Run it without --report.")
+        raise UserError(
+            f"{runs[0].records} has no complete seed of this study. Run it without --report."
+        )
     _warn_of_unequal_runs(complete, records)
     losses = losses_of(study, complete, records)
     systems = _systems(study, complete, records, losses)
-    tables = {"systems": systems, "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses))}
+    tables = {
+        "systems": systems,
+        "contrasts": _contrasts(study, dict.fromkeys(study.contrasts, losses)),
+    }
     if len({row.get("cache_bytes") for row in systems}) > 1:
         tables["cache"] = _cache(study, systems, runs[0].records)
     if study.levels:
-        tables["at_equal_training_loss"] = _at_equal_training_loss(study, complete, records, systems)
+        tables["at_equal_training_loss"] = _at_equal_training_loss(
+            study, complete, records, systems
+        )
     if references:
         tables["translations"] = _translations(study, complete, references)
     content: dict[str, Any] = {"study": study.study, "runs": len(rows), "planned": len(runs)}
@@ -79,7 +86,10 @@ def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[
 
 
 def _systems(
-    study: Study, runs: list[Run], records: dict[str, dict[str, Any]], losses: dict[str, dict[int, float]]
+    study: Study,
+    runs: list[Run],
+    records: dict[str, dict[str, Any]],
+    losses: dict[str, dict[int, float]],
 ) -> list[dict[str, Any]]:
     """A row for each system that has runs.
 
@@ -181,14 +191,18 @@ def _dropout(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
 
 
-def _contrasts(study: Study, losses: dict[str, dict[str, dict[int, float]]]) -> list[dict[str, Any]]:
+def _contrasts(
+    study: Study, losses: dict[str, dict[str, dict[int, float]]]
+) -> list[dict[str, Any]]:
     """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
     judged = {}
     for name, of_system in losses.items():
         first = of_system[study.contrasts[name].first]
         second = of_system[study.contrasts[name].second]
         if len(seeds := first.keys() & second.keys()) > 1:
-            judged[name] = paired([first[seed] - second[seed] for seed in sorted(seeds)], study.margin)
+            judged[name] = paired(
+                [first[seed] - second[seed] for seed in sorted(seeds)], study.margin
+            )
     p = holm({name: difference.p for name, difference in judged.items()})
     p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
     rows = []
@@ -232,7 +246,9 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
             location = f"{path}: seconds_per_token.{texts[:20]}"
             check_kinds(seconds, dict.fromkeys(names, NUMBER), location, remedy, required=names)
             if wrong := next((name for name in names if seconds[name] <= 0), None):
-                raise UserError(f"{location}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}")
+                raise UserError(
+                    f"{location}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}"
+                )
             measured[f"{device}, {texts}"] = seconds
     rows = []
     least = math.inf
@@ -263,16 +279,22 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
         if name not in outputs:  # not run, or diverged
             continue
         if len(lines := lines_of(outputs[name], name)) != len(target):
-            problem = f"--references {references} has {len(target)} lines, but {name} has {len(lines)}"
+            problem = (
+                f"--references {references} has {len(target)} lines, but {name} has {len(lines)}"
+            )
             raise UserError(f"{problem}. Give the target side of subset {recipe.subsets[0]}.")
-        texts[run.system][run.seed] = running_text(Texts(lines, [target], recipe.data.target or "de"))
+        texts[run.system][run.seed] = running_text(
+            Texts(lines, [target], recipe.data.target or "de")
+        )
     rows = []
     for name, contrast in study.contrasts.items():
         first = texts[contrast.first]
         second = texts[contrast.second]
         if seeds := sorted(first.keys() & second.keys()):
             log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
-            metrics = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])["metrics"]
+            metrics = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])[
+                "metrics"
+            ]
             rows += [{"contrast": name, "n": len(seeds)} | row for row in metrics]
     rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
@@ -301,5 +323,10 @@ def _attention(run: Run) -> dict[str, Any]:
 def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, Any]:
     """Systems that differ in their training alone have one model, which is built once."""
     cost = complexity(arch, 1000, length, length, "shared", list(words))
-    branch = round(branch_size(arch, 1000, "shared", list(words)), 6)  # beyond that processors differ
-    return {"attention_macs": cost.attention_macs, "branch": branch, "cache_bytes": cost.cache_bytes}
+    # Beyond that processors differ
+    branch = round(branch_size(arch, 1000, "shared", list(words)), 6)
+    return {
+        "attention_macs": cost.attention_macs,
+        "branch": branch,
+        "cache_bytes": cost.cache_bytes,
+    }

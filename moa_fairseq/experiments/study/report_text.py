@@ -110,13 +110,20 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
             for row in rows:
                 names = {side: labels[row[side]] for side in ("first", "second")}
                 lines.append(dict(row, interval=interval_of(row, 4)) | names)
-            blocks += [HEADINGS[key], text.format(margin=study.margin), Table(CONTRAST_COLUMNS, lines)]
+            blocks += [
+                HEADINGS[key],
+                text.format(margin=study.margin),
+                Table(CONTRAST_COLUMNS, lines),
+            ]
     if rows := content.get("cache"):
         costs = {row["system"]: row["cost"] for row in systems}
         lines = []
         for row in rows:
             line = dict(
-                row, label=labels[row["system"]], interval=interval_of(row, 4), cost=costs[row["system"]]
+                row,
+                label=labels[row["system"]],
+                interval=interval_of(row, 4),
+                cost=costs[row["system"]],
             )
             ratios = [f"{ratio:.2f} ({condition})" for condition, ratio in row["decoding"].items()]
             line["decoding"] = "; ".join(ratios)

@@ -37,7 +37,13 @@ from moa_fairseq.experiments.study.records import (
     write_output,
 )
 from moa_fairseq.files import disk_errors
-from moa_fairseq.process import Executor, flags, refuse_without_locks, terminate_as_interrupt, to_shell
+from moa_fairseq.process import (
+    Executor,
+    flags,
+    refuse_without_locks,
+    terminate_as_interrupt,
+    to_shell,
+)
 
 log = logging.getLogger(__name__)
 
@@ -64,7 +70,10 @@ class Place(NamedTuple):
         if devices.gpus > 1:  # as many as can share its updates
             recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
         precision = precision_name(recipe.train.precision, devices, recipe.model)
-        return {"hardware": f"{devices.describe()}, {self.study.threads} threads", "precision": precision}
+        return {
+            "hardware": f"{devices.describe()}, {self.study.threads} threads",
+            "precision": precision,
+        }
 
     def trained(self, run: Run) -> dict[str, Any] | None:
         """Provenance of the training in a run's folder, from its record; None if there is nothing yet."""
@@ -84,7 +93,11 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
-    binarised = place.data if place.data and is_binarised(place.data) else prepared and prepared / "binarised"
+    binarised = (
+        place.data
+        if place.data and is_binarised(place.data)
+        else prepared and prepared / "binarised"
+    )
     if prepared and (prepared / "manifest.json").is_file():
         _check_values(runs, place, prepared)
     records = fitting_records(place.study, runs, strict=True)
@@ -96,7 +109,9 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
         _check_commit(run, made_by, place, now)
         _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
-    elsewhere = _made_elsewhere([(run, made) for run, made in finished if run.block in incomplete], place)
+    elsewhere = _made_elsewhere(
+        [(run, made) for run, made in finished if run.block in incomplete], place
+    )
     remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in remaining}.values():
         try:
@@ -144,7 +159,9 @@ def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None)
     )
 
 
-def _check_text(name: str, made: dict[str, Any], place: Place, now: str | None, remedy: str = "") -> None:
+def _check_text(
+    name: str, made: dict[str, Any], place: Place, now: str | None, remedy: str = ""
+) -> None:
     """Raise UserError if a run, by its record or folder, was trained on other text than the digest `now`."""
     recorded = made.get("data")
     if recorded and now and recorded != now:
@@ -229,7 +246,9 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
         if before != current:
             elsewhere.add(run.block)
             words = [", ".join(values.values()) for values in (before, current)]
-            log.warning("seed %d %s was started on %s and is not continued on %s", *run.block, *words)
+            log.warning(
+                "seed %d %s was started on %s and is not continued on %s", *run.block, *words
+            )
     return elsewhere
 
 
@@ -241,7 +260,12 @@ def _carry_out(run: Run, place: Place) -> None:
     """
     folder = place.folders / run.name
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
-    values = {"gpus": place.gpus, "data": place.data, "save-dir": str(folder), "stage": place.study.stage}
+    values = {
+        "gpus": place.gpus,
+        "data": place.data,
+        "save-dir": str(folder),
+        "stage": place.study.stage,
+    }
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
     for key, value in (run.overrides | {"train.seed": run.seed}).items():
         command += ["--set", f"{key}={json.dumps(value)}"]
@@ -274,9 +298,13 @@ def _carry_out(run: Run, place: Place) -> None:
     record: dict[str, Any] = {"study": place.study.study, "system": run.system, "seed": run.seed}
     record["settings"] = settings
     record["end"] = DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED
-    record["metrics"] = {scores["subset"]: scores["metrics"]} | scores["other_subsets"] if scores else {}
+    record["metrics"] = (
+        {scores["subset"]: scores["metrics"]} | scores["other_subsets"] if scores else {}
+    )
     record["curve"] = curve
-    record["parameters"] = (read_step_records(folder).get("train", {}).get("facts") or {}).get("parameters")
+    record["parameters"] = (read_step_records(folder).get("train", {}).get("facts") or {}).get(
+        "parameters"
+    )
     record.update(summarise(folder / "train.jsonl"))
     record.update(made_by)
     if data:

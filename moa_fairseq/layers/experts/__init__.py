@@ -10,4 +10,11 @@ from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 from moa_fairseq.layers.experts.projection import BACKENDS, project, resolve_backend
 from moa_fairseq.layers.experts.routing import top_k_routing, wide_product
 
-__all__ = ["BACKENDS", "ExpertPermutation", "project", "resolve_backend", "top_k_routing", "wide_product"]
+__all__ = [
+    "BACKENDS",
+    "ExpertPermutation",
+    "project",
+    "resolve_backend",
+    "top_k_routing",
+    "wide_product",
+]

@@ -20,7 +20,12 @@ if TYPE_CHECKING:
 # of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
 # In bfloat16 a CPU with units for it multiplies much faster, while oneDNN compiles a kernel for each number
 # of rows: measured on a Xeon with AMX.
-_STEP = {"cpu": 1.0e6, "cpu bfloat16": 5.0e7, "cuda": 6.4e7}  # multiply-accumulates; the GPU's is an estimate
+# Multiply-accumulates; the GPU's is an estimate
+_STEP = {
+    "cpu": 1.0e6,
+    "cpu bfloat16": 5.0e7,
+    "cuda": 6.4e7,
+}
 _STEP_COLUMNS = 24
 # A loop does not read the matrices of unchosen experts, which pays once they do not fit the cache.
 _CACHED_WEIGHTS = 1.5e6  # elements
@@ -34,7 +39,9 @@ def unsupported_reason(product: "Product") -> str:
     tokens = product.order.tokens
     per_token = product.order.per_token
     num_experts, dim, model_dim = weight.shape
-    surplus = tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
+    surplus = (
+        tokens * model_dim * max(dim - _STEP_COLUMNS, 0) * (num_experts - per_token) / num_experts
+    )
     device = weight.device.type
     if device == "cpu" and weight.dtype == torch.bfloat16:
         device = "cpu bfloat16"

@@ -7,7 +7,8 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
-Fan = tuple[bool, int, int]  # of Triton's products: whether it leads up, slots per row, slots per sum
+# Of Triton's products: whether it leads up, slots per row, slots per sum
+Fan = tuple[bool, int, int]
 
 
 class ExpertPermutation:
@@ -37,7 +38,8 @@ class ExpertPermutation:
     @property
     def expert(self) -> Tensor:
         """[S] int64: flat slot → expert."""
-        if self._expert is None:  # if all experts are chosen this is a copy, so it is made on demand
+        # If all experts are chosen this is a copy, so it is made on demand
+        if self._expert is None:
             self._expert = self.expert_ids.reshape(-1)
         return self._expert
 

@@ -20,7 +20,8 @@ logger = logging.getLogger(__name__)
 _GROUPED_BY = "one mm per expert"
 if hasattr(F, "grouped_mm"):
     _GROUPED_BY = "torch grouped_mm where it applies"
-_KEPT_RESULTS = 2**13  # numbers that plain operations may keep for the backward pass; it saves calls
+# Numbers that plain operations may keep for the backward pass; it saves calls
+_KEPT_RESULTS = 2**13
 BACKENDS = ("auto", "reference", "grouped", "triton")
 # The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
 _checked: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
@@ -91,7 +92,9 @@ def _announce(asked: str, chosen: str, reason: str) -> str:
     }
     backend = "triton" if chosen == "auto" else chosen
     text = "; ".join(filter(None, [details.get(chosen), reason]))
-    logger.info(f"expert backend: {backend}{f' ({text})' if text else ''} (--expert-backend {asked})")
+    logger.info(
+        f"expert backend: {backend}{f' ({text})' if text else ''} (--expert-backend {asked})"
+    )
     return chosen
 
 
@@ -214,7 +217,9 @@ class Way(NamedTuple):
     unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
     run: Callable[[Product], Tensor]
     adds_biases: bool = False  # those of a product down, too
-    keeps_less: Callable[[Product], Tensor] | None = None  # the same with a gradient of its own, for more
+    keeps_less: Callable[[Product], Tensor] | None = (
+        None  # the same with a gradient of its own, for more
+    )
 
 
 def _always(product: Product) -> str:

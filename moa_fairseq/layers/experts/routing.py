@@ -37,7 +37,9 @@ class _WideProduct(Function):
         return _product_grads(ctx, grad.to(x.dtype) if x.dtype == weight.dtype else grad, x, weight)
 
 
-def _product_grads(ctx: Any, grad: Tensor, x: Tensor, weight: Tensor) -> tuple[Tensor | None, Tensor | None]:
+def _product_grads(
+    ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
+) -> tuple[Tensor | None, Tensor | None]:
     """Gradients of x and weight from the logits' `grad` [N, E]."""
     grad_x = None
     if ctx.needs_input_grad[0]:
@@ -67,7 +69,12 @@ class _Route(Function):
 
     @staticmethod
     def forward(
-        ctx: Any, x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None
+        ctx: Any,
+        x: Tensor,
+        weight: Tensor,
+        per_token: int,
+        renormalize: str,
+        padding: Tensor | None,
     ) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None]:
         normalizes, detached = FUSED[renormalize]
         outputs = triton.loaded("launch_routing").route(x, weight, per_token, normalizes, padding)
@@ -107,7 +114,12 @@ class _Route(Function):
 
 
 def top_k_routing(
-    x: Tensor, weight: Tensor, per_token: int, renormalize: str, padding: Tensor | None, backend: str
+    x: Tensor,
+    weight: Tensor,
+    per_token: int,
+    renormalize: str,
+    padding: Tensor | None,
+    backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
     """MoA Eq. 7-9 in one kernel. Ties go to the expert with the lower number.
 

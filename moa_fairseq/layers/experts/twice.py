@@ -29,6 +29,8 @@ def differentiable_gradients(
     """
     inputs_with_grad = [x for x, need in zip(inputs, needs) if need and x is not None]
     gradients = iter(
-        torch.autograd.grad(function(*inputs), inputs_with_grad, grad, create_graph=True, allow_unused=True)
+        torch.autograd.grad(
+            function(*inputs), inputs_with_grad, grad, create_graph=True, allow_unused=True
+        )
     )
     return [next(gradients) if need and x is not None else None for x, need in zip(inputs, needs)]

@@ -21,7 +21,14 @@ import torch
 from torch import Tensor
 
 from moa_fairseq.files import use_utf8
-from moa_fairseq.layers.experts import ExpertPermutation, compile_ahead, project, routing, triton, validation
+from moa_fairseq.layers.experts import (
+    ExpertPermutation,
+    compile_ahead,
+    project,
+    routing,
+    triton,
+    validation,
+)
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
 Shape = tuple[int, int, int, int, int, int, float]
@@ -57,7 +64,8 @@ def _configurations(sample: Tensor, tunes: bool) -> Iterator[tuple[str, dict[Any
 
     tuned = (kernels.product_kernel, kernels.gate_kernel, weight_grad.outer_kernel)
     offered = {
-        k: tuning.fitting(getattr(k, "configs", []), sample, launch.may_use_tf32(sample)) for k in tuned
+        k: tuning.fitting(getattr(k, "configs", []), sample, launch.may_use_tf32(sample))
+        for k in tuned
     }
     first = {kernel: configs[0] for kernel, configs in offered.items() if configs}
     if tunes or not first:
@@ -94,11 +102,15 @@ def _inputs(shape: Shape, use: str, dtype: torch.dtype, device: str) -> Inputs:
         leaves["gate"] = torch.rand(index.numel(), generator=g)
         leaves["gate"][::7] = 0.0  # padding
     leaves = {name: leaf.to(device, dtype).double() for name, leaf in leaves.items()}
-    upstream = torch.randn(index.numel() // per_sum, out_width, generator=g).to(device, dtype).double()
+    upstream = (
+        torch.randn(index.numel() // per_sum, out_width, generator=g).to(device, dtype).double()
+    )
     return leaves, upstream, index.view(tokens, heads * k).to(device)
 
 
-def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str) -> dict[str, Tensor]:
+def _run(
+    shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: str
+) -> dict[str, Tensor]:
     leaves, upstream, index = inputs
     leaves = {name: leaf.to(dtype).requires_grad_() for name, leaf in leaves.items()}
     is_up, fan, _ = USES[use]
@@ -116,7 +128,9 @@ def _run(shape: Shape, use: str, inputs: Inputs, dtype: torch.dtype, backend: st
     return {"output": out.detach()} | dict(zip(leaves, grads))
 
 
-def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]) -> list[str]:
+def complaints(
+    fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[str, Tensor]
+) -> list[str]:
     """Where `fast` is more than twice as far from `exact` as `plain` is, one rounding allowed.
 
     Args:
@@ -136,7 +150,9 @@ def complaints(fast: dict[str, Tensor], plain: dict[str, Tensor], exact: dict[st
         roundings = 1
         if fast[name].dtype == torch.float32:
             roundings = 8
-        allowed = 2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
+        allowed = (
+            2 * allowed + roundings * truth.abs().max().item() * torch.finfo(fast[name].dtype).eps
+        )
         if not error <= allowed:  # also true for NaN
             lines.append(f"{name} is off by {error:.1e}, {allowed:.1e} is expected")
     return lines
@@ -162,7 +178,9 @@ def _check_products(
                 if not all(torch.equal(first[key], repeated[key]) for key in first):
                     wrong.append("not the same each time")
                     break
-        except torch.OutOfMemoryError:  # of whoever else uses the GPU: it says nothing about the kernels
+        except (
+            torch.OutOfMemoryError
+        ):  # of whoever else uses the GPU: it says nothing about the kernels
             raise
         except Exception as error:  # whatever the compiler or the kernel ends in is a failed check
             wrong = [f"{type(error).__name__}: {error}"]
@@ -192,7 +210,9 @@ def compile_case(dtype: torch.dtype, name: str, use: str, device: str) -> None:
 
 def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
     """Routing and sorting, likewise."""
-    sizes = [(1, 8, 5, 2), (67, 37, 33, 8), (50, 24, 4, 4)] + [(8192, 512, 32, 8)] * (device == "cuda")
+    sizes = [(1, 8, 5, 2), (67, 37, 33, 8), (50, 24, 4, 4)] + [(8192, 512, 32, 8)] * (
+        device == "cuda"
+    )
     for tokens, width, experts, per_token in sizes:
         g = torch.Generator().manual_seed(tokens)
         x = torch.randn(tokens, width, generator=g).to(device)
@@ -226,7 +246,8 @@ def _check_routing(device: str) -> Iterator[tuple[str, list[str]]]:
             orders = ExpertPermutation(index, experts), ExpertPermutation(index, experts)
             orders[0].sort_by(triton.sorted_slots)
             if not all(
-                torch.equal(getattr(orders[0], n), getattr(orders[1], n)) for n in ("order", "offsets")
+                torch.equal(getattr(orders[0], n), getattr(orders[1], n))
+                for n in ("order", "offsets")
             ):
                 wrong.append("slots are in a wrong order")
         yield f"routing {tokens} tokens to {per_token} of {experts} experts", wrong
@@ -261,7 +282,8 @@ def _check(dtypes: list[str], device: str, repeats: int) -> validation.CheckResu
             validation.write(outcome)
             continue
         groups = {
-            f"{text}, {n}, {use}": (dtype, n, use, device) for n, use in itertools.product(shapes, USES)
+            f"{text}, {n}, {use}": (dtype, n, use, device)
+            for n, use in itertools.product(shapes, USES)
         }
         groups = {group: case for group, case in groups.items() if group not in outcome.groups}
         if groups and device == "cuda":
@@ -287,7 +309,13 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, help="how often each case is computed (GPU: 20)")
     args = parser.parse_args()
     if args.device == "cpu" and not triton.INTERPRETED:  # Triton reads this when it loads
-        arguments = [sys.executable, "-P", "-m", "moa_fairseq.layers.experts.validate", *sys.argv[1:]]
+        arguments = [
+            sys.executable,
+            "-P",
+            "-m",
+            "moa_fairseq.layers.experts.validate",
+            *sys.argv[1:],
+        ]
         os.execve(sys.executable, arguments, os.environ | {"TRITON_INTERPRET": "1"})
     reason = triton.why_not()
     if reason:

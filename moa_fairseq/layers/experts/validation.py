@@ -95,7 +95,12 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
         return CheckResult(), (
             f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
         )
-    except (OSError, ValueError, KeyError, TypeError) as error:  # nothing is trusted; the text says why
+    except (
+        OSError,
+        ValueError,
+        KeyError,
+        TypeError,
+    ) as error:  # nothing is trusted; the text says why
         return CheckResult(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
     if not is_this_machine:
         return CheckResult(), f"{file} is about something else; {COMMAND} writes it anew"

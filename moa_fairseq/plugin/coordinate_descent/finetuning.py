@@ -22,7 +22,9 @@ def updated_by(model: nn.Module, method: str) -> list[Tensor]:
     gates: list[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
     if method == "ftg":
         return gates
-    modules = (module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts))
+    modules = (
+        module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)
+    )
     return gates + [module.out_proj.weight for module in modules]
 
 

@@ -43,11 +43,15 @@ class GateGradients:
         """
         loss = loss.sum()  # adaptive_loss has a vector of one
         self.accumulate(
-            torch.autograd.grad(loss * scale, self.parameters, allow_unused=True), sample_size, scale
+            torch.autograd.grad(loss * scale, self.parameters, allow_unused=True),
+            sample_size,
+            scale,
         )
         self.flat[-2] += loss.detach()
 
-    def accumulate(self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0) -> None:
+    def accumulate(
+        self, gradients: Sequence[Tensor | None], sample_size: float, scale: float = 1.0
+    ) -> None:
         """Add gradients that have been computed.
 
         Args:
@@ -87,7 +91,9 @@ class GateSGD:
         lr, clip_norm: as in `sgd_step`.
     """
 
-    MOST_SKIPPED = 20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+    MOST_SKIPPED = (
+        20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+    )
 
     def __init__(self, lr: float, clip_norm: float):
         self.lr = lr
@@ -130,7 +136,10 @@ def all_finite(tensors: Sequence[Tensor]) -> bool:
 
 @torch.no_grad()
 def sgd_step(
-    parameters: Sequence[Parameter], gradients: Sequence[Tensor], lr: float, clip_norm: float | None = None
+    parameters: Sequence[Parameter],
+    gradients: Sequence[Tensor],
+    lr: float,
+    clip_norm: float | None = None,
 ) -> Tensor:
     """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
 

@@ -60,7 +60,9 @@ class GStep:
         self.sgd.step(gradients, finite, scales_loss(self.trainer.optimizer))
         if finite:
             loss, sample_size = gradients.flat[-2:].tolist()
-            metrics.log_scalar("g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3)
+            metrics.log_scalar(
+                "g_loss", loss / max(sample_size, 1.0) / math.log(2), sample_size, round=3
+            )
 
     def _gradients(
         self, samples: Sequence[dict[str, Any]], parameters: Sequence[Parameter], scale: float
@@ -132,7 +134,9 @@ class JointStep:
         if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
             return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
         gradients = GateGradients(self.parameters)
-        gradients.accumulate([parameter.grad for parameter in self.parameters], self.sample_size, scale)
+        gradients.accumulate(
+            [parameter.grad for parameter in self.parameters], self.sample_size, scale
+        )
         self.begin()
         self.sgd.step(gradients, gradients.all_reduce(), scales_loss(optimizer))
 

@@ -188,7 +188,9 @@ class BlockCoordinateDescent(Extended):
         if self.steps_jointly and gates:
             if self._joint_step is None:
                 settings = self.cfg_of_bcd
-                self._joint_step = JointStep(trainer.get_model(), settings.gate_lr, settings.gate_clip_norm)
+                self._joint_step = JointStep(
+                    trainer.get_model(), settings.gate_lr, settings.gate_clip_norm
+                )
             self._joint_step.begin()
         if not self.alternates or not gates:
             return
@@ -239,7 +241,9 @@ class BlockCoordinateDescent(Extended):
         with contextlib.nullcontext() if step is None else step.stepping(optimizer):
             super().optimizer_step(optimizer, model=model, update_num=update_num)
 
-    def valid_step(self, sample: dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any):
+    def valid_step(
+        self, sample: dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any
+    ):
         """fairseq's step, which also logs the gates' entropies: experts are mixed, as in a G step."""
         return super().valid_step(sample, model, GateEntropyLog(criterion), **kwargs)
 

@@ -57,7 +57,8 @@ class RoutingLossConfig:
         "sample_size (Eq. 17); none: unscaled, as in MoA's released code",
     )
     router_log: Detail = flag(
-        "summary", "logged router statistics: averages over all modules (summary), or per module as well"
+        "summary",
+        "logged router statistics: averages over all modules (summary), or per module as well",
     )
 
 
@@ -126,7 +127,8 @@ class RoutingLossMixin(Extended):
                 rows["load_balance_loss"] = [BALANCE_LOSSES["moa"](sums) for sums in kinds]
             statistics = [load_statistics(sums) for sums in kinds]
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
-            values = torch.stack([one_row(parts) for parts in rows.values()])  # [statistics, modules]
+            # [statistics, modules]
+            values = torch.stack([one_row(parts) for parts in rows.values()])
             names = list(rows)
             means = values.mean(1)
             means[names.index("dead_experts")].mul_(len(routings))

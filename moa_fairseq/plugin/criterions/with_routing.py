@@ -9,19 +9,25 @@ from fairseq.criterions.label_smoothed_cross_entropy import (
     LabelSmoothedCrossEntropyCriterionConfig,
 )
 from fairseq.criterions.masked_lm import MaskedLmConfig, MaskedLmLoss
-from fairseq.criterions.sentence_prediction import SentencePredictionConfig, SentencePredictionCriterion
+from fairseq.criterions.sentence_prediction import (
+    SentencePredictionConfig,
+    SentencePredictionCriterion,
+)
 
 from moa_fairseq.plugin.criterions.routing_loss import RoutingLossConfig, RoutingLossMixin
 from moa_fairseq.plugin.patches.adaptive_loss import WholeAdaptiveLoss, WholeAdaptiveLossConfig
 
 
 @dataclass
-class LabelSmoothedCrossEntropyWithRoutingConfig(RoutingLossConfig, LabelSmoothedCrossEntropyCriterionConfig):
+class LabelSmoothedCrossEntropyWithRoutingConfig(
+    RoutingLossConfig, LabelSmoothedCrossEntropyCriterionConfig
+):
     pass
 
 
 @register_criterion(
-    "label_smoothed_cross_entropy_with_routing", dataclass=LabelSmoothedCrossEntropyWithRoutingConfig
+    "label_smoothed_cross_entropy_with_routing",
+    dataclass=LabelSmoothedCrossEntropyWithRoutingConfig,
 )
 class LabelSmoothedCrossEntropyWithRouting(RoutingLossMixin, LabelSmoothedCrossEntropyCriterion):
     """Translation: label-smoothed cross entropy plus the losses of every router."""
@@ -62,6 +68,8 @@ class SentencePredictionWithRoutingConfig(RoutingLossConfig, SentencePredictionC
     pass
 
 
-@register_criterion("sentence_prediction_with_routing", dataclass=SentencePredictionWithRoutingConfig)
+@register_criterion(
+    "sentence_prediction_with_routing", dataclass=SentencePredictionWithRoutingConfig
+)
 class SentencePredictionWithRouting(RoutingLossMixin, SentencePredictionCriterion):
     """Classes of sentences. sample_size counts sentences; routers see all tokens but padding."""

@@ -17,7 +17,11 @@ TINY = {
     "decoder_ffn_embed_dim": 256,
     "decoder_layers": 4,
 }
-FOUR_HEADS = {"encoder_attention_heads": 4, "decoder_attention_heads": 4}  # of the dense Transformer-Tiny
+# Of the dense Transformer-Tiny
+FOUR_HEADS = {
+    "encoder_attention_heads": 4,
+    "decoder_attention_heads": 4,
+}
 
 
 def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: int) -> dict:
@@ -83,7 +87,9 @@ register_models(
     {"dense_transformer_big": transformer_vaswani_wmt_en_de_big},
 )
 register_models(
-    "dense", "dense_roberta", {"dense_roberta_medium": MEDIUM_ROBERTA, "dense_roberta_tiny": TINY_ROBERTA}
+    "dense",
+    "dense_roberta",
+    {"dense_roberta_medium": MEDIUM_ROBERTA, "dense_roberta_tiny": TINY_ROBERTA},
 )
 register_models(
     "dense",

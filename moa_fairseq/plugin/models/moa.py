@@ -25,7 +25,9 @@ TRANSLATION = {
     # (K + 1) · D = 240 against the dense attention's 2 · 128: the MACs of both are within 5 %
     "tiny": _sizes(4, 8, 48) | TINY,
 }
-register_models("moa", "moa_transformer", {f"moa_transformer_{row}": v for row, v in TRANSLATION.items()})
+register_models(
+    "moa", "moa_transformer", {f"moa_transformer_{row}": v for row, v in TRANSLATION.items()}
+)
 
 # Masked language models (Table 2). Parameters match (to 0.01M) only with biases in keys, values and experts.
 MASKED_LM = {
@@ -37,7 +39,9 @@ MASKED_LM = {
     "tiny": _sizes(4, 8, 48) | TINY_ROBERTA,  # its projections cost 6 % less than the dense ones
 }
 register_models(
-    "moa", "moa_roberta", {f"moa_roberta_{row}": v | {"expert_bias": True} for row, v in MASKED_LM.items()}
+    "moa",
+    "moa_roberta",
+    {f"moa_roberta_{row}": v | {"expert_bias": True} for row, v in MASKED_LM.items()},
 )
 
 # Causal language models, as SwitchHead's Table 1 has them (arXiv 2312.07987). It prints no settings: E and D

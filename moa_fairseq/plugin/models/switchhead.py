@@ -81,4 +81,6 @@ ENCODERS = {
     "transformer_xl_roberta_listops": _dense(8, 16),
     "transformer_xl_roberta_listops_2heads": _dense(2, 64),
 }
-register_models("switchhead", "switchhead_roberta", {arch: _LISTOPS | v for arch, v in ENCODERS.items()})
+register_models(
+    "switchhead", "switchhead_roberta", {arch: _LISTOPS | v for arch, v in ENCODERS.items()}
+)

@@ -59,12 +59,17 @@ def group_as_in_the_first_epoch(
     if fresh or not task.can_reuse_epoch_itr(dataset):
         return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
     # Sentences are grouped with seed + 1 in any epoch; the iterator shuffles the batches with its own seed.
-    iterator = get_batch_iterator(task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options)
+    iterator = get_batch_iterator(
+        task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options
+    )
     iterator.seed = seed
     return iterator
 
 
-@patch("fairseq.trainer:Trainer.get_valid_iterator", _EPOCHS + "test_a_training_set_is_validated_on_apart")
+@patch(
+    "fairseq.trainer:Trainer.get_valid_iterator",
+    _EPOCHS + "test_a_training_set_is_validated_on_apart",
+)
 def validate_on_a_copy_of_the_training_set(
     get_valid_iterator: Callable, trainer: Any, subset: str, *args: Any, **options: Any
 ) -> Any:
@@ -115,7 +120,9 @@ def restore_the_place_of_all_processes(
     shards = state.get("num_shards")
     if place and shards:
         batches = len(iterator.frozen_batches)
-        now = converted_place(place, shards, state["batches_in_epoch"], iterator.num_shards, batches)
+        now = converted_place(
+            place, shards, state["batches_in_epoch"], iterator.num_shards, batches
+        )
         if now * iterator.num_shards != place * shards:
             logger.warning(
                 f"resuming in the middle of epoch {state['epoch']} with other processes or batches: "
@@ -127,7 +134,9 @@ def restore_the_place_of_all_processes(
     load_state_dict(iterator, state)
 
 
-def converted_place(place: int, shards: int, batches: int, new_shards: int, new_batches: int) -> int:
+def converted_place(
+    place: int, shards: int, batches: int, new_shards: int, new_batches: int
+) -> int:
     """Batches of each of `new_shards` processes that come before the place in an epoch.
 
     The same batches keep their order, so the place is exact when the new number of processes divides the seen
@@ -145,7 +154,9 @@ def converted_place(place: int, shards: int, batches: int, new_shards: int, new_
     return batches_before // new_shards
 
 
-@patch("fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place")
+@patch(
+    "fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place"
+)
 def group_from_any_place(
     init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
 ) -> None:
@@ -203,7 +214,10 @@ def _end_readers() -> None:
                 reader._queue.get(timeout=0.05)
 
 
-@patch("fairseq.data:LRUCacheDataset.set_epoch", _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered")
+@patch(
+    "fairseq.data:LRUCacheDataset.set_epoch",
+    _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered",
+)
 def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
     """A caching data set returns items of the previous epoch."""
     set_epoch(dataset, epoch)

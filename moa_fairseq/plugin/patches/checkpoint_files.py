@@ -82,9 +82,13 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
                 "code; nothing was run. Use a checkpoint saved by fairseq, from a source that you trust."
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
-    except Exception as error:  # torch's reader lets any through, such as struct.error and IndexError
+    except (
+        Exception
+    ) as error:  # torch's reader lets any through, such as struct.error and IndexError
         # damaged bytes may ask for a seek to nowhere (EINVAL); too many open files, say, is no damage
-        if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno not in _OF_DAMAGE):
+        if isinstance(error, MemoryError) or (
+            isinstance(error, OSError) and error.errno not in _OF_DAMAGE
+        ):
             raise
         raise _damaged(name, _first_sentence(error)) from error
 
@@ -135,7 +139,8 @@ def check_sums(stream: IO[bytes]) -> None:
 
 def _first_sentence(error: Exception) -> str:
     """What happened, without the advice that torch adds, such as to switch safety off."""
-    message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))  # a place in torch's source
+    # A place in torch's source
+    message = re.sub(r"^\[enforce fail at [^]]*\][ .]*", "", str(error))
     return re.split(r"[.\n]", message)[0] or type(error).__name__
 
 
@@ -227,7 +232,10 @@ def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = No
         ) from error
 
 
-@patch("fairseq.checkpoint_utils:torch_persistent_save", _HERE + "test_a_disk_that_is_full_for_a_moment")
+@patch(
+    "fairseq.checkpoint_utils:torch_persistent_save",
+    _HERE + "test_a_disk_that_is_full_for_a_moment",
+)
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
     """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
     second attempt appends to the first; and diverged weights replace good weights.
@@ -265,7 +273,9 @@ def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = F
 
     def compare(written: str) -> None:
         if os.path.getsize(written) != os.path.getsize(src_path):
-            raise OSError(f"{os.path.getsize(written)} of {os.path.getsize(src_path)} bytes were written")
+            raise OSError(
+                f"{os.path.getsize(written)} of {os.path.getsize(src_path)} bytes were written"
+            )
 
     _write_checked(dst_path, write, f"{dst_path}.tmp", compare)
     return True
@@ -300,7 +310,8 @@ def _write_checked(
         except (OSError, RuntimeError, zipfile.BadZipFile, UserError) as error:
             if isinstance(error, UserError):
                 cause = error.__cause__
-                if isinstance(cause, OSError) and cause.errno not in DISK_FULL:  # time does not help
+                # Time does not help
+                if isinstance(cause, OSError) and cause.errno not in DISK_FULL:
                     raise
                 reason = str(error)
             else:
@@ -315,7 +326,9 @@ def _write_checked(
             time.sleep(SECONDS_BETWEEN)
 
 
-@patch("fairseq.checkpoint_utils:save_checkpoint", _HERE + "test_asynchronous_writing_is_taken_back")
+@patch(
+    "fairseq.checkpoint_utils:save_checkpoint", _HERE + "test_asynchronous_writing_is_taken_back"
+)
 def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
     """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""
     if getattr(cfg, "write_checkpoints_asynchronously", False):  # a caller may have fewer settings

@@ -22,11 +22,18 @@ from fairseq.distributed.utils import distributed_main as fairseqs_distributed_m
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
-DEFAULT_SECONDS = 1800  # one process writes a large checkpoint on a slow network disk, the others wait
+DEFAULT_SECONDS = (
+    1800  # one process writes a large checkpoint on a slow network disk, the others wait
+)
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
 _STOPPED = "plugin/patches/test_collectives.py::test_a_stopped_process_is_named"
 # What the collectives say of a process that is gone.
-_CUT_OFF = ("connection closed by peer", "connection reset by peer", "connection refused", "broken pipe")
+_CUT_OFF = (
+    "connection closed by peer",
+    "connection reset by peer",
+    "connection refused",
+    "broken pipe",
+)
 _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -73,7 +80,9 @@ class TimedDist(Proxy):
         """
         try:
             return dist.init_process_group(*args, **({"timeout": self.limit} | options))
-        except RuntimeError as error:  # torch's only kind: by its text, and raised again if it is another
+        except (
+            RuntimeError
+        ) as error:  # torch's only kind: by its text, and raised again if it is another
             if "EADDRINUSE" not in str(error):
                 raise
             place = options.get("init_method")
@@ -111,7 +120,9 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
         fairseqs_distributed_main(i, main, cfg, kwargs)
-    except RuntimeError as error:  # torch's only kind: by its text, and raised again if it is another
+    except (
+        RuntimeError
+    ) as error:  # torch's only kind: by its text, and raised again if it is another
         if not dist.is_initialized():
             raise
         silent = _silent_ranks()
@@ -171,7 +182,9 @@ def _silent_ranks() -> list[int]:
     "fairseq.distributed.utils:infer_init_method",
     "plugin/patches/test_epochs.py::test_independent_copies_are_refused",
 )
-def refuse_separate_trainings(infer_init_method: Callable, cfg: Any, force_distributed: bool = False) -> None:
+def refuse_separate_trainings(
+    infer_init_method: Callable, cfg: Any, force_distributed: bool = False
+) -> None:
     """If fairseq sets the number of processes to 1 (on a CPU, or with one GPU per machine), torchrun's
     processes train independent models that overwrite each other's files. Now this is an error; on CPUs they
     train together.

@@ -18,7 +18,10 @@ from typing import Any
 
 import torch
 from fairseq.modules.gelu import gelu_accurate
-from fairseq.modules.transformer_layer import TransformerDecoderLayerBase, TransformerEncoderLayerBase
+from fairseq.modules.transformer_layer import (
+    TransformerDecoderLayerBase,
+    TransformerEncoderLayerBase,
+)
 from omegaconf import open_dict
 from torch import Tensor, nn
 
@@ -51,7 +54,10 @@ _REFUSED = {
 }
 
 
-@patch("fairseq.options:add_optimization_args", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
+@patch(
+    "fairseq.options:add_optimization_args",
+    _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
+)
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
     """fairseq cannot compile a model (this plugin is imported while the parser is built)."""
     group = add(parser)
@@ -112,9 +118,13 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
         if getattr(getattr(cfg, section), name, None):
             reasons["--" + name.replace("_", "-")] = reason
     if cfg.distributed_training.ddp_backend == "fully_sharded":
-        reasons["--ddp-backend fully_sharded"] = "it takes a layer's weights away between two passes"
+        reasons["--ddp-backend fully_sharded"] = (
+            "it takes a layer's weights away between two passes"
+        )
     if getattr(task, "alternates", False):
-        reasons["--bcd alternate"] = "experts are drawn for each layer by its name (--bcd none draws none)"
+        reasons["--bcd alternate"] = (
+            "experts are drawn for each layer by its name (--bcd none draws none)"
+        )
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     foreign = any("forward" in vars(layer) and not hasattr(layer, "whole") for layer in layers)
     if foreign and getattr(cfg.model, "checkpoint_activations", False):
@@ -128,7 +138,9 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
         )
     if reasons:
         flag, reason = next(iter(reasons.items()))
-        raise UserError(f"{FLAG} cannot be combined with {flag}: {reason}. Leave one of the two out.")
+        raise UserError(
+            f"{FLAG} cannot be combined with {flag}: {reason}. Leave one of the two out."
+        )
 
 
 def can_compile(device: torch.device) -> bool:
@@ -142,7 +154,9 @@ def can_compile(device: torch.device) -> bool:
     try:
         # in /tmp, where another user may have made it first
         private_folder(Path(os.environ.get(CACHE) or inductor.default_cache_dir()))
-        _, compiled = torch.compile(trial, dynamic=True, fullgraph=True)(torch.ones(5, device=device))
+        _, compiled = torch.compile(trial, dynamic=True, fullgraph=True)(
+            torch.ones(5, device=device)
+        )
     except Exception as error:  # whatever compilers, their caches and their tools raise
         _warn("torch cannot compile here, and the layers run as without the flag", error)
         return False
@@ -157,7 +171,8 @@ def can_compile(device: torch.device) -> bool:
 def _warn(what: str, error: Exception) -> None:
     lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
     lines = [line for line in lines if not line.startswith("Set TORCHDYNAMO_VERBOSE")]
-    at_fault = [line for line in lines if "error:" in line.lower()]  # a compiler's, below its long command
+    # A compiler's, below its long command
+    at_fault = [line for line in lines if "error:" in line.lower()]
     reason = " ".join((lines[:2] + at_fault[:2]) if at_fault else lines[:3])
     logger.warning(f"{FLAG}: {what}: {type(error).__name__}: {reason}")
 
@@ -172,7 +187,9 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
     config: Any = torch._dynamo.config
     config.specialize_float = True  # a dropout is a number, not an input
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
-    config.optimize_ddp = False  # a layer is smaller than what DistributedDataParallel sends at once
+    config.optimize_ddp = (
+        False  # a layer is smaller than what DistributedDataParallel sends at once
+    )
     # a backward pass that cannot be compiled shows in the forward pass, where there is another way
     functorch: Any = torch._functorch.config
     if hasattr(functorch, "force_non_lazy_backward_lowering"):
@@ -206,26 +223,34 @@ class _Compiled:
 
     def __init__(self, backend: str, mode: str | None):
         self.run = torch.compile(_forward, dynamic=True, fullgraph=True, backend=backend, mode=mode)
-        self.run_whole = torch.compile(_whole, dynamic=True, fullgraph=True, backend=backend, mode=mode)
+        self.run_whole = torch.compile(
+            _whole, dynamic=True, fullgraph=True, backend=backend, mode=mode
+        )
         self.failed: set[type] = set()
-        errors = torch._dynamo.exc  # loaded here: that takes seconds, and most commands compile nothing
+        # Loaded here: that takes seconds, and most commands compile nothing
+        errors = torch._dynamo.exc
         self.failures = (errors.TorchDynamoException, errors.FailOnRecompileLimitHit)
 
     def __call__(self, layer: Any, x: Tensor, *args: Any, **options: Any) -> Any:
         kind = type(layer)
         options.update(zip(_NAMES[isinstance(layer, TransformerDecoderLayerBase)], args))
-        trains = layer.training and torch.is_grad_enabled() and options.get("incremental_state") is None
+        trains = (
+            layer.training and torch.is_grad_enabled() and options.get("incremental_state") is None
+        )
         if not trains or kind in self.failed:
             return kind.forward(layer, x, **options)
         try:
             # a graph is for one layout: the first layer gets another, and a mask is a part of a larger one
             inputs = {name: _dense(value) for name, value in options.items()}
             _pad_both(x, inputs)
-            if inputs.get("encoder_out") is None:  # these are for the last layer, of the attention to it
+            # These are for the last layer, of the attention to it
+            if inputs.get("encoder_out") is None:
                 inputs.pop("need_attn", None)
                 inputs.pop("need_head_weights", None)
             if hasattr(layer, "whole"):
-                return layer.compiled(self.run_whole, options.get("self_attn_mask"), _dense(x), inputs)
+                return layer.compiled(
+                    self.run_whole, options.get("self_attn_mask"), _dense(x), inputs
+                )
             return self.run(layer, _dense(x), inputs)
         except self.failures as error:
             self.failed.add(kind)

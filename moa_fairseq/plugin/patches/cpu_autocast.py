@@ -18,7 +18,9 @@ _PLAIN_ATTENTION_UP_TO = 128
 _HERE = "plugin/patches/test_cpu_autocast.py::"
 
 
-@patch("fairseq.tasks.fairseq_task:FairseqTask.train_step", _HERE + "test_amp_on_the_cpu_is_bfloat16")
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.train_step", _HERE + "test_amp_on_the_cpu_is_bfloat16"
+)
 def autocast_on_the_cpu(
     train_step: Callable,
     task: Any,
@@ -37,12 +39,17 @@ def autocast_on_the_cpu(
     if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
         return train_step(task, sample, model, criterion, optimizer, *args, **options)
 
-    inputs = sample.get("net_input", {}).values()  # not every task of fairseq has tokens, or one input
+    inputs = sample.get(
+        "net_input", {}
+    ).values()  # not every task of fairseq has tokens, or one input
     lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
     short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
 
     def in_bfloat16(*inputs: Any, **named: Any) -> Any:
-        with torch.autocast("cpu"), without_fused_attention() if short else contextlib.nullcontext():
+        with (
+            torch.autocast("cpu"),
+            without_fused_attention() if short else contextlib.nullcontext(),
+        ):
             return criterion(*inputs, **named)
 
     with warnings.catch_warnings():  # the warning that there is no CUDA

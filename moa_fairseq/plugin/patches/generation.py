@@ -29,8 +29,13 @@ class ManySearches(UserError, ValueError):
     """Flags of different searches; of the type that fairseq raises there."""
 
 
-@patch("fairseq.checkpoint_utils:prune_state_dict", _HERE + "test_layers_of_one_side_leave_the_other_whole")
-def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any = None) -> dict[str, Any]:
+@patch(
+    "fairseq.checkpoint_utils:prune_state_dict",
+    _HERE + "test_layers_of_one_side_leave_the_other_whole",
+)
+def keep_the_other_side(
+    prune: Callable, state: dict[str, Any], model_cfg: Any = None
+) -> dict[str, Any]:
     """If --model-overrides names the layers to keep of the encoder or decoder only, fairseq drops all layers
     of the other, and its message blames the file.
 
@@ -52,12 +57,17 @@ def keep_the_other_side(prune: Callable, state: dict[str, Any], model_cfg: Any =
             if numbers:
                 choice = f"write some of {numbers}, each once, with commas"
             raise UserError(f"--model-overrides: {side}_layers_to_keep {text[:80]!r}: {choice}.")
-        with open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext():
+        with (
+            open_dict(model_cfg) if isinstance(model_cfg, DictConfig) else contextlib.nullcontext()
+        ):
             setattr(model_cfg, f"{side}_layers_to_keep", ",".join(words) or None)
     return prune(state, model_cfg)
 
 
-@patch("fairseq.tasks.fairseq_task:FairseqTask.build_generator", _HERE + "test_flags_that_do_not_go_together")
+@patch(
+    "fairseq.tasks.fairseq_task:FairseqTask.build_generator",
+    _HERE + "test_flags_that_do_not_go_together",
+)
 def check_flags_of_search(
     build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
 ) -> Any:
@@ -72,16 +82,22 @@ def check_flags_of_search(
     def said(name: str) -> Any:
         return getattr(args, name, None)
 
-    chosen = [f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)]
+    chosen = [
+        f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)
+    ]
     if len(chosen) > 1:
         raise ManySearches(f"{' and '.join(chosen)} are different searches: give only one.")
     beam = said("beam") or 5
     groups = said("diverse_beam_groups") or -1
     nbest = said("nbest") or 1
     if groups > 0 and beam % groups:
-        raise UserError(f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one.")
+        raise UserError(
+            f"--beam {beam} is not a multiple of --diverse-beam-groups {groups}: change one."
+        )
     if nbest > beam and not said("score_reference"):
-        raise UserError(f"--nbest {nbest} is larger than --beam {beam}: lower --nbest or raise --beam.")
+        raise UserError(
+            f"--nbest {nbest} is larger than --beam {beam}: lower --nbest or raise --beam."
+        )
     for name in ("print_step", "retain_iter_history"):
         if said(name):
             flag = f"--{name.replace('_', '-')}"
@@ -100,7 +116,8 @@ def check_flags_of_search(
     _HERE + "test_diverse_groups_of_any_sentences",
 )
 @patch(
-    "fairseq.sequence_generator:SequenceGenerator.generate", _HERE + "test_diverse_groups_of_any_sentences"
+    "fairseq.sequence_generator:SequenceGenerator.generate",
+    _HERE + "test_diverse_groups_of_any_sentences",
 )
 def count_rows_not_sentences(
     generate: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
@@ -118,7 +135,9 @@ def count_rows_not_sentences(
     "fairseq.search:LexicallyConstrainedBeamSearch.init_constraints",
     _HERE + "test_constraints_need_a_program_that_reads_them",
 )
-def ask_for_constraints(init: Callable, search: Any, batch_constraints: Any, beam_size: int) -> None:
+def ask_for_constraints(
+    init: Callable, search: Any, batch_constraints: Any, beam_size: int
+) -> None:
     """fairseq-generate accepts --constraints but reads no constraints.
 
     Raises:

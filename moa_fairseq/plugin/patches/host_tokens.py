@@ -12,7 +12,8 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moa_fairseq.plugin.patches.table import patch
 
-_copies = WeakTensorKeyDictionary()  # token ids on a device → (their version then, the same ids on the host)
+# Token ids on a device → (their version then, the same ids on the host)
+_copies = WeakTensorKeyDictionary()
 
 
 @patch(

@@ -46,7 +46,14 @@ def literal(text: Any, *_: Any) -> Any:
     try:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
     # as literal_eval documents
-    except (SyntaxError, ValueError, TypeError, RecursionError, MemoryError, OverflowError) as error:
+    except (
+        SyntaxError,
+        ValueError,
+        TypeError,
+        RecursionError,
+        MemoryError,
+        OverflowError,
+    ) as error:
         excerpt = text if len(text) <= 80 else f"{text[:77]}..."
         raise UserError(
             f"The setting {_setting_name(text)} is refused: {excerpt!r} is not a plain value. "
@@ -64,7 +71,8 @@ class _Sums(ast.NodeTransformer):
     def visit_BinOp(self, node: ast.BinOp) -> ast.Constant:
         first, second = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
         lengths = [
-            len(side) if isinstance(side, (list, tuple, str, bytes)) else 0 for side in (first, second)
+            len(side) if isinstance(side, (list, tuple, str, bytes)) else 0
+            for side in (first, second)
         ]
         if isinstance(node.op, ast.Mult):
             if any(lengths):

@@ -55,16 +55,23 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     def refuse(reason: str) -> NoReturn:
         raise UserError(f"Checkpoint {name} cannot have been saved by fairseq: {reason}. {_REMEDY}")
 
-    if not isinstance(state, dict) or not isinstance(state.get("model"), dict) or not state["model"]:
+    if (
+        not isinstance(state, dict)
+        or not isinstance(state.get("model"), dict)
+        or not state["model"]
+    ):
         raise UserError(f"{name} is not a fairseq checkpoint: it contains no model. {_REMEDY}")
     _check_tensors(state, size, refuse)
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
-        if value.dtype not in _DTYPES and (value.dtype != torch.bool or value.dim()):  # a flag of a module
+        # A flag of a module
+        if value.dtype not in _DTYPES and (value.dtype != torch.bool or value.dim()):
             refuse(f"the weight {key[:80]} is made of {value.dtype}")
     check_weights(
-        state["model"], f"Checkpoint {name} holds", "Use an earlier checkpoint of it, if there is one."
+        state["model"],
+        f"Checkpoint {name} holds",
+        "Use an earlier checkpoint of it, if there is one.",
     )
     cfg = state.get("cfg")
     args = state.get("args")
@@ -73,7 +80,9 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
         refuse(f"its settings (args) are of the type {type(args).__name__}")
     if cfg is not None:
         if not isinstance(cfg, dict) or not all(isinstance(key, str) for key in cfg):
-            refuse(f"its settings (cfg) are of the type {type(cfg).__name__}, or a name in them is not text")
+            refuse(
+                f"its settings (cfg) are of the type {type(cfg).__name__}, or a name in them is not text"
+            )
         for group in ("model", "task"):
             if not isinstance(cfg.get(group, {}), (dict, argparse.Namespace)):
                 refuse(f"cfg.{group} is of the type {type(cfg[group]).__name__}")
@@ -94,7 +103,9 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
             weight = weight.float()
         if not weight.isfinite().all():
             kind = "NaN" if weight.isnan().any() else "infinity"
-            raise UserError(f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}")
+            raise UserError(
+                f"{beginning} {kind} in {name[:80]}: its training had diverged. {remedy}"
+            )
 
 
 def _parts(value: Any) -> list[Any]:
@@ -123,7 +134,9 @@ def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoR
                 size -= storage.nbytes()
             visited.add(storage.data_ptr())
             if value.numel() * value.element_size() > storage.nbytes() or size < 0:
-                refuse(f"a tensor of the shape {list(value.shape)} is larger than what the file holds")
+                refuse(
+                    f"a tensor of the shape {list(value.shape)} is larger than what the file holds"
+                )
         elif id(value) not in visited and (parts := _parts(value)):
             visited.add(id(value))
             pending += parts
@@ -177,16 +190,23 @@ class Allowance(TorchDispatchMode):
             self.numbers += self.TIMES * weight.numel()
             self.tensors += self.TIMES
 
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None) -> Any:
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: Any = (), kwargs: dict | None = None
+    ) -> Any:
         sizes = args[0] if args and isinstance(args[0], (list, tuple)) else args[-1:]
         needed = 0
-        if args and not isinstance(args[0], Tensor) and all(isinstance(size, (int, float)) for size in sizes):
+        if (
+            args
+            and not isinstance(args[0], Tensor)
+            and all(isinstance(size, (int, float)) for size in sizes)
+        ):
             # a new tensor: empty([3, 4]), arange(7)
             self.numbers -= max(math.prod(sizes), 0)
             self.tensors -= 1
         else:
             shapes = [value.shape for value in args if isinstance(value, Tensor)]
-            with contextlib.suppress(RuntimeError):  # of other operations than those on pairs of numbers
+            # Of other operations than those on pairs of numbers
+            with contextlib.suppress(RuntimeError):
                 shapes = [torch.broadcast_shapes(*shapes)]
             needed = max((math.prod(shape) for shape in shapes), default=0)
         if needed > self.numbers or self.numbers < 0 or self.tensors < 0:
@@ -258,7 +278,8 @@ def explain_models(load: Callable, filenames: list[str], *args: Any, **options: 
             models, cfg, task = load(filenames, *args, **options)
         _check_use(task, models)
         with open_dict(cfg):
-            cfg.update({group: cfg.get(group) for group in ("task", "criterion")})  # commands read them
+            # Commands read them
+            cfg.update({group: cfg.get(group) for group in ("task", "criterion")})
     return models, cfg, task
 
 
@@ -274,14 +295,18 @@ def _check_use(task: Any, models: list[Any]) -> None:
             limits = part.max_positions()
         for limit in limits if isinstance(limits, (list, tuple)) else [limits]:
             if isinstance(limit, (int, float)) and not limit > 0:
-                raise ValueError(f"the longest sentence (such as --max-source-positions) is {limit}")
+                raise ValueError(
+                    f"the longest sentence (such as --max-source-positions) is {limit}"
+                )
 
 
 @patch(
     "fairseq.models.fairseq_model:BaseFairseqModel.load_state_dict",
     "plugin/patches/test_generation.py::test_weights_of_another_kind_are_refused",
 )
-def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any) -> Any:
+def refuse_other_kinds(
+    load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any
+) -> Any:
     """torch silently converts integers and complex numbers into weights.
 
     Raises:
@@ -289,7 +314,10 @@ def refuse_other_kinds(load: Callable, model: Any, state: dict[str, Any], *args:
     """
     for name, parameter in model.named_parameters():
         weight = state.get(name)
-        if isinstance(weight, Tensor) and weight.is_floating_point() != parameter.is_floating_point():
+        if (
+            isinstance(weight, Tensor)
+            and weight.is_floating_point() != parameter.is_floating_point()
+        ):
             reason = f"is made of {weight.dtype}, and no training saves that"
             raise UserError(f"The weight {name[:80]} {reason}. {_REMEDY}")
     return load(model, state, *args, **options)
@@ -302,7 +330,9 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
     Raises:
         UserError: for settings that no criterion can be built from.
     """
-    remedy = "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
+    remedy = (
+        "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
+    )
     with explaining("The criterion cannot be built from its settings", remedy=remedy):
         criterion = build(settings, task, *args, **options)
         if criterion is None:
@@ -314,7 +344,9 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
     "fairseq.trainer:Trainer.load_checkpoint",
     "plugin/patches/test_checkpoint_files.py::test_what_is_no_file_is_refused_before_it_is_opened",
 )
-def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+def explain_resumption(
+    load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
+) -> Any:
     """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
     of a training ends in a traceback, at once or after hours.
 
@@ -332,13 +364,16 @@ def explain_resumption(load: Callable, trainer: Any, filename: str, *args: Any, 
 def _check_place(updates: Any, extra: dict[str, Any]) -> None:
     """Raises ValueError for a count or a best loss that would end the training only when it is used."""
     place = extra["train_iterator"]
-    counts = {"num_updates": updates} | {key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")}
+    counts = {"num_updates": updates} | {
+        key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")
+    }
     for name, value in counts.items():
         if not isinstance(value, int) or not 0 <= value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}")
     for name in ("best", "previous_training_time"):
         value = extra.get(name) or 0.0
-        if torch.is_tensor(value) and value.numel() == 1:  # several processes sum up their times in one
+        # Several processes sum up their times in one
+        if torch.is_tensor(value) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, (int, float)):
             raise ValueError(f"{name} is {extra[name]!r:.80}")

@@ -26,7 +26,12 @@ import torch.distributed as dist
 from moa_fairseq.plugin.patches.table import patch
 
 logger = logging.getLogger("fairseq_cli.train")
-PROGRAMS = ("fairseq-train", "fairseq-hydra-train", "fairseq_cli/train.py", "fairseq_cli/hydra_train.py")
+PROGRAMS = (
+    "fairseq-train",
+    "fairseq-hydra-train",
+    "fairseq_cli/train.py",
+    "fairseq_cli/hydra_train.py",
+)
 _TEST = "test_resume.py::test_a_terminated_training_saves_a_checkpoint"
 _asked = threading.Event()
 
@@ -55,14 +60,18 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
     """
 
     @functools.wraps(validate_and_save)
-    def wrapped(cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool) -> Any:
+    def wrapped(
+        cfg: Any, trainer: Any, task: Any, epoch_itr: Any, subsets: Any, end_of_epoch: bool
+    ) -> Any:
         stops = was_asked()
         if trainer._sync_stats():
             stops = trainer._cumulative_training_time == math.inf
             if stops:  # it is saved with a checkpoint
                 local_time = type(trainer)._local_cumulative_training_time.__wrapped__
                 trainer._cumulative_training_time = local_time(trainer)
-        last = end_of_epoch or trainer.get_num_updates() >= (cfg.optimization.max_update or math.inf)
+        last = end_of_epoch or trainer.get_num_updates() >= (
+            cfg.optimization.max_update or math.inf
+        )
         if not stops or last:  # at the end of an epoch fairseq saves; the next update is the last
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
@@ -118,7 +127,8 @@ def _remember(*_: Any) -> None:
         os.write(2, b"SIGTERM: the training ends after this update\n")
     _asked.set()
     for child in multiprocessing.active_children():
-        if isinstance(child, multiprocessing.context.SpawnProcess):  # a process per GPU, not a data worker
+        # A process per GPU, not a data worker
+        if isinstance(child, multiprocessing.context.SpawnProcess):
             child.terminate()
 
 
@@ -132,7 +142,8 @@ def install() -> None:
         return
     for name in ("__main__", "fairseq_cli.train"):
         function = getattr(sys.modules.get(name), "validate_and_save", None)
-        if function is not None:  # the name in fairseq's own module, also where a spawned process has a copy
+        # The name in fairseq's own module, also where a spawned process has a copy
+        if function is not None:
             function.__globals__["validate_and_save"] = saving_when_told(function)
     in_main_thread = threading.current_thread() is threading.main_thread()
     if in_main_thread and signal.getsignal(signal.SIGTERM) is signal.SIG_DFL:

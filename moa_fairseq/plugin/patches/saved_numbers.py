@@ -34,7 +34,8 @@ def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, dict):
-        copied = copies[id(value)] = copy.copy(value)  # with the attributes of a model's OrderedDict
+        # With the attributes of a model's OrderedDict
+        copied = copies[id(value)] = copy.copy(value)
         copied.clear()
         copied.update({plain(key, copies): plain(item, copies) for key, item in value.items()})
         return copied
@@ -129,7 +130,10 @@ def restore_arrays(load: Callable, meters: Any, state: Any) -> None:
     load(
         meters,
         [
-            (*meter, {name: np.asarray(x) if isinstance(x, list) else x for name, x in values.items()})
+            (
+                *meter,
+                {name: np.asarray(x) if isinstance(x, list) else x for name, x in values.items()},
+            )
             for *meter, values in state
         ],
     )

@@ -45,7 +45,11 @@ class Patch(NamedTuple):
                 if module == "__main__":  # the command that runs, with python -m
                     module = getattr(getattr(owner, "__spec__", None), "name", None) or module
                 is_defined = hasattr(owner, name) != hasattr(builtins, name)
-                if fnmatch.fnmatch(module, pattern) and isinstance(owner, types.ModuleType) and is_defined:
+                if (
+                    fnmatch.fnmatch(module, pattern)
+                    and isinstance(owner, types.ModuleType)
+                    and is_defined
+                ):
                     yield owner, name
 
     def install(self) -> None:
@@ -92,7 +96,9 @@ def made_of(original: Any, change: Callable) -> Any:
     return change(original)
 
 
-def patch(what: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by) -> Callable:
+def patch(
+    what: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by
+) -> Callable:
     """Decorator: a row of the table.
 
     Args:

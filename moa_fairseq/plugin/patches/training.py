@@ -32,11 +32,14 @@ _MOST = 8  # differences that are listed
 _COMPAT = "plugin/test_fairseq_compat.py::"
 _RESUME = "test_resume.py::"
 _BEST = "plugin/patches/test_best_checkpoint.py::"
-_CONTEXT = "plugin/tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
+_CONTEXT = (
+    "plugin/tasks/test_resumed_context.py::test_a_resumed_context_equals_an_uninterrupted_one"
+)
 
 
 @patch(
-    "fairseq.dataclass.utils:override_module_args", _COMPAT + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu"
+    "fairseq.dataclass.utils:override_module_args",
+    _COMPAT + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
 )
 def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
     """fairseq's command line takes --bf16 to mean a TPU.
@@ -73,7 +76,9 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
     "fairseq.trainer:Trainer.train_step",
     "plugin/tasks/test_bcd.py::test_a_whole_update_is_a_g_step_and_then_an_f_step",
 )
-def announce_updates(train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any) -> Any:
+def announce_updates(
+    train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any
+) -> Any:
     """fairseq passes a task one micro-batch at a time; a task with `before_update(trainer, samples)` now gets
     a whole update before it begins. The model is called after each update, so that a checkpoint saved between
     updates is complete and holds nothing of an update that overflowed.
@@ -111,7 +116,10 @@ def observe_no_fillers(
         return train_step(task, sample, model, criterion, optimizer, update_num, ignore_grad)
 
 
-@patch("fairseq.nan_detector:NanDetector.add_hooks", _COMPAT + "test_the_module_that_made_a_nan_is_named")
+@patch(
+    "fairseq.nan_detector:NanDetector.add_hooks",
+    _COMPAT + "test_the_module_that_made_a_nan_is_named",
+)
 def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any) -> None:
     """The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors,
     in which torch's backward hooks find no tensor.
@@ -149,7 +157,9 @@ def average_no_counts(
 
 
 @patch("fairseq.checkpoint_utils:save_checkpoint", _CONTEXT)
-def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any) -> Any:
+def announce_saves(
+    save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any
+) -> Any:
     """fairseq saves only the first process's task state; a carried context is spread over all processes.
 
     `task.before_save(trainer, epoch_itr)` runs in every process.
@@ -162,7 +172,13 @@ def announce_saves(save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args
 
 @patch("fairseq.checkpoint_utils:save_checkpoint", _BEST + "test_nan_is_no_best")
 def nan_is_no_best(
-    save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, val_loss: Any, *args: Any, **options: Any
+    save: Callable,
+    cfg: Any,
+    trainer: Any,
+    epoch_itr: Any,
+    val_loss: Any,
+    *args: Any,
+    **options: Any,
 ) -> Any:
     """A validation of NaN becomes fairseq's best value, and then any other value is better: a worse model
     replaces checkpoint_best.pt.
@@ -175,7 +191,9 @@ def nan_is_no_best(
     return save(cfg, trainer, epoch_itr, val_loss, *args, **options)
 
 
-@patch("fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored")
+@patch(
+    "fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored"
+)
 def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
     """Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt."""
     result = load(cfg, trainer, **options)
@@ -200,7 +218,8 @@ def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> 
 
 def _can_be_best(value: float, cfg: Any) -> bool:
     """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
-    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)  # a caller may have fewer settings
+    # A caller may have fewer settings
+    maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)
     if maximize:
         return value < math.inf
     return value > -math.inf
@@ -223,7 +242,9 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
     "fairseq.trainer:Trainer.load_checkpoint",
     _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
 )
-def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+def name_other_settings(
+    load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
+) -> Any:
     """fairseq reports that the architectures do not match, but not in which setting.
 
     Raises:
@@ -231,7 +252,9 @@ def name_other_settings(load: Callable, trainer: Any, filename: str, *args: Any,
     """
     try:
         return load(trainer, filename, *args, **options)
-    except Exception as error:  # fairseq raises bare ones: by the text, and raised again if it is another
+    except (
+        Exception
+    ) as error:  # fairseq raises bare ones: by the text, and raised again if it is another
         if "ensure that the architectures match" not in str(error):
             raise
         differences = _differences(load_checkpoint(filename), trainer.cfg.model)
@@ -253,7 +276,9 @@ def _program() -> dict[str, Any]:
     return next((inspect.unwrap(function).__globals__ for function in functions if function), {})
 
 
-@patch("fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None)
+@patch(
+    "fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None
+)
 def end_at_the_goal() -> None:
     """A training that resumes at its last update (--max-update) makes one more update before it ends."""
     program = _program()
@@ -318,7 +343,9 @@ def _differences(state: dict[str, Any], model: Any) -> list[str]:
     "fairseq.trainer:Trainer.load_checkpoint",
     _RESUME + "test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
 )
-def name_other_optimizers(load: Callable, trainer: Any, filename: str, *args: Any, **options: Any) -> Any:
+def name_other_optimizers(
+    load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
+) -> Any:
     """A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if
     the sizes happen to fit.
 
@@ -347,13 +374,21 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             shape = value.shape if torch.is_tensor(value) else None
-            if isinstance(value, str) or (name in moments and value is not None and shape != parameter.shape):
+            if isinstance(value, str) or (
+                name in moments and value is not None and shape != parameter.shape
+            ):
                 return False
             # flattened parameters (--fp16) have whatever length the model's have together
-            if shape is not None and parameter.dim() == 1 and shape.numel() not in (1, parameter.numel()):
+            if (
+                shape is not None
+                and parameter.dim() == 1
+                and shape.numel() not in (1, parameter.numel())
+            ):
                 return False
     numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
-    return not any(isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers)
+    return not any(
+        isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers
+    )
 
 
 @patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
@@ -368,15 +403,19 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
     """In place of `sys.excepthook`."""
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
-    if isinstance(error, FileNotFoundError):  # fairseq's own messages are enough: Dataset not found: …
+    # Fairseq's own messages are enough: Dataset not found: …
+    if isinstance(error, FileNotFoundError):
         error = UserError(str(error))
     if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
         ending = f"ended with {error.exit_code}"
         if error.signal_name:
             ending = f"was killed ({error.signal_name})"
         remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
-        error = UserError(f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint.")
-    if isinstance(error, AssertionError) and str(error).startswith("--"):  # fairseq's checks of its flags
+        error = UserError(
+            f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint."
+        )
+    # Fairseq's checks of its flags
+    if isinstance(error, AssertionError) and str(error).startswith("--"):
         error = UserError(f"{error}.")
     if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
         error = UserError(f"The training has diverged: {error}. {AFTER_DIVERGENCE}")

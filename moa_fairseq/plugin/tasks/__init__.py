@@ -6,4 +6,8 @@ from moa_fairseq.plugin.tasks import (
     sentence_prediction_by_length,
 )
 
-__all__ = ["block_coordinate_descent", "language_modeling_truncated_bptt", "sentence_prediction_by_length"]
+__all__ = [
+    "block_coordinate_descent",
+    "language_modeling_truncated_bptt",
+    "sentence_prediction_by_length",
+]

@@ -7,7 +7,10 @@ from fairseq.tasks.language_modeling import LanguageModelingConfig, LanguageMode
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from omegaconf import II
 
-from moa_fairseq.plugin.coordinate_descent.task import BlockCoordinateDescent, BlockCoordinateDescentConfig
+from moa_fairseq.plugin.coordinate_descent.task import (
+    BlockCoordinateDescent,
+    BlockCoordinateDescentConfig,
+)
 
 
 @dataclass

@@ -63,7 +63,9 @@ class OrderedChunks(BaseWrapperDataset):
         steps = self.parts // num_shards
         total = len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
-        texts = [first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)]
+        texts = [
+            first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)
+        ]
         return [
             [first + chunk for first in texts[shard * steps + step] if first + chunk < total]
             for chunk in range(self.chunks)
@@ -105,7 +107,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
             UserError: for a negative number of chunks, and a --sample-break-mode that breaks anywhere.
         """
         if args.carried_chunks < 0:
-            raise UserError(f"--carried-chunks is {args.carried_chunks}: give 0 or a positive number.")
+            raise UserError(
+                f"--carried-chunks is {args.carried_chunks}: give 0 or a positive number."
+            )
         if args.sample_break_mode not in (None, "none"):
             raise UserError(
                 f"--sample-break-mode {args.sample_break_mode}: consecutive chunks are cut from one text, so "
@@ -141,7 +145,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
     ) -> Any:
         """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
         if ignore_grad:
-            inputs = {key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")}
+            inputs = {
+                key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")
+            }
             sample = sample | {"net_input": inputs}
         return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
@@ -151,9 +157,14 @@ class TruncatedBPTTTask(LanguageModelingTask):
         self._carried = None
         if context is None or epoch_itr.end_of_epoch():
             return
-        gathered = gather_contexts([context.of_training(part) for part in self._own_parts(epoch_itr)])
+        gathered = gather_contexts(
+            [context.of_training(part) for part in self._own_parts(epoch_itr)]
+        )
         if gathered is not None:
-            self._carried = self._texts(epoch_itr) | {"chunk": gathered.chunk, "inputs": gathered.inputs}
+            self._carried = self._texts(epoch_itr) | {
+                "chunk": gathered.chunk,
+                "inputs": gathered.inputs,
+            }
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
         """fairseq's hook: what the first process adds to a checkpoint."""
@@ -173,7 +184,8 @@ class TruncatedBPTTTask(LanguageModelingTask):
             epoch_itr: at the place in the epoch from which the training goes on.
             extra_state: of the checkpoint; the context is taken out of it.
         """
-        carried = extra_state.pop("carried_context", None)  # fairseq keeps extra_state during the training
+        # Fairseq keeps extra_state during the training
+        carried = extra_state.pop("carried_context", None)
         context = trainer.get_model().decoder.context
         place = epoch_itr.iterations_in_epoch
         if context is None or place == 0:
@@ -182,7 +194,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
         texts = self._texts(epoch_itr)
         position = texts | {"chunk": place / len(parts) - 1}
         if not isinstance(carried, dict) or {key: carried.get(key) for key in position} != position:
-            state = "holds none" if carried is None else "holds that of texts which were cut otherwise"
+            state = (
+                "holds none" if carried is None else "holds that of texts which were cut otherwise"
+            )
             logger.warning(
                 f"the next chunk is read without the --carried-chunks before it: the checkpoint {state}. The "
                 "training will differ a little from one that was not interrupted"
@@ -204,7 +218,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
     def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> dict[str, int]:
         """How the training's texts are cut; contexts fit those that are cut alike."""
         ordered: OrderedChunks = epoch_itr.dataset
-        return {"texts": ordered.rows, "chunks": ordered.chunks, "length": self.args.tokens_per_sample}
+        return {
+            "texts": ordered.rows,
+            "chunks": ordered.chunks,
+            "length": self.args.tokens_per_sample,
+        }
 
     def eval_lm_dataloader(self, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
         """Chunks in order, each with its carried context.

@@ -27,5 +27,7 @@ class SentencePredictionByLengthTask(SentencePredictionTask):
         mixed = super().load_dataset(split, combine, **kwargs)
         if isinstance(mixed, SortDataset):  # not so with --no-shuffle
             # The last key is the primary one; sentences of equal length stay in random order.
-            self.datasets[split] = SortDataset(mixed.dataset, [*mixed.sort_order, mixed.dataset.sizes[0]])
+            self.datasets[split] = SortDataset(
+                mixed.dataset, [*mixed.sort_order, mixed.dataset.sizes[0]]
+            )
         return self.datasets[split]

@@ -26,7 +26,9 @@ def mae(toy_data, save_model, tmp_path_factory):
 @pytest.fixture(scope="session")
 def uniform_mae(toy_data, save_model, tmp_path_factory):
     """The same with uniform gates."""
-    return save_model(toy_data, tmp_path_factory.mktemp("uniform") / "mae.pt", "--mae-gate", "uniform")
+    return save_model(
+        toy_data, tmp_path_factory.mktemp("uniform") / "mae.pt", "--mae-gate", "uniform"
+    )
 
 
 @pytest.fixture
@@ -35,7 +37,16 @@ def analyze(tmp_path):
 
     def run(kind, model, data, *flags):
         out = [] if kind == "expert-tokens" else ["--output", tmp_path / "analysis.png"]
-        words = ["analyze", kind, model, "--data", data, "--cpu", "--json", tmp_path / "analysis.json"]
+        words = [
+            "analyze",
+            kind,
+            model,
+            "--data",
+            data,
+            "--cpu",
+            "--json",
+            tmp_path / "analysis.json",
+        ]
         assert main([*map(str, [*words, *out, *flags])]) == 0
         return json.loads((tmp_path / "analysis.json").read_text())
 
@@ -71,8 +82,17 @@ def make_run(toy_data, tmp_path):
             "summary": "a small run",
             "data": {"recipe": "binarised", "source": "en", "target": "de"},
             "model": {"arch": "mae_transformer_tiny"},
-            "train": {"max_tokens": 400, "criterion": "label_smoothed_cross_entropy", "max_epoch": 1},
-            "generate": {"subsets": ["test"], "beam": 2, "max_tokens": 400, "flags": {"max-len-b": 12}},
+            "train": {
+                "max_tokens": 400,
+                "criterion": "label_smoothed_cross_entropy",
+                "max_epoch": 1,
+            },
+            "generate": {
+                "subsets": ["test"],
+                "beam": 2,
+                "max_tokens": 400,
+                "flags": {"max-len-b": 12},
+            },
             "score": {"headline": "multi_bleu"},
             **sections,
         }
@@ -80,7 +100,9 @@ def make_run(toy_data, tmp_path):
         (folder / "checkpoints").mkdir(parents=True)
         (folder / "recipe.yaml").write_text(yaml.safe_dump(dataclasses.asdict(recipe)))
         prepared = {"folder": str(toy_data), "sentences": {"valid": 20}, "fingerprint": "f"}
-        (folder / "state.json").write_text(json.dumps({"prepare": prepared, "train": {"done": "d"}}))
+        (folder / "state.json").write_text(
+            json.dumps({"prepare": prepared, "train": {"done": "d"}})
+        )
         (folder / "checkpoints" / "checkpoint_best.pt").write_bytes(checkpoint.read_bytes())
         return folder
 

@@ -29,7 +29,9 @@ def test_every_module_shows_rows_that_add_up_and_the_gates_of_chosen_experts(loa
         heads, queries, keys = each.weights.shape
         assert (len(each.queries), len(each.keys)) == (queries, keys)
         torch.testing.assert_close(each.weights.sum(2), torch.ones(heads, queries))
-        assert (each.gates["queries"] > 0).sum(0).tolist() == [heads] * queries  # MoA: a slot for each choice
+        assert (each.gates["queries"] > 0).sum(0).tolist() == [
+            heads
+        ] * queries  # MoA: a slot for each choice
         if each.kind != "decoder self-attention":
             assert each.keys == source
         else:

@@ -47,7 +47,9 @@ def test_every_token_of_the_subset_is_counted_once(
 ):
     model = save_model(toy_data, tmp_path / "moa.pt", arch="moa_transformer_tiny")
     report = analyze("expert-load", model, toy_data, "--max-tokens", max_tokens)
-    assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG") and report["subset"] == "valid"
+    assert (tmp_path / "analysis.png").read_bytes().startswith(b"\x89PNG") and report[
+        "subset"
+    ] == "valid"
     assert "4 of 8" in capsys.readouterr().out
     expected = {}
     for _, decisions in each_sentence(model, toy_data):
@@ -58,7 +60,8 @@ def test_every_token_of_the_subset_is_counted_once(
     for row in report["modules"]:
         assert row["tokens"] == sum(len(line.split()) + 1 for line in lines)  # + end of sentence
         load = expected[row["name"]] / expected[row["name"]].sum()
-        assert row["load"] == pytest.approx(load.tolist(), abs=0.003)  # rounding may turn a near-tie
+        # Rounding may turn a near-tie
+        assert row["load"] == pytest.approx(load.tolist(), abs=0.003)
 
 
 @pytest.mark.parametrize(

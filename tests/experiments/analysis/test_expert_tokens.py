@@ -46,14 +46,23 @@ def test_pmi_by_hand():
 def test_among_equals_the_more_frequent_token_comes_first():
     counter = TokenCounter()
     counter.add([["a", "c", "b", "c"]], one_hot([0, 0, 0, 0], num_experts=1))
-    assert [token["token"] for token in counter.indicative(top=3, min_count=1)[0]] == ["c", "a", "b"]
+    assert [token["token"] for token in counter.indicative(top=3, min_count=1)[0]] == [
+        "c",
+        "a",
+        "b",
+    ]
 
 
 def test_a_token_counts_for_every_expert_that_it_chose():
     counter = TokenCounter()
     counter.add([["a", "b"]], one_hot([[0, 1], [1, 2]], num_experts=4))
     first, second, _, nobody = counter.indicative(top=2, min_count=1)
-    assert counter.occurrences == {"a": 1, "b": 1} and counter.expert_shares() == [0.25, 0.5, 0.25, 0.0]
+    assert counter.occurrences == {"a": 1, "b": 1} and counter.expert_shares() == [
+        0.25,
+        0.5,
+        0.25,
+        0.0,
+    ]
     assert first[0]["pmi"] == pytest.approx(math.log((1 / 4) / (1 / 2 * 1 / 4)))
     assert [(token["token"], token["pmi"]) for token in second] == [("a", 0.0), ("b", 0.0)]
     assert nobody == []
@@ -94,7 +103,9 @@ def literal_table(sentences, module, dictionary, k=1):
     table = {}
     for net_input, decisions in sentences:
         probs = dict(decisions)[module].probs
-        tokens = net_input["prev_output_tokens" if module.startswith("decoder") else "src_tokens"][0].tolist()
+        tokens = net_input["prev_output_tokens" if module.startswith("decoder") else "src_tokens"][
+            0
+        ].tolist()
         for position, token in enumerate(tokens):
             if token >= dictionary.nspecial:
                 row = probs[position if len(probs) > 1 else 0]
@@ -107,7 +118,8 @@ def literal_table(sentences, module, dictionary, k=1):
 def check_table(found, table, num_experts):
     total = sum(table.values())
     by_expert = [
-        sum(count for (_, e), count in table.items() if e == expert) for expert in range(num_experts)
+        sum(count for (_, e), count in table.items() if e == expert)
+        for expert in range(num_experts)
     ]
     assert found["shares"] == pytest.approx([count / total for count in by_expert])
     for expert, tokens in enumerate(found["tokens"]):
@@ -117,7 +129,9 @@ def check_table(found, table, num_experts):
             if e == expert:
                 expected[token] = math.log(count * total / (mine * by_expert[expert]))
         assert {token["token"]: pytest.approx(token["pmi"]) for token in tokens} == expected
-        assert [token["pmi"] for token in tokens] == pytest.approx(sorted(expected.values(), reverse=True))
+        assert [token["pmi"] for token in tokens] == pytest.approx(
+            sorted(expected.values(), reverse=True)
+        )
 
 
 @pytest.mark.parametrize(
@@ -133,7 +147,15 @@ def test_a_loop_over_single_sentences_finds_the_same(
     mae, toy_checkpoint, toy_data, analyze, each_sentence, family, module
 ):
     checkpoint, k = (mae, 1) if family == "mae" else (toy_checkpoint, 4)
-    flags = ("--top", 99, "--min-count", 1, "--max-tokens", 60, *(["--module", module] if module else []))
+    flags = (
+        "--top",
+        99,
+        "--min-count",
+        1,
+        "--max-tokens",
+        60,
+        *(["--module", module] if module else []),
+    )
     found = analyze("expert-tokens", checkpoint, toy_data, *flags)
     assert found["name"] == (module or "encoder.layers.0.self_attn")
     assert found["tokens_counted"] == len((toy_data.parent / "valid.en").read_text().split())
@@ -163,7 +185,10 @@ def test_command_lists_and_writes(mae, toy_data, analyze, capsys):
     printed = capsys.readouterr().out
     assert report["words"] is True and len(report["tokens"]) == 8
     best = next(tokens for tokens in report["tokens"] if tokens)[0]
-    assert f"{best['token']} ({best['pmi']:.2f})" in printed and "encoder.layers.0.self_attn" in printed
+    assert (
+        f"{best['token']} ({best['pmi']:.2f})" in printed
+        and "encoder.layers.0.self_attn" in printed
+    )
 
 
 def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data, capsys):
@@ -172,7 +197,10 @@ def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data, capsys):
         (mae, ["--module", "encoder.x"], "--module encoder.x"),
         (uniform_mae, [], "encoder.layers.0.self_attn is uniform"),
     ):
-        assert main(["analyze", "expert-tokens", str(model), "--data", str(toy_data), "--cpu", *flags]) == 2
+        assert (
+            main(["analyze", "expert-tokens", str(model), "--data", str(toy_data), "--cpu", *flags])
+            == 2
+        )
         assert says in capsys.readouterr().err
 
 
@@ -188,7 +216,9 @@ def test_pieces_and_words_of_gpt2(toy_gpt2):
     assert r"\xe2" in listed and r"\x93" in listed  # bytes that are not characters by themselves
     found = list(spelling.words(symbols))
     assert [word for word, _ in found] == line.split()
-    assert [position for _, positions in found for position in positions] == [*range(1, len(symbols) - 1)]
+    assert [position for _, positions in found for position in positions] == [
+        *range(1, len(symbols) - 1)
+    ]
     # whether a word ends where its sample is cut off is not known
     assert [word for word, _ in spelling.words(symbols[:-1])] == line.split()[:-1]
     assert [word for word, _ in spelling.words([None, *symbols[2:]])][:2] == ["he", "cat"]

@@ -58,8 +58,11 @@ def check_against_the_loop(rows, literal):
         expected = literal[row["name"]]
         assert row["instances"] == expected["instances"]
         assert row["entropy"] == pytest.approx(expected["entropy"] / row["instances"], rel=1e-4)
-        assert row["shares"] == pytest.approx([count / row["instances"] for count in expected["counts"]])
-        assert row["entropy"] < 0.95 * row["uniform_entropy"]  # gates that prefer nobody would show nothing
+        assert row["shares"] == pytest.approx(
+            [count / row["instances"] for count in expected["counts"]]
+        )
+        # Gates that prefer nobody would show nothing
+        assert row["entropy"] < 0.95 * row["uniform_entropy"]
 
 
 @pytest.mark.parametrize("max_tokens", [12, 4000])
@@ -88,13 +91,20 @@ def test_the_numbers_say_of_which_model_and_text_they_are_and_what_made_them(
 def test_a_language_model_has_gates_for_each_position(
     text_data, save_model, tmp_path, analyze, each_sentence
 ):
-    path = save_model(text_data, tmp_path / "lm.pt", task="language_modeling", arch="mae_transformer_lm_base")
+    path = save_model(
+        text_data, tmp_path / "lm.pt", task="language_modeling", arch="mae_transformer_lm_base"
+    )
     rows = analyze("gates", path, text_data, "--max-tokens", 30)["modules"]
-    assert [row["name"] for row in rows] == ["decoder.layers.0.self_attn", "decoder.layers.1.self_attn"]
+    assert [row["name"] for row in rows] == [
+        "decoder.layers.0.self_attn",
+        "decoder.layers.1.self_attn",
+    ]
     check_against_the_loop(rows, literal_counts(each_sentence(path, text_data)))
 
 
-def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, toy_data, analyze, capsys):
+def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(
+    uniform_mae, toy_data, analyze, capsys
+):
     rows = analyze("gates", uniform_mae, toy_data)["modules"]
     assert [row["entropy"] for row in rows] == pytest.approx([math.log(8)] * 6)
     assert all(row["shares"] is None for row in rows)
@@ -102,10 +112,14 @@ def test_uniform_gates_have_the_greatest_entropy_and_no_favourites(uniform_mae, 
 
 
 @pytest.mark.thorough
-def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(mae, toy_data, analyze, capsys):
+def test_untrained_gates_are_those_of_a_fresh_model_on_the_same_inputs(
+    mae, toy_data, analyze, capsys
+):
     """Far from uniform before; almost uniform with the weights that a new gate begins with."""
     trained = analyze("gates", mae, toy_data)["modules"]
-    fresh, again, other = (analyze("gates", mae, toy_data, "--untrained", seed) for seed in (1, 1, 2))
+    fresh, again, other = (
+        analyze("gates", mae, toy_data, "--untrained", seed) for seed in (1, 1, 2)
+    )
     assert "anew with seed 1" in capsys.readouterr().out and fresh["untrained_seed"] == 1
     assert fresh["modules"] == again["modules"] != other["modules"]
     for one, initial in zip(trained, fresh["modules"]):
@@ -131,8 +145,14 @@ def test_the_seed_zero_draws_gates_anew_too(monkeypatch, seed, drawn):
 
 
 def test_means_are_over_the_modules_of_a_kind():
-    names = ["encoder.layers.0.self_attn", "encoder.layers.1.self_attn", "decoder.layers.0.encoder_attn"]
-    rows = [{"name": n, "entropy": e, "uniform_entropy": 2.0} for n, e in zip(names, (1.0, 2.0, 0.5))]
+    names = [
+        "encoder.layers.0.self_attn",
+        "encoder.layers.1.self_attn",
+        "decoder.layers.0.encoder_attn",
+    ]
+    rows = [
+        {"name": n, "entropy": e, "uniform_entropy": 2.0} for n, e in zip(names, (1.0, 2.0, 0.5))
+    ]
     means = mean_entropies(rows)
     assert list(means) == ["encoder self-attention", "decoder cross-attention", "all"]
     assert means["encoder self-attention"]["entropy"] == 1.5
@@ -169,7 +189,9 @@ def test_entropies_per_layer_and_one_map_per_kind():
     assert entropies.get_lines()[2].get_ydata()[0] == pytest.approx(1.386, abs=1e-3)
     assert encoder.get_images()[0].get_array().tolist() == [[0.25, 0.75, 0, 0], [0.25] * 4]
     assert decoder.get_title() == "decoder self-attention"
-    assert {image.get_clim() for panel in (encoder, decoder) for image in panel.get_images()} == {(0.0, 1.0)}
+    assert {image.get_clim() for panel in (encoder, decoder) for image in panel.get_images()} == {
+        (0.0, 1.0)
+    }
     assert [text.get_text() for text in encoder.texts[:3]] == ["25", "75", "0"]
 
 

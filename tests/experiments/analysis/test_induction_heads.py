@@ -23,8 +23,19 @@ SIZES = (
     "--decoder-output-dim",
     64,
 )
-SIZES += ("--decoder-ffn-embed-dim", 128, "--tokens-per-sample", 64, "--positions", "rope", "--dropout", 0)
-TWICE = torch.stack([torch.tensor([2, *row, *row]) for row in ([9, 4, 12, 7, 22], [30, 8, 5, 11, 6])])
+SIZES += (
+    "--decoder-ffn-embed-dim",
+    128,
+    "--tokens-per-sample",
+    64,
+    "--positions",
+    "rope",
+    "--dropout",
+    0,
+)
+TWICE = torch.stack(
+    [torch.tensor([2, *row, *row]) for row in ([9, 4, 12, 7, 22], [30, 8, 5, 11, 6])]
+)
 # the queries of the second time, and what is to be copied
 AT = range(6, 10)
 AFTER = range(2, 6)
@@ -54,11 +65,18 @@ def inputs_of(model, layer):
     """What the attention of a layer is called with."""
     seen = []
     module = model.decoder.layers[layer].self_attn
-    hook = module.register_forward_pre_hook(lambda module, args, call: seen.append(call), with_kwargs=True)
+    hook = module.register_forward_pre_hook(
+        lambda module, args, call: seen.append(call), with_kwargs=True
+    )
     model(TWICE)
     hook.remove()
     call = {**seen[0], "need_weights": True, "need_head_weights": True}
-    return module, call["query"].transpose(0, 1), module(**call)[1].transpose(0, 1)  # [B, T, C], [B, H, T, S]
+    # [B, T, C], [B, H, T, S]
+    return (
+        module,
+        call["query"].transpose(0, 1),
+        module(**call)[1].transpose(0, 1),
+    )
 
 
 PLACES = [(row, at, after) for row in range(2) for at, after in zip(AT, AFTER)]
@@ -88,7 +106,9 @@ def test_switchheads_scores_are_those_of_its_equations(text_data):
         for expert in range(5):
             values = source[..., number, expert, None] * (x @ into[number, expert].t())
             parts.append(
-                torch.einsum("bte,btd,edc->btc", destination[:, :, number], attention @ values, out[number])
+                torch.einsum(
+                    "bte,btd,edc->btc", destination[:, :, number], attention @ values, out[number]
+                )
             )
             wrote = [place for place in PLACES if source[place[0], place[2], number, expert] > 0]
             part = head.experts[expert]
@@ -122,7 +142,9 @@ def test_moas_scores_are_those_of_each_expert_where_it_was_chosen(text_data):
             )
         if chosen:
             slots = [experts[row, at].tolist().index(expert) for row, at, _ in chosen]
-            expected = [weights[row, slot, at, after] for slot, (row, at, after) in zip(slots, chosen)]
+            expected = [
+                weights[row, slot, at, after] for slot, (row, at, after) in zip(slots, chosen)
+            ]
             assert head.prefix == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
             assert head.copying == pytest.approx(copied(model, effects, chosen), rel=1e-5)
 
@@ -134,7 +156,10 @@ FOUR_HEADS = ("--decoder-attention-heads", 4)
     "arch, flags",
     [
         ("transformer_xl_lm_tiny", ("--switchhead-heads", 4, "--expert-dim", 16)),
-        ("moh_transformer_lm_small", (*FOUR_HEADS, "--moh-shared-heads", 1, "--experts-per-token", 2)),
+        (
+            "moh_transformer_lm_small",
+            (*FOUR_HEADS, "--moh-shared-heads", 1, "--experts-per-token", 2),
+        ),
         ("mae_transformer_lm_base", FOUR_HEADS),
         ("gqe_lm_base", FOUR_HEADS),
         ("namoh_lm_base", FOUR_HEADS),
@@ -167,7 +192,9 @@ def test_what_cannot_be_read_is_named(text_data, save_model, tmp_path, flags, me
     assert message in capsys.readouterr().err
 
 
-def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(text_data, save_model, tmp_path):
+def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
+    text_data, save_model, tmp_path
+):
     model = {"task": "language_modeling", "arch": "mae_transformer_lm_base"}
     path = save_model(text_data, tmp_path / "lm.pt", "--tokens-per-sample", 21, **model)
     found = []
@@ -177,17 +204,21 @@ def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(text_data,
         assert main([*map(str, command), "--json", str(tmp_path / "a.json")]) == 0
         found.append(json.loads((tmp_path / "a.json").read_text()))
     assert found[0]["heads"] != found[1]["heads"]
-    seen = [place + 1 for place in range(11, 20)]  # by the symbols of the second time, but for the last
+    # By the symbols of the second time, but for the last
+    seen = [place + 1 for place in range(11, 20)]
     assert found[0]["even_attention"] == pytest.approx(sum(1 / number for number in seen) / 9)
 
 
 def test_layers_of_the_picture_are_in_order():
     heads = [
-        HeadScore(f"decoder.layers.{layer}.self_attn", "head 1", layer / 20, None, 1.0) for layer in range(12)
+        HeadScore(f"decoder.layers.{layer}.self_attn", "head 1", layer / 20, None, 1.0)
+        for layer in range(12)
     ]
     heads[-1].map = (torch.eye(3), {})
     panel = draw_scores(heads[::-1], ["</s>", "a", "a"]).subfigs[0].axes[0]
-    assert panel.images[0].get_array()[:, 0].tolist() == pytest.approx([layer / 20 for layer in range(12)])
+    assert panel.images[0].get_array()[:, 0].tolist() == pytest.approx(
+        [layer / 20 for layer in range(12)]
+    )
 
 
 def repeated(folder, preprocess):
@@ -205,12 +236,51 @@ def repeated(folder, preprocess):
 @pytest.mark.slow
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ["switchhead_lm_tiny", "transformer_xl_lm_tiny"])
-def test_a_model_trained_on_repeated_text_has_heads_that_match_and_copy(fairseq, preprocess, tmp_path, arch):
+def test_a_model_trained_on_repeated_text_has_heads_that_match_and_copy(
+    fairseq, preprocess, tmp_path, arch
+):
     data = repeated(tmp_path, preprocess)
-    line = (data, "--user-dir", USER_DIR, "--cpu", "--task", "language_modeling", "--arch", arch, *SIZES)
-    line += ("--sample-break-mode", "eos", "--activation-dropout", 0, "--attention-dropout", 0, "--seed", 1)
-    line += ("--optimizer", "adam", "--lr", 0.004, "--lr-scheduler", "inverse_sqrt", "--warmup-updates", 100)
-    line += ("--clip-norm", 1, "--max-tokens", 2048, "--criterion", "cross_entropy", "--num-workers", 0)
+    line = (
+        data,
+        "--user-dir",
+        USER_DIR,
+        "--cpu",
+        "--task",
+        "language_modeling",
+        "--arch",
+        arch,
+        *SIZES,
+    )
+    line += (
+        "--sample-break-mode",
+        "eos",
+        "--activation-dropout",
+        0,
+        "--attention-dropout",
+        0,
+        "--seed",
+        1,
+    )
+    line += (
+        "--optimizer",
+        "adam",
+        "--lr",
+        0.004,
+        "--lr-scheduler",
+        "inverse_sqrt",
+        "--warmup-updates",
+        100,
+    )
+    line += (
+        "--clip-norm",
+        1,
+        "--max-tokens",
+        2048,
+        "--criterion",
+        "cross_entropy",
+        "--num-workers",
+        0,
+    )
     found = {}
     for updates in (1, 600):
         save = tmp_path / f"{updates}"

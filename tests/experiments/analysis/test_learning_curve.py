@@ -6,7 +6,10 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.analysis.learning_curve import draw_learning_curves, read_learning_curve
+from moa_fairseq.experiments.analysis.learning_curve import (
+    draw_learning_curves,
+    read_learning_curve,
+)
 
 
 def inner(updates, ppl, wall):
@@ -19,7 +22,9 @@ def valid(updates, ppl):
 
 
 def epoch_end(updates):
-    return json.dumps({"epoch": 1, "train_ppl": "9", "train_num_updates": str(updates), "train_wall": "99"})
+    return json.dumps(
+        {"epoch": 1, "train_ppl": "9", "train_num_updates": str(updates), "train_wall": "99"}
+    )
 
 
 def curve(tmp_path, *lines, metric="ppl"):
@@ -30,7 +35,9 @@ def curve(tmp_path, *lines, metric="ppl"):
 
 
 def test_points_of_both_kinds(tmp_path):
-    read = curve(tmp_path, "plain text", inner(5, 80, 2), inner(10, 40, 4), valid(10, 50), epoch_end(10))
+    read = curve(
+        tmp_path, "plain text", inner(5, 80, 2), inner(10, 40, 4), valid(10, 50), epoch_end(10)
+    )
     assert read.name == "some_run"
     assert read.train == [(5, 2.0, 80.0), (10, 4.0, 40.0)]
     assert read.valid == [(10, 4.0, 50.0)]
@@ -70,14 +77,27 @@ def test_curves_of_one_picture_have_different_names(tmp_path, capsys):
 
 
 def test_lines_written_several_times_count_once(tmp_path):
-    lines = [inner(5, 80, 2), inner(5, 80, 2), valid(5, 70), valid(5, 70), inner(10, 60, 4), inner(10, 60, 4)]
+    lines = [
+        inner(5, 80, 2),
+        inner(5, 80, 2),
+        valid(5, 70),
+        valid(5, 70),
+        inner(10, 60, 4),
+        inner(10, 60, 4),
+    ]
     read = curve(tmp_path, *lines)
     assert [point.updates for point in read.train] == [5, 10]
     assert len(read.valid) == 1
 
 
 def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_path):
-    before = [inner(5, 80, 10), inner(10, 60, 20), valid(10, 65), inner(15, 50, 30), inner(20, 45, 40)]
+    before = [
+        inner(5, 80, 10),
+        inner(10, 60, 20),
+        valid(10, 65),
+        inner(15, 50, 30),
+        inner(20, 45, 40),
+    ]
     after = [inner(15, 51, 6), inner(20, 44, 12), valid(20, 46)]
     read = curve(tmp_path, *before, *after)
     assert read.train == [(5, 10, 80), (10, 20, 60), (15, 46, 51), (20, 52, 44)]
@@ -88,7 +108,9 @@ def test_a_resumed_training_replaces_what_it_repeats_and_its_clock_goes_on(tmp_p
 
 def test_updates_of_one_second_are_of_one_process(tmp_path):
     """fairseq's clock counts whole seconds."""
-    lines = [inner(updates, 80 - updates, wall) for updates, wall in ((1, 2), (2, 2), (3, 2), (4, 3))]
+    lines = [
+        inner(updates, 80 - updates, wall) for updates, wall in ((1, 2), (2, 2), (3, 2), (4, 3))
+    ]
     assert [point.seconds for point in curve(tmp_path, *lines).train] == [2, 2, 2, 3]
 
 
@@ -119,10 +141,21 @@ def test_nothing_to_draw(tmp_path):
 
 def test_the_best_accuracy_is_the_highest(tmp_path, capsys):
     values = (
-        {"valid_accuracy": str(accuracy), "valid_num_updates": str(at)} for at, accuracy in ((5, 30), (9, 20))
+        {"valid_accuracy": str(accuracy), "valid_num_updates": str(at)}
+        for at, accuracy in ((5, 30), (9, 20))
     )
-    (tmp_path / "train.jsonl").write_text("\n".join(json.dumps({"epoch": 1, **each}) for each in values))
+    (tmp_path / "train.jsonl").write_text(
+        "\n".join(json.dumps({"epoch": 1, **each}) for each in values)
+    )
     picture = tmp_path / "curve.png"
-    words = ["analyze", "learning-curve", str(tmp_path), "--metric", "accuracy", "--output", str(picture)]
+    words = [
+        "analyze",
+        "learning-curve",
+        str(tmp_path),
+        "--metric",
+        "accuracy",
+        "--output",
+        str(picture),
+    ]
     assert main(words) == 0 and picture.is_file()
     assert "best valid accuracy 30 after 5 updates" in capsys.readouterr().out

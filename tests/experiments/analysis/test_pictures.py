@@ -14,7 +14,11 @@ from matplotlib.text import Text
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis import plots
 from moa_fairseq.experiments.analysis.expert_load import draw_expert_load
-from moa_fairseq.experiments.analysis.learning_curve import LearningCurve, Point, draw_learning_curves
+from moa_fairseq.experiments.analysis.learning_curve import (
+    LearningCurve,
+    Point,
+    draw_learning_curves,
+)
 from moa_fairseq.experiments.analysis.plots import label_points, save
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -51,7 +55,9 @@ def test_one_row_of_panels_per_kind_of_attention():
 
 def test_curves_against_updates_and_minutes():
     points = [Point(10, 60.0, 50.0), Point(20, 120.0, 25.0)]
-    figure = draw_learning_curves([LearningCurve("a", points, points[1:]), LearningCurve("b", points, [])])
+    figure = draw_learning_curves(
+        [LearningCurve("a", points, points[1:]), LearningCurve("b", points, [])]
+    )
     updates, minutes = figure.axes
     assert list(updates.get_lines()[0].get_xdata()) == [10, 20]
     assert list(minutes.get_lines()[0].get_xdata()) == [1.0, 2.0]
@@ -62,7 +68,9 @@ def test_curves_against_updates_and_minutes():
 
 @pytest.mark.parametrize("name", ["short", "experiment_with_a_rather_long_name_4k4e64d"])
 def test_the_legend_lies_inside_the_picture(name):
-    figure = draw_learning_curves([LearningCurve(name, points := [Point(1, None, 5.0)], points)] * 3)
+    figure = draw_learning_curves(
+        [LearningCurve(name, points := [Point(1, None, 5.0)], points)] * 3
+    )
     figure.draw_without_rendering()
     legend = figure.legends[0].get_window_extent()
     assert figure.bbox.x0 <= legend.x0 and legend.x1 <= figure.bbox.x1
@@ -81,7 +89,9 @@ def test_no_panel_of_time_where_the_logs_do_not_tell(seconds):
 
 
 def test_pictures_are_written_whole(tmp_path):
-    figure = draw_learning_curves([LearningCurve("a", [Point(1, None, 5.0), Point(2, None, 4.0)], [])])
+    figure = draw_learning_curves(
+        [LearningCurve("a", [Point(1, None, 5.0), Point(2, None, 4.0)], [])]
+    )
     save(figure, tmp_path / "new" / "curve.png")
     assert (tmp_path / "new" / "curve.png").read_bytes()[:4] == b"\x89PNG"
     (tmp_path / "file").touch()
@@ -92,7 +102,13 @@ def test_pictures_are_written_whole(tmp_path):
 def test_names_of_points_that_touch_stand_apart_and_each_at_its_own():
     figure = Figure(figsize=(4, 3), layout="constrained")
     panel = figure.subplots()
-    points = [(1.0, 1.0, "A"), (1.0, 1.02, "BB"), (1.01, 1.01, "C"), (2.0, 2.0, "D"), (1.0, 1.04, "E")]
+    points = [
+        (1.0, 1.0, "A"),
+        (1.0, 1.02, "BB"),
+        (1.01, 1.01, "C"),
+        (2.0, 2.0, "D"),
+        (1.0, 1.04, "E"),
+    ]
     panel.plot(*zip(*[point[:2] for point in points]), "o")
     label_points(panel, points)
     figure.canvas.draw()
@@ -128,5 +144,7 @@ def test_settings_in_the_working_directory_start_no_latex(tmp_path):
     program = f"from {plots.__name__} import matplotlib; print(matplotlib.rcParams['text.usetex'])"
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", program]
-    said = subprocess.run(command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True)
+    said = subprocess.run(
+        command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=True
+    )
     assert said.stdout == "False\n"

@@ -35,7 +35,9 @@ def test_a_save_dir_and_a_file_do_not_tell_their_data(run_folder, tmp_path_facto
 
 @pytest.mark.thorough(keep="expert-load")
 @pytest.mark.parametrize("kind", [kind.NAME for kind in KINDS])
-def test_each_analysis_of_what_plain_fairseq_train_left(kind, plain_training, tmp_path, monkeypatch, capsys):
+def test_each_analysis_of_what_plain_fairseq_train_left(
+    kind, plain_training, tmp_path, monkeypatch, capsys
+):
     """A folder with checkpoints/ and nothing else; its data is `bin`, as fairseq-train was given it."""
     folder, elsewhere = plain_training
     output = [] if kind == "expert-tokens" else ["--output", str(tmp_path / "picture.png")]

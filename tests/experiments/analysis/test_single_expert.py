@@ -34,7 +34,9 @@ moa-fairseq() { [ "$*" = "score one_expert.txt --chain multi-bleu" ]; }
 @pytest.mark.thorough
 @pytest.mark.slow
 def test_the_documented_loop_generates_with_one_expert(fairseq, mae, toy_data, tmp_path):
-    (loop,) = re.findall(r"^for how in .*?^done$", (ROOT / "docs" / "mae.md").read_text(), re.M | re.S)
+    (loop,) = re.findall(
+        r"^for how in .*?^done$", (ROOT / "docs" / "mae.md").read_text(), re.M | re.S
+    )
     command = ["bash", "-ec", STAND_INS + loop]
     done = subprocess.run(command, cwd=tmp_path, text=True, capture_output=True, check=True)
     lines = [line.rstrip("\t").split("\t") for line in done.stderr.splitlines()]
@@ -44,7 +46,9 @@ def test_the_documented_loop_generates_with_one_expert(fairseq, mae, toy_data, t
     for how, line in zip(("mixture", "top-expert", "random-expert"), lines):
         log = fairseq("generate", *(values.get(word, word) for word in line), "--cpu").stdout
         (tmp_path / "one_expert.txt").write_text(log)
-        scored = fairseq("moa", "score", "one_expert.txt", "--chain", "multi-bleu", cwd=tmp_path).stdout
+        scored = fairseq(
+            "moa", "score", "one_expert.txt", "--chain", "multi-bleu", cwd=tmp_path
+        ).stdout
         assert scored.startswith("multi-bleu")
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(mae)], arg_overrides={"mae_evaluate_with": how}

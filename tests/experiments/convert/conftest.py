@@ -5,7 +5,14 @@ import pytest
 from moa_fairseq.cli import main
 
 SMALL = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--encoder-attention-heads", 4)
-SMALL += ("--encoder-ffn-embed-dim", 24, "--decoder-ffn-embed-dim", 24, "--decoder-attention-heads", 4)
+SMALL += (
+    "--encoder-ffn-embed-dim",
+    24,
+    "--decoder-ffn-embed-dim",
+    24,
+    "--decoder-attention-heads",
+    4,
+)
 
 
 @pytest.fixture(scope="session")
@@ -19,9 +26,24 @@ def dense(once, fairseq, toy_data, toy_wiki_data, train_masked_lm):
             train_masked_lm(folder, "--max-epoch", 2, arch="roberta_tiny", criterion="masked_lm")
         else:
             fairseq(
-                *("train", toy_wiki_data, "--task", "language_modeling", "--arch", "transformer_lm"),
+                *(
+                    "train",
+                    toy_wiki_data,
+                    "--task",
+                    "language_modeling",
+                    "--arch",
+                    "transformer_lm",
+                ),
                 *("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24),
-                *("--decoder-attention-heads", 4, "--tokens-per-sample", 24, "--max-tokens", 240, "--cpu"),
+                *(
+                    "--decoder-attention-heads",
+                    4,
+                    "--tokens-per-sample",
+                    24,
+                    "--max-tokens",
+                    240,
+                    "--cpu",
+                ),
                 *("--optimizer", "adam", "--lr", 0.01, "--max-epoch", 2, "--num-workers", 0),
                 *("--save-dir", folder),
             )

@@ -49,7 +49,9 @@ def test_exact_conversions_give_the_same_outputs(job, flags, dense, convert, tmp
     printed = convert(checkpoint, target, *flags, "--data", data)
     assert printed.startswith("exact: ")
     assert re.search(r"\(\+0\.0000\)|\(-0\.0000\)", printed)
-    torch.testing.assert_close(outputs(target, data), outputs(checkpoint, data), atol=2e-5, rtol=1e-5)
+    torch.testing.assert_close(
+        outputs(target, data), outputs(checkpoint, data), atol=2e-5, rtol=1e-5
+    )
 
 
 @pytest.mark.thorough(keep="moh-translation")
@@ -140,14 +142,26 @@ def test_no_way_back_is_refused_with_the_reason(flags, reason, dense, convert, t
 
 
 def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(fairseq, toy_data, convert, tmp_path):
-    small = ("--encoder-embed-dim", 16, "--encoder-attention-heads", 4, "--decoder-attention-heads", 4)
+    small = (
+        "--encoder-embed-dim",
+        16,
+        "--encoder-attention-heads",
+        4,
+        "--decoder-attention-heads",
+        4,
+    )
     small += ("--max-update", 2, "--mae-gate", "uniform")
     fairseq.train(toy_data, tmp_path, *small, arch="mae_transformer_tiny")
     checkpoint = tmp_path / "checkpoint_last.pt"
     convert(checkpoint, tmp_path / "dense.pt", "--to", "dense")
     cfg = load_checkpoint(tmp_path / "dense.pt")["cfg"]
-    assert cfg["criterion"]["_name"] == "label_smoothed_cross_entropy" and cfg["common"]["user_dir"] is None
-    torch.testing.assert_close(outputs(tmp_path / "dense.pt", toy_data), outputs(checkpoint, toy_data))
+    assert (
+        cfg["criterion"]["_name"] == "label_smoothed_cross_entropy"
+        and cfg["common"]["user_dir"] is None
+    )
+    torch.testing.assert_close(
+        outputs(tmp_path / "dense.pt", toy_data), outputs(checkpoint, toy_data)
+    )
 
 
 @pytest.mark.thorough
@@ -163,8 +177,17 @@ def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(fairseq, toy_data, co
     ],
     ids=["rope", "rope-half", "xl", "sigma-moe", "norm", "window"],
 )
-def test_what_dense_models_lack_other_mixtures_take_over(flags, fairseq, toy_data, convert, tmp_path):
-    small = ("--encoder-embed-dim", 16, "--encoder-attention-heads", 4, "--decoder-attention-heads", 4)
+def test_what_dense_models_lack_other_mixtures_take_over(
+    flags, fairseq, toy_data, convert, tmp_path
+):
+    small = (
+        "--encoder-embed-dim",
+        16,
+        "--encoder-attention-heads",
+        4,
+        "--decoder-attention-heads",
+        4,
+    )
     small += ("--decoder-embed-dim", 16, "--max-update", 2, "--mae-gate", "uniform")
     fairseq.train(toy_data, tmp_path, *small, *flags, arch="mae_transformer_tiny")
     checkpoint = tmp_path / "checkpoint_last.pt"
@@ -182,7 +205,14 @@ def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     log = fairseq.train(
         data,
         tmp_path / "on",
-        *("--finetune-from-model", tmp_path / "moh.pt", "--max-epoch", 1, "--decoder-ffn-embed-dim", 24),
+        *(
+            "--finetune-from-model",
+            tmp_path / "moh.pt",
+            "--max-epoch",
+            1,
+            "--decoder-ffn-embed-dim",
+            24,
+        ),
         *("--moh-router", "query-norm", "--balance-loss", "moh", *sizes),
         arch="moh_transformer_tiny",
     ).stdout
@@ -197,7 +227,9 @@ def test_tied_weights_stay_tied_and_no_optimizer_is_kept(dense, convert, tmp_pat
     checkpoint, _ = dense("translation")
     convert(checkpoint, tmp_path / "out.pt", "--to", "mae")
     state = load_checkpoint(tmp_path / "out.pt")
-    shared = {state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")}
+    shared = {
+        state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")
+    }
     assert shared == {state["model"]["decoder.output_projection.weight"].data_ptr()}
     assert state["last_optimizer_state"] is None
 
@@ -307,7 +339,11 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
 @pytest.mark.thorough
 @pytest.mark.parametrize(
     "control",
-    [("--attention-branch-scale", 0.25), ("--attention-output-scale", 0.25), ("--head-gate", "head")],
+    [
+        ("--attention-branch-scale", 0.25),
+        ("--attention-output-scale", 0.25),
+        ("--head-gate", "head"),
+    ],
 )
 def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)

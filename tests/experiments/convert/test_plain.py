@@ -24,13 +24,27 @@ NARROW = ("--decoder-embed-dim", 64, "--decoder-output-dim", 64)
     [
         ("moa_transformer_tiny", *TWO, "--share-all-embeddings", "--layernorm-embedding"),
         ("moa_transformer_tiny", *TWO, *NARROW, "--activation-fn", "gelu_accurate"),
-        ("moa_transformer_tiny", *TWO, "--sigma-moe-num-experts", 4, "--sigma-moe-experts-per-token", 2),
+        (
+            "moa_transformer_tiny",
+            *TWO,
+            "--sigma-moe-num-experts",
+            4,
+            "--sigma-moe-experts-per-token",
+            2,
+        ),
         ("dense_transformer_tiny", *TWO, "--key-heads", 2, "--attention-output-scale", 0.5),
         ("dense_transformer_tiny", *TWO, "--initialization", "admin", "--no-cross-attention"),
         ("dense_transformer_lm_base", "--decoder-layers", 2, "--gated-feed-forward", "--rms-norm"),
         ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS),
         ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT),
-        ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT, "--tie-adaptive-weights"),
+        (
+            "dense_transformer_lm_base",
+            "--decoder-layers",
+            2,
+            *BANDS,
+            *INPUT,
+            "--tie-adaptive-weights",
+        ),
         (
             *("mae_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT),
             *("--tie-adaptive-weights", "--tie-adaptive-proj"),
@@ -81,7 +95,9 @@ def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
     words = ("moa_transformer_tiny", *TWO, "--share-all-embeddings")
     model = whole_models.build(*words)
     args = whole_models.settings(*words)
-    models.write(models.Checkpoint(model.state_dict(), {"model": args}, True), tmp_path / "run.pt", {})
+    models.write(
+        models.Checkpoint(model.state_dict(), {"model": args}, True), tmp_path / "run.pt", {}
+    )
     trained = plain.tensors_of(plain.plain_model(model), "model.")
     for tensor in trained.values():
         tensor += torch.randn_like(tensor)
@@ -95,7 +111,10 @@ def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
     assert back.keys() == model.state_dict().keys()
     for name, tensor in trained.items():
         assert torch.equal(back[name.removeprefix("model.")], tensor)
-    assert back["encoder.embed_tokens.weight"].data_ptr() == back["decoder.embed_tokens.weight"].data_ptr()
+    assert (
+        back["encoder.embed_tokens.weight"].data_ptr()
+        == back["decoder.embed_tokens.weight"].data_ptr()
+    )
     other = whole_models.build("dense_transformer_tiny", *TWO)
     with pytest.raises(UserError, match="not the same model"):
         plain.weights_of(tmp_path / "folder", other.state_dict())

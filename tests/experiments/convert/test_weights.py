@@ -30,11 +30,16 @@ def test_the_side_with_fewer_heads_decides():
 
 
 def test_symbols_of_adaptive_inputs_are_those_of_all_bands():
-    bands = {f"decoder.embed_tokens.embeddings.{band}.0.weight": rows for band, rows in enumerate((5, 7, 9))}
+    bands = {
+        f"decoder.embed_tokens.embeddings.{band}.0.weight": rows
+        for band, rows in enumerate((5, 7, 9))
+    }
     weights = {name: torch.zeros(rows, 4) for name, rows in bands.items()}
     weights["decoder.embed_tokens.embeddings.1.1.weight"] = torch.zeros(8, 4)  # a band's projection
     assert _symbols(weights, ("encoder.", "decoder.")) == 5 + 7 + 9
-    assert _symbols({"decoder.embed_tokens.weight": torch.zeros(6, 4), **weights}, ("decoder.",)) == 6
+    assert (
+        _symbols({"decoder.embed_tokens.weight": torch.zeros(6, 4), **weights}, ("decoder.",)) == 6
+    )
 
 
 def test_learned_positions_of_a_language_model_are_taken_over():
@@ -47,9 +52,13 @@ def test_learned_positions_of_a_language_model_are_taken_over():
     assert settings_for(settings, "mae", "causal LM", {}).positions == "rope"
 
 
-@pytest.mark.parametrize("part, flag", [("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")])
+@pytest.mark.parametrize(
+    "part, flag", [("q_proj", "--attention-head-dim"), ("k_proj", "--key-heads")]
+)
 def test_heads_of_other_widths_or_fewer_keys_are_refused_by_their_flag(part, flag):
-    model = torch.nn.ModuleList([MixtureOfHeads(8, num_heads=4, moh_shared_heads=2, experts_per_token=1)])
+    model = torch.nn.ModuleList(
+        [MixtureOfHeads(8, num_heads=4, moh_shared_heads=2, experts_per_token=1)]
+    )
     model[0].name = "0"
     dense = {f"0.{name}.weight": torch.zeros(8, 8) for name in ("q_proj", "k_proj")}
     dense[f"0.{part}.weight"] = torch.zeros(2, 8)

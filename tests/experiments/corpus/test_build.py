@@ -53,7 +53,9 @@ def build(tmp_path, output):
 
 
 def snapshot(folder):
-    return {path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
+    return {
+        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+    }
 
 
 def test_outputs_are_parallel_complete_and_accounted_for(packages, build, output):
@@ -61,22 +63,34 @@ def test_outputs_are_parallel_complete_and_accounted_for(packages, build, output
     total = 0
     for split in ("train", "valid", "test"):
         columns = [
-            (output / f"{split}.{side}").read_text("utf-8").splitlines() for side in ("en", "de", "source")
+            (output / f"{split}.{side}").read_text("utf-8").splitlines()
+            for side in ("en", "de", "source")
         ]
-        assert len(columns[0]) == len(columns[1]) == len(columns[2]) == manifest["splits"][split]["pairs"] > 0
+        assert (
+            len(columns[0])
+            == len(columns[1])
+            == len(columns[2])
+            == manifest["splits"][split]["pairs"]
+            > 0
+        )
         assert set(columns[2]) <= {"first", "second"}
         assert set(zip(*columns[:2])) <= set(entries(FRAMES))
         total += len(columns[0])
     assert total == len(entries(FRAMES))
     sources = json.loads((output / "SOURCES.json").read_text("utf-8"))
     described = [(source["name"], source["licence"], source["sha256"]) for source in sources]
-    assert described == [("first", "MIT", packages[0].sha256), ("second", "BSD License", packages[1].sha256)]
+    assert described == [
+        ("first", "MIT", packages[0].sha256),
+        ("second", "BSD License", packages[1].sha256),
+    ]
     assert sum(source["pairs"] for source in sources) == total
     for name, expected in manifest["files"].items():
         assert hashlib.sha256((output / name).read_bytes()).hexdigest() == expected
 
 
-def test_a_second_run_reads_no_wheel_and_writes_nothing(packages, build, output, monkeypatch, tmp_path):
+def test_a_second_run_reads_no_wheel_and_writes_nothing(
+    packages, build, output, monkeypatch, tmp_path
+):
     assert build(packages)["built"] is True
     before = snapshot(output)
     build(packages, output=tmp_path / "again")
@@ -94,7 +108,8 @@ def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, build, output, 
     before = snapshot(output)
     path = output / name
     data = path.read_bytes()
-    if damage == "remove" and name != "manifest.json":  # without it the folder is somebody else's: see below
+    # Without it the folder is somebody else's: see below
+    if damage == "remove" and name != "manifest.json":
         path.unlink()
     else:
         path.write_bytes(data[: len(data) // 2] if damage == "truncate" else data + b"x")
@@ -102,7 +117,9 @@ def test_a_damaged_output_is_rebuilt_to_the_same_bytes(packages, build, output, 
     assert snapshot(output) == before
 
 
-def test_an_interrupted_build_goes_on_and_ends_the_same(packages, build, output, tmp_path, monkeypatch):
+def test_an_interrupted_build_goes_on_and_ends_the_same(
+    packages, build, output, tmp_path, monkeypatch
+):
     build(packages, output=tmp_path / "whole")
 
     def stop_after_one(line):
@@ -122,7 +139,9 @@ def test_a_changed_package_list_makes_the_build_stale(packages, build):
     assert manifest["built"] is True and set(manifest["pairs"]) == {"first"}
 
 
-def test_a_missing_package_is_named_can_be_allowed_and_comes_later(packages, build, output, tmp_path, caplog):
+def test_a_missing_package_is_named_can_be_allowed_and_comes_later(
+    packages, build, output, tmp_path, caplog
+):
     build(packages[:1])
     before = snapshot(output)
     wheel = tmp_path / "wheels" / packages[1].file

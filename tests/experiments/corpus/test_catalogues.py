@@ -55,7 +55,9 @@ def test_po_hides_its_mo_and_only_standard_german_is_read(make_wheel):
         assert catalogue_members(archive) == sorted(read)
 
 
-def test_hostile_and_broken_members_touch_nothing_and_the_rest_is_read(messages, catalogue, tmp_path):
+def test_hostile_and_broken_members_touch_nothing_and_the_rest_is_read(
+    messages, catalogue, tmp_path
+):
     secret = tmp_path / "secret.po"
     secret.write_bytes(catalogue([("The secret of the house", "Das Geheimnis des Hauses")]))
     good = catalogue([GOOD], compiled=True)

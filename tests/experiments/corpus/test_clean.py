@@ -31,8 +31,14 @@ def test_a_plain_pair_passes_unchanged():
         ("The door is open", "Die TÃ¼r ist offen"),
         ("Save file", "Datei speichern"),  # too short
         ("The file " + "very " * 90 + "long", "Die Datei " + "sehr " * 90 + "lang"),
-        ("The file " + "very " * 70 + "long", "Die Datei " + "sehr " * 85 + "lang"),  # the German alone
-        ("The file was saved", "Die Datei wurde unter dem angegebenen Namen am angegebenen Ort gespeichert"),
+        (
+            "The file " + "very " * 70 + "long",
+            "Die Datei " + "sehr " * 85 + "lang",
+        ),  # the German alone
+        (
+            "The file was saved",
+            "Die Datei wurde unter dem angegebenen Namen am angegebenen Ort gespeichert",
+        ),
         ("Wait for 10 minutes", "Warten Sie 15 Minuten"),
         ("Page 2 of 2 is shown to the user", "Dem Benutzer wird die Seite 2 gezeigt"),
         ("Simple OpenStack Dashboard", "Simple OpenStack Dashboard"),
@@ -59,7 +65,13 @@ def test_what_is_no_plain_translation_is_dropped(english, german):
             ("Save <b>the</b> file", 'Die <b class="x">Datei</b> speichern'),
             ("Save the file", "Die Datei speichern"),
         ),
-        (("About 20 % of all 1,000 files are saved", "Etwa 20% aller 1.000 Dateien sind gesichert"), None),
+        (
+            (
+                "About 20 % of all 1,000 files are saved",
+                "Etwa 20% aller 1.000 Dateien sind gesichert",
+            ),
+            None,
+        ),
         (("Food & drink for all", "Essen & Getränke für alle"), None),
     ],
 )
@@ -86,7 +98,10 @@ def test_dress_is_taken_off(message, pair):
         (  # a bold heading is not glued to its text
             "<b>Save your file</b>\nThe text goes here.",
             "<b>Datei speichern</b>\nHier steht der Text.",
-            [("Save your file", "Datei speichern"), ("The text goes here.", "Hier steht der Text.")],
+            [
+                ("Save your file", "Datei speichern"),
+                ("The text goes here.", "Hier steht der Text."),
+            ],
         ),
     ],
 )
@@ -110,11 +125,18 @@ def test_matching_key_ignores_case_punctuation_and_spacing():
 
 def test_a_name_with_an_underscore_is_no_shortcut():
     """Both sides have it: the pair is dropped with its name, and no letter of it is lost."""
-    assert list(clean_message("Edit the file my_name now", "Jetzt die Datei my_name bearbeiten")) == []
+    assert (
+        list(clean_message("Edit the file my_name now", "Jetzt die Datei my_name bearbeiten")) == []
+    )
     pair = ("Edit the file now", "Jetzt die Datei bearbeiten")
     assert list(clean_message("Edit _the file now", "Jetzt die _Datei bearbeiten")) == [pair]
 
 
 def test_english_in_the_place_of_german_is_dropped_whatever_its_words():
-    assert list(clean_message("The file was saved on a disk", "It is not possible to open that")) == []
-    assert list(clean_message("Es ist nicht der erste Ordner", "Die Datei wurde auf Platte gesichert")) == []
+    assert (
+        list(clean_message("The file was saved on a disk", "It is not possible to open that")) == []
+    )
+    assert (
+        list(clean_message("Es ist nicht der erste Ordner", "Die Datei wurde auf Platte gesichert"))
+        == []
+    )

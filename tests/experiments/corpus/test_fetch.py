@@ -32,7 +32,9 @@ def pip(monkeypatch):
             self.commands.append(command)
             if self.data is not None:
                 (Path(command[command.index("--dest") + 1]) / self.file).write_bytes(self.data)
-            return subprocess.CompletedProcess(command, 1 if self.data is None else 0, "", self.stderr)
+            return subprocess.CompletedProcess(
+                command, 1 if self.data is None else 0, "", self.stderr
+            )
 
     double = Pip()
     monkeypatch.setattr(module.subprocess, "run", double)
@@ -84,7 +86,10 @@ def test_pip_itself_refuses_another_hash(wheel, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("stderr", "message"),
     [
-        ("WARNING: Retrying ... NewConnectionError\nERROR: No matching distribution", "no connection"),
+        (
+            "WARNING: Retrying ... NewConnectionError\nERROR: No matching distribution",
+            "no connection",
+        ),
         ("first\nERROR: something odd\nlast", "pip says: ERROR: something odd"),
         ("/usr/bin/python: No module named pip", "No module named pip"),
         ("", "pip says"),
@@ -106,7 +111,11 @@ def test_pip_is_asked_for_wheels_with_hashes_only(tmp_path, pip):
     plain, command = pip.commands
     assert {"--no-deps", "--require-hashes"} <= set(plain)
     assert plain[plain.index("--only-binary") + 1] == ":all:" and "--platform" not in plain
-    for flag, value in [("--platform", "win_amd64"), ("--python-version", "311"), ("--abi", "cp311")]:
+    for flag, value in [
+        ("--platform", "win_amd64"),
+        ("--python-version", "311"),
+        ("--abi", "cp311"),
+    ]:
         assert command[command.index(flag) + 1] == value
 
 

@@ -27,12 +27,14 @@ def random_pairs(seed, count=4000):
 @pytest.mark.parametrize("seed", range(5))
 def test_no_sentence_is_in_two_splits(seed):
     pairs = unique_pairs(random_pairs(seed))
-    assert len({matching_key(pair.german) for pair in pairs}) < 0.9 * len(pairs)  # German that is shared
+    # German that is shared
+    assert len({matching_key(pair.german) for pair in pairs}) < 0.9 * len(pairs)
     splits = split_pairs(pairs)
     assert sorted(pair for members in splits.values() for pair in members) == sorted(pairs)
     for side in ("english", "german"):
         keys = {
-            name: {matching_key(getattr(pair, side)) for pair in members} for name, members in splits.items()
+            name: {matching_key(getattr(pair, side)) for pair in members}
+            for name, members in splits.items()
         }
         assert all(keys.values()) and len(set.union(*keys.values())) == sum(map(len, keys.values()))
 

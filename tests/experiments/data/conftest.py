@@ -17,8 +17,12 @@ from moa_fairseq.experiments.data.catalogue import TRANSLATION, datasets
 from moa_fairseq.experiments.data.prepare import Preparation
 
 _TABLE = pickle.dumps(catalogue._table())
-_ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
-_GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
+_ENGLISH = (
+    "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
+)
+_GERMAN = (
+    "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
+)
 _FRENCH = "le un chien maison rue soir court voit « vite » vieux-jeu l'an bien, (vert) M. 3,5 %"
 WORDS = {lang: row.split() for lang, row in (("en", _ENGLISH), ("de", _GERMAN), ("fr", _FRENCH))}
 
@@ -36,7 +40,9 @@ def text(lines):
 
 
 def sgm(lines, language, kind="srcset"):
-    body = "".join(f'<seg id="{number}">{line}</seg>\n' for number, line in enumerate(lines, start=1))
+    body = "".join(
+        f'<seg id="{number}">{line}</seg>\n' for number, line in enumerate(lines, start=1)
+    )
     head = f'<{kind} setid="x" srclang="any">\n<doc sysid="ref" docid="d" origlang="en">\n<p>\n'
     return f"{head}{body}</p>\n</doc>\n</{kind}>\n"
 
@@ -84,8 +90,13 @@ def wmt_de(folder):
     long = "und so weiter und so fort bis es zehn Wörter sind"
     crawl["commoncrawl.de-en.de"] += "\n" + "viel " * 81 + f"\n{long}\n"
     write_tar(folder / "training-parallel-commoncrawl.tgz", {"training/readme": "x", **crawl})
-    sides = {"src.en": sgm(sentences(5, "en", 4), "en"), "ref.de": sgm(sentences(5, "de", 4), "de", "refset")}
-    write_tar(folder / "dev.tgz", {f"dev/newstest2013-{side}.sgm": text for side, text in sides.items()})
+    sides = {
+        "src.en": sgm(sentences(5, "en", 4), "en"),
+        "ref.de": sgm(sentences(5, "de", 4), "de", "refset"),
+    }
+    write_tar(
+        folder / "dev.tgz", {f"dev/newstest2013-{side}.sgm": text for side, text in sides.items()}
+    )
 
 
 def wmt_fr(folder):
@@ -123,16 +134,26 @@ def iwslt(folder):
         ]
         head += ["<talkid>1</talkid>", f"<title>{WORDS[lang][1]} title</title>"]
         head += [f"<description>{WORDS[lang][0]} text.</description>"]
-        members[f"de-en/train.tags.de-en.{lang}"] = text([*head, *(" " + s for s in sentences(60, lang, 7))])
+        members[f"de-en/train.tags.de-en.{lang}"] = text(
+            [*head, *(" " + s for s in sentences(60, lang, 7))]
+        )
         for number, part in enumerate(parts):
             lines = [f" {line} " for line in sentences(2 + number, lang, 8 + number)]
-            members[f"de-en/IWSLT14.{part}.de-en.{lang}.xml"] = '<?xml version="1.0"?>\n' + sgm(lines, lang)
+            members[f"de-en/IWSLT14.{part}.de-en.{lang}.xml"] = '<?xml version="1.0"?>\n' + sgm(
+                lines, lang
+            )
     write_tar(folder / "de-en.tgz", members)
 
 
 def multi30k(folder):
     folder.mkdir(parents=True, exist_ok=True)
-    counts = {"train": 60, "val": 5, "test_2016_flickr": 6, "test_2017_flickr": 4, "test_2017_mscoco": 3}
+    counts = {
+        "train": 60,
+        "val": 5,
+        "test_2016_flickr": 6,
+        "test_2017_flickr": 4,
+        "test_2017_mscoco": 3,
+    }
     for seed, (name, count) in enumerate(counts.items()):
         for file, data in pair(f"{name}.{{lang}}.gz", count, ("en", "de", "fr"), seed).items():
             (folder / file).write_bytes(gzip.compress(data.encode(), mtime=0))
@@ -140,7 +161,9 @@ def multi30k(folder):
 
 def wikitext(folder):
     def split(seed, count):
-        return "".join(f" {line.replace('street', '<unk>')} \n \n" for line in sentences(count, "en", seed))
+        return "".join(
+            f" {line.replace('street', '<unk>')} \n \n" for line in sentences(count, "en", seed)
+        )
 
     for stem, ending in (("103", "tokens"), ("103-raw", "raw"), ("2-raw", "raw")):
         write_zip(
@@ -231,11 +254,21 @@ def tables(monkeypatch):
         changed = pickle.loads(_TABLE)
         for name in changed["files"]:
             base = name.rpartition("/")[2]
-            numbered = {key: value for key, value in changed["files"][name].items() if key == "shards"}
-            changed["files"][name] = {"urls": [urls + base], **numbered, **(pins or {}).get(base, {})}
+            numbered = {
+                key: value for key, value in changed["files"][name].items() if key == "shards"
+            }
+            changed["files"][name] = {
+                "urls": [urls + base],
+                **numbered,
+                **(pins or {}).get(base, {}),
+            }
         lm = changed["language_modeling"]
         lm["enwik8"]["byte_splits"] = {"train": 1800, "valid": 100, "test": 100}
-        changed["classification"]["listops"]["generated"]["sizes"] = {"train": 100, "valid": 10, "test": 20}
+        changed["classification"]["listops"]["generated"]["sizes"] = {
+            "train": 100,
+            "valid": 10,
+            "test": 20,
+        }
         for name in ("wikitext103_sp8k", "wikitext2_sp4k", "c4", "pes2o"):
             lm[name]["pieces"] = 60
         for name in ("c4", "pes2o"):
@@ -253,7 +286,9 @@ def tables(monkeypatch):
 def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
     """prepare(name, source, ...) → (Prepared, output folder): in this process, offline, from small tables."""
     tables()
-    monkeypatch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(
+        language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2
+    )
 
     def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
         said.clear()
@@ -263,7 +298,9 @@ def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
             languages = dict(zip(("source", "target"), row.languages or ("en", "de")))
             bpe = 20 if row.merges or not row.downloadable else None
             joined = row.joined_dictionary
-            values.update(languages, bpe=bpe, joined_dictionary=joined, lowercase=False, tokenize=False)
+            values.update(
+                languages, bpe=bpe, joined_dictionary=joined, lowercase=False, tokenize=False
+            )
         folders = (at_hand, tmp_path / out, preprocess, tmp_path / out / "downloads")
         job = Preparation({**values, **settings}, subsets, *folders, offline=True, workers=workers)
         return job.run(), tmp_path / out

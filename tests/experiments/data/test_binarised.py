@@ -40,7 +40,8 @@ def check(folder, joined=True):
 def test_a_whole_folder(folder):
     assert is_binarised(folder)
     assert check(folder) == {"train": 3, "valid": 2}
-    assert check_binarised(folder, ("de", "en"), ["train"], True) == {"train": 3}  # the other way round
+    # The other way round
+    assert check_binarised(folder, ("de", "en"), ["train"], True) == {"train": 3}
     (folder / "dict.de.txt").write_text("a 3\n")
     assert check(folder, joined=False)["train"] == 3
 
@@ -62,10 +63,19 @@ def cut(name, keep):
         (cut("valid.en-de.en.idx", 12), ["valid.en-de.en.idx", "mmap"]),
         (cut("valid.en-de.en.idx", 3), ["valid.en-de.en.idx", "mmap"]),
         (cut("dict.de.txt", 0), ["dict.de.txt", "empty"]),
-        (lambda folder: (folder / "train.en-de.en.idx").unlink(), ["train.en-de.en.idx", "missing"]),
-        (lambda folder: write_subset(folder, "train.en-de.en", [[4, 2]]), ["train", "1 en", "3 de"]),
+        (
+            lambda folder: (folder / "train.en-de.en.idx").unlink(),
+            ["train.en-de.en.idx", "missing"],
+        ),
+        (
+            lambda folder: write_subset(folder, "train.en-de.en", [[4, 2]]),
+            ["train", "1 en", "3 de"],
+        ),
         (lambda folder: write_subset(folder, "train.en-de.en", []), ["train.en-de.en"]),
-        (lambda folder: (folder / "dict.de.txt").write_text("a 3\n"), ["dict.de.txt", "--joined-dictionary"]),
+        (
+            lambda folder: (folder / "dict.de.txt").write_text("a 3\n"),
+            ["dict.de.txt", "--joined-dictionary"],
+        ),
     ],
 )
 def test_damage_is_named(folder, damage, words):
@@ -85,12 +95,19 @@ def test_absent_folder(tmp_path):
 def test_flags_and_further_subsets_reach_fairseq_preprocess(own_text, tmp_path):
     for language in ("en", "de"):
         (own_text / f"test1.{language}").touch()
-    settings = {"recipe": "parallel", "source": "en", "target": "de", "bpe": None, "joined_dictionary": True}
+    settings = {
+        "recipe": "parallel",
+        "source": "en",
+        "target": "de",
+        "bpe": None,
+        "joined_dictionary": True,
+    }
     settings["flags"] = {"nwordssrc": 100}
     job = Preparation(settings, ["train", "valid", "test"], own_text, tmp_path / "out", workers=2)
     (command,) = (step.command for step in job.steps() if step.command)
     words = dict(itertools.pairwise(command))
     text = tmp_path / "out" / "tokens"
-    assert words["--testpref"] == f"{text / 'test'},{text / 'test1'}"  # what a dry run shows is what runs
+    # What a dry run shows is what runs
+    assert words["--testpref"] == f"{text / 'test'},{text / 'test1'}"
     assert words["--nwordssrc"] == "100" and "--joined-dictionary" in command
     assert words["--destdir"] == str(tmp_path / "out" / "binarised")

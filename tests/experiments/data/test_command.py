@@ -17,7 +17,9 @@ from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE, hyphens, is
 
 ROOT = Path(__file__).resolve().parents[3]
 README = (ROOT / "data-prep" / "README.md").read_text("utf-8")
-SCRIPTS = sorted(path for path in (ROOT / "data-prep").glob("*.sh") if not path.name.startswith("_"))
+SCRIPTS = sorted(
+    path for path in (ROOT / "data-prep").glob("*.sh") if not path.name.startswith("_")
+)
 SCRIPT = re.compile(r"bash data-prep/(\w+)\.sh((?: \[[^\]]*\]| --?[\w-]+(?: [\w/~.]+)?| [A-Z]+)*)")
 HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 
@@ -26,7 +28,9 @@ HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 def prepare(tables, in_process, toy_gpt2, tmp_path, capsys, monkeypatch):
     """prepare(*words) → (status, output, complaint)."""
     tables()
-    monkeypatch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+    monkeypatch.setattr(
+        language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2
+    )
     monkeypatch.chdir(tmp_path)
 
     def run(*words):
@@ -41,27 +45,41 @@ def test_summary_and_second_run(prepare, miniature, tmp_path):
     words = ["multi30k", tmp_path / "out", "--from", miniature("multi30k"), "--target", "fr"]
     status, said, _ = prepare(*words)
     assert status == 0 and "train: 60 pairs" in said and re.search(r"train +60  29,000!", said)
-    assert "$ fairseq-preprocess --source-lang en --target-lang fr" in said and ".partial" not in said
+    assert (
+        "$ fairseq-preprocess --source-lang en --target-lang fr" in said and ".partial" not in said
+    )
     assert f"{tmp_path / 'out'}/manifest.json" in said
     status, said, _ = prepare(*words)
     assert status == 0 and said.count("done before") == 4
     status, said, _ = prepare(*words, "--json")
     manifest = json.loads(said)
-    assert status == 0 and manifest["settings"]["source"] == "en" and manifest["settings"]["target"] == "fr"
+    assert (
+        status == 0
+        and manifest["settings"]["source"] == "en"
+        and manifest["settings"]["target"] == "fr"
+    )
     assert manifest == json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
 
 
 def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
     archives = miniature("wikitext103_raw")
     status, said, _ = prepare("wikitext103_gpt2bpe", "out", "--from", archives)
-    assert status == 0 and "out/binarised is ready" in said and "$ fairseq-preprocess --only-source" in said
+    assert (
+        status == 0
+        and "out/binarised is ready" in said
+        and "$ fairseq-preprocess --only-source" in said
+    )
     assert (tmp_path / "downloads" / "extracted").is_dir()  # beside OUT
     (tmp_path / "own").mkdir()
     for path in toy_wiki.iterdir():
         (tmp_path / "own" / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
     status, said, _ = prepare("text_gpt2bpe", "out2", "--from", "own", "--json")
     report = json.loads(said)
-    assert status == 0 and report["recipe"] == "text_gpt2bpe" and report["splits"]["test"]["lines"] == 40
+    assert (
+        status == 0
+        and report["recipe"] == "text_gpt2bpe"
+        and report["splits"]["test"]["lines"] == 40
+    )
 
 
 def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
@@ -76,9 +94,15 @@ def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
     assert len(tokens) == 30 and tokens[0].endswith(" Haus .") and raw[0].endswith(" Haus.")
     assert len((tmp_path / "out" / "bpe" / "codes").read_text("utf-8").splitlines()) == 31
     facts = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
-    assert facts["dataset"] == "parallel" and facts["steps"]["test"] == "normalize_punctuation, tokenize"
+    assert (
+        facts["dataset"] == "parallel"
+        and facts["steps"]["test"] == "normalize_punctuation, tokenize"
+    )
     status, *_ = prepare(*words, "--no-tokenize")
-    assert status == 0 and (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines() == raw
+    assert (
+        status == 0
+        and (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines() == raw
+    )
 
 
 @pytest.mark.parametrize(
@@ -117,7 +141,9 @@ def test_raw_text_gets_the_tokeniser_of_its_data_set(
 
 def test_whole_hyphens_where_the_data_set_splits_them_are_said(prepare, own_text):
     for path in own_text.iterdir():
-        path.write_text(re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"), "utf-8")
+        path.write_text(
+            re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"), "utf-8"
+        )
     words = ["out", "--from", own_text, "--bpe", 30]
     _, said, complaint = prepare("wmt14_en_de", *words)
     assert "wmt14_en_de" in said + complaint and "(a @-@ b)" in said + complaint
@@ -205,12 +231,20 @@ def test_no_merges_are_a_number_of_merges(said, merges):
 def test_listops_is_drawn_by_the_seed_zero_too(said):
     drawn = command.names()["listops"].generated
     named = argparse.Namespace(name="listops", flavour=None, seed=said, sizes=None)
-    assert command._dataset(named).generated == {**drawn, **({} if said is None else {"seed": said})}
+    assert command._dataset(named).generated == {
+        **drawn,
+        **({} if said is None else {"seed": said}),
+    }
 
 
 def test_each_data_set_has_its_script_and_its_row():
     names = {path.stem for path in SCRIPTS}
-    flavours = {"wmt14_en_de_vaswani", "wmt14_en_de_vaswani_rebuilt", "iwslt14_de_en_cased", "listops_depth3"}
+    flavours = {
+        "wmt14_en_de_vaswani",
+        "wmt14_en_de_vaswani_rebuilt",
+        "iwslt14_de_en_cased",
+        "listops_depth3",
+    }
     own = {"text_gpt2bpe", "embedded_gpt2bpe", "text_sp", "parallel", "embedded", "tatoeba"}
     assert names | flavours | own | {"wikitext103_raw", "wikitext2_raw"} == set(command.names())
     assert set(re.findall(r"^\| `data-prep/(\w+)\.sh` \|", README, re.MULTILINE)) == names
@@ -225,12 +259,23 @@ def test_a_script_from_extracted_files_to_binarised(miniature, tmp_path):
     for archive in miniature("iwslt14_de_en").glob("*.tgz"):
         with tarfile.open(archive) as package:
             package.extractall(tmp_path / "at hand", filter="data")
-    line = ["bash", ROOT / "data-prep" / "iwslt14_de_en.sh", "--from", tmp_path / "at hand", "--offline"]
+    line = [
+        "bash",
+        ROOT / "data-prep" / "iwslt14_de_en.sh",
+        "--from",
+        tmp_path / "at hand",
+        "--offline",
+    ]
     line += ["--workers", "1", tmp_path / "out"]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run([*map(str, line)], env=environment, capture_output=True, text=True, check=False)
+    done = subprocess.run(
+        [*map(str, line)], env=environment, capture_output=True, text=True, check=False
+    )
     assert done.returncode == 0, done.stderr
-    assert "6,750!" in done.stdout and (tmp_path / "out" / "binarised" / "train.de-en.de.idx").is_file()
+    assert (
+        "6,750!" in done.stdout
+        and (tmp_path / "out" / "binarised" / "train.de-en.de.idx").is_file()
+    )
 
 
 def documented():
@@ -254,7 +299,9 @@ def test_a_documented_line_is_understood(words):
 
 
 def test_out_may_stand_anywhere():
-    assert any(line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT" for line in documented())
+    assert any(
+        line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT" for line in documented()
+    )
     for place in (0, 2, 3, 4):
         words = ["--from", "archives", "--offline", "--workers=3"]
         words.insert(place, "out")

@@ -59,7 +59,9 @@ def test_vaswani_is_segmented_already(prepare, miniature):
 def test_vaswani_rebuilt_from_public_archives(prepare, miniature, made):
     archives = miniature("wmt14_en_de")
     news = {
-        f"training-parallel-nc-v11/news-commentary-v11.de-en.{lang}": made.text(made.sentences(30, lang, 3))
+        f"training-parallel-nc-v11/news-commentary-v11.de-en.{lang}": made.text(
+            made.sentences(30, lang, 3)
+        )
         for lang in ("en", "de")
     }
     made.write_tar(archives / "training-parallel-nc-v11.tgz", news)
@@ -74,23 +76,39 @@ def test_vaswani_rebuilt_from_public_archives(prepare, miniature, made):
 
 def test_wmt14_en_fr_cleans_after_bpe_and_holds_out(prepare, miniature):
     prepared, root = prepare("wmt14_en_fr", miniature("wmt14_en_fr"))
-    tokens = {split: len(lines_of(root / "tokens" / f"{split}.fr")) for split in ("train", "valid", "test")}
+    tokens = {
+        split: len(lines_of(root / "tokens" / f"{split}.fr"))
+        for split in ("train", "valid", "test")
+    }
     assert tokens == {"train": 1419, "valid": 1, "test": 5}  # 1,420 pairs; the 1,333rd is valid
     manifest = read_manifest(root)
     dropped = manifest["stages"]["bpe"]["train"]["dropped"]
-    assert prepared.sentences["train"] == 1419 - sum(dropped.values()) and "length ratio above 1.5" in dropped
+    assert (
+        prepared.sentences["train"] == 1419 - sum(dropped.values())
+        and "length ratio above 1.5" in dropped
+    )
     assert manifest["lines"]["train"]["found"] == prepared.sentences["train"]
     assert lines_of(root / "tokens" / "test.fr")[-1] == "C&apos; est « ici » ."
 
 
 @pytest.mark.parametrize(("source", "target"), [("de", "en"), ("en", "de")])
 def test_iwslt14(prepare, miniature, source, target):
-    prepared, root = prepare("iwslt14_de_en", miniature("iwslt14_de_en"), source=source, target=target)
+    prepared, root = prepare(
+        "iwslt14_de_en", miniature("iwslt14_de_en"), source=source, target=target
+    )
     train, valid = (lines_of(root / "tokens" / f"{split}.de") for split in ("train", "valid"))
     assert len(valid) == (len(train) + len(valid)) // 23
-    assert prepared.sentences["test"] == len(lines_of(root / "tokens" / "test.en")) == 2 + 3 + 4 + 5 + 6
+    assert (
+        prepared.sentences["test"]
+        == len(lines_of(root / "tokens" / "test.en"))
+        == 2 + 3 + 4 + 5 + 6
+    )
     everything = "\n".join(train)
-    assert everything == everything.lower() and "talkid" not in everything and "title&gt;" not in everything
+    assert (
+        everything == everything.lower()
+        and "talkid" not in everything
+        and "title&gt;" not in everything
+    )
     assert len(set(dictionaries(root))) == 2
 
 
@@ -98,7 +116,10 @@ def test_iwslt14(prepare, miniature, source, target):
 def test_multi30k(prepare, miniature, source, target):
     prepared, root = prepare("multi30k", miniature("multi30k"), source=source, target=target)
     assert prepared.sentences == {"train": 60, "valid": 5, "test": 6, "test1": 4, "test2": 3}
-    assert next(iter(read_manifest(root)["sources"])) == f"multi30k/test_2016_flickr.{min(source, target)}.gz"
+    assert (
+        next(iter(read_manifest(root)["sources"]))
+        == f"multi30k/test_2016_flickr.{min(source, target)}.gz"
+    )
 
 
 def test_multi30k_is_compared_with_the_published_text(prepare, miniature, monkeypatch):
@@ -131,7 +152,11 @@ def test_wikitext_words(prepare, miniature):
 def test_wikitext_pieces(prepare, miniature):
     _, root = prepare("wikitext103_sp8k", miniature("wikitext103_sp8k"))
     facts = read_manifest(root)["stages"]["text"]
-    assert {split: fact["lines"] for split, fact in facts.items()} == {"train": 160, "valid": 12, "test": 14}
+    assert {split: fact["lines"] for split, fact in facts.items()} == {
+        "train": 160,
+        "valid": 12,
+        "test": 14,
+    }
     text = (root / "text" / "train").read_text("utf-8")
     assert text.count("\n") == 1 and "▁" in text  # line ends are forgotten; digits stand apart
 
@@ -146,7 +171,9 @@ def test_the_published_unknown_word_is_one_piece(prepare, made, tmp_path, name):
     prepared, root = prepare(name, tmp_path, bpe=60)
     text = (root / "text" / "valid").read_text("utf-8").split()
     assert text.count("▁<unk>") == 2 and "<unk>" not in text
-    known = {row.split()[0] for row in (prepared.folder / "dict.txt").read_text("utf-8").splitlines()}
+    known = {
+        row.split()[0] for row in (prepared.folder / "dict.txt").read_text("utf-8").splitlines()
+    }
     assert "▁<unk>" in known and not known & {"<unk>", "<s>", "</s>"}
     codec = codec_of(prepared.folder, "language_modeling")
     assert codec.decode(codec.encode(line)).strip() == line
@@ -169,7 +196,10 @@ def test_pieces_of_other_settings_are_learnt_again(prepare, made, tmp_path, monk
 
 def test_pieces_of_a_release_are_as_its_code_learns_them(prepare, miniature):
     _, root = prepare("wikitext103_sp8k", miniature("wikitext103_sp8k"))
-    assert read_manifest(root)["stages"]["model"]["settings"] == {"model_type": "bpe", "split_digits": True}
+    assert read_manifest(root)["stages"]["model"]["settings"] == {
+        "model_type": "bpe",
+        "split_digits": True,
+    }
     released = {name for name, dataset in datasets().items() if dataset.released_pieces}
     assert released == {"wikitext103_sp8k", "c4", "pes2o"}
 
@@ -183,7 +213,9 @@ def test_wikitext_raw_is_plain_text(prepare, miniature):
 def test_enwik8_is_bytes(prepare, miniature, made):
     prepared, root = prepare("enwik8", miniature("enwik8"))
     raw = made.text(made.sentences(90, "fr", 9)).encode()[:2000]
-    numbers = [[int(number) for number in line.split()] for line in lines_of(root / "text" / "valid")]
+    numbers = [
+        [int(number) for number in line.split()] for line in lines_of(root / "text" / "valid")
+    ]
     assert b"\n".join(map(bytes, numbers)) == raw[1800:1900].rstrip(b"\n")
     # one symbol of fairseq per byte, as a line end stands for the line feed
     assert sum(len(line) + 1 for line in numbers) == 100 + (raw[1899:1900] != b"\n")
@@ -237,7 +269,9 @@ def test_running_text_under_its_other_names(prepare, toy_wiki, tmp_path, recipe,
 
 @pytest.mark.parametrize("packed", [False, True])
 @pytest.mark.parametrize("name", ["iwslt14_de_en", "wmt14_en_de_vaswani"])
-def test_extracted_files_serve_as_well_as_archives(prepare, miniature, tmp_path, made, name, packed):
+def test_extracted_files_serve_as_well_as_archives(
+    prepare, miniature, tmp_path, made, name, packed
+):
     archives = miniature(name)
     _, closed = prepare(name, archives, "closed")
     for archive in archives.glob("*gz"):
@@ -261,7 +295,8 @@ def test_languages_and_directions_that_are_not_there(prepare, miniature):
     with pytest.raises(UserError, match="no language cs"):
         prepare("wmt14_en_de", archives, source="cs", target="en")
     with pytest.raises(UserError, match=r"newstest2013\.de or dev/newstest2013-src\.de\.sgm"):
-        prepare("wmt14_en_de", archives, source="de", target="en")  # the miniature has one direction only
+        # The miniature has one direction only
+        prepare("wmt14_en_de", archives, source="de", target="en")
 
 
 @pytest.mark.parametrize(
@@ -285,7 +320,9 @@ def test_a_recipe_needs_no_data_of_its_users(
         return Path(shutil.copyfile(archives / Path(source.name).name, folder / source.name))
 
     monkeypatch.setattr(download, "download", serve)
-    recipe = load_recipe(shipped_recipes()[config], ["data.bpe=20"] if name == "wmt14_en_de" else [])
+    recipe = load_recipe(
+        shipped_recipes()[config], ["data.bpe=20"] if name == "wmt14_en_de" else []
+    )
     options = Options("prepare", save_dir=tmp_path / "run", data_root=tmp_path / "data")
     run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
     files = datasets()[recipe.data.recipe].files(("en", "de") if name == "wmt14_en_de" else ())
@@ -295,11 +332,16 @@ def test_a_recipe_needs_no_data_of_its_users(
     assert state["sentences"]["train"] in (110, 160) and state["source"] is None
     place = Path(state["folder"])
     facts = read_manifest(place) or read_manifest(place.parent)
-    assert set(facts["sources"]) == set(served) and all(row["urls"] for row in facts["sources"].values())
-    assert facts["licence"] and any(f"terms of use: {facts['licence'][:20]}" in line for line in said)
+    assert set(facts["sources"]) == set(served) and all(
+        row["urls"] for row in facts["sources"].values()
+    )
+    assert facts["licence"] and any(
+        f"terms of use: {facts['licence'][:20]}" in line for line in said
+    )
     said.clear()
     run_recipe(recipe, Hardware(), options, dry_run=True)
-    assert known == [line for line in said if line.startswith("$ ")]  # what a dry run shows is what was run
+    # What a dry run shows is what was run
+    assert known == [line for line in said if line.startswith("$ ")]
     said.clear()
     run_recipe(recipe, Hardware(), options, lambda environment: preprocess)
     assert sum("done before" in line for line in said) == done and len(served) == len(files)
@@ -308,11 +350,15 @@ def test_a_recipe_needs_no_data_of_its_users(
 def test_tables_hold_together():
     """Every archive of a data set is a public file, with an address and a known kind of checksum."""
     for dataset in datasets().values():
-        assert all(part.source for parts in dataset.splits.values() for part in parts if part.archive)
+        assert all(
+            part.source for parts in dataset.splits.values() for part in parts if part.archive
+        )
         for split in dataset.subsets:
             assert {name for name, _ in dataset.steps_for(split, "en", {})} <= set(STEPS)
         assert not dataset.downloadable or (dataset.licence and dataset.disk)
     for source in public_files().values():
-        assert source.urls and all(url.startswith(("http", "pip:")) and "{" not in url for url in source.urls)
+        assert source.urls and all(
+            url.startswith(("http", "pip:")) and "{" not in url for url in source.urls
+        )
         assert source.sha256 is None or len(source.sha256) == 64
         assert source.md5 is None or len(source.md5) == 32

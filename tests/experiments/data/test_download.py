@@ -69,7 +69,11 @@ class Handler(http.server.BaseHTTPRequestHandler):
         start = 0
         status = 200
         wanted = re.match(r"bytes=(\d+)-", self.headers.get("Range", ""))
-        if wanted and name != "/plain.gz" and self.headers.get("If-Range") in (None, self.server.tag):
+        if (
+            wanted
+            and name != "/plain.gz"
+            and self.headers.get("If-Range") in (None, self.server.tag)
+        ):
             start = int(wanted.group(1))
             status = 206
             if start >= len(self.server.content):
@@ -148,7 +152,10 @@ def test_whole(server, tmp_path):
 
 @pytest.mark.parametrize(
     ("name", "spans"),
-    [("file.gz", [None, "bytes=1500000-", "bytes=2200000-"]), ("plain.gz", [None, "bytes=1500000-"])],
+    [
+        ("file.gz", [None, "bytes=1500000-", "bytes=2200000-"]),
+        ("plain.gz", [None, "bytes=1500000-"]),
+    ],
 )
 def test_a_broken_connection_is_taken_up_where_it_broke(server, tmp_path, name, spans):
     """Or from the start, at a server without ranges."""
@@ -161,7 +168,9 @@ def test_a_broken_connection_is_taken_up_where_it_broke(server, tmp_path, name, 
 def test_two_mirrors_that_hang_up_finish_what_the_other_began(server, tmp_path, second):
     """Each answer breaks off; the second mirror knows other time stamps, or no ranges at all."""
     tries = len(module.PAUSES) + 1
-    server.cut = [450_000] * tries + [450_000 * (tries + 1) if second == "plain.gz" else 450_000] * tries
+    server.cut = [450_000] * tries + [
+        450_000 * (tries + 1) if second == "plain.gz" else 450_000
+    ] * tries
     with pytest.raises(UserError, match="bytes were received"):
         fetch(server, tmp_path, "file.gz", second, size=len(CONTENT))
     received = (tmp_path / "sub" / "file.gz.part").stat().st_size
@@ -192,7 +201,9 @@ def test_a_mirror_of_another_length_is_not_gone_on_from(server, tmp_path, broken
     assert server.requests[-1][1] == "bytes=1000000-"
 
 
-def test_a_download_that_was_whole_but_for_its_name_is_not_fetched_again(server, tmp_path, broken_off):
+def test_a_download_that_was_whole_but_for_its_name_is_not_fetched_again(
+    server, tmp_path, broken_off
+):
     broken_off.write_bytes(CONTENT)
     assert fetch(server, tmp_path).read_bytes() == CONTENT
     assert server.requests[3:] == [("/file.gz", f"bytes={len(CONTENT)}-")]
@@ -236,7 +247,9 @@ def test_an_interrupted_download_is_taken_up_by_the_next_run(server, tmp_path, m
 
 
 def test_the_next_mirror_serves(server, tmp_path):
-    assert fetch(server, tmp_path, "gone.gz", "page.gz", "busy.gz", "file.gz").read_bytes() == CONTENT
+    assert (
+        fetch(server, tmp_path, "gone.gz", "page.gz", "busy.gz", "file.gz").read_bytes() == CONTENT
+    )
     assert [name for name, _ in server.requests].count("/busy.gz") == 3
 
 
@@ -274,7 +287,9 @@ def test_what_is_not_the_file_is_refused(server, tmp_path, names, pins, words, r
     assert server.sent < 30_000_000  # what the network's buffers hold, and not what a disk does
 
 
-@pytest.mark.parametrize(("name", "kind"), [("file.gz", "gzip"), ("file.zip", "zip"), ("file.tar", "tar")])
+@pytest.mark.parametrize(
+    ("name", "kind"), [("file.gz", "gzip"), ("file.zip", "zip"), ("file.tar", "tar")]
+)
 def test_formats(server, tmp_path, name, kind):
     server.content = b"something else"
     wrong = source(server, sha256=None)._replace(name=name)
@@ -286,12 +301,16 @@ def test_nobody_answers(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "PAUSES", (0,))
     monkeypatch.setenv("no_proxy", "127.0.0.1")
     gone = PublicFile("file.gz", ("http://127.0.0.1:9/file.gz",))
-    with pytest.raises(UserError, match=r"127\.0\.0\.1:9/file\.gz: Failed to establish .* refused\."):
+    with pytest.raises(
+        UserError, match=r"127\.0\.0\.1:9/file\.gz: Failed to establish .* refused\."
+    ):
         download(gone, tmp_path)
 
 
 @pytest.mark.parametrize("name", ["slow.gz", "head.gz"])
-def test_a_server_that_sends_next_to_nothing_is_one_that_broke_off(server, tmp_path, monkeypatch, name):
+def test_a_server_that_sends_next_to_nothing_is_one_that_broke_off(
+    server, tmp_path, monkeypatch, name
+):
     """Each byte begins the time limit of a connection anew; the next address serves."""
     monkeypatch.setattr(module, "WATCHED", 0.3)
     assert download(source(server, name, "file.gz"), tmp_path, ()).read_bytes() == CONTENT

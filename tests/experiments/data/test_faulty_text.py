@@ -28,7 +28,9 @@ def own(tmp_path, made):
     def write(fault, name="train.jsonl"):
         folder = tmp_path / "own"
         for split in ("train", "valid", "test"):
-            made.documents(folder / f"{split}.jsonl", [{"text": line} for line in made.sentences(40, "en")])
+            made.documents(
+                folder / f"{split}.jsonl", [{"text": line} for line in made.sentences(40, "en")]
+            )
         lines = (folder / "train.jsonl").read_text("utf-8").splitlines()
         (folder / "train.jsonl").unlink()
         raw = "\n".join([*lines[:20], fault, *lines[20:], ""]).encode()
@@ -92,7 +94,16 @@ def test_a_number_that_no_text_has(tmp_path, asked):
 
 @pytest.mark.parametrize("asked", [5, 99_999])
 def test_the_number_that_an_error_names_is_learnt(own, tmp_path, capsys, asked):
-    line = ["prepare", "text_sp", str(tmp_path / "out"), "--from", str(own("")), "--workers", "1", "--bpe"]
+    line = [
+        "prepare",
+        "text_sp",
+        str(tmp_path / "out"),
+        "--from",
+        str(own("")),
+        "--workers",
+        "1",
+        "--bpe",
+    ]
     assert main([*line, str(asked)]) == 2
     number = re.search(r"--bpe (\d+)", capsys.readouterr().err)[1]
     assert main([*line, number]) == 0

@@ -128,7 +128,8 @@ def test_the_dictionary_makes_robertas_vocabulary(tmp_path, network):
     asked = network(PUBLISHED)
     text = put(tmp_path / "text")
     path = obtain_gpt2_files([text], tmp_path / "cache", offline=True).dictionary
-    assert not asked and len(path.read_text().splitlines()) + 4 + 1 == 50265  # fairseq's symbols and <mask>
+    # Fairseq's symbols and <mask>
+    assert not asked and len(path.read_text().splitlines()) + 4 + 1 == 50265
     path.write_text(path.read_text().replace("17 1\n", "18 1\n", 1))
     with pytest.raises(UserError, match="50,260 entries"):
         obtain_gpt2_files([text], tmp_path / "cache", offline=True)
@@ -143,7 +144,9 @@ def encode(tmp_path, toy_gpt2):
 
     def run(text, workers=1):
         (tmp_path / "text").write_text(text, encoding="utf-8")
-        facts = encode_texts({"train": tmp_path / "text"}, tmp_path / "out", toy_gpt2, workers)["train"]
+        facts = encode_texts({"train": tmp_path / "text"}, tmp_path / "out", toy_gpt2, workers)[
+            "train"
+        ]
         return (tmp_path / "out" / "train").read_text().split("\n")[:-1], facts
 
     return run

@@ -36,7 +36,8 @@ def text(tmp_path, made):
     for number, part in enumerate(parts):
         path = tmp_path / part.members[0]
         rows = [
-            {"text": "\n".join(made.sentences(3, "en", seed))} for seed in range(10 * number, 10 * number + 7)
+            {"text": "\n".join(made.sentences(3, "en", seed))}
+            for seed in range(10 * number, 10 * number + 7)
         ]
         made.documents(path, [*rows, {"text": ""}])
         files[part] = Piece(path, "documents")
@@ -49,7 +50,9 @@ def text(tmp_path, made):
 
 
 @pytest.mark.parametrize("most", [1, 99, 700, "all"])
-def test_the_first_pieces_are_written_and_no_file_behind_them_is_asked_for(text, tmp_path, monkeypatch, most):
+def test_the_first_pieces_are_written_and_no_file_behind_them_is_asked_for(
+    text, tmp_path, monkeypatch, most
+):
     parts, files, model, expected = text
     monkeypatch.setattr(monolingual, "ROW", 50)
     most = len(expected) if most == "all" else most
@@ -59,14 +62,18 @@ def test_the_first_pieces_are_written_and_no_file_behind_them_is_asked_for(text,
         asked.append(part)
         return files[part]
 
-    facts = monolingual.grow_pieces(parts, fetch, digests(files), model, tmp_path / "new" / "train", most, 2)
+    facts = monolingual.grow_pieces(
+        parts, fetch, digests(files), model, tmp_path / "new" / "train", most, 2
+    )
     found = pieces_of(tmp_path / "new" / "train")
     assert found == expected[:most] and facts["tokens"] == most and facts["parts"] == len(asked)
     assert len(asked) == {1: 1, 99: 1}.get(most, 3 if most == len(expected) else len(asked))
 
 
 @pytest.mark.parametrize("stop", range(0, 21, 4))
-def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(text, tmp_path, monkeypatch, stop):
+def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(
+    text, tmp_path, monkeypatch, stop
+):
     parts, files, model, expected = text
     monkeypatch.setattr(monolingual, "ROW", 30)
     monkeypatch.setattr(monolingual, "SAVED", 1)
@@ -146,7 +153,9 @@ def test_a_file_that_was_exchanged_begins_the_text_anew(text, tmp_path, monkeypa
         return checksum(files[part].path) if files[part].path.is_file() else None
 
     def grow(name):
-        return monolingual.grow_pieces(parts, fetch, digest, model, tmp_path / name / "train", most, 1)
+        return monolingual.grow_pieces(
+            parts, fetch, digest, model, tmp_path / name / "train", most, 1
+        )
 
     with pytest.raises(KeyboardInterrupt):
         grow("new")
@@ -166,7 +175,9 @@ def test_a_file_that_was_exchanged_begins_the_text_anew(text, tmp_path, monkeypa
     assert opened[0] == parts[change == "gone"]
     if change != "gone":
         whole = grow("whole")
-    assert facts == whole and pieces_of(tmp_path / "new/train") == pieces_of(tmp_path / "whole/train")
+    assert facts == whole and pieces_of(tmp_path / "new/train") == pieces_of(
+        tmp_path / "whole/train"
+    )
 
 
 def hub_of(folder, made, first):
@@ -219,7 +230,9 @@ def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
 def test_too_little_text_is_an_error(text, tmp_path):
     parts, files, model, expected = text
     with pytest.raises(UserError, match=rf"has {len(expected):,} pieces.* 9,999 .*--tokens"):
-        monolingual.grow_pieces(parts, files.get, digests(files), model, tmp_path / "train", 9999, 1)
+        monolingual.grow_pieces(
+            parts, files.get, digests(files), model, tmp_path / "train", 9999, 1
+        )
 
 
 @pytest.mark.parametrize("name", ["c4", "pes2o"])
@@ -234,7 +247,9 @@ def test_the_hubs_files_become_a_binarised_folder(prepare, miniature, said, name
     assert manifest["settings"]["tokens"] == most and not (root / "growing").exists()
     train = [file for file in manifest["sources"] if "train" in file]
     assert 0 < len(train) < len(list(given.glob("*train*")))
-    assert sum("terms of use" in line for line in said) == 1 and any("of disk" in line for line in said)
+    assert sum("terms of use" in line for line in said) == 1 and any(
+        "of disk" in line for line in said
+    )
     before = (root / "model" / pieces.MODEL).read_bytes()
     learnt_on = sorted(given.glob("*train*"))[: datasets()[name].learn_on]
     lines = [line for path in learnt_on for line in read_documents(path)]
@@ -251,7 +266,8 @@ def test_a_file_that_is_lacking_is_named_with_its_address(prepare, miniature):
     given = miniature("c4")
     (given / "c4-train.00001-of-01024.json.gz").unlink()
     with pytest.raises(
-        UserError, match=r"c4-train\.00001-of-01024\.json\.gz is not in .*--offline.*http://.*--from"
+        UserError,
+        match=r"c4-train\.00001-of-01024\.json\.gz is not in .*--offline.*http://.*--from",
     ):
         prepare("c4", given, subsets=SPLITS)
 
@@ -282,8 +298,12 @@ def test_the_table_knows_the_hubs_names():
 def test_data_of_other_recipes_stays_where_it_was(tmp_path):
     """A key that is new and says nothing names no other folder."""
     old = {"recipe": "wikitext103_sp8k", "source": None, "target": None, "bpe": None}
-    assert prepared_folder({**old, "tokens": None}, None, tmp_path) == prepared_folder(old, None, tmp_path)
-    assert prepared_folder({**old, "tokens": 9}, None, tmp_path) != prepared_folder(old, None, tmp_path)
+    assert prepared_folder({**old, "tokens": None}, None, tmp_path) == prepared_folder(
+        old, None, tmp_path
+    )
+    assert prepared_folder({**old, "tokens": 9}, None, tmp_path) != prepared_folder(
+        old, None, tmp_path
+    )
 
 
 @pytest.mark.parametrize("line", ["{", "[]", '{"body": "x"}', '{"text": 1}', "null"])
@@ -295,7 +315,9 @@ def test_a_line_that_is_no_document_is_named(tmp_path, line):
 
 
 def test_documents_of_every_packing_are_the_same(tmp_path, monkeypatch):
-    raw = "".join(json.dumps({"text": text}) + "\n" for text in ("a\nb", "", "ü" * 700_000)).encode()
+    raw = "".join(
+        json.dumps({"text": text}) + "\n" for text in ("a\nb", "", "ü" * 700_000)
+    ).encode()
     plain, packed, other = (tmp_path / f"a.jsonl{ending}" for ending in ("", ".gz", ".zst"))
     plain.write_bytes(raw)
     packed.write_bytes(gzip.compress(raw))
@@ -326,6 +348,8 @@ def test_documents_of_every_packing_are_the_same(tmp_path, monkeypatch):
 def test_text_of_ones_own_may_be_documents(prepare, made, tmp_path):
     own = tmp_path / "own"
     for split, count in (("train", 40), ("valid", 5), ("test", 5)):
-        made.documents(own / f"{split}.jsonl", [{"text": line} for line in made.sentences(count, "en")])
+        made.documents(
+            own / f"{split}.jsonl", [{"text": line} for line in made.sentences(count, "en")]
+        )
     _, root = prepare("text_sp", own, bpe=60)
     assert read_manifest(root)["stages"]["text"]["train"]["lines"] == 40

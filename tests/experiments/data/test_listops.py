@@ -76,14 +76,21 @@ def test_values_and_depths_are_those_of_an_independent_evaluator(splits):
     seen = collections.Counter()
     for found in [found for split in splits.values() for found in split]:
         tree = parse(found.tokens)
-        assert found == Expression(found.tokens, evaluate(tree), depth(tree), length(tree), dependency(tree))
+        assert found == Expression(
+            found.tokens, evaluate(tree), depth(tree), length(tree), dependency(tree)
+        )
         seen.update(token for token in found.tokens.split() if token in OPERATORS)
     assert set(seen) == set(OPERATORS) and min(seen.values()) > 100
 
 
 @pytest.mark.parametrize(
     ("tokens", "value"),
-    [("[MED 1 2 3 9 ]", 2), ("[MED 0 1 ]", 0), ("[SM 9 9 ]", 8), ("[MAX [MIN 4 5 ] [SM 7 5 ] ]", 4)],
+    [
+        ("[MED 1 2 3 9 ]", 2),
+        ("[MED 0 1 ]", 0),
+        ("[SM 9 9 ]", 8),
+        ("[MAX [MIN 4 5 ] [SM 7 5 ] ]", 4),
+    ],
 )
 def test_the_evaluator_by_hand(tokens, value):
     assert evaluate(parse(tokens)) == value
@@ -91,7 +98,10 @@ def test_the_evaluator_by_hand(tokens, value):
 
 def test_limits(splits):
     every = [found for split in splits.values() for found in split]
-    assert max(found.length for found in every) in (49, 50) and max(found.depth for found in every) == 6
+    assert (
+        max(found.length for found in every) in (49, 50)
+        and max(found.depth for found in every) == 6
+    )
     assert min(found.depth for found in every) == 2
     assert all(2 <= len(node) - 1 <= 5 for found in every for node in _nodes(parse(found.tokens)))
 
@@ -106,7 +116,9 @@ def _nodes(tree):
 def test_each_dependency_depth_has_its_share_of_every_split(splits):
     for split, size in SIZES.items():
         counts = collections.Counter(found.dependency for found in splits[split])
-        assert sorted(counts) == [2, 3, 4, 5, 6] and sum(counts.values()) == len(splits[split]) == size
+        assert (
+            sorted(counts) == [2, 3, 4, 5, 6] and sum(counts.values()) == len(splits[split]) == size
+        )
         assert max(counts.values()) - min(counts.values()) <= 1
 
 
@@ -118,7 +130,8 @@ def test_no_expression_stands_twice(splits):
 def test_all_splits_have_the_same_distribution():
     """Filled one after the other, the first would have the short ones, which are drawn again and again."""
     drawn = settings({"train": 1000, "test": 1000}, max_depth=2, max_arguments=2).splits()
-    shortest = [sum(found.length == 5 for found in split) for split in drawn.values()]  # such as [MIN 1 2 ]
+    # Such as [MIN 1 2 ]
+    shortest = [sum(found.length == 5 for found in split) for split in drawn.values()]
     assert 250 < sum(shortest) <= 400 and min(shortest) > 0.4 * sum(shortest)
 
 
@@ -153,7 +166,10 @@ def test_prepared_data_is_what_fairseqs_task_reads(prepare, made, tmp_path, said
         assert data[place]["target"].item() == evaluate(tree)  # class 7 is the value 7
         assert row == f"{dependency(tree)}\t{depth(tree)}\t{length(tree)}"
     manifest = read_manifest(out)
-    assert manifest["settings"]["generated"]["seed"] == 1 and manifest["lines"]["train"]["found"] == 100
+    assert (
+        manifest["settings"]["generated"]["seed"] == 1
+        and manifest["lines"]["train"]["found"] == 100
+    )
     assert "binarised/input0/train.bin" in manifest["outputs"]
     # one seed gives the same bytes
     assert made.tree(prepare("listops", None, "again")[1]) == made.tree(out)

@@ -46,7 +46,9 @@ def downloaded(miniature, tmp_path):
 
 
 def test_offline_without_the_file(store, tmp_path):
-    with pytest.raises(UserError, match=r"de-en\.tgz is not in \S+downloads, and --offline.*--from"):
+    with pytest.raises(
+        UserError, match=r"de-en\.tgz is not in \S+downloads, and --offline.*--from"
+    ):
         store().pieces([PART])
     (tmp_path / "here").mkdir()
     with pytest.raises(UserError, match=r"not in \S+here and \S+downloads"):
@@ -54,7 +56,10 @@ def test_offline_without_the_file(store, tmp_path):
 
 
 def test_the_manifest_claims_no_address_for_what_was_brought(store, downloaded, miniature):
-    for at_hand, said, unsaid in ((None, "urls", "origin"), (miniature("iwslt14_de_en"), "origin", "urls")):
+    for at_hand, said, unsaid in (
+        (None, "urls", "origin"),
+        (miniature("iwslt14_de_en"), "origin", "urls"),
+    ):
         used = store(at_hand)
         (piece,) = used.pieces([PART]).values()
         assert piece.markup == "wit3" and len(list(piece.lines())) == 63
@@ -74,7 +79,9 @@ def test_the_manifest_claims_no_address_for_what_was_brought(store, downloaded, 
         (None, {"size": 19_982_877}, "instead of 19,982,877"),
     ],
 )
-def test_a_wrong_archive_at_hand_is_refused_and_may_be_unpacked(store, miniature, content, pins, words):
+def test_a_wrong_archive_at_hand_is_refused_and_may_be_unpacked(
+    store, miniature, content, pins, words
+):
     folder = miniature("iwslt14_de_en")
     with tarfile.open(folder / "de-en.tgz") as package:
         package.extractall(folder / "open", filter="data")
@@ -88,7 +95,9 @@ def test_a_wrong_archive_at_hand_is_refused_and_may_be_unpacked(store, miniature
 
 
 @pytest.mark.parametrize("keep", [200, -30, -9])
-def test_a_truncated_archive_is_refused_and_a_download_thrown_away(store, downloaded, miniature, keep):
+def test_a_truncated_archive_is_refused_and_a_download_thrown_away(
+    store, downloaded, miniature, keep
+):
     folder = miniature("iwslt14_de_en")
     with tarfile.open(downloaded) as package:
         last = package.getnames()[-1]
@@ -104,7 +113,8 @@ def test_a_truncated_archive_is_refused_and_a_download_thrown_away(store, downlo
 
 
 @pytest.mark.parametrize(
-    ("names", "text"), [(("first", "second"), "1"), (("none", "second"), "2"), (("none", "nobody"), None)]
+    ("names", "text"),
+    [(("first", "second"), "1"), (("none", "second"), "2"), (("none", "nobody"), None)],
 )
 def test_the_first_of_several_names_is_taken(store, made, tmp_path, names, text):
     made.write_tar(tmp_path / "de-en.tgz", {"second": "2", "first": "1"})
@@ -120,7 +130,13 @@ def test_the_first_of_several_names_is_taken(store, made, tmp_path, names, text)
 
 
 def test_only_what_was_asked_for_leaves_an_archive(made, tmp_path):
-    members = {"../evil": "x", "/absolute": "x", "a/../../evil": "x", "./wanted/./file": "yes", "other": "x"}
+    members = {
+        "../evil": "x",
+        "/absolute": "x",
+        "a/../../evil": "x",
+        "./wanted/./file": "yes",
+        "other": "x",
+    }
     made.write_tar(tmp_path / "in" / "x.tgz", members)
     made.write_zip(tmp_path / "in" / "x.zip", members)
     for name in ("x.tgz", "x.zip"):
@@ -196,7 +212,8 @@ def test_terms_and_sizes_come_first_and_stay_in_the_manifest(enwik8, said):
     assert "to download: 1 file, about 36 MB, into" in second and "about 1.0 GB of disk" in second
     assert manifest["licence"] == datasets()["enwik8"].licence
     enwik8()
-    assert not any("terms of use" in line or "to download" in line for line in said)  # nothing is fetched
+    # Nothing is fetched
+    assert not any("terms of use" in line or "to download" in line for line in said)
 
 
 def test_a_full_disk_is_noticed_before_the_download(enwik8, monkeypatch):
@@ -223,7 +240,9 @@ def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
 
 def test_sizes_and_sums_that_were_published():
     for name, size in {"wmt14_en_de": "1.8 GB", "multi30k": "1.4 MB"}.items():
-        assert format_bytes(sum(file.bytes for file in datasets()[name].files(("en", "de")))) == size
+        assert (
+            format_bytes(sum(file.bytes for file in datasets()[name].files(("en", "de")))) == size
+        )
     assert all(file.bytes for file in public_files().values())
 
 
@@ -246,7 +265,9 @@ def test_checksums_of_two_kinds_are_remembered_apart_and_a_changed_file_is_read(
     file.write_bytes(b"one")
     for _ in range(2):
         for kind in ("sha256", "md5"):
-            assert obtain.known_checksum(memory, file, kind) == hashlib.new(kind, b"one").hexdigest()
+            assert (
+                obtain.known_checksum(memory, file, kind) == hashlib.new(kind, b"one").hexdigest()
+            )
     time = file.stat().st_mtime_ns
     file.write_bytes(b"two")
     os.utime(file, ns=(time + 1, time + 1))
@@ -260,6 +281,8 @@ def test_two_folders_on_one_disk_need_room_for_both(tmp_path, monkeypatch):
     whole = dataset.disk * 1e9
     arguments = (dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
     for free, fits in ((whole + 1e6, True), (whole - fetched / 2, False)):
-        monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path, free=free: Usage(10**10, 0, free))
+        monkeypatch.setattr(
+            obtain.shutil, "disk_usage", lambda path, free=free: Usage(10**10, 0, free)
+        )
         with contextlib.nullcontext() if fits else pytest.raises(UserError, match="disk"):
             before_download(*arguments)

@@ -30,13 +30,27 @@ def pairs(tmp_path):
             ("valid", lines[:5]),
             ("test", [*lines[:5], STRANGE[language]]),
         ):
-            (folder / f"{split}.{language}").write_text("".join(f"{line}\n" for line in some), "utf-8")
+            (folder / f"{split}.{language}").write_text(
+                "".join(f"{line}\n" for line in some), "utf-8"
+            )
     return folder
 
 
 def prepared(pairs, *words):
     out = pairs.parent / "out"
-    line = ["prepare", "parallel", out, "--from", pairs, "--source", "ja", "--target", "fi", "--workers", "1"]
+    line = [
+        "prepare",
+        "parallel",
+        out,
+        "--from",
+        pairs,
+        "--source",
+        "ja",
+        "--target",
+        "fi",
+        "--workers",
+        "1",
+    ]
     assert main([*map(str, line), "--segmentation", "sentencepiece", *words]) == 0
     return out
 
@@ -56,16 +70,25 @@ def test_what_is_decoded_is_the_raw_text(pairs, words):
             assert [join_subwords(line, "sentencepiece") for line in lines] == raw(
                 pairs / f"{split}.{language}"
             )
-        encoded = [codec.encode(line) for line in (pairs / f"{split}.ja").read_text("utf-8").splitlines()]
+        encoded = [
+            codec.encode(line) for line in (pairs / f"{split}.ja").read_text("utf-8").splitlines()
+        ]
         assert encoded == (out / "pieces" / f"{split}.ja").read_text("utf-8").splitlines()
-    known = {row.split()[0] for row in (out / "binarised/dict.fi.txt").read_text("utf-8").splitlines()}
+    known = {
+        row.split()[0] for row in (out / "binarised/dict.fi.txt").read_text("utf-8").splitlines()
+    }
     used = {
-        piece for language in WORDS for piece in (out / f"pieces/test.{language}").read_text("utf-8").split()
+        piece
+        for language in WORDS
+        for piece in (out / f"pieces/test.{language}").read_text("utf-8").split()
     }
     assert used <= known and "<0xFF>" in known and not known & {"<unk>", "<s>", "</s>"}
-    assert (out / "binarised/dict.ja.txt").read_bytes() == (out / "binarised/dict.fi.txt").read_bytes()
+    assert (out / "binarised/dict.ja.txt").read_bytes() == (
+        out / "binarised/dict.fi.txt"
+    ).read_bytes()
     stages = json.loads((out / "manifest.json").read_text("utf-8"))["stages"]
-    assert stages["model"]["sentencepiece.model"] == len(known) + 3  # <unk>, <s> and </s> are fairseq's own
+    # <unk>, <s> and </s> are fairseq's own
+    assert stages["model"]["sentencepiece.model"] == len(known) + 3
 
 
 @pytest.mark.usefixtures("forked_commands")
@@ -75,9 +98,19 @@ def test_without_bytes_every_letter_of_the_training_text_has_a_piece(pairs):
     assert "<unk>" in (out / "pieces/test.ja").read_text("utf-8")
 
 
-PAIR = {"recipe": "parallel", "source": "ja", "target": "fi", "bpe": 300, "joined_dictionary": False}
+PAIR = {
+    "recipe": "parallel",
+    "source": "ja",
+    "target": "fi",
+    "bpe": 300,
+    "joined_dictionary": False,
+}
 PAIR.update(
-    lowercase=False, flags={}, segmentation="sentencepiece", piece_model="unigram", byte_fallback=True
+    lowercase=False,
+    flags={},
+    segmentation="sentencepiece",
+    piece_model="unigram",
+    byte_fallback=True,
 )
 
 
@@ -85,7 +118,9 @@ def test_each_language_may_have_a_model_of_its_own(prepare, pairs):
     made, root = prepare("parallel", pairs, **PAIR)
     codec = codec_of(made.folder, "translation")
     models = [each.processor.serialized_model_proto() for each in codec.segmentations]
-    assert models == [(root / f"model/sentencepiece.{language}.model").read_bytes() for language in WORDS]
+    assert models == [
+        (root / f"model/sentencepiece.{language}.model").read_bytes() for language in WORDS
+    ]
     assert "猫" not in (made.folder / "dict.fi.txt").read_text("utf-8")
     assert (
         codec.decode((root / "pieces/test.fi").read_text("utf-8").splitlines()[5])
@@ -104,15 +139,23 @@ def test_a_model_that_was_learnt_elsewhere_is_used(prepare, pairs, tmp_path):
     assert (first / "pieces/test.fi").read_bytes() == (second / "pieces/test.fi").read_bytes()
     (tmp_path / "codes").write_text("#version: 0.2\ne r</w>\n")
     with pytest.raises(UserError, match=r"codes .*SentencePiece"):
-        prepare("parallel", pairs, "third", **{**joint, "bpe": None, "codes": str(tmp_path / "codes")})
+        prepare(
+            "parallel", pairs, "third", **{**joint, "bpe": None, "codes": str(tmp_path / "codes")}
+        )
 
 
 def test_data_that_was_prepared_before_is_found_again(tmp_path):
     old = {key: PAIR[key] for key in ("recipe", "source", "target", "bpe")}
     now = {**old, "segmentation": "subword_nmt", "piece_model": "unigram", "byte_fallback": True}
     assert prepared_folder(now, None, tmp_path) == prepared_folder(old, None, tmp_path)
-    for key, value in (("segmentation", "sentencepiece"), ("piece_model", "bpe"), ("byte_fallback", False)):
-        assert prepared_folder({**now, key: value}, None, tmp_path) != prepared_folder(now, None, tmp_path)
+    for key, value in (
+        ("segmentation", "sentencepiece"),
+        ("piece_model", "bpe"),
+        ("byte_fallback", False),
+    ):
+        assert prepared_folder({**now, key: value}, None, tmp_path) != prepared_folder(
+            now, None, tmp_path
+        )
 
 
 @pytest.mark.parametrize(
@@ -124,7 +167,15 @@ def test_data_that_was_prepared_before_is_found_again(tmp_path):
     ],
 )
 def test_flags_that_would_not_be_read_are_refused(pairs, capsys, words, named):
-    line = ["prepare", "parallel", str(pairs.parent / "out"), "--from", str(pairs), "--source", "ja"]
+    line = [
+        "prepare",
+        "parallel",
+        str(pairs.parent / "out"),
+        "--from",
+        str(pairs),
+        "--source",
+        "ja",
+    ]
     assert main([*line, "--target", "fi", *words]) == 2
     assert named in capsys.readouterr().err and not (pairs.parent / "out").exists()
 

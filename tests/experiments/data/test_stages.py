@@ -53,12 +53,16 @@ def raw(made, tmp_path):
     folder.mkdir()
     for name, count in {"train": 60, "val": 5, "test_2016_flickr": 6}.items():
         for language in ("en", "de"):
-            (folder / f"{name}.{language}").write_text(made.text(made.sentences(count, language)), "utf-8")
+            (folder / f"{name}.{language}").write_text(
+                made.text(made.sentences(count, language)), "utf-8"
+            )
     return folder
 
 
 def manifest_of(prepared):
-    folder = prepared.folder if (prepared.folder / "manifest.json").exists() else prepared.folder.parent
+    folder = (
+        prepared.folder if (prepared.folder / "manifest.json").exists() else prepared.folder.parent
+    )
     return json.loads((folder / "manifest.json").read_text("utf-8"))
 
 
@@ -71,7 +75,9 @@ def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, 
     assert first.folder == root / "binarised" and first.sentences["train"] == sentences
     before = made.tree(root)
     manifest = manifest_of(first)
-    assert output in before and all(len(row["sha256"]) == 64 for row in manifest.get("outputs", {}).values())
+    assert output in before and all(
+        len(row["sha256"]) == 64 for row in manifest.get("outputs", {}).values()
+    )
     again, _ = prepare(name, given)
     assert again == first and made.tree(root) == before and manifest_of(again) == manifest
     assert sum("done before" in line for line in said) == steps
@@ -95,8 +101,12 @@ def test_each_kind_is_made_once_and_can_be_given_as_data(prepare, source, made, 
 
 def test_other_merges_keep_the_tokens_and_lower_case_does_not(prepare, raw, said):
     first, root = prepare("multi30k", raw, **MULTI30K)
-    tokens, segmented = ((root / stage / "test.de").read_text("utf-8") for stage in ("tokens", "bpe"))
-    assert tokens == tokens.lower() and segmented.replace("@@ ", "") == tokens and "@@ " in segmented
+    tokens, segmented = (
+        (root / stage / "test.de").read_text("utf-8") for stage in ("tokens", "bpe")
+    )
+    assert (
+        tokens == tokens.lower() and segmented.replace("@@ ", "") == tokens and "@@ " in segmented
+    )
     other, _ = prepare("multi30k", raw, **{**MULTI30K, "bpe": 10})
     assert [line.partition(":")[0] for line in said if "done before" in line] == ["tokens"]
     assert other.fingerprint != first.fingerprint
@@ -122,7 +132,8 @@ def test_pairs_with_an_empty_side_leave_the_training_text_only(prepare, raw, sai
     prepared, _ = prepare("multi30k", raw)
     assert prepared.sentences == {"train": 59, "valid": 5, "test": 6}
     assert any(line.endswith("1 dropped: empty side") for line in said)
-    assert sum("en: " in line and " | de: " in line for line in said) == 3  # sample pairs, for people
+    # Sample pairs, for people
+    assert sum("en: " in line and " | de: " in line for line in said) == 3
 
 
 def test_a_sample_shows_text_alone(prepare, raw, said):
@@ -153,9 +164,17 @@ def test_long_text_goes_through_several_processes(prepare, raw):
             ["has train.en, train.de, but lacks val.en.gz", "data.recipe=parallel"],
         ),
         ("multi30k", {"train.de": b"\n\n", "train.en": b"\n\n"}, ["train.en", "none of the"]),
-        ("parallel", {}, ["lacks valid.en[.gz], valid.de[.gz], test.en", "segmentation=sentencepiece"]),
+        (
+            "parallel",
+            {},
+            ["lacks valid.en[.gz], valid.de[.gz], test.en", "segmentation=sentencepiece"],
+        ),
         ("text_gpt2bpe", {}, ["raw lacks train.txt[.gz], valid.txt[.gz], test.txt[.gz]"]),
-        ("wikitext103_gpt2bpe", {"wiki.train.raw": b"x"}, ["wikitext-103-raw-v1.zip is not in", "--offline"]),
+        (
+            "wikitext103_gpt2bpe",
+            {"wiki.train.raw": b"x"},
+            ["wikitext-103-raw-v1.zip is not in", "--offline"],
+        ),
         ("enwik8", {"enwik8": b"x" * 1999}, ["enwik8 has 1,999 bytes instead of 2,000"]),
     ],
 )
@@ -211,7 +230,11 @@ def test_data_that_are_given_are_known_by_the_content_of_their_files(tmp_path):
         ("wmt14_en_de", "dev/newstest2013.en", ["newstest2013-ref.de.sgm", "train.en"]),
         ("wmt14_en_de_vaswani", "train.en.gz", ["wmt16_en_de.tar.gz"]),
         ("wikitext103_word", "wiki.test.tokens", ["wikitext-103-v1.zip", "wiki.train.tokens"]),
-        ("wikitext103_gpt2bpe", "wikitext-103-raw-v1.zip", ["wikitext-103-raw-v1.zip", "wiki.train.raw"]),
+        (
+            "wikitext103_gpt2bpe",
+            "wikitext-103-raw-v1.zip",
+            ["wikitext-103-raw-v1.zip", "wiki.train.raw"],
+        ),
         ("wikitext103_gpt2bpe", "wiki.valid.tokens.gz", ["wiki.train.raw"]),
         ("enwik8", "enwik8", ["enwik8.zip"]),
     ],
@@ -254,10 +277,14 @@ POINTS = [
 
 @pytest.mark.thorough(keep="enwik8-ctrl-c")
 @pytest.mark.parametrize(
-    "problem", [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))], ids=["ctrl-c", "full"]
+    "problem",
+    [KeyboardInterrupt(), OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))],
+    ids=["ctrl-c", "full"],
 )
 @pytest.mark.parametrize("name", dict.fromkeys(name for name, *_ in POINTS))
-def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, tmp_path, name, problem):
+def test_an_interrupted_preparation_goes_on(
+    prepare, source, made, monkeypatch, tmp_path, name, problem
+):
     given = source(name)
     prepare(name, given, "calm")
     for place, function, moments in (point[1:] for point in POINTS if point[0] == name):
@@ -272,11 +299,16 @@ def test_an_interrupted_preparation_goes_on(prepare, source, made, monkeypatch, 
                     raise problem
                 return real(*arguments, **options)
 
-            with monkeypatch.context() as patch, pytest.raises((KeyboardInterrupt, UserError)) as raised:
+            with (
+                monkeypatch.context() as patch,
+                pytest.raises((KeyboardInterrupt, UserError)) as raised,
+            ):
                 patch.setattr(place, function, bomb)
                 prepare(name, given, folder, lowercase=when == 77)
             assert len(calls) >= when
-            assert isinstance(raised.value, KeyboardInterrupt) or "disk is full" in str(raised.value)
+            assert isinstance(raised.value, KeyboardInterrupt) or "disk is full" in str(
+                raised.value
+            )
             prepare(name, given, folder)
             assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (function, when)
 

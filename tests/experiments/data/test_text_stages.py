@@ -69,7 +69,9 @@ def run(tmp_path, write):
         out = tmp_path / "out"
         split = Split(name, [pair], treatment, hold_out, lenient=name == "train")
         facts = write_splits([split], ("en", "de"), out, 1)
-        return facts, [(out / f"{name}.{x}").read_text("utf-8").split("\n")[:-1] for x in ("en", "de")]
+        return facts, [
+            (out / f"{name}.{x}").read_text("utf-8").split("\n")[:-1] for x in ("en", "de")
+        ]
 
     return make
 
@@ -83,7 +85,13 @@ def test_lines(write):
     packed = plain.path.with_suffix(".gz")
     packed.write_bytes(gzip.compress(text.encode(), mtime=0))
     for path in (plain.path, packed):
-        assert list(read_lines(path)) == ["one", "two\u2028still two", "", " white \u00a0", "last \t"]
+        assert list(read_lines(path)) == [
+            "one",
+            "two\u2028still two",
+            "",
+            " white \u00a0",
+            "last \t",
+        ]
 
 
 @pytest.mark.parametrize(
@@ -117,7 +125,10 @@ GERMAN = "Es ist ein „zitiertes“ Wort – ja.\nDer Preis ist heute 20 €.\n
         ("x.ja", "今日は天気がいいです。私は学生です。\n" * 20, "shift_jis"),
         *(("x.de", GERMAN, name) for name in ("utf-16", "utf-16-le", "utf-16-be")),
         ("x.en", "the river flows by the old town\n" * 9, "utf-16"),
-        *(("x.de", "Die Straße ist schön für Fußgänger.\n", name) for name in ("mac_roman", "cp850")),
+        *(
+            ("x.de", "Die Straße ist schön für Fußgänger.\n", name)
+            for name in ("mac_roman", "cp850")
+        ),
         ("two words.fr", "L'œuf coûte 15 € à l'été.\n", "iso8859-15"),
         ("x.de.gz", GERMAN, "cp1252"),
         ("it's.pl.gz", "Zażółć gęślą jaźń.\n", "iso8859-2"),
@@ -151,8 +162,12 @@ def test_whoever_can_tell_them_apart_chooses_among_encodings(tmp_path):
     path.write_bytes(f"{'vingt mots ' * 20}et \xbd tasse de thé\n".encode("latin-1"))
     remedy = encoding_remedy(path)
     ways = re.findall(r"([\w-]+), \D*'([^']*)': iconv -f (\S+) -t utf-8 < \S+ > NEW", remedy)
-    assert [name for name, _, _ in ways] == [flag for _, _, flag in ways] == ["CP1252", "ISO-8859-15"]
-    assert "et ½ tasse" in ways[0][1] and "et œ tasse" in ways[1][1], "the samples show where they differ"
+    assert (
+        [name for name, _, _ in ways] == [flag for _, _, flag in ways] == ["CP1252", "ISO-8859-15"]
+    )
+    assert "et ½ tasse" in ways[0][1] and "et œ tasse" in ways[1][1], (
+        "the samples show where they differ"
+    )
 
 
 def test_nuls_are_taken_out_of_a_packed_file(tmp_path):
@@ -188,7 +203,13 @@ def test_lines_of_another_encoding_among_good_ones_are_not_for_iconv(tmp_path):
 
 def test_bad_lines_can_be_marked_instead(tmp_path):
     (tmp_path / "x").write_bytes(b"fine\nna\xefve\nc\0d\n" + b"x" * 10_000_000 + b"\nlast\r\n")
-    expected = ["fine", BAD + "not UTF-8", BAD + "NUL byte", BAD + "line of a million bytes", "last"]
+    expected = [
+        "fine",
+        BAD + "not UTF-8",
+        BAD + "NUL byte",
+        BAD + "line of a million bytes",
+        "last",
+    ]
     assert list(read_lines(tmp_path / "x", mark_bad=True)) == expected
 
 
@@ -213,7 +234,9 @@ def test_what_is_not_parallel(write, source, target, words):
 # --- a stage over pairs of lines ----------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("bad", [b"x" * 1_000_001, b"a\0b", b"na\xefve"], ids=["long", "NUL", "Latin-1"])
+@pytest.mark.parametrize(
+    "bad", [b"x" * 1_000_001, b"a\0b", b"na\xefve"], ids=["long", "NUL", "Latin-1"]
+)
 def test_training_lines_that_are_too_many_are_named(run, bad):
     with pytest.raises(UserError, match=r"of 5 pairs.* line 4: "):
         run(b"gut\n" * 3 + bad + b"\ngut\n", "gut\n" * 5)
@@ -262,7 +285,9 @@ def test_a_side_without_text_is_named(write, tmp_path):
 def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, word):
     def made(target, steps=((), ()), own=True):
         treatment = TREATMENT._replace(steps=steps)
-        split = Split(name, [write("a\nb\nc\n", target, name)], treatment, None, name == "train", own)
+        split = Split(
+            name, [write("a\nb\nc\n", target, name)], treatment, None, name == "train", own
+        )
         write_splits([split], ("en", "de"), tmp_path / "out", 1)
         return (tmp_path / "out" / f"{name}.de").read_text()
 
@@ -271,7 +296,8 @@ def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, w
         made(text)
     remedy = str(refusal.value).partition("such as ")[2].split(",")[0]
     assert made(text.replace(word, remedy)) == text.replace(word, remedy)
-    assert word not in made(text, steps=((), (("tokenize", {"lang": "de"}),))).split()  # the other remedy
+    # The other remedy
+    assert word not in made(text, steps=((), (("tokenize", {"lang": "de"}),))).split()
     assert made(f"x\ny{word} z\nx\n") == f"x\ny{word} z\nx\n"  # in a longer word
     assert made(text, own=False) == text
 
@@ -283,7 +309,9 @@ def test_a_split_of_a_language_model_without_text_is_named(tmp_path, toy_gpt2, k
     texts = {split: [Piece(path)] for split, path in files.items()}
     files["train"].write_text(GOOD)
     files["valid"].write_text(text)
-    pieces.learn(GOOD.splitlines(), files["train"], 24, tmp_path / pieces.MODEL, **pieces.LANGUAGE_MODEL)
+    pieces.learn(
+        GOOD.splitlines(), files["train"], 24, tmp_path / pieces.MODEL, **pieces.LANGUAGE_MODEL
+    )
 
     def write():
         if kind == "lines":
@@ -314,7 +342,10 @@ def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
 
 
 def test_dos_files_with_a_mark_at_the_beginning_and_empty_lines_of_a_test(run):
-    assert run("\ufeffone\r\ntwo\r\n", "\ufeffeins\r\nzwei")[1] == [["one", "two"], ["eins", "zwei"]]
+    assert run("\ufeffone\r\ntwo\r\n", "\ufeffeins\r\nzwei")[1] == [
+        ["one", "two"],
+        ["eins", "zwei"],
+    ]
     assert run("a\n\n", "\nb\n", "test", Treatment())[1] == [["a", ""], ["", "b"]]
 
 
@@ -339,7 +370,9 @@ def test_blanks_stay_as_moses_prints_them(run, tmp_path):
     ((segmented, _),) = preprocess_pairs([(sides[0][0], "x")], chain)
     assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ") and "  " not in segmented
     # fairseq parts tokens at all white space, BPE at blanks only
-    assert preprocess_pairs([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [("10 000 km x", "a  b ")]
+    assert preprocess_pairs([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [
+        ("10 000 km x", "a  b ")
+    ]
 
 
 def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
@@ -371,7 +404,9 @@ def texts(write, made):
 def test_the_same_codes_and_subwords_as_subword_nmt(texts, tmp_path, made):
     learn_codes(texts, 50, tmp_path / "codes")
     expected = io.StringIO()
-    learn_bpe([line for path in texts for line in path.read_text("utf-8").split("\n")], expected, 50)
+    learn_bpe(
+        [line for path in texts for line in path.read_text("utf-8").split("\n")], expected, 50
+    )
     assert (tmp_path / "codes").read_text("utf-8") == expected.getvalue()
     theirs = BPE(io.StringIO(expected.getvalue()))
     ours = load_codes(str(tmp_path / "codes"))
@@ -447,7 +482,20 @@ def test_words_are_parted_by_what_unicode_calls_white_space():
 @pytest.mark.parametrize("rules", [Cleaning(1, 80, 9), Cleaning(1, 250, 1.5), Cleaning(3, 12, 1.2)])
 def test_equals_perl(tmp_path, rules):
     generator = random.Random(5)
-    pieces = ["a", "ß", "|", " ", " ", " ", "\u00a0", "\u2003", "\x85", "\t", "x" * 1001, "long words"]
+    pieces = [
+        "a",
+        "ß",
+        "|",
+        " ",
+        " ",
+        " ",
+        "\u00a0",
+        "\u2003",
+        "\x85",
+        "\t",
+        "x" * 1001,
+        "long words",
+    ]
     pairs = [
         ["".join(generator.choices(pieces, k=generator.randint(0, 30))) for _ in range(2)]
         for _ in range(2000)
@@ -459,5 +507,7 @@ def test_equals_perl(tmp_path, rules):
     line = ["perl", script, "-ratio", rules.ratio, "c", "a", "b", "out", rules.min, rules.max]
     subprocess.run([*map(str, line)], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
     sides = [(tmp_path / f"out.{lang}").read_bytes().decode().split("\n")[:-1] for lang in "ab"]
-    ours = [result for result in (clean(*pair, rules) for pair in pairs) if not isinstance(result, str)]
+    ours = [
+        result for result in (clean(*pair, rules) for pair in pairs) if not isinstance(result, str)
+    ]
     assert ours == list(zip(*sides)) and 0 < len(ours) < len(pairs)

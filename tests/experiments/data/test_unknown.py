@@ -23,7 +23,9 @@ def own(tmp_path, made):
         folder = tmp_path / "own"
         folder.mkdir(exist_ok=True)
         for split in ("train", "valid", "test"):
-            (folder / f"{split}.txt").write_text(made.text([*made.sentences(40, "en"), *lines]), "utf-8")
+            (folder / f"{split}.txt").write_text(
+                made.text([*made.sentences(40, "en"), *lines]), "utf-8"
+            )
         return folder
 
     return write
@@ -75,7 +77,9 @@ def test_parts_teach_what_the_whole_line_does(tmp_path, made):
     pieces.learn(lines, "text", 90, tmp_path / "lines", **settings)
     pieces.learn([" ".join(lines)], "text", 90, tmp_path / "one", **settings)
     both = [pieces.processor(str(tmp_path / name)) for name in ("lines", "one")]
-    assert [both[0].id_to_piece(n) for n in range(90)] == [both[1].id_to_piece(n) for n in range(90)]
+    assert [both[0].id_to_piece(n) for n in range(90)] == [
+        both[1].id_to_piece(n) for n in range(90)
+    ]
 
 
 def test_white_space_that_only_fairseq_knows_parts_words(prepare, own):
@@ -92,7 +96,11 @@ def test_too_much_unknown_is_an_error_whose_remedies_help(own, tmp_path, capsys)
     line = ["prepare", "text_sp", str(tmp_path / "out"), "--from", str(folder), "--workers", "1"]
     assert main([*line, "--bpe", "100", "--character-coverage", "0.98"]) == 2
     error = capsys.readouterr().err
-    assert "--allow-unknown" in error and "text/train" in error and not (tmp_path / "out/binarised").exists()
+    assert (
+        "--allow-unknown" in error
+        and "text/train" in error
+        and not (tmp_path / "out/binarised").exists()
+    )
     assert main([*line, "--bpe", "100", "--character-coverage", "0.98", "--allow-unknown"]) == 0
     assert "<unk>" in capsys.readouterr().out
     assert main([*line, "--bpe", "120", "--character-coverage", "1"]) == 0
@@ -122,7 +130,9 @@ def test_which_shares_are_warned_of(tmp_path, said, unknown, learnt, allowed, wa
     assert sum("<unk> of the symbols" in line for line in said) == 1
 
 
-@pytest.mark.parametrize("name", ["wikitext103_word", "wikitext103_gpt2bpe", "enwik8", "iwslt14_de_en"])
+@pytest.mark.parametrize(
+    "name", ["wikitext103_word", "wikitext103_gpt2bpe", "enwik8", "iwslt14_de_en"]
+)
 def test_every_kind_of_data_counts_its_symbols(prepare, miniature, name):
     prepared, root = prepare(name, miniature(name))
     folder = prepared.folder if name.endswith("gpt2bpe") else root
@@ -131,8 +141,12 @@ def test_every_kind_of_data_counts_its_symbols(prepare, miniature, name):
         assert found["symbols"] > 0 and found["share"] == found["unknown"] / found["symbols"], split
     if name == "iwslt14_de_en":
         lines = (root / "bpe" / "train.de").read_text("utf-8").splitlines()
-        assert manifest["symbols"]["train.de"]["symbols"] == sum(len(line.split()) for line in lines)
-        assert manifest["symbols"]["train.de"]["longest"] == max(len(line.split()) for line in lines)
+        assert manifest["symbols"]["train.de"]["symbols"] == sum(
+            len(line.split()) for line in lines
+        )
+        assert manifest["symbols"]["train.de"]["longest"] == max(
+            len(line.split()) for line in lines
+        )
     if name == "wikitext103_word":
         words = (root / "text" / "train").read_text("utf-8").split()
         assert manifest["symbols"]["train"]["unknown"] == words.count("<unk>")

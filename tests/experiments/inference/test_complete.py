@@ -13,7 +13,9 @@ class Loading(Exception):
     """The model would be loaded now."""
 
 
-@pytest.mark.parametrize("flags, seed", [((), 1), (("--seed", "0"), 0), (("--seed", "3"), 3)], ids=str)
+@pytest.mark.parametrize(
+    "flags, seed", [((), 1), (("--seed", "0"), 0), (("--seed", "3"), 3)], ids=str
+)
 def test_draws_begin_from_the_seed_zero_too(monkeypatch, flags, seed):
     def load(*_):
         raise Loading

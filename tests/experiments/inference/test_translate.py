@@ -31,14 +31,26 @@ from moa_fairseq.text.steps import detokenize
 pytestmark = pytest.mark.usefixtures("forked_commands")
 
 WORDS = ["Dog", "cat's", "grass", "runs", "schläft", "three", "on", "(soft)", "“green”"]
-TINY = {f"{side}-{what}": 16 for side in ("encoder", "decoder") for what in ("embed-dim", "ffn-embed-dim")}
+TINY = {
+    f"{side}-{what}": 16
+    for side in ("encoder", "decoder")
+    for what in ("embed-dim", "ffn-embed-dim")
+}
 RECIPE = {
     "experiment": "raw",
     "summary": "raw text of another pair of languages",
     "data": {"recipe": "embedded", "source": "en", "target": "fr", "bpe": 40, "lowercase": True},
     "model": {
-        **{"arch": "moa_transformer_tiny", "num_experts": 4, "experts_per_token": 2, "expert_dim": 8},
-        **{"share_all_embeddings": True, "flags": {**TINY, "encoder-layers": 2, "decoder-layers": 2}},
+        **{
+            "arch": "moa_transformer_tiny",
+            "num_experts": 4,
+            "experts_per_token": 2,
+            "expert_dim": 8,
+        },
+        **{
+            "share_all_embeddings": True,
+            "flags": {**TINY, "encoder-layers": 2, "decoder-layers": 2},
+        },
     },
     "train": {
         **{"effective_batch_tokens": 300, "max_tokens": 300, "max_epoch": 2, "keep_last_epochs": 1},
@@ -58,7 +70,9 @@ def run(tmp_path_factory):
     root = tmp_path_factory.mktemp("raw")
     generator = random.Random(3)
     for split, size in (("train", 60), ("valid", 8), ("test", 8)):
-        lines = [" ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "." for _ in range(size)]
+        lines = [
+            " ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "." for _ in range(size)
+        ]
         for language in ("en", "fr"):
             (root / f"{split}.{language}").write_text(
                 "".join(f"{line}\n" for line in lines), encoding="utf-8"
@@ -104,18 +118,26 @@ def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
     assert state["last_optimizer_state"] is None
     assert state["model"].keys() == of_run.keys()
     for name, tensor in state["model"].items():
-        assert tensor.dtype == (torch.float16 if of_run[name].is_floating_point() else of_run[name].dtype)
+        assert tensor.dtype == (
+            torch.float16 if of_run[name].is_floating_point() else of_run[name].dtype
+        )
         assert torch.equal(tensor, of_run[name].to(tensor.dtype))
-    tied = [state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")]
+    tied = [
+        state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")
+    ]
     assert tied[0] == tied[1]
     card = (exported / "README.md").read_text(encoding="utf-8")
-    parameters = sum(tensor.numel() for tensor in {t.data_ptr(): t for t in of_run.values()}.values())
+    parameters = sum(
+        tensor.numel() for tensor in {t.data_ptr(): t for t in of_run.values()}.values()
+    )
     assert f"| Parameters | {parameters:,} |" in card
     assert "not scored" in card
     scored = tmp_path / "scored"
     shutil.copytree(run, scored)
     metrics = {"multi_bleu": 12.345678, "sacrebleu_signature": "nrefs:1|case:mixed"}
-    (scored / "result.json").write_text(json.dumps({"metrics": metrics, "subset": "test", "seed": 0}))
+    (scored / "result.json").write_text(
+        json.dumps({"metrics": metrics, "subset": "test", "seed": 0})
+    )
     trained = torch.load(scored / "checkpoints" / "checkpoint_best.pt", weights_only=False)
     trained["extra_state"]["carried_context"] = {"inputs": [torch.ones(9)]}
     torch.save(trained, scored / "checkpoints" / "checkpoint_best.pt")
@@ -156,7 +178,9 @@ def test_a_folder_for_transformers_has_the_runs_weights(run, capsys, tmp_path):
     assert not (exported / "average.pt").exists()
 
 
-def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(run, capsys, tmp_path, monkeypatch):
+def test_what_cannot_be_exported_or_found_is_said_and_leaves_nothing(
+    run, capsys, tmp_path, monkeypatch
+):
     monkeypatch.setenv("MOA_FAIRSEQ_MODELS", str(tmp_path))
     assert main(["export", str(run), str(run)]) == 2
     assert "exists" in capsys.readouterr().err
@@ -191,14 +215,18 @@ def test_text_is_segmented_as_the_data_was(run):
     (data,) = Path(run.parent / "data").glob("*/binarised")
     codec = codec_of(data, "translation")
     raw = (run.parent / "test.en").read_text(encoding="utf-8").splitlines()
-    assert [codec.encode(line) for line in raw] == (data.parent / "bpe/test.en").read_text().splitlines()
+    assert [codec.encode(line) for line in raw] == (
+        data.parent / "bpe/test.en"
+    ).read_text().splitlines()
 
 
 def test_whatever_divides_words_divides_them_as_in_training(run):
     (data,) = Path(run.parent / "data").glob("*/binarised")
     for codec in (codec_of(data, "translation"), codec_of(data, "translation")._replace(steps=())):
         expected = codec.encode("dog runs on")
-        assert [codec.encode(f"dog{blank}runs\u202fon") for blank in "\t\u00a0\u2028"] == [expected] * 3
+        assert [codec.encode(f"dog{blank}runs\u202fon") for blank in "\t\u00a0\u2028"] == [
+            expected
+        ] * 3
 
 
 def test_a_carriage_return_ends_no_line(run, capsys, tmp_path):
@@ -264,7 +292,12 @@ def test_a_line_that_cannot_be_read_is_named_and_the_rest_translated(run, capsys
     assert main([*words, "--output", str(tmp_path / "out")]) == 1
     assert (tmp_path / "out").read_text().splitlines() == [good[0], "", "", "", good[1]]
     said = capsys.readouterr()
-    assert "line 2 " in said.err and "line 3 " in said.err and "line 4 " not in said.err and not said.out
+    assert (
+        "line 2 " in said.err
+        and "line 3 " in said.err
+        and "line 4 " not in said.err
+        and not said.out
+    )
 
 
 def test_no_word_becomes_a_border_of_the_text(caplog):
@@ -280,13 +313,25 @@ def test_no_word_becomes_a_border_of_the_text(caplog):
     lines = ["dog", "<pad> dog", "dog </s>", "<s>", "<unk> dog", "cat dog"]
     lines += ["dog " * words for words in (8, 9)]  # with their end nine symbols, and ten
     found = [answer for _, answer in hypotheses(model, list(enumerate(lines, 1)), {})]
-    assert [bool(answer) for answer in found] == [True, False, False, False, True, True, True, False]
+    assert [bool(answer) for answer in found] == [
+        True,
+        False,
+        False,
+        False,
+        True,
+        True,
+        True,
+        False,
+    ]
     assert found[4][0]["tokens"].tolist() == found[5][0]["tokens"].tolist()
     assert all(f"line {number} is skipped" in caplog.text for number in (2, 3, 4, 8))
 
 
 def test_a_subword_at_the_end_of_a_sentence_loses_its_mark():
-    assert TranslationCodec(segmentations=(MergeCodec(None),) * 2).decode("ha@@ us@@ tür@@") == "haustür"
+    assert (
+        TranslationCodec(segmentations=(MergeCodec(None),) * 2).decode("ha@@ us@@ tür@@")
+        == "haustür"
+    )
     assert TranslationCodec().decode("a@@ b") == "a@@ b", "words, where there are no merges"
 
 
@@ -315,7 +360,9 @@ def copy(run, tmp_path):
     shutil.copytree(run, tmp_path / "run")
     (data,) = Path(run.parent / "data").glob("*/binarised")
     shutil.copytree(data.parent, tmp_path / "data")
-    return SimpleNamespace(run=tmp_path / "run", data=tmp_path / "data", text=run.parent / "test.en")
+    return SimpleNamespace(
+        run=tmp_path / "run", data=tmp_path / "data", text=run.parent / "test.en"
+    )
 
 
 def test_text_and_names_are_utf8_in_any_locale(run, tmp_path):
@@ -338,7 +385,9 @@ def test_text_and_names_are_utf8_in_any_locale(run, tmp_path):
     words = [data, "--user-dir", USER_DIR, "--path", checkpoint, "--cpu"]
     symbols = (data / "dict.en.txt").read_text(encoding="utf-8").split()
     known = next(symbol for symbol in symbols if "ä" in symbol)
-    assert f"S-0\t{known}\n" in output("fairseq_cli.interactive", *words, input=f"{known}\n".encode())
+    assert f"S-0\t{known}\n" in output(
+        "fairseq_cli.interactive", *words, input=f"{known}\n".encode()
+    )
 
 
 def test_only_what_the_manifest_lists_is_exported(copy, tmp_path, capsys):
@@ -358,15 +407,29 @@ def test_only_what_the_manifest_lists_is_exported(copy, tmp_path, capsys):
     assert "dict.zz.txt" in capsys.readouterr().err and not (tmp_path / "other").exists()
 
 
-LINKS = ("recipe.yaml", "result.json", "text", "text/binarised", "text/manifest.json", "text/bpe/codes")
-LINKS += ("text/binarised/dict.en.txt", "checkpoints", "checkpoints/checkpoint_best.pt", "average.pt")
+LINKS = (
+    "recipe.yaml",
+    "result.json",
+    "text",
+    "text/binarised",
+    "text/manifest.json",
+    "text/bpe/codes",
+)
+LINKS += (
+    "text/binarised/dict.en.txt",
+    "checkpoints",
+    "checkpoints/checkpoint_best.pt",
+    "average.pt",
+)
 
 
 @pytest.mark.parametrize("name", LINKS)
 def test_a_link_that_leads_out_of_a_run_is_not_exported(copy, name, tmp_path, capsys):
     shutil.copytree(copy.run, tmp_path / "private")
     (tmp_path / "private" / "result.json").write_text('{"secret": 1}')
-    shutil.copy(copy.run / "checkpoints" / "checkpoint_best.pt", tmp_path / "private" / "average.pt")
+    shutil.copy(
+        copy.run / "checkpoints" / "checkpoint_best.pt", tmp_path / "private" / "average.pt"
+    )
     place = copy.run / name
     shutil.rmtree(place) if place.is_dir() else place.unlink(missing_ok=True)
     place.symlink_to(tmp_path / "private" / name)
@@ -436,7 +499,14 @@ DAMAGES = [_swap, _exchange, _mark, _cut, lambda folder: (folder / "bpe" / "code
 @pytest.mark.parametrize("damage", DAMAGES)
 def test_no_text_is_read_by_other_dictionaries_or_merges(copy, damage, capsys):
     damage(copy.data)
-    named = ["translate", str(copy.run), str(copy.text), "--data", str(copy.data / "binarised"), "--cpu"]
+    named = [
+        "translate",
+        str(copy.run),
+        str(copy.text),
+        "--data",
+        str(copy.data / "binarised"),
+        "--cpu",
+    ]
     assert main(named) == 2  # others than its own
     shutil.rmtree(copy.run / "text")  # as a run of an older version
     assert main(named) == 2
@@ -457,7 +527,9 @@ def test_a_run_translates_without_its_data(run, copy, capsys):
     state = json.loads((copy.run / "state.json").read_text())
     state["prepare"]["facts"]["folder"] = str(copy.data / "gone")
     (copy.run / "state.json").write_text(json.dumps(state))
-    assert answer(capsys, "translate", copy.run, copy.text) == answer(capsys, "translate", run, copy.text)
+    assert answer(capsys, "translate", copy.run, copy.text) == answer(
+        capsys, "translate", run, copy.text
+    )
 
 
 def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
@@ -465,7 +537,11 @@ def test_an_old_run_refuses_data_that_was_prepared_anew(run, copy, capsys):
     for place, key in ((copy.run, "prepare"), (copy.data, "binarised")):
         state = json.loads((place / "state.json").read_text())
         mark = state[key].get("facts", {}) if key == "prepare" else state[key]
-        mark.update({"fingerprint": "0" * 16} if key == "binarised" else {"folder": f"{copy.data}/binarised"})
+        mark.update(
+            {"fingerprint": "0" * 16}
+            if key == "binarised"
+            else {"folder": f"{copy.data}/binarised"}
+        )
         (place / "state.json").write_text(json.dumps(state))
     words = ["translate", str(copy.run), str(copy.text), "--cpu"]
     assert main(words) == 2
@@ -539,11 +615,15 @@ def test_an_odd_manifest_of_a_run_has_a_remedy(copy, content, capsys):
 @pytest.mark.parametrize("stream", ["stdin", "stdout"])
 def test_a_closed_stream_is_named(run, verb, stream, monkeypatch, capsys):
     model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: 99)], tgt_dict=[])
-    monkeypatch.setattr("moa_fairseq.experiments.inference.text_model.load", lambda args, kind: model)
+    monkeypatch.setattr(
+        "moa_fairseq.experiments.inference.text_model.load", lambda args, kind: model
+    )
     monkeypatch.setattr(sys, "stdin", io.StringIO("dog\n"))
     monkeypatch.setattr(sys, stream, None)
     assert main([verb, str(run)]) == 2
-    assert {"stdin": "Standard input", "stdout": "Standard output"}[stream] in capsys.readouterr().err
+    assert {"stdin": "Standard input", "stdout": "Standard output"}[
+        stream
+    ] in capsys.readouterr().err
 
 
 def test_a_terminal_gets_no_orders_of_foreign_text(capsys):
@@ -583,8 +663,24 @@ def language_model(tmp_path_factory, fairseq):
             "--task",
             "language_modeling",
         ),
-        *("--arch", "moa_lm_tiny", "--decoder-layers", 1, "--decoder-embed-dim", 16, "--num-experts", 4),
-        *("--decoder-ffn-embed-dim", 16, "--criterion", "cross_entropy_with_routing", "--max-update", 20),
+        *(
+            "--arch",
+            "moa_lm_tiny",
+            "--decoder-layers",
+            1,
+            "--decoder-embed-dim",
+            16,
+            "--num-experts",
+            4,
+        ),
+        *(
+            "--decoder-ffn-embed-dim",
+            16,
+            "--criterion",
+            "cross_entropy_with_routing",
+            "--max-update",
+            20,
+        ),
         *("--tokens-per-sample", 16, "--max-tokens", 160, "--optimizer", "adam", "--lr", 0.02),
         *("--save-dir", root / "run", "--num-workers", 0),
     )
@@ -604,7 +700,9 @@ def test_a_language_model_goes_on_greedily(language_model, capsys, monkeypatch):
     model, task = load_trained(checkpoint, data)
     codec = codec_of(data, "language_modeling")
     dictionary = task.source_dictionary
-    tokens = dictionary.encode_line(codec.encode("the cat"), append_eos=False, add_if_not_exist=False).long()
+    tokens = dictionary.encode_line(
+        codec.encode("the cat"), append_eos=False, add_if_not_exist=False
+    ).long()
     tokens = torch.cat([tokens.new_tensor([dictionary.eos()]), tokens])
     prompt = len(tokens)
     for _ in range(5):

@@ -25,11 +25,17 @@ from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.process import Executor
 
-lm_eval = pytest.importorskip("lm_eval", reason="lm_eval is not here: bash scripts/test.sh --zero-shot")
+lm_eval = pytest.importorskip(
+    "lm_eval", reason="lm_eval is not here: bash scripts/test.sh --zero-shot"
+)
 CHUNK = 12
 STOPS = ["a", "e", "o"]
 WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "home", "quickly", "again"]
-TEXTS = ["the cat", "dogs ran home", *(f"{'a mat and ' * 7}{word}" for word in ("dogs", "quickly", "cat"))]
+TEXTS = [
+    "the cat",
+    "dogs ran home",
+    *(f"{'a mat and ' * 7}{word}" for word in ("dogs", "quickly", "cat")),
+]
 TASKS = {
     "pairs": {
         "output_type": "multiple_choice",
@@ -62,7 +68,9 @@ TASKS = {
 
 def sentences(count, seed, longest=9):
     generator = random.Random(seed)
-    return [" ".join(generator.choices(WORDS, k=generator.randint(2, longest))) for _ in range(count)]
+    return [
+        " ".join(generator.choices(WORDS, k=generator.randint(2, longest))) for _ in range(count)
+    ]
 
 
 @pytest.fixture(scope="module")
@@ -111,7 +119,18 @@ def train(fairseq, tmp_path_factory):
         line = (data, "--user-dir", USER_DIR, "--cpu", "--arch", arch, "--decoder-layers", 2)
         line += ("--decoder-embed-dim", 24, "--decoder-input-dim", 24, "--decoder-output-dim", 24)
         line += ("--decoder-ffn-embed-dim", 24, "--tokens-per-sample", CHUNK, "--max-tokens", 240)
-        line += ("--optimizer", "adam", "--lr", 0.03, "--num-workers", 0, "--max-update", 3, "--seed", 7)
+        line += (
+            "--optimizer",
+            "adam",
+            "--lr",
+            0.03,
+            "--num-workers",
+            0,
+            "--max-update",
+            3,
+            "--seed",
+            7,
+        )
         fairseq("train", *line, "--criterion", "cross_entropy", "--save-dir", place, *more)
         return place
 
@@ -127,7 +146,9 @@ ADAPTIVE += ("--ddp-backend", "legacy_ddp")
 def harness_of(run, data, segmented=False):
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
-    args = argparse.Namespace(run_dir=run, data=data, file=None, output=None, segmented=segmented, cpu=True)
+    args = argparse.Namespace(
+        run_dir=run, data=data, file=None, output=None, segmented=segmented, cpu=True
+    )
     return HarnessModel(text_model.load(args, LANGUAGE_MODELING).double(), max_tokens=60)
 
 
@@ -139,7 +160,11 @@ def samples_of(harness, folders, *tasks, of=None):
     asked = {"tasks": [of] if of else list(tasks), "task_manager": manager, "bootstrap_iters": 0}
     found = lm_eval.simple_evaluate(model=harness, **asked)["samples"]
     return {
-        task: [pair for each in found[task] for pair in zip(each["arguments"], (r[0] for r in each["resps"]))]
+        task: [
+            pair
+            for each in found[task]
+            for pair in zip(each["arguments"], (r[0] for r in each["resps"]))
+        ]
         for task in tasks
     }
 
@@ -244,23 +269,36 @@ def test_generation_takes_the_likeliest_symbol_until_a_stop(train, data, folder,
     assert stops
 
 
-def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(train, preprocess, tmp_path, monkeypatch):
+def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(
+    train, preprocess, tmp_path, monkeypatch
+):
     from moa_fairseq.experiments.inference.harness import Read
 
     (tmp_path / "train.txt").write_text("\n".join(sentences(120, 1)) + "\n")
     (tmp_path / "valid.txt").write_text("\n".join(sentences(20, 2)) + "\n")
     texts = {f"{split}pref": str(tmp_path / f"{split}.txt") for split in ("train", "valid")}
     preprocess({"only-source": True, "destdir": str(tmp_path / "bin"), **texts})
-    harness = harness_of(train("moa_lm_tiny", tmp_path / "bin", *CARRIED), tmp_path / "bin", segmented=True)
+    harness = harness_of(
+        train("moa_lm_tiny", tmp_path / "bin", *CARRIED), tmp_path / "bin", segmented=True
+    )
     ids = harness.tok_encode("the zebra sat\n<pad> on")
-    assert [harness.dictionary[each] for each in ids] == ["the", "<unk>", "sat", "</s>", "<unk>", "on"]
+    assert [harness.dictionary[each] for each in ids] == [
+        "the",
+        "<unk>",
+        "sat",
+        "</s>",
+        "<unk>",
+        "on",
+    ]
     assert harness.tok_decode(ids) == "the <unk> sat\n<unk> on"
     monkeypatch.setattr(harness, "_output", lambda x, target: Read(torch.zeros(len(x)), target))
     known, lacking = (SimpleNamespace(args=("the cat", word)) for word in (" sat", " zebra"))
     assert harness.loglikelihood([known, lacking]) == [(0.0, True), (0.0, False)]
     with pytest.raises(UserError, match="target_delimiter"):
         harness.loglikelihood([SimpleNamespace(args=("the ca", "t"))])
-    facts = harness.text_facts([("the cat", " zebra"), ("zebra", " cat"), ("the zebra",), ("the", {})])
+    facts = harness.text_facts(
+        [("the cat", " zebra"), ("zebra", " cat"), ("the zebra",), ("the", {})]
+    )
     assert facts == {"requests": 4, "symbols": 8, "unknown": 3, "unknown_targets": 2, "cut": 0}
     home = Read(torch.zeros(1), torch.tensor([harness.dictionary.index("home")]))
     monkeypatch.setattr(harness, "_read", lambda inputs, targets: [home] * len(inputs))
@@ -268,7 +306,9 @@ def test_a_word_that_the_dictionary_lacks_is_counted_and_not_greedy(train, prepr
     assert harness.generate_until([asked]) == [" h"], "the first of several stops in a word"
 
 
-def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_path, monkeypatch, capsys):
+def test_the_command_writes_scores_where_compare_reads_them(
+    train, data, tmp_path, monkeypatch, capsys
+):
     run = tmp_path / "run"
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     shutil.copytree(train("switchhead_lm_tiny", data, *CARRIED), run)
@@ -279,7 +319,10 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     command = ["zero-shot", str(run), "--data", str(data), "--include-path", str(tmp_path), "--cpu"]
     command += ["--tasks", "lambada_openai"]
     assert main([*command, "--limit", "2"]) == 0
-    assert json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]["documents"] == 2
+    assert (
+        json.loads((run / "zero_shot.json").read_text())["tasks"]["lambada_openai"]["documents"]
+        == 2
+    )
     assert json.loads((run / "result.json").read_text())["metrics"] == before
     answered = []
 
@@ -312,7 +355,11 @@ def test_the_command_writes_scores_where_compare_reads_them(train, data, tmp_pat
     assert main([command[0], str(other), *command[2:], "--max-tokens", "12"]) == 0
     assert len(again) == 5, "another checkpoint answers anew"
     record = json.loads((run / "zero_shot.json").read_text())
-    assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (lm_eval.__version__, None, 1)
+    assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (
+        lm_eval.__version__,
+        None,
+        1,
+    )
     task = record["tasks"]["lambada_openai"]
     assert (task["version"], task["documents"], task["shots"]) == (3.0, 5, 0)
     result = json.loads((run / "result.json").read_text())
@@ -388,7 +435,9 @@ def test_what_cannot_be_asked_is_named(words, message, capsys):
     assert message in capsys.readouterr().err
 
 
-def test_the_childrens_book_test_asks_for_the_word_and_the_rest_of_its_sentence(train, data, tmp_path):
+def test_the_childrens_book_test_asks_for_the_word_and_the_rest_of_its_sentence(
+    train, data, tmp_path
+):
     document = {
         "sentences": ["`` The cat sat , '' said the dogs .", "He did n't run !"] * 10,
         "question": "`` A XXXXX 's mat , '' said he .",

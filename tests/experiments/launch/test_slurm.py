@@ -75,7 +75,11 @@ def job(toy_data, tmp_path):
         path.write_text(text)
         path.chmod(0o755)
     (tmp_path / "small.yaml").write_text(RECIPE, encoding="utf-8")
-    environment = {**os.environ, "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
+    environment = {
+        **os.environ,
+        "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
+        "OMP_NUM_THREADS": "1",
+    }
     environment.update(SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="two")
     environment.update(MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore")
     options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
@@ -104,7 +108,9 @@ def training_of_machine(number, folder):
         except OSError:
             continue
         wanted = ("fairseq_cli.train\0", f"--distributed-rank\0{number}\0")
-        if all(words in command for words in wanted) and os.readlink(entry.parent / "cwd") == str(folder):
+        if all(words in command for words in wanted) and os.readlink(entry.parent / "cwd") == str(
+            folder
+        ):
             return int(entry.parent.name)
     return None
 
@@ -118,8 +124,13 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     os.kill(training_of_machine(1, tmp_path), signal.SIGKILL)
     output = first.communicate(timeout=60)[0]
     assert first.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
-    logs = [(tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log").read_text() for number in (0, 1)]
-    assert "Another process of this training stopped" in logs[0] and "was killed by signal 9" in logs[1]
+    logs = [
+        (tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log").read_text() for number in (0, 1)
+    ]
+    assert (
+        "Another process of this training stopped" in logs[0]
+        and "was killed by signal 9" in logs[1]
+    )
     reached = max(record["epoch"] for record in read_records(tmp_path / "run" / "train.jsonl"))
     assert reached < EPOCHS
 
@@ -203,11 +214,21 @@ def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp
     def run(*words):
         command = ["bash", str(path), *words]
         return subprocess.run(
-            command, cwd=tmp_path, env=environment, capture_output=True, text=True, check=False, timeout=60
+            command,
+            cwd=tmp_path,
+            env=environment,
+            capture_output=True,
+            text=True,
+            check=False,
+            timeout=60,
         )
 
     told = run("--help")
-    assert told.returncode == 0 and f"scripts/launch/{script}" in told.stdout and "#" not in told.stdout
+    assert (
+        told.returncode == 0
+        and f"scripts/launch/{script}" in told.stdout
+        and "#" not in told.stdout
+    )
     assert run().returncode == 2
     assert "there is no recipe no_such" in run("no_such").stderr
     assert "leave --stage out" in run("quickstart_moa", "--stage", "train").stderr

@@ -11,7 +11,9 @@ from moa_fairseq.cli import main
 def contents(path):
     """What a page shows, as its program reads it."""
     text = path.read_text(encoding="utf-8")
-    return json.loads(re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1])
+    return json.loads(
+        re.search(r'<script id="data" type="application/json">(.*?)</script>', text, re.S)[1]
+    )
 
 
 @pytest.fixture

@@ -7,7 +7,9 @@ import pytest
 from moa_fairseq.cli import main
 
 sync_api = pytest.importorskip("playwright.sync_api", reason="Playwright is not installed")
-CHROMIUM = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+CHROMIUM = next(
+    filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None
+)
 pytestmark = [
     pytest.mark.skipif(CHROMIUM is None, reason="there is no chromium"),
     pytest.mark.slow,
@@ -77,7 +79,9 @@ def test_a_token_shows_its_experts_and_their_keys(opened):
     token.hover()
     panel = page.locator("#panel")
     assert panel.locator(".swatch").all_inner_texts() == [str(expert) for expert in experts]
-    assert panel.locator(".meter > span").all_inner_texts() == [f"{gate / 1000:.3f}" for gate in gates]
+    assert panel.locator(".meter > span").all_inner_texts() == [
+        f"{gate / 1000:.3f}" for gate in gates
+    ]
     first = route["k"][width * 6 : width * 6 + 2]
     strongest = panel.locator(".chips").first.locator("li").first
     assert strongest.locator("small").inner_text() == f"{first[1] / 1000:.3f}"
@@ -86,7 +90,10 @@ def test_a_token_shows_its_experts_and_their_keys(opened):
     token.click()
     page.mouse.move(1, 1)
     assert panel.locator(".swatch").count() == width
-    assert page.locator(".token[aria-pressed=true]").count() == 1 and page.locator(".token.key").count()
+    assert (
+        page.locator(".token[aria-pressed=true]").count() == 1
+        and page.locator(".token.key").count()
+    )
     page.keyboard.press("Escape")
     assert page.locator(".token[aria-pressed=true]").count() == 0
 
@@ -227,6 +234,8 @@ def test_hostile_text_is_shown_as_it_is(opened):
     ]
     assert "</script><b>w2 &amp; w3" in shown[0] or "<unk>" in shown[0]
     assert page.locator("#list b b, #list script").count() == 0
-    assert page.evaluate("getComputedStyle(document.querySelector('.token')).unicodeBidi") == "isolate"
+    assert (
+        page.evaluate("getComputedStyle(document.querySelector('.token')).unicodeBidi") == "isolate"
+    )
     page.emulate_media(media="print")
     assert not page.locator("#controls").is_visible() and rows.first.is_visible()

@@ -18,7 +18,9 @@ from moa_fairseq.plugin.forward_context import collect_routings
 
 def router_of(page, name, run=0):
     """(its place, the router)."""
-    return next((at, each) for at, each in enumerate(page["runs"][run]["routers"]) if each["name"] == name)
+    return next(
+        (at, each) for at, each in enumerate(page["runs"][run]["routers"]) if each["name"] == name
+    )
 
 
 def rows(numbers, width):
@@ -49,18 +51,24 @@ def test_experts_weights_and_surprise_are_the_layers_own(look, moa_run, toy_data
         "decoder.layers.0.encoder_attn",
     ]
     for (sentence,) in page["sentences"]:
-        _, _, previous, routings, log_probs = forced(moa_run / "checkpoint_best.pt", toy_data, sentence)
+        _, _, previous, routings, log_probs = forced(
+            moa_run / "checkpoint_best.pt", toy_data, sentence
+        )
         for at, name in enumerate(names):
             _, router = router_of(page, name)
             gates, order = routings[name].gates.sort(dim=1, descending=True, stable=True)
             route = sentence["routes"][at]
-            assert rows(route["e"], router["per_token"]).equal(routings[name].expert_ids.gather(1, order))
+            assert rows(route["e"], router["per_token"]).equal(
+                routings[name].expert_ids.gather(1, order)
+            )
             torch.testing.assert_close(
                 rows(route["g"], router["per_token"]) / 1000, gates.detach(), atol=6e-4, rtol=0
             )
         surprise = -log_probs[:-1].gather(1, previous[0, 1:, None])[:, 0]
         assert sentence["bits"][0] is None
-        torch.testing.assert_close(torch.tensor(sentence["bits"][1:]), surprise, atol=6e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(sentence["bits"][1:]), surprise, atol=6e-3, rtol=1e-4
+        )
         assert 0 <= sentence["score"] <= 100 and sentence["reference"].split()[0].startswith("w")
 
 
@@ -73,7 +81,9 @@ def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data)
         found = measure_attention(model, task, "test", number, torch.device("cpu"))[0]
         assert found.queries == sentence["source"]
         experts = rows(sentence["routes"][at]["e"], router["per_token"])
-        keys = torch.tensor(sentence["routes"][at]["k"]).view(len(found.queries), router["per_token"], 3, 2)
+        keys = torch.tensor(sentence["routes"][at]["k"]).view(
+            len(found.queries), router["per_token"], 3, 2
+        )
         slots = {}  # of each token: expert → slot
         with torch.no_grad(), collect_routings() as routings:
             model(**task.dataset("test").collater([task.dataset("test")[number]])["net_input"])
@@ -81,15 +91,26 @@ def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data)
             slots[token] = {expert: slot for slot, expert in enumerate(chosen)}
         for token in range(len(found.queries)):
             for place, expert in enumerate(experts[token].tolist()):
-                weights, places = found.weights[slots[token][expert], token].topk(min(3, len(found.queries)))
+                weights, places = found.weights[slots[token][expert], token].topk(
+                    min(3, len(found.queries))
+                )
                 shown = keys[token, place][: len(places)]
                 assert (shown[:, 1] - 1000 * weights).abs().max() <= 0.51
                 assert shown[:, 0].tolist() == places.tolist() or len(set(shown[:, 1].tolist())) < 3
 
 
-def test_loads_and_typical_tokens_are_those_of_analyze(look, moa_run, toy_data, tmp_path, monkeypatch):
+def test_loads_and_typical_tokens_are_those_of_analyze(
+    look, moa_run, toy_data, tmp_path, monkeypatch
+):
     page = look(moa_run, "--data", toy_data)
-    common = [moa_run / "checkpoint_best.pt", "--data", toy_data, "--cpu", "--json", tmp_path / "found.json"]
+    common = [
+        moa_run / "checkpoint_best.pt",
+        "--data",
+        toy_data,
+        "--cpu",
+        "--json",
+        tmp_path / "found.json",
+    ]
 
     def analyze(kind, *words):
         assert main([*map(str, ("analyze", kind, *common, *words))]) == 0
@@ -134,7 +155,9 @@ def test_every_family_has_a_page(look, save_model, toy_data, tmp_path, family):
         if router["experts"]:
             routing = routings[router["name"]]
             expected = routing.gates.sort(dim=1, descending=True, stable=True)
-            assert rows(route["e"], router["per_token"]).equal(routing.expert_ids.gather(1, expected.indices))
+            assert rows(route["e"], router["per_token"]).equal(
+                routing.expert_ids.gather(1, expected.indices)
+            )
             assert sum(router["load"]["load"]) == pytest.approx(1)
         if router["to"]:
             keys = torch.tensor(route["k"]).view(tokens, -1, 3, 2)
@@ -148,12 +171,18 @@ def test_every_family_has_a_page(look, save_model, toy_data, tmp_path, family):
 
 
 def test_text_of_others_stays_text(look, moa_run, toy_data, tmp_path):
-    hostile = ["</script><script>alert(1)</script>", "w1 \u202eevil\u202c &lt;b&gt; w2", "w3 \u2028<!-- w4"]
+    hostile = [
+        "</script><script>alert(1)</script>",
+        "w1 \u202eevil\u202c &lt;b&gt; w2",
+        "w3 \u2028<!-- w4",
+    ]
     (tmp_path / "lines").write_text("\n".join(hostile) + "\n\n", encoding="utf-8")
     run = tmp_path / "run<img src=x>"
     shutil.copytree(moa_run, run)
     (run / "recipe.yaml").write_text(
-        yaml.safe_dump({"experiment": "x", "summary": "</style>\u202e", "model": {"arch": "</script>"}})
+        yaml.safe_dump(
+            {"experiment": "x", "summary": "</style>\u202e", "model": {"arch": "</script>"}}
+        )
     )
     (tmp_path / "lines.de").write_text("")
     page = look(run, "--data", toy_data, "--input", tmp_path / "lines")
@@ -220,7 +249,9 @@ def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path, capsys)
     assert page["runs"][0]["curves"]["ppl"]["train"] == [[1, 9.0], [2, None]]
     shutil.copy(moa_run / "checkpoint_last.pt", run / "checkpoints")
     page = look(run, "--data", toy_data, "--sentences", 1)
-    assert len(page["sentences"]) == 1 and "checkpoint_last.pt" in " ".join(page["runs"][0]["notes"])
+    assert len(page["sentences"]) == 1 and "checkpoint_last.pt" in " ".join(
+        page["runs"][0]["notes"]
+    )
     with open(run / "train.jsonl", "a") as log_file:
         log_file.write('{"epoch": "first", "loss": "3"}\n')
     assert main(["look", str(run), "--output", str(tmp_path / "damaged.html")]) == 2
@@ -243,7 +274,9 @@ def test_language_models_show_their_surprise(look, save_model, text_data, tmp_pa
         with torch.no_grad():
             log_probs = model.get_normalized_probs(model(tokens), log_probs=True)[0] / math.log(2)
         expected = -log_probs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
-        torch.testing.assert_close(torch.tensor(sentence["bits"][1:]), expected, atol=6e-3, rtol=1e-4)
+        torch.testing.assert_close(
+            torch.tensor(sentence["bits"][1:]), expected, atol=6e-3, rtol=1e-4
+        )
 
 
 def test_a_masked_language_model_guesses_every_seventh_token(look, toy_masked_lm, toy_wiki_data):
@@ -255,7 +288,9 @@ def test_a_masked_language_model_guesses_every_seventh_token(look, toy_masked_lm
     (sentence,) = page["sentences"][0]
     spelled = {text: index for index, text in enumerate(dictionary.symbols)}
     assert sentence["target"][0] == "<s>" and None not in sentence["bits"]
-    assert sentence["mean_bits"] == pytest.approx(sum(sentence["bits"]) / len(sentence["bits"]), abs=0.01)
+    assert sentence["mean_bits"] == pytest.approx(
+        sum(sentence["bits"]) / len(sentence["bits"]), abs=0.01
+    )
     assert spelled["<mask>"] == task.mask_idx
 
 

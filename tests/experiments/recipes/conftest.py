@@ -117,7 +117,11 @@ def make_lines():
             for split, count in lines.items():
                 stem = folder / f"{split}.{pair}.{language}"
                 stem.with_name(stem.name + ".bin").write_bytes(struct.pack("<HH", 4, 2) * count)
-                index = b"MMIDIDX\x00\x00" + struct.pack("<QBQ", 1, 8, count) + struct.pack("<i", 2) * count
+                index = (
+                    b"MMIDIDX\x00\x00"
+                    + struct.pack("<QBQ", 1, 8, count)
+                    + struct.pack("<i", 2) * count
+                )
                 offsets = b"".join(struct.pack("<q", 4 * number) for number in range(count))
                 stem.with_name(stem.name + ".idx").write_bytes(index + offsets)
         return folder

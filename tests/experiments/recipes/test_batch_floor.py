@@ -28,7 +28,9 @@ def quick(small, write_config, tmp_path, preprocess):
     values = {"source-lang": "en", "target-lang": "de", "joined-dictionary": True}
     for split, longest in (("train", 90), ("valid", 140), ("test", 90)):
         for language in ("en", "de"):
-            (tmp_path / f"{split}.{language}").write_text("".join("w " * n + "\n" for n in (longest, 7, 20)))
+            (tmp_path / f"{split}.{language}").write_text(
+                "".join("w " * n + "\n" for n in (longest, 7, 20))
+            )
         values[f"{split}pref"] = str(tmp_path / split)
     preprocess({**values, "destdir": str(data)})
     small["data"]["recipe"] = "binarised"
@@ -37,7 +39,8 @@ def quick(small, write_config, tmp_path, preprocess):
 
 
 @pytest.mark.parametrize(
-    ("devices", "used", "share"), [(1, 1, 1024), (4, 4, 256), (7, 7, 146), (8, 7, 146), (16, 7, 146)]
+    ("devices", "used", "share"),
+    [(1, 1, 1024), (4, 4, 256), (7, 7, 146), (8, 7, 146), (16, 7, 146)],
 )
 def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
     recipe, hardware, warning = fit(quick[0], gpus(devices), quick[1])
@@ -52,7 +55,9 @@ def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devic
 
 
 @pytest.mark.parametrize("devices", [8, 16])
-def test_the_commands_and_the_run_use_fewer_devices(quick, devices, tmp_path, capsys, write_config, said):
+def test_the_commands_and_the_run_use_fewer_devices(
+    quick, devices, tmp_path, capsys, write_config, said
+):
     recipe, data = quick
     path = tmp_path / "configs" / "small.yaml"
     line = ["recipe", str(path), "--data", str(data), "--dry-run", "--device-name", "A100"]
@@ -93,12 +98,20 @@ def test_iwslt_on_32_devices_without_data_goes_by_the_known_size(capsys, tmp_pat
     assert "16 of 32 devices" in out and "--max-tokens 256 " in out
     assert main([*line, "--plan", "--json"]) == 0
     (entry,) = json.loads(capsys.readouterr().out)["hardware"]
-    assert (entry["count"], entry["batch"]["devices"], entry["batch"]["max_tokens"]) == (32, 16, 256)
+    assert (entry["count"], entry["batch"]["devices"], entry["batch"]["max_tokens"]) == (
+        32,
+        16,
+        256,
+    )
 
 
 @pytest.mark.parametrize(
     ("name", "devices", "used", "share"),
-    [("quickstart_mlm", 32, 16, 32), ("wikitext103_lm_base", 32, 32, 2304), ("quickstart_mlm", 8, 8, 64)],
+    [
+        ("quickstart_mlm", 32, 16, 32),
+        ("wikitext103_lm_base", 32, 32, 2304),
+        ("quickstart_mlm", 8, 8, 64),
+    ],
 )
 def test_no_sample_of_a_language_model_is_cut(shipped, name, devices, used, share):
     recipe, hardware, _ = fit(shipped(name), gpus(devices), None)
@@ -117,7 +130,9 @@ def test_a_class_token_stands_before_the_longest_sentence(shipped, tmp_path, mon
 
 
 def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
-    train = Train(criterion="c", max_epoch=1, max_tokens=4000, effective_batch_tokens=4096, min_tokens=3000)
+    train = Train(
+        criterion="c", max_epoch=1, max_tokens=4000, effective_batch_tokens=4096, min_tokens=3000
+    )
     batch = plan_batch(train, 1)
     assert (batch.update_freq, batch.max_tokens) == (1, 4000)
 
@@ -130,5 +145,6 @@ def test_what_the_recipe_says_counts_and_what_no_device_could_take_does_not(quic
     )
     fitted, hardware, _ = fit(said, gpus(16), data)
     assert fitted.train.min_tokens == 64 and hardware.gpus == 16
-    assert fit(short, Hardware(), data)[0].train.min_tokens == 91  # those of 141 are skipped anywhere
+    # Those of 141 are skipped anywhere
+    assert fit(short, Hardware(), data)[0].train.min_tokens == 91
     assert fit(recipe, Hardware(), data)[1:] == (Hardware(), "")  # a CPU stays one device

@@ -90,7 +90,8 @@ def test_data_that_differs_is_named(tmp_path, changed, lines, key, shipped):
 
 @pytest.mark.parametrize("name", ["wmt14_ende_moa_base", "wmt14_ende_mae7", "iwslt14_deen_mae7"])
 @pytest.mark.parametrize(
-    "text", [None, "{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": [], "steps": 3}']
+    "text",
+    [None, "{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": [], "steps": 3}'],
 )
 def test_what_cannot_be_told_stands_for_no_row(tmp_path, name, text, shipped):
     """A folder of fairseq-preprocess alone, or with a manifest that proves nothing."""
@@ -113,7 +114,9 @@ def test_an_older_manifest_does_not_tell_the_tokenisation(tmp_path, shipped):
     whole["steps"]["test"] = "straight_apostrophe, tokenize"  # without -a
     manifest(tmp_path, **whole)
     assert "data.steps of test" in data_differences(recipe, tmp_path, lines, claim=True)
-    assert "data.steps of test" in data_differences(recipe, tmp_path, {}), "a contradiction for everybody"
+    assert "data.steps of test" in data_differences(recipe, tmp_path, {}), (
+        "a contradiction for everybody"
+    )
 
 
 def test_a_row_of_text_of_ones_own_cannot_be_told(tmp_path, shipped):
@@ -147,9 +150,15 @@ def test_text_that_is_not_the_published_one_is_named(tmp_path, shipped):
 def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
     recipe = shipped("wikitext103_mlm_transformer")
     lines = datasets()["wikitext103_gpt2bpe"].expected
-    for words, name, same in ((103227021, "103", True), (103227020, "103", False), (103227021, "2", False)):
+    for words, name, same in (
+        (103227021, "103", True),
+        (103227020, "103", False),
+        (103227021, "2", False),
+    ):
         counts = {**datasets()["wikitext103_gpt2bpe"].words, "train": words}
-        splits = {split: {"words": counts[split] - lines[split], "lines": lines[split]} for split in lines}
+        splits = {
+            split: {"words": counts[split] - lines[split], "lines": lines[split]} for split in lines
+        }
         manifest(tmp_path, recipe=f"wikitext{name}_gpt2bpe", splits=splits)
         assert bool(data_differences(recipe, tmp_path, lines, claim=True)) != same
     tenth = shipped("iwslt14_ende_mae7_scratch", "data.train_fraction=0.1")

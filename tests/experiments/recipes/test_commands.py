@@ -32,7 +32,9 @@ A100 = Hardware(8, "A100", (8, 0), tuple("01234567"))
 
 
 def plan(effective, max_tokens, devices):
-    train = Train(max_tokens=max_tokens, criterion="c", effective_batch_tokens=effective, max_epoch=1)
+    train = Train(
+        max_tokens=max_tokens, criterion="c", effective_batch_tokens=effective, max_epoch=1
+    )
     return plan_batch(train, devices)
 
 
@@ -42,14 +44,22 @@ def plan(effective, max_tokens, devices):
         (262144, 8192, 1, 32, 8192),
         (262144, 8192, 8, 4, 8192),
         (262144, 8192, 32, 1, 8192),
-        (262144, 8192, 64, 1, 4096),  # more devices than it needs: smaller batches, not a bigger update
+        (
+            262144,
+            8192,
+            64,
+            1,
+            4096,
+        ),  # more devices than it needs: smaller batches, not a bigger update
         (262144, 8192, 3, 11, 7943),  # 3 does not divide: 10 steps would exceed max_tokens
         (8192, 4096, 1, 2, 4096),
         (2048, 4096, 1, 1, 2048),
         (None, 4096, 4, 1, 4096),
     ],
 )
-def test_the_effective_batch_holds_on_any_number_of_devices(effective, max_tokens, devices, freq, per_device):
+def test_the_effective_batch_holds_on_any_number_of_devices(
+    effective, max_tokens, devices, freq, per_device
+):
     batch = plan(effective, max_tokens, devices)
     assert (batch.update_freq, batch.max_tokens) == (freq, per_device)
     assert batch.max_tokens <= max_tokens
@@ -74,7 +84,11 @@ def test_the_effective_batch_holds_on_any_number_of_devices(effective, max_token
     ],
 )
 def test_precision_follows_the_hardware(precision, hardware, expected):
-    refused = contextlib.nullcontext() if expected else pytest.raises(UserError, match=r"train\.precision")
+    refused = (
+        contextlib.nullcontext()
+        if expected
+        else pytest.raises(UserError, match=r"train\.precision")
+    )
     with refused:
         assert precision_name(precision, hardware) == expected
 
@@ -144,7 +158,17 @@ def test_choice_of_devices():
 
 def test_flags():
     values = {"a": 1, "b": True, "c": False, "d": None, "e": [1, 2], "f": -1, "g": "(0.9, 0.98)"}
-    assert process.flags(values) == ["--a", "1", "--b", "--e", "1", "2", "--f=-1", "--g", "(0.9, 0.98)"]
+    assert process.flags(values) == [
+        "--a",
+        "1",
+        "--b",
+        "--e",
+        "1",
+        "2",
+        "--f=-1",
+        "--g",
+        "(0.9, 0.98)",
+    ]
 
 
 def test_the_printed_line_means_what_is_executed():
@@ -167,7 +191,9 @@ def test_a_headline_of_another_chain_is_scored(small, write_config, tmp_path, sh
 
 
 def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
-    small["model"].update(arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16)
+    small["model"].update(
+        arch="moa_transformer_tiny", num_experts=8, experts_per_token=4, expert_dim=16
+    )
     recipe = load_recipe(write_config(small))
     options = Options(stage="train")
     line = process.to_shell(shown(recipe, CPU, options)[0])
@@ -177,14 +203,18 @@ def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
 
 
 @pytest.mark.parametrize(("said", "on_cpu", "on_gpu"), [(None, "0", None), (2, "2", "2")])
-def test_on_a_cpu_the_training_loads_its_batches_itself(small, write_config, said, on_cpu, on_gpu, shown):
+def test_on_a_cpu_the_training_loads_its_batches_itself(
+    small, write_config, said, on_cpu, on_gpu, shown
+):
     small["train"]["flags"].pop("num-workers", None)
     if said is not None:
         small["train"]["flags"]["num-workers"] = said
     recipe = load_recipe(write_config(small))
     for hardware, workers in ((CPU, on_cpu), (A100, on_gpu)):
         (line,) = shown(recipe, hardware, Options(stage="train"))
-        assert (line[line.index("--num-workers") + 1] if "--num-workers" in line else None) == workers
+        assert (
+            line[line.index("--num-workers") + 1] if "--num-workers" in line else None
+        ) == workers
 
 
 def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path, shown):
@@ -192,7 +222,9 @@ def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config,
     recipe = load_recipe(write_config(small))
     options = Options(stage="generate", save_dir=tmp_path / "run")
     (line,) = shown(recipe, CPU, options)
-    assert line[line.index("--path") + 1] == str(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt")
+    assert line[line.index("--path") + 1] == str(
+        tmp_path / "run" / "checkpoints" / "checkpoint_best.pt"
+    )
 
 
 def test_the_dry_run_of_the_embedded_corpus_begins_with_it(small, write_config, shown):
@@ -210,10 +242,17 @@ TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
 
 
 def test_of_the_corpus_a_run_shows_what_tells_something(said):
-    packages = [f"[{number:2}/42] p{number} 1.0 (1.0 MB): {number} clean pairs" for number in range(1, 43)]
+    packages = [
+        f"[{number:2}/42] p{number} 1.0 (1.0 MB): {number} clean pairs" for number in range(1, 43)
+    ]
     gap = "[ 3/42] p3 1.0: left out. No network."
     end = "24,357 unique pairs from 42 packages (117 MB) in data: built (96.8 s)"
-    table = ["package  pairs", "-------  -----", "p10      1,035", "train  21,857  176,404  167,056"]
+    table = [
+        "package  pairs",
+        "-------  -----",
+        "p10      1,035",
+        "train  21,857  176,404  167,056",
+    ]
     for line in ("downloading pip:p1==1.0", *packages, gap, *table, end):
         show_of_corpus(line)
     shown = [line.strip() for line in said]
@@ -233,13 +272,16 @@ def test_torchrun_is_one_process_of_many():
     world = find_world(8, environment=TORCHRUN)
     assert world == World(16, 9, 1, "env://", spawn=False, device=1)
     assert find_world(0, environment=TORCHRUN).device is None
-    assert find_world(1, environment={**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
+    assert (
+        find_world(1, environment={**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
+    )
 
 
 def test_a_machine_inside_of_a_slurm_job_keeps_to_itself():
     world = find_world(8, environment={"SLURM_JOB_ID": "123456"})
     assert (
-        world == World(8, 0, 8, "tcp://127.0.0.1:33456", spawn=True) and not Hardware(8, world=world).shared
+        world == World(8, 0, 8, "tcp://127.0.0.1:33456", spawn=True)
+        and not Hardware(8, world=world).shared
     )
     assert find_world(1, environment={"SLURM_JOB_ID": "123456"}) is None
 
@@ -286,13 +328,20 @@ def test_the_papers_batch_on_any_world(small, write_config, tmp_path, shown):
 def test_what_several_programs_cannot_share(options, message, small, write_config, tmp_path):
     hardware = Hardware(world=find_world(0, 2, 1, "head", {}))
     with pytest.raises(UserError, match=message):
-        run_recipe(load_recipe(write_config(small)), hardware, Options(save_dir=tmp_path / "run", **options))
+        run_recipe(
+            load_recipe(write_config(small)),
+            hardware,
+            Options(save_dir=tmp_path / "run", **options),
+        )
     assert not (tmp_path / "run" / ".lock").exists()
 
 
 def test_processes_on_one_cpu_do_not_multiply_its_cores():
     """A record said "2 x 2 CPU cores" of two processes of torchrun on a machine with two cores."""
     world = find_world(0, environment={**TORCHRUN, "WORLD_SIZE": "2", "RANK": "0"})
-    assert Hardware(name="2 CPU cores", world=world).describe() == "2 processes, 2 CPU cores on each machine"
+    assert (
+        Hardware(name="2 CPU cores", world=world).describe()
+        == "2 processes, 2 CPU cores on each machine"
+    )
     assert Hardware(2, "V100", (7, 0), ("0", "1"), world).describe() == "2 x V100"
     assert Hardware(name="2 CPU cores").describe() == "2 CPU cores"

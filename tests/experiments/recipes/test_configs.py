@@ -44,8 +44,12 @@ EVALUATION = {
 def test_rows_with_printed_zero_shot_accuracies_have_the_tasks():
     """SwitchHead's Tables 4 and 8: a task of the recipe for each metric of a column."""
     checked = 0
-    for table in json.loads((ROOT / "results" / "papers" / "switchhead.json").read_text("utf-8"))["tables"]:
-        printed = {column.get("metric") for column in table["columns"].values()} & RESULT_TASKS.keys()
+    for table in json.loads((ROOT / "results" / "papers" / "switchhead.json").read_text("utf-8"))[
+        "tables"
+    ]:
+        printed = {
+            column.get("metric") for column in table["columns"].values()
+        } & RESULT_TASKS.keys()
         for row in table["rows"] if printed else ():
             for name in row["experiments"]:
                 tasks = shipped(RECIPES[name.partition(":")[0]]).zero_shot
@@ -65,9 +69,13 @@ V100S = Hardware(8, "V100", (7, 0), tuple("01234567"))
 def test_fairseq_accepts_the_training_line(path, hardware, shown):
     recipe = shipped(path)
     plan = shown(recipe, hardware, Options())
-    plan = [command for command in plan if command[1] != "corpus"]  # what the embedded corpus begins with
-    programs = [" ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan]
-    train = ["fairseq-train"] if recipe.finetune != "noft" else []  # which evaluates what is trained
+    # What the embedded corpus begins with
+    plan = [command for command in plan if command[1] != "corpus"]
+    programs = [
+        " ".join(command[:2]) if command[0] == "moa-fairseq" else command[0] for command in plan
+    ]
+    # Which evaluates what is trained
+    train = ["fairseq-train"] if recipe.finetune != "noft" else []
     average = ["moa-fairseq average"] if recipe.average else []
     texts = 2 if recipe.kind == CLASSIFICATION else 1  # sentences and classes
     prepare = ["fairseq-preprocess"] * texts
@@ -105,17 +113,26 @@ def test_numbers_of_the_headers_are_those_that_were_measured():
                 checked += 1
             for number in re.findall(r"(\d+) minutes of training", line):
                 minutes = [run["train_seconds"] / 60 for run in measured[path.stem]]
-                assert any(abs(found - int(number)) < 0.6 for found in minutes), f"{path.name}: {line}"
+                assert any(abs(found - int(number)) < 0.6 for found in minutes), (
+                    f"{path.name}: {line}"
+                )
     assert checked >= 4
 
 
 def test_a_name_is_that_of_one_recipe():
     """It stands for the recipe without its folder: in commands, `base:`, studies and records."""
     folders = [folder for folder in (ROOT / "configs").iterdir() if folder.is_dir()]
-    names = [path.stem for folder in folders if folder.name != "studies" for path in folder.glob("*.yaml")]
+    names = [
+        path.stem
+        for folder in folders
+        if folder.name != "studies"
+        for path in folder.glob("*.yaml")
+    ]
     parts = {path.stem for path in (ROOT / "configs" / "parts").glob("*.yaml")}
     assert len(names) == len(set(names)) and set(names) == {*RECIPES} | parts
-    assert not list((ROOT / "configs").glob("*.yaml")), "a recipe lies in the folder of its data set"
+    assert not list((ROOT / "configs").glob("*.yaml")), (
+        "a recipe lies in the folder of its data set"
+    )
     assert max(len(list(folder.iterdir())) for folder in [ROOT / "configs", *folders]) <= 20
 
 
@@ -211,9 +228,13 @@ def test_the_papers_settings(pattern):
 
 @pytest.mark.parametrize("name, row", [("small", "MoH-LLM-S"), ("large", "MoH-LLM-B")])
 def test_mohs_language_models_have_the_printed_parameters(name, row):
-    tables = json.loads((ROOT / "results" / "papers" / "moh.json").read_text(encoding="utf-8"))["tables"]
+    tables = json.loads((ROOT / "results" / "papers" / "moh.json").read_text(encoding="utf-8"))[
+        "tables"
+    ]
     (printed,) = {
-        each["values"]["# Params."] for each in tables[2]["rows"] if each["row"].startswith(f"{row} ")
+        each["values"]["# Params."]
+        for each in tables[2]["rows"]
+        if each["row"].startswith(f"{row} ")
     }
     recipe = load_recipe(RECIPES[f"text_lm_moh_{name}"])
     sizes = recipe.model
@@ -221,17 +242,26 @@ def test_mohs_language_models_have_the_printed_parameters(name, row):
     heads += ["--moh-shared-heads", str(sizes.flags["moh-shared-heads"])]
     counted = complexity(sizes.arch, recipe.data.bpe, model_flags=heads).total_parameters
     assert round(counted, -6) == printed
-    assert recipe.train.max_update * recipe.train.effective_batch_tokens == pytest.approx(100e9, rel=1e-3)
+    assert recipe.train.max_update * recipe.train.effective_batch_tokens == pytest.approx(
+        100e9, rel=1e-3
+    )
     assert f"{printed / 1e6:.0f}M" in recipe.summary
 
 
-@pytest.mark.parametrize("path", [p for p in CONFIGS if re.match("(wmt14|wikitext103_mlm).*_moa_", p.stem)])
+@pytest.mark.parametrize(
+    "path", [p for p in CONFIGS if re.match("(wmt14|wikitext103_mlm).*_moa_", p.stem)]
+)
 def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
     recipe = shipped(path)
-    sizes = f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
+    sizes = (
+        f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
+    )
     assert sizes in recipe.summary
     if recipe.kind == MASKED_LM:
-        assert path.stem.endswith(sizes.lower()) and recipe.model.arch == f"moa_roberta_{sizes.lower()}"
+        assert (
+            path.stem.endswith(sizes.lower())
+            and recipe.model.arch == f"moa_roberta_{sizes.lower()}"
+        )
         assert sizes in recipe.reproduces.row
 
 
@@ -243,9 +273,19 @@ def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path
     paper, release = (
         shipped(path.with_stem(stem)) for stem in (path.stem.removesuffix("_release"), path.stem)
     )
-    assert release.model.flags == {**paper.model.flags, "router-renormalize": "none"} != paper.model.flags
-    assert release.train.flags == {**paper.train.flags, "aux-loss-scale": "none"} != paper.train.flags
-    assert (release.data, release.generate, release.score) == (paper.data, paper.generate, paper.score)
+    assert (
+        release.model.flags
+        == {**paper.model.flags, "router-renormalize": "none"}
+        != paper.model.flags
+    )
+    assert (
+        release.train.flags == {**paper.train.flags, "aux-loss-scale": "none"} != paper.train.flags
+    )
+    assert (release.data, release.generate, release.score) == (
+        paper.data,
+        paper.generate,
+        paper.score,
+    )
     assert (release.model.arch, release.average) == (paper.model.arch, paper.average)
     assert plan_batch(release.train, 1) == plan_batch(paper.train, 1)
     header = path.read_text(encoding="utf-8").partition("base:")[0]
@@ -262,11 +302,15 @@ def test_each_recipe_stands_for_a_row_that_there_is():
     for path in (ROOT / "results" / "papers").glob("*.json"):
         paper = json.loads(path.read_text(encoding="utf-8"))
         for table in paper["tables"]:
-            rows.update({(paper["paper"], table["table"], row["row"]): row for row in table["rows"]})
+            rows.update(
+                {(paper["paper"], table["table"], row["row"]): row for row in table["rows"]}
+            )
     found = 0
     for recipe in map(shipped, CONFIGS):
         for name in (None, *recipe.rows):
-            one = load_recipe(RECIPES[recipe.experiment], row_overrides(recipe, name) if name else ())
+            one = load_recipe(
+                RECIPES[recipe.experiment], row_overrides(recipe, name) if name else ()
+            )
             cell = one.reproduces
             if cell:
                 row = rows[cell.paper, cell.table, cell.row]
@@ -347,12 +391,16 @@ def test_fairseq_accepts_each_row_and_its_model_is_the_counted_one(path):
 )
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
     one, other = (shipped(RECIPES[name]) for name in (dense, mixture))
-    assert one.data == other.data and one.generate == other.generate and one.average == other.average
+    assert (
+        one.data == other.data and one.generate == other.generate and one.average == other.average
+    )
     routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
 
     def flags(recipe):
         said = recipe.train.flags.items()
-        return {key: value for key, value in said if value is not None and not key.startswith(routing)}
+        return {
+            key: value for key, value in said if value is not None and not key.startswith(routing)
+        }
 
     assert flags(other) == {**flags(one), **schedule}
     assert plan_batch(one.train, 1) == plan_batch(other.train, 1)
@@ -373,7 +421,9 @@ def test_switchheads_settings(path):
     flags = recipe.train.flags
     large = any(size in path.stem for size in LARGE)
     length = flags["tokens-per-sample"]
-    assert recipe.train.effective_batch_tokens == texts * length and recipe.train.max_update == 100000
+    assert (
+        recipe.train.effective_batch_tokens == texts * length and recipe.train.max_update == 100000
+    )
     assert (flags["optimizer"], flags["lr"], flags["lr-scheduler"]) == ("adam", 0.00025, "cosine")
     assert flags["warmup-updates"] == (4000 if large else 0)
     assert flags["lr-period-updates"] == 100000 - flags["warmup-updates"]
@@ -381,7 +431,11 @@ def test_switchheads_settings(path):
     assert flags["clip-norm"] == (0.1 if small_and_dense else 0.25)
     rope = "rope" in path.stem
     assert (
-        length == {True: 1024, False: 512}[rope] if large else 512 if rope or "enwik8" in path.stem else 256
+        length == {True: 1024, False: 512}[rope]
+        if large
+        else 512
+        if rope or "enwik8" in path.stem
+        else 256
     )
     assert flags.get("carried-chunks") == (None if rope else 1)
     assert recipe.score.flags["tokens-per-sample"] == length
@@ -400,7 +454,11 @@ def test_a_tuned_recipe_converts_its_dense_model_first(tmp_path):
     script = ["bash", str(ROOT / "scripts" / "multi30k_ende_moh_tuned_75.sh")]
     done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 2
-    assert "convert: error: Checkpoint runs/multi30k_ende_transformer_tiny/average.pt" in done.stderr
-    planned = subprocess.run([*script, "--dry-run"], cwd=tmp_path, text=True, capture_output=True, check=True)
+    assert (
+        "convert: error: Checkpoint runs/multi30k_ende_transformer_tiny/average.pt" in done.stderr
+    )
+    planned = subprocess.run(
+        [*script, "--dry-run"], cwd=tmp_path, text=True, capture_output=True, check=True
+    )
     assert "--finetune-from-model runs/multi30k_ende_moh_tuned_75.pt" in planned.stdout
     assert not list(tmp_path.iterdir())

@@ -31,7 +31,9 @@ ENVIRONMENT = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 @pytest.fixture
 def config(small, write_config):
     """A mixture of width 16, trained for twelve epochs of a few updates."""
-    small["model"].update(arch="moa_transformer_tiny", num_experts=4, experts_per_token=2, expert_dim=8)
+    small["model"].update(
+        arch="moa_transformer_tiny", num_experts=4, experts_per_token=2, expert_dim=8
+    )
     for side in ("encoder", "decoder"):
         del small["model"]["flags"][f"{side}-attention-heads"]
     small["model"]["flags"]["dropout"] = 0.1
@@ -66,7 +68,11 @@ def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatc
     undisturbed = tmp_path / "undisturbed"
     result = run_recipe(recipe, cpu, Options(data=text, save_dir=undisturbed))
     values = json.loads(result.read_text())
-    assert values["epochs"] == EPOCHS and values["parameters"] > 1000 and values["checkpoints_averaged"] == 2
+    assert (
+        values["epochs"] == EPOCHS
+        and values["parameters"] > 1000
+        and values["checkpoints_averaged"] == 2
+    )
     assert values["metrics"]["multi_bleu"] >= 0 and values["tokens_per_second"] > 0
     assert "min_load" in next(read_records(undisturbed / "train.jsonl"))
 

@@ -10,7 +10,12 @@ from moa_fairseq.experiments.recipes.ending import check_ending, missing_checkpo
 from moa_fairseq.experiments.recipes.loading import load_recipe
 
 EVERY_SECOND = ["train.max_epoch=null", "train.flags.save-interval=2"]
-UPDATES = ["average.epochs=null", "train.max_epoch=null", "train.max_update=150", "average.updates=3"]
+UPDATES = [
+    "average.epochs=null",
+    "train.max_epoch=null",
+    "train.max_update=150",
+    "average.updates=3",
+]
 
 
 def every(number):
@@ -22,7 +27,11 @@ def every(number):
     [
         ([*UPDATES, every(200)], None, "average.updates"),
         ([*UPDATES, every(50)], None, None),
-        ([*UPDATES, every(50)], 100, "average.updates"),  # update 100 ends an epoch: it leaves checkpoint1.pt
+        (
+            [*UPDATES, every(50)],
+            100,
+            "average.updates",
+        ),  # update 100 ends an epoch: it leaves checkpoint1.pt
         ([*UPDATES, every(50)], 1, "average.updates"),
         ([*UPDATES, every(50), "train.flags.validate-after-updates=51"], None, "average.updates"),
         (["average.epochs=2", "train.max_update=19"], 10, "average.epochs"),
@@ -33,16 +42,32 @@ def every(number):
         (["train.flags.save-interval=3"], None, "average.epochs"),
         (["train.flags.no-epoch-checkpoints=true"], None, "train.flags.no-epoch-checkpoints"),
         (["average=null", "train.flags.no-epoch-checkpoints=true"], None, None),
-        (["average=null", "train.flags.disable-validation=true"], None, "train.flags.disable-validation"),
-        (["average=null", "train.flags.validate-interval=4"], None, "train.flags.validate-interval"),
+        (
+            ["average=null", "train.flags.disable-validation=true"],
+            None,
+            "train.flags.disable-validation",
+        ),
+        (
+            ["average=null", "train.flags.validate-interval=4"],
+            None,
+            "train.flags.validate-interval",
+        ),
         (["average=null", "train.flags.validate-interval=4", "train.max_update=9"], None, None),
         (
             ["average=null", "train.max_update=9", "train.flags.validate-after-updates=10"],
             None,
             "train.flags.validate-after-updates",
         ),
-        (["average=null", "train.max_update=9", "train.flags.validate-after-updates=9"], None, None),
-        (["average=null", "train.flags.validate-interval=what"], None, None),  # fairseq's parser says it
+        (
+            ["average=null", "train.max_update=9", "train.flags.validate-after-updates=9"],
+            None,
+            None,
+        ),
+        (
+            ["average=null", "train.flags.validate-interval=what"],
+            None,
+            None,
+        ),  # fairseq's parser says it
     ],
 )
 def test_checkpoints_that_would_be_missing(small, write_config, overrides, per_epoch, key):

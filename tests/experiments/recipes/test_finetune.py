@@ -43,7 +43,9 @@ def pretrained(trained_once, mixture, write_config, write_text):
     if not run_folder.exists():
         config = write_config({**copy.deepcopy(mixture), "generate": None, "score": None})
         options = Options(
-            data=write_text(folder / "text", "klm", 60, 8), save_dir=run_folder, data_root=folder / "data"
+            data=write_text(folder / "text", "klm", 60, 8),
+            save_dir=run_folder,
+            data_root=folder / "data",
         )
         run_recipe(load_recipe(config), Hardware(), options)
     return run_folder
@@ -90,7 +92,9 @@ def test_each_method_moves_what_it_says(pretrained, transfer, tmp_path):
     (prepared,) = (tmp_path / "data").glob("*-*/sample")
     (original,) = (pretrained.parent / "data").glob("*-*")
     assert len((prepared / "train.en").read_text().splitlines()) == 10
-    assert (prepared.parent / "bpe" / "codes").read_bytes() == (original / "bpe" / "codes").read_bytes()
+    assert (prepared.parent / "bpe" / "codes").read_bytes() == (
+        original / "bpe" / "codes"
+    ).read_bytes()
     for name in ("dict.en.txt", "dict.de.txt"):
         there, here = (root / "binarised" / name for root in (original, prepared.parent))
         assert there.read_bytes() == here.read_bytes()
@@ -113,11 +117,16 @@ def test_no_fine_tuning_evaluates_the_pretrained_model(pretrained, transfer):
     result = json.loads((folder / "result.json").read_text())
     assert result["updated_parameters"] == 0 and result["metrics"]["multi_bleu"] >= 0
     assert not (folder / "checkpoints").exists()
-    assert f"--path {pretrained}/checkpoints/checkpoint_best.pt" in (folder / "commands.sh").read_text()
+    assert (
+        f"--path {pretrained}/checkpoints/checkpoint_best.pt"
+        in (folder / "commands.sh").read_text()
+    )
 
 
 @pytest.mark.thorough
-def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained, write_config, binarised):
+def test_other_dictionaries_and_a_missing_model_are_refused(
+    mixture, pretrained, write_config, binarised
+):
     missing = binarised / "nowhere"
     for place, words in (
         (pretrained, r"dict\.en\.txt differs from the pretrained"),
@@ -132,7 +141,9 @@ def test_other_dictionaries_and_a_missing_model_are_refused(mixture, pretrained,
 def test_a_dictionary_of_either_side_that_differs_is_refused(
     mixture, pretrained, write_config, tmp_path, language
 ):
-    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
+    recipe = load_recipe(
+        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
+    )
     data = shutil.copytree(prepared_data(pretrained), tmp_path / "data")
     check_pretrained(recipe, data)
     dictionary = data / f"dict.{language}.txt"
@@ -141,22 +152,33 @@ def test_a_dictionary_of_either_side_that_differs_is_refused(
         check_pretrained(recipe, data)
 
 
-def test_a_recipes_own_dictionary_comes_before_the_pretrained_models(mixture, pretrained, write_config):
+def test_a_recipes_own_dictionary_comes_before_the_pretrained_models(
+    mixture, pretrained, write_config
+):
     mixture["data"]["flags"] = {"srcdict": "own.txt"}
-    recipe = load_recipe(write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"}))
+    recipe = load_recipe(
+        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
+    )
     assert finetuned(recipe).data.flags["srcdict"] == "own.txt"
 
 
 def test_what_cannot_be_checked_is_said(mixture, pretrained, write_config, binarised, said):
     checkpoint = pretrained / "checkpoints" / "checkpoint_best.pt"
-    recipe = load_recipe(write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"}))
+    recipe = load_recipe(
+        write_config({**mixture, "pretrained": str(checkpoint), "finetune": "ftg"})
+    )
     check_pretrained(finetuned(recipe), binarised)
     assert len(said) == 1 and str(checkpoint) in said[0] and str(binarised) in said[0]
 
 
 @pytest.mark.parametrize(
     ("method", "row", "value"),
-    [("noft", "NOFT", 29.3), ("ftg", "FTG", 30.1), ("ftg_plus", "FTG+", 31.6), ("ftall", "FTALL", 31.8)],
+    [
+        ("noft", "NOFT", 29.3),
+        ("ftg", "FTG", 30.1),
+        ("ftg_plus", "FTG+", 31.6),
+        ("ftall", "FTALL", 31.8),
+    ],
 )
 def test_the_rows_of_the_paper(shipped, method, row, value):
     cell = shipped(TRANSFER, f"finetune={method}").reproduces

@@ -18,8 +18,18 @@ from moa_fairseq import process
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import hardware as module
-from moa_fairseq.experiments.recipes.batch import plan_batch, planned_updates, schedule_warning, training_set
-from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, check_sharding, find_world
+from moa_fairseq.experiments.recipes.batch import (
+    plan_batch,
+    planned_updates,
+    schedule_warning,
+    training_set,
+)
+from moa_fairseq.experiments.recipes.hardware import (
+    Hardware,
+    assumed_hardware,
+    check_sharding,
+    find_world,
+)
 from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.rules import CANNOT_GO_ON, OWN, REFUSED
 from moa_fairseq.experiments.recipes.schema import SECTIONS
@@ -81,18 +91,26 @@ def test_every_flag_that_names_a_file_was_looked_at():
     [
         *((name, "/x", "Leave it out") for name in REFUSED),
         *((name, "/x", "not a free flag") for name in ("user-dir", "save-dir", "path", "destdir")),
-        *((f"distributed-{name}", "tcp://x:1", "not a free flag") for name in ("init-method", "world-size")),
+        *(
+            (f"distributed-{name}", "tcp://x:1", "not a free flag")
+            for name in ("init-method", "world-size")
+        ),
         ("lr", [0.1, "--user-dir", "trap"], "'--user-dir'"),
         ("lr", [1, ">"], "'>'"),
         ("tensorboard-logdir", "../x", "run folder"),
         ("encoder_layers", 2, "encoder-layers"),
-        *(("model-overrides", value, "dictionary") for value in ("x", "[1]", "{", "__import__('os')", 3)),
+        *(
+            ("model-overrides", value, "dictionary")
+            for value in ("x", "[1]", "{", "__import__('os')", 3)
+        ),
     ],
 )
 def test_no_section_takes_what_runs_or_writes(small, write_config, section, name, value, words):
     """Whoever reads the recipe, also without asking a program about the flags."""
     small[section].setdefault("flags", {})[name] = value
-    with pytest.raises(UserError, match=rf"small\.yaml: {section}\.flags\.{name}: .*{words}") as raised:
+    with pytest.raises(
+        UserError, match=rf"small\.yaml: {section}\.flags\.{name}: .*{words}"
+    ) as raised:
         load_recipe(write_config(small))
     assert "\n" not in str(raised.value) and len(str(raised.value)) < 1500
     del small[section]["flags"][name]
@@ -133,10 +151,14 @@ def test_unknown_flags_and_those_by_other_names(small, write_config, section, na
     assert words in str(raised.value)
 
 
-@pytest.mark.parametrize(("sizes", "printed"), [((4, 8), "K = 8 .* E = 4"), ((None, 9), "K = 9 .* E = 8")])
+@pytest.mark.parametrize(
+    ("sizes", "printed"), [((4, 8), "K = 8 .* E = 4"), ((None, 9), "K = 9 .* E = 8")]
+)
 def test_more_experts_per_token_than_experts(small, write_config, tmp_path, sizes, printed, capsys):
     """Also where the arch, and not the recipe, says E; before anything is prepared."""
-    small["model"].update(arch="moa_transformer_tiny", num_experts=sizes[0], experts_per_token=sizes[1])
+    small["model"].update(
+        arch="moa_transformer_tiny", num_experts=sizes[0], experts_per_token=sizes[1]
+    )
     for side in ("encoder", "decoder"):
         del small["model"]["flags"][f"{side}-attention-heads"]
     small["train"]["criterion"] = "label_smoothed_cross_entropy_with_routing"
@@ -148,7 +170,9 @@ def test_more_experts_per_token_than_experts(small, write_config, tmp_path, size
 
 
 @pytest.mark.parametrize("way", [[], ["--plan"], ["--dry-run"], ["--stage", "score"]])
-def test_no_way_into_a_recipe_runs_a_planted_flag(small, write_config, toy_data, tmp_path, capsys, way):
+def test_no_way_into_a_recipe_runs_a_planted_flag(
+    small, write_config, toy_data, tmp_path, capsys, way
+):
     trap = tmp_path / "trap"
     trap.mkdir()
     (trap / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
@@ -161,7 +185,9 @@ def test_no_way_into_a_recipe_runs_a_planted_flag(small, write_config, toy_data,
 
 
 def test_values_that_look_like_flags_stay_values(small, write_config):
-    small["train"]["flags"].update({"lr": [-1, "-2.5", "-1e-3", "0.5"], "adam-betas": "(0.9, 0.98)"})
+    small["train"]["flags"].update(
+        {"lr": [-1, "-2.5", "-1e-3", "0.5"], "adam-betas": "(0.9, 0.98)"}
+    )
     line = process.flags(load_recipe(write_config(small)).train.flags)
     assert line[line.index("--lr") + 1 :][:4] == ["-1", "-2.5", "-0.001", "0.5"]
     with pytest.raises(UserError, match=r"--lr.*'--user-dir'"):
@@ -217,13 +243,21 @@ def test_fairseq_takes_every_recipe_and_its_schedule_ends_at_its_minimum(shipped
 @pytest.mark.parametrize(
     ("name", "overrides", "words"),
     [
-        ("wikitext103_lm_base", ["train.flags.warmup-updates=240000"], ["(286,000)", "0.93", "cosine"]),
+        (
+            "wikitext103_lm_base",
+            ["train.flags.warmup-updates=240000"],
+            ["(286,000)", "0.93", "cosine"],
+        ),
         ("quickstart_mlm", ["train.max_update=900"], ["(900)", "train.flags.total-num-update"]),
         ("quickstart_mlm", ["train.max_update=900", "train.flags.total-num-update=900"], None),
         ("wikitext103_mlm_transformer", ["train.max_epoch=35"], ["(7,840)", "49% of"]),
         (
             "quickstart_mlm",
-            ["train.max_update=300", "train.flags.total-num-update=300", "train.flags.warmup-updates=300"],
+            [
+                "train.max_update=300",
+                "train.flags.total-num-update=300",
+                "train.flags.warmup-updates=300",
+            ],
             ["(300)", "train.flags.warmup-updates"],
         ),
         ("wmt14_ende_moa_base", ["train.max_update=3000"], ["(3,000)", "4,000", "warmup-updates"]),
@@ -241,7 +275,9 @@ def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_pa
     assert warning(small) is None  # nobody knows how many updates an epoch has
     assert "polynomial_decay" in warning(small, toy_data)
     tri_stage = ["lr-scheduler=tri_stage", "decay-steps=80", "warmup-steps=20"]
-    ends = recipe("train.max_epoch=null", "train.max_update=50", *(f"train.flags.{x}" for x in tri_stage))
+    ends = recipe(
+        "train.max_epoch=null", "train.max_update=50", *(f"train.flags.{x}" for x in tri_stage)
+    )
     longer = dataclasses.replace(ends, train=dataclasses.replace(ends.train, max_update=100))
     assert "tri_stage" in warning(ends) and warning(longer) is None
     monkeypatch.chdir(tmp_path)
@@ -254,7 +290,11 @@ def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_pa
 def test_the_rate_of_the_last_update_counts(recipe, updates, told):
     """A straight line that reaches zero behind update 100: 11 % are left of the 90th, 10 % of the 91st."""
     schedule = ["lr-scheduler=polynomial_decay", "total-num-update=100", "lr=1.0"]
-    values = ["train.max_epoch=null", f"train.max_update={updates}", *(f"train.flags.{x}" for x in schedule)]
+    values = [
+        "train.max_epoch=null",
+        f"train.max_update={updates}",
+        *(f"train.flags.{x}" for x in schedule),
+    ]
     assert bool(warning(recipe(*values))) == told
 
 

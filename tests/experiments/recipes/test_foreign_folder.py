@@ -26,8 +26,12 @@ def planted(tmp_path, monkeypatch):
 
 @pytest.mark.thorough
 def test_a_command_of_a_recipe(planted):
-    Path("log.txt").write_text("S-0\ta b\nT-0\ta b c d\nH-0\t-1\ta b c d\n| Generate test with beam=5: x\n")
-    Executor().run(["moa-fairseq", "score", "log.txt", "--json"], Path("x.log"), Path("scores.json"))
+    Path("log.txt").write_text(
+        "S-0\ta b\nT-0\ta b c d\nH-0\t-1\ta b c d\n| Generate test with beam=5: x\n"
+    )
+    Executor().run(
+        ["moa-fairseq", "score", "log.txt", "--json"], Path("x.log"), Path("scores.json")
+    )
     assert '"score": 100.0' in Path("scores.json").read_text() and not Path("marker").exists()
 
 
@@ -35,7 +39,8 @@ def test_a_command_of_a_recipe(planted):
 def test_workers_of_the_program(planted):
     """A fork server is `python -c ...`, which imports from the working directory unless it is told not to."""
     (planted / "bin").mkdir()
-    program = planted / "bin" / "program.py"  # like a console script, it imports from its own folder
+    # Like a console script, it imports from its own folder
+    program = planted / "bin" / "program.py"
     program.write_text(
         """
 import sys
@@ -53,19 +58,27 @@ if __name__ == "__main__":
     )
     environment = {**os.environ, "PYTHONPATH": str(ROOT)}
     command = [sys.executable, str(program)]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=120, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=120, check=False
+    )
     assert done.returncode == 0, done.stderr[-3000:]
     assert "''" not in done.stdout and str(ROOT) in done.stdout and not Path("marker").exists()
 
 
 @pytest.mark.thorough
-@pytest.mark.parametrize("script", ["scripts/wmt14_ende_moa_base.sh", "scripts/launch/multinode.sh"])
+@pytest.mark.parametrize(
+    "script", ["scripts/wmt14_ende_moa_base.sh", "scripts/launch/multinode.sh"]
+)
 def test_scripts(planted, script):
     words = (
-        ["quickstart_moa", "--nodes", "1", "--node-rank", "0", "--master", "h"] if "launch" in script else []
+        ["quickstart_moa", "--nodes", "1", "--node-rank", "0", "--master", "h"]
+        if "launch" in script
+        else []
     )
     command = ["bash", str(ROOT / script), *words, "--dry-run", "--gpus", "0"]
     environment = {**os.environ, "VIRTUAL_ENV": sys.prefix, "PYTHONWARNINGS": "ignore"}
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=300, check=False)
+    done = subprocess.run(
+        command, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
     assert not Path("marker").exists()
     assert "fairseq-train" in done.stdout, done.stderr[-2000:]

@@ -19,7 +19,12 @@ REPORT = "Evaluated {} tokens in 12.5s\nLoss (base 2): 4.2258, Perplexity: 18.71
 def causal(small, write_config):
     """causal(*overrides) → the recipe of a language model that reads 24 tokens."""
     flags = {"tokens-per-sample": 24, "optimizer": "adam", "lr": 0.01}
-    train = {"task": "language_modeling", "criterion": "cross_entropy", "max_tokens": 240, "max_epoch": 2}
+    train = {
+        "task": "language_modeling",
+        "criterion": "cross_entropy",
+        "max_tokens": 240,
+        "max_epoch": 2,
+    }
     model = {"arch": "transformer_lm", "flags": {"decoder-layers": 1, "decoder-embed-dim": 16}}
     mapping = {
         **{key: small[key] for key in ("experiment", "summary")},
@@ -38,7 +43,10 @@ def causal(small, write_config):
         (["score.flags.tokens-per-sample=25"], "score.flags.tokens-per-sample=24"),
         (["score.flags.context-window=24"], "score.flags.context-window"),
         (["score.flags.context-window=2000"], "score.flags.context-window"),
-        (["train.task=language_modeling_truncated_bptt", "score.flags.context-window=4"], "context-window"),
+        (
+            ["train.task=language_modeling_truncated_bptt", "score.flags.context-window=4"],
+            "context-window",
+        ),
         (["score.flags.post-process=sentencepiece"], "score.flags.post-process='@@ '"),
         (["score.flags.remove-bpe=true"], "score.flags.post-process='@@ '"),
         (["score.flags.post-process='@@ '"], None),
@@ -64,7 +72,10 @@ def test_the_blocks_of_a_perplexity_are_those_that_were_read(causal, tmp_path):
     check_flags(recipe)
     evaluation = read_report(own + report, tmp_path / "x", recipe)["meta"]["evaluation"]
     assert evaluation == {"tokens_per_sample": 24, "post_process": "@@ ", "tokens": 15}
-    assert "tokens_per_sample" not in read_report(report, tmp_path / "x", causal())["meta"]["evaluation"]
+    assert (
+        "tokens_per_sample"
+        not in read_report(report, tmp_path / "x", causal())["meta"]["evaluation"]
+    )
 
 
 def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
@@ -75,7 +86,9 @@ def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
 
 
 @pytest.mark.parametrize("mode, whole", [("none", 15), ("complete_doc", 14)])
-def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, monkeypatch, mode, whole):
+def test_an_empty_line_is_a_token_unless_it_parts_documents(
+    causal, tmp_path, monkeypatch, mode, whole
+):
     """A line that is empty has its end alone; with complete_doc fairseq reads it as the end of a document."""
     sizes = numpy.array([5, 1, 9])
     monkeypatch.setattr(scores, "sentence_sizes", lambda *_: (sizes, sizes))
@@ -92,7 +105,9 @@ def test_an_empty_line_is_a_token_unless_it_parts_documents(causal, tmp_path, mo
 
 @pytest.mark.parametrize("side", ["source", "target"])
 @pytest.mark.parametrize("split", ["valid", "test"])
-def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_lines, tmp_path, side, split):
+def test_a_sentence_that_is_longer_than_the_model(
+    small, write_config, make_lines, tmp_path, side, split
+):
     """make_lines' sentences have two tokens."""
     small["data"]["recipe"] = "binarised"
     path = write_config(small)
@@ -100,9 +115,12 @@ def test_a_sentence_that_is_longer_than_the_model(small, write_config, make_line
     data = make_lines(tmp_path / "bin", {"train": 3, "valid": 3, "test": 3}, "en-de")
     overrides = [f"{key}=1"]
     if split == "test":
-        overrides.append("train.flags.skip-invalid-size-inputs-valid-test=true")  # not of what is scored
+        # Not of what is scored
+        overrides.append("train.flags.skip-invalid-size-inputs-valid-test=true")
     recipe = load_recipe(path, overrides)
-    with pytest.raises(UserError, match=rf"sentence 1 of (valid|test) has 2 tokens.*{key}=2") as refusal:
+    with pytest.raises(
+        UserError, match=rf"sentence 1 of (valid|test) has 2 tokens.*{key}=2"
+    ) as refusal:
         check_sentences(recipe, check_flags(recipe), data)
     assert split == "valid" or "of test" in str(refusal.value)
     recipe = load_recipe(path, [f"{key}=2"])
@@ -122,13 +140,17 @@ def test_a_trained_masked_language_models_lines_can_still_be_cut(causal, tmp_pat
     recipe.train.flags["skip-invalid-size-inputs-valid-test"] = True  # of what is not scored
     monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([30])])
     training = argparse.Namespace(tokens_per_sample=24)
-    with pytest.raises(UserError, match=r"of test has 31 tokens.*score\.flags\.sample-break-mode=none"):
+    with pytest.raises(
+        UserError, match=r"of test has 31 tokens.*score\.flags\.sample-break-mode=none"
+    ):
         check_sentences(recipe, training, tmp_path)
     recipe.score.flags["sample-break-mode"] = "none"
     check_sentences(recipe, training, tmp_path)
 
 
-@pytest.mark.parametrize("overrides", [[], ["shorten-method=truncate", "shorten-data-split-list=train"]])
+@pytest.mark.parametrize(
+    "overrides", [[], ["shorten-method=truncate", "shorten-data-split-list=train"]]
+)
 def test_a_sentence_that_is_longer_than_the_classifier(shipped, tmp_path, monkeypatch, overrides):
     """Found before the training, with the flag that lets it be read: <s> is a token, too."""
 
@@ -139,7 +161,9 @@ def test_a_sentence_that_is_longer_than_the_classifier(shipped, tmp_path, monkey
         check_sentences(recipe, check_flags(recipe), tmp_path)
 
     monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([5, 64])] * 2)
-    with pytest.raises(UserError, match=r"sentence 2 of test has 65 tokens.*train\.flags\.max-positions=65 "):
+    with pytest.raises(
+        UserError, match=r"sentence 2 of test has 65 tokens.*train\.flags\.max-positions=65 "
+    ):
         check()
     check("max-positions=65")
     check("shorten-method=truncate", "shorten-data-split-list=null")  # everywhere
@@ -148,7 +172,9 @@ def test_a_sentence_that_is_longer_than_the_classifier(shipped, tmp_path, monkey
 def test_a_flag_has_one_value(shipped):
     """train.flags would be taken in silence, whatever a recipe over it says in model.flags."""
     for value in (40, "null"):
-        with pytest.raises(UserError, match=r"model\.flags\.max-positions.*train\.flags\.max-positions"):
+        with pytest.raises(
+            UserError, match=r"model\.flags\.max-positions.*train\.flags\.max-positions"
+        ):
             shipped("listops_transformer_8h", f"model.flags.max-positions={value}")
     shipped("listops_transformer_8h", "model.flags.max-positions=64")
 

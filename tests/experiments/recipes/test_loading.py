@@ -22,16 +22,30 @@ from moa_fairseq.files import shipped
 def test_a_valid_recipe_keeps_its_values(small, write_config):
     small["model"]["arch"] = "moa_transformer_tiny"  # an arch says its sizes itself
     recipe = load_recipe(write_config(small))
-    assert (recipe.data.bpe, recipe.data.joined_dictionary, recipe.train.flags["lr"]) == (50, True, 0.01)
+    assert (recipe.data.bpe, recipe.data.joined_dictionary, recipe.train.flags["lr"]) == (
+        50,
+        True,
+        0.01,
+    )
     assert recipe.reproduces is None and recipe.model.num_experts is None
 
 
 @pytest.mark.parametrize(
     ("section", "key", "value", "words"),
     [
-        ("train", "max_epochs", 3, ["train.max_epochs", "max_epoch"]),  # unknown key, near name suggested
+        (
+            "train",
+            "max_epochs",
+            3,
+            ["train.max_epochs", "max_epoch"],
+        ),  # unknown key, near name suggested
         ("train", "max_tokens", "many", ["train.max_tokens", "whole number"]),
-        ("train", "max_tokens", True, ["train.max_tokens", "whole number"]),  # bool is an int in Python
+        (
+            "train",
+            "max_tokens",
+            True,
+            ["train.max_tokens", "whole number"],
+        ),  # bool is an int in Python
         ("train", "max_tokens", 0, ["train.max_tokens", "at least 1"]),
         ("train", "precision", "fp8", ["train.precision", "bf16"]),
         ("train", "criterion", None, ["train.criterion", "text"]),
@@ -50,7 +64,10 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
         ("train", "max_epoch", None, ["train.max_epoch", "max_update"]),
         ("train", "task", "audio_finetuning", ["train.task", "is not a task"]),
         ("train", "task", "--user-dir=x", ["train.task", "is not a task"]),
-        *(("data", "source", name, ["data.source", "is not a valid name"]) for name in ("../../x", "-x")),
+        *(
+            ("data", "source", name, ["data.source", "is not a valid name"])
+            for name in ("../../x", "-x")
+        ),
         ("generate", "subsets", ["test", "../../x"], ["generate.subsets", "is not a valid name"]),
         ("score", "subsets", ["../x"], ["score.subsets", "is not a valid name"]),
     ],
@@ -69,7 +86,10 @@ def test_bad_values_are_refused_by_name(small, write_config, section, key, value
     [
         ({"finetune": "ftg"}, "pretrained: is missing"),
         ({"pretrained": "x.pt"}, "finetune: is missing"),
-        ({"pretrained": "x.pt", "finetune": "half"}, "finetune: 'half' is not one of noft, ftg, ftg_plus"),
+        (
+            {"pretrained": "x.pt", "finetune": "half"},
+            "finetune: 'half' is not one of noft, ftg, ftg_plus",
+        ),
         ({"pretrained": "x.pt", "finetune": "ftg"}, "needs train.task translation_bcd"),
     ],
 )
@@ -107,8 +127,15 @@ def test_the_experiment_is_the_file_name(small, write_config):
 def test_base_is_merged_key_by_key_and_null_takes_away(small, write_config):
     write_config(small)
     child = {"base": "small.yaml", "experiment": "child", "average": None}
-    recipe = load_recipe(write_config({**child, "train": {"flags": {"lr": 0.5, "optimizer": None}}}))
-    assert recipe.train.flags == {"label-smoothing": 0.1, "lr": 0.5, "num-workers": 0, "optimizer": None}
+    recipe = load_recipe(
+        write_config({**child, "train": {"flags": {"lr": 0.5, "optimizer": None}}})
+    )
+    assert recipe.train.flags == {
+        "label-smoothing": 0.1,
+        "lr": 0.5,
+        "num-workers": 0,
+        "optimizer": None,
+    }
     assert recipe.average is None
     assert recipe.data.bpe == 50
 
@@ -124,7 +151,13 @@ def test_a_later_base_lies_over_an_earlier_one(small, write_config, tmp_path):
         "train": {"flags": {"lr": 0.5}},
     }
     recipe = load_recipe(write_config(child))
-    flags = {"label-smoothing": 0.1, "optimizer": "adam", "lr": 0.5, "num-workers": 0, "clip-norm": 0.1}
+    flags = {
+        "label-smoothing": 0.1,
+        "optimizer": "adam",
+        "lr": 0.5,
+        "num-workers": 0,
+        "clip-norm": 0.1,
+    }
     assert recipe.train.flags == flags and recipe.average is None
     with pytest.raises(UserError, match=r"base: \S+/parts/lost\.yaml is not a file"):
         load_recipe(write_config({**child, "base": ["small.yaml", "parts/lost.yaml"]}))
@@ -158,7 +191,13 @@ def test_a_file_comes_before_the_shipped_recipe_of_its_name(tmp_path, monkeypatc
 
 @pytest.mark.parametrize(
     "place",
-    ["", "configs", "configs/quickstart", shipped("configs"), shipped("configs") / "studies" / ".."],
+    [
+        "",
+        "configs",
+        "configs/quickstart",
+        shipped("configs"),
+        shipped("configs") / "studies" / "..",
+    ],
 )
 @pytest.mark.parametrize("name", ["quickstart_moa", "quickstart_moa.yaml"])
 def test_a_shipped_recipe_has_its_name_wherever_it_lies(tmp_path, monkeypatch, place, name):
@@ -179,7 +218,9 @@ def test_what_is_built_on_another_file_has_a_summary_of_its_own(small, write_con
     child = write_config({"base": "small.yaml", "experiment": "a_wider_one"})
     assert load_recipe(child).summary == "a wider one"
     assert (
-        load_recipe(write_config({"base": "small.yaml", "experiment": "b", "summary": "mine"})).summary
+        load_recipe(
+            write_config({"base": "small.yaml", "experiment": "b", "summary": "mine"})
+        ).summary
         == "mine"
     )
     assert "(binarised)" in load_recipe(child, ["data.recipe=binarised"]).summary
@@ -190,7 +231,12 @@ def test_the_reference_is_a_recipe_that_says_every_key():
     check_flags(load_recipe(reference))
     said = yaml.safe_load(reference.read_text(encoding="utf-8"))
     assert {*said, "reproduces"} == set(Recipe.__dataclass_fields__)
-    for section, cls in (("data", Data), ("model", Model), ("train", Train), ("generate", Generate)):
+    for section, cls in (
+        ("data", Data),
+        ("model", Model),
+        ("train", Train),
+        ("generate", Generate),
+    ):
         assert set(said[section]) == set(cls.__dataclass_fields__), section
 
 
@@ -259,7 +305,9 @@ def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
     assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
 
 
-@pytest.mark.parametrize("text, value", [("1e-3", 1e-3), ("-1e-3", -1e-3), ("+2.5E1", 25.0), ("1e", "1e")])
+@pytest.mark.parametrize(
+    "text, value", [("1e-3", 1e-3), ("-1e-3", -1e-3), ("+2.5E1", 25.0), ("1e", "1e")]
+)
 def test_numbers_of_a_file_are_those_of_yaml_1_2(small, write_config, text, value):
     write_config(small)
     path = write_config({"base": "small.yaml", "experiment": "child"})
@@ -281,7 +329,9 @@ def test_the_whole_training_text_is_a_fraction_of_it(small, write_config, fracti
 def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, allowed):
     small["train"]["keep_last_epochs"] = kept
     path = write_config(small)
-    with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs"):
+    with (
+        contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs")
+    ):
         load_recipe(path)
 
 

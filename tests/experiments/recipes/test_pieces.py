@@ -39,7 +39,9 @@ def pairs(tmp_path):
             japanese[0] = "鬱" + japanese[0]
         english = [" ".join(en for _, en in words) + "." for words in chosen]
         for language, lines in (("ja", japanese), ("en", english)):
-            (folder / f"{split}.{language}").write_text("".join(f"{line}\n" for line in lines), "utf-8")
+            (folder / f"{split}.{language}").write_text(
+                "".join(f"{line}\n" for line in lines), "utf-8"
+            )
     return folder
 
 
@@ -64,9 +66,22 @@ def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(recipe, write_con
     found = json.loads((run / "score-test.json").read_text("utf-8"))
     assert json.loads((run / "result.json").read_text("utf-8"))["headline"] == "sacrebleu"
     output = run / "out.ja"
-    assert main(["translate", str(run), str(pairs / "test.en"), "--output", str(output), "--cpu"]) == 0
-    sacrebleu = [sys.executable, "-m", "sacrebleu", str(pairs / "test.ja"), "-i", str(output), "-tok", "char"]
-    told = json.loads(subprocess.run([*sacrebleu, "-w", "9"], capture_output=True, check=True).stdout)
+    assert (
+        main(["translate", str(run), str(pairs / "test.en"), "--output", str(output), "--cpu"]) == 0
+    )
+    sacrebleu = [
+        sys.executable,
+        "-m",
+        "sacrebleu",
+        str(pairs / "test.ja"),
+        "-i",
+        str(output),
+        "-tok",
+        "char",
+    ]
+    told = json.loads(
+        subprocess.run([*sacrebleu, "-w", "9"], capture_output=True, check=True).stdout
+    )
     assert (found["sacrebleu"]["signature"], round(found["sacrebleu"]["score"], 9)) == (
         told["signature"],
         told["score"],

@@ -10,7 +10,13 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.utils import move_to_cpu
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.recipes.batch import TABLE, BatchPlan, CorpusSize, known_size, measured_size
+from moa_fairseq.experiments.recipes.batch import (
+    TABLE,
+    BatchPlan,
+    CorpusSize,
+    known_size,
+    measured_size,
+)
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
@@ -55,7 +61,8 @@ def plan_of(tmp_path, monkeypatch, capsys):
 
 def test_text_of_unknown_size_has_the_symbols_that_the_recipe_asks_for(plan_of):
     sizes = [
-        plan_of("text_lm_moh_small", f"--set=data.bpe={pieces}")["parameters"] for pieces in (8000, 65536)
+        plan_of("text_lm_moh_small", f"--set=data.bpe={pieces}")["parameters"]
+        for pieces in (8000, 65536)
     ]
     assert sizes[1] - sizes[0] == 2 * 768 * (65536 - 8000)  # two matrices
     assert round(sizes[1], -6) == 186e6
@@ -69,7 +76,8 @@ def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
     assert report["parameters"] > 1e6
     assert [entry["count"] for entry in report["hardware"]] == [1, 8, 32] * 4 + [1] * 3
     for entry in report["hardware"]:
-        adaptive = recipe.train.criterion.startswith("adaptive")  # without data its words are not known
+        # Without data its words are not known
+        adaptive = recipe.train.criterion.startswith("adaptive")
         assert entry["memory"] > 16 * report["parameters"]
         assert entry["disk"]["checkpoint"] >= (8 if adaptive else 12) * report["parameters"]
         assert entry["disk"]["total"] >= 2 * entry["disk"]["checkpoint"]
@@ -85,10 +93,16 @@ def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
 
 def test_the_text_says_what_is_rough(tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    assert main(["recipe", "wmt14_ende_moa_big", "--plan", "--device-name", "V100", "--gpus", "8"]) == 0
+    assert (
+        main(["recipe", "wmt14_ende_moa_big", "--plan", "--device-name", "V100", "--gpus", "8"])
+        == 0
+    )
     text = capsys.readouterr().out
     assert "199,974,912" in text and "8×V100" in text and "262,144" in text and "H100" not in text
-    assert "rough: 4.4% to 19.3% of the peak" in text and " to " in text.partition("8×V100")[2].split("\n")[0]
+    assert (
+        "rough: 4.4% to 19.3% of the peak" in text
+        and " to " in text.partition("8×V100")[2].split("\n")[0]
+    )
 
 
 def test_a_note_of_a_plan_stands_once_and_a_device_on_one_line(tmp_path, monkeypatch, capsys):
@@ -98,18 +112,28 @@ def test_a_note_of_a_plan_stands_once_and_a_device_on_one_line(tmp_path, monkeyp
     for name in ("wmt14_ende_moa_big", "wikitext103_lm_base"):
         assert main(["recipe", name, "--plan", "--set", "train.effective_batch_tokens=65536"]) == 0
         lines = capsys.readouterr().out.splitlines()
-        assert len(lines) == len(set(lines)) and any(line.startswith("1×RTX5090 ") for line in lines)
+        assert len(lines) == len(set(lines)) and any(
+            line.startswith("1×RTX5090 ") for line in lines
+        )
 
 
 @pytest.mark.parametrize("count, max_tokens, bound", [(8, 8192, "device"), (1, 256, "host")])
-def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(plan_of, count, max_tokens, bound):
+def test_hours_are_operations_by_shares_of_the_peak_or_the_hosts_time(
+    plan_of, count, max_tokens, bound
+):
     machine = ("--gpus", str(count), "--device-name", "A100")
-    report = plan_of("wmt14_ende_transformer_base", *machine, f"--set=train.max_tokens={max_tokens}")
+    report = plan_of(
+        "wmt14_ende_transformer_base", *machine, f"--set=train.max_tokens={max_tokens}"
+    )
     (entry,) = report["hardware"]
     operations = entry["target_tokens"] * 6 * report["macs_per_target_token"]
     of_the_device = [operations / (312e12 * share * count) for share in reversed(UTILISATION)]
-    of_the_host = [entry["updates"] * entry["batch"]["update_freq"] * 12 * each for each in HOST_SECONDS]
-    assert bound == "device" or (of_the_host[1] > of_the_device[1] and entry["batch"]["update_freq"] > 1)
+    of_the_host = [
+        entry["updates"] * entry["batch"]["update_freq"] * 12 * each for each in HOST_SECONDS
+    ]
+    assert bound == "device" or (
+        of_the_host[1] > of_the_device[1] and entry["batch"]["update_freq"] > 1
+    )
     seconds = list(map(max, of_the_device, of_the_host))
     assert entry["hours"] == pytest.approx([each / 3600 for each in seconds], rel=0.05)
 
@@ -138,7 +162,8 @@ def test_hours_are_those_of_the_measured_speed(arch):
     assert here["hours"] == near["hours"]
     passes = here["updates"] * here["batch"]["update_freq"]
     slowest = here["target_tokens"]
-    if here["batch"]["max_tokens"] < 8000:  # the recorded batch: a smaller one takes at most its time
+    # The recorded batch: a smaller one takes at most its time
+    if here["batch"]["max_tokens"] < 8000:
         slowest = passes * 8000
     assert here["hours"][1] == pytest.approx(slowest / speed / 3600, rel=0.01)
     assert here["hours"][0] == pytest.approx(here["target_tokens"] / speed / 3600, rel=0.01)
@@ -148,7 +173,8 @@ def test_hours_are_those_of_the_measured_speed(arch):
     for entry in others:
         assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith("rough")
     of_a_token = here["batch_memory"] / here["batch"]["max_tokens"]
-    assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.13)  # of 36,600 symbols, not of 32,768
+    # Of 36,600 symbols, not of 32,768
+    assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.13)
     for entry, memory in ((here, 141e9), (others[-1], 24e9)):
         total = entry["memory"] + entry["most_tokens"] * of_a_token
         assert total == pytest.approx(0.9 * memory, rel=0.001) and entry["fits"]
@@ -157,7 +183,10 @@ def test_hours_are_those_of_the_measured_speed(arch):
 def test_a_speed_is_of_one_size_and_precision():
     row = {"experiment": "x", "count": 1, "device": "H200", "precision": "bf16"}
     assert nearest_speed([row], "H200", "bf16", 8) == nearest_speed([row], "H100", "bf16", 8) == row
-    assert nearest_speed([row], "H200", "fp32", 8) is None and nearest_speed([row], "A100", "bf16", 8) is None
+    assert (
+        nearest_speed([row], "H200", "fp32", 8) is None
+        and nearest_speed([row], "A100", "bf16", 8) is None
+    )
     older = {**row, "precision": None, "count": 8}
     assert nearest_speed([row, older], "H200", "bf16", 8) == older
     nearer = {**row, "device": "H100"}
@@ -170,7 +199,9 @@ def test_a_speed_is_of_one_size_and_precision():
 
 def test_a_batch_that_does_not_fit():
     recipe = load_recipe(shipped_recipes()["quickstart_moa"], ["train.max_tokens=10000000"])
-    recipe = dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None))
+    recipe = dataclasses.replace(
+        recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None)
+    )
     report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
     (entry,) = report["hardware"]
     assert entry["fits"] is False and 1024 < entry["most_tokens"] < 10_000_000
@@ -182,7 +213,12 @@ def test_a_batch_that_does_not_fit():
 def test_a_recorded_speed_comes_first(tmp_path):
     (tmp_path / "throughput").mkdir()
     values = {"experiment": "x", "hardware": "8 x NVIDIA A100-SXM4-80GB", "tokens_per_second": 5}
-    for name, text in (("a", json.dumps(values)), ("b", "{"), ("c", "[]"), ("d", '{"hardware": 3}')):
+    for name, text in (
+        ("a", json.dumps(values)),
+        ("b", "{"),
+        ("c", "[]"),
+        ("d", '{"hardware": 3}'),
+    ):
         (tmp_path / "throughput" / f"{name}.json").write_text(text)
     (row,) = read_speeds(tmp_path)
     assert (row["device"], row["count"], row["file"]) == ("A100", 8, "throughput/a.json")
@@ -225,7 +261,9 @@ def test_bytes_of_a_parameter(flags, precision, devices, size):
 
 def test_every_size_has_an_origin(shipped):
     table = json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]
-    assert all(entry["origin"] and 0 < entry["fill"] <= 1 and entry["experiments"] for entry in table)
+    assert all(
+        entry["origin"] and 0 < entry["fill"] <= 1 and entry["experiments"] for entry in table
+    )
     assert known_size(shipped("wmt14_enfr_moa_big")).vocabulary == 44512
 
 
@@ -245,7 +283,10 @@ def test_measured_updates_are_those_of_the_training(small, write_config, toy_dat
 
 def test_table_2_has_its_own_vocabulary_and_text(plan_of):
     report = plan_of("wikitext103_mlm_transformer", "--gpus", "1", "--device-name", "V100")
-    assert report["corpus"]["vocabulary"] == 50265 and 117e6 < report["corpus"]["target_tokens"] < 118e6
+    assert (
+        report["corpus"]["vocabulary"] == 50265
+        and 117e6 < report["corpus"]["target_tokens"] < 118e6
+    )
     assert report["parameters"] == pytest.approx(51.34e6, rel=0.005)  # as the paper prints
     assert report["hardware"][0]["updates_per_epoch"] == 224
 
@@ -261,16 +302,23 @@ WORDS = 3000
     [
         ({"keep-last-epochs": 2}, True),
         ({"keep-last-epochs": 9, "save-interval-updates": 2, "keep-interval-updates": 1}, False),
-        ({"keep-last-epochs": 9, "no-epoch-checkpoints": True, "optimizer": "nag", "lr": 0.01}, False),
+        (
+            {"keep-last-epochs": 9, "no-epoch-checkpoints": True, "optimizer": "nag", "lr": 0.01},
+            False,
+        ),
         ({"keep-last-epochs": 9, "no-save-optimizer-state": True}, True),
     ],
 )
-def test_the_files_of_a_run_are_those_of_the_plan(train, average, small, write_config, toy_data, tmp_path):
+def test_the_files_of_a_run_are_those_of_the_plan(
+    train, average, small, write_config, toy_data, tmp_path
+):
     small["data"]["recipe"] = "binarised"
     small["train"]["keep_last_epochs"] = train.pop("keep-last-epochs")
     small["train"]["flags"].update(train)
     small["model"]["flags"].update({f"{side}-embed-dim": 128 for side in ("encoder", "decoder")})
-    small["model"]["flags"].update({f"{side}-ffn-embed-dim": 512 for side in ("encoder", "decoder")})
+    small["model"]["flags"].update(
+        {f"{side}-ffn-embed-dim": 512 for side in ("encoder", "decoder")}
+    )
     small["average"] = {"epochs": 2} if average else None
     recipe = load_recipe(write_config(small))
     planned = plan(recipe, toy_data, [Hardware()], tmp_path)["hardware"][0]["disk"]
@@ -288,7 +336,9 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
     recipe = shipped("quickstart_transformer")
     line = flags({**recipe.model.as_flags(), "arch": None})
     model = build_meta_model(recipe.model.arch, WORDS, "shared", line, weights=True)
-    storages = [value.untyped_storage() for value in move_to_cpu(model.bfloat16().state_dict()).values()]
+    storages = [
+        value.untyped_storage() for value in move_to_cpu(model.bfloat16().state_dict()).values()
+    ]
     size = sum({storage.data_ptr(): storage.nbytes() for storage in storages}.values())
     planned = disk(recipe, model.float(), True, None, None)
     state = sum(parameter.numel() for parameter in model.parameters()) * 8
@@ -317,11 +367,15 @@ def test_hours_follow_a_recorded_speed_by_the_number_of_devices(shipped, tmp_pat
     recipe = shipped("wmt14_ende_transformer_base")
     (tmp_path / "throughput").mkdir()
     record = {"experiment": recipe.experiment, "hardware": "2 x NVIDIA A100-SXM4-80GB"}
-    (tmp_path / "throughput" / "a.json").write_text(json.dumps({**record, "tokens_per_second": 1000}))
+    (tmp_path / "throughput" / "a.json").write_text(
+        json.dumps({**record, "tokens_per_second": 1000})
+    )
     machines = [assumed_hardware("A100", count) for count in (1, 2, 8)]
     entries = plan(recipe, None, machines, tmp_path)["hardware"]
     for entry, speed in zip(entries, (500, 1000, 4000)):
-        assert entry["hours"] == pytest.approx([entry["target_tokens"] / speed / 3600] * 2, rel=0.05)
+        assert entry["hours"] == pytest.approx(
+            [entry["target_tokens"] / speed / 3600] * 2, rel=0.05
+        )
         assert "throughput/a.json" in entry["speed_origin"]
 
 

@@ -23,7 +23,9 @@ def replay(lines, folder, fairseq):
         command, _, output = line.partition(" > ")
         program, *words = shlex.split(command)
         assert program in MODULES
-        done = fairseq(program.replace("moa-fairseq", "moa").removeprefix("fairseq-"), *words, cwd=folder)
+        done = fairseq(
+            program.replace("moa-fairseq", "moa").removeprefix("fairseq-"), *words, cwd=folder
+        )
         if output:
             (folder / output).write_text(done.stdout)
 
@@ -37,13 +39,23 @@ def test_the_commands_make_the_same_run_elsewhere(
     small["train"].update(max_epoch=2, keep_last_epochs=2)
     (tmp_path / "here").mkdir()
     monkeypatch.chdir(tmp_path / "here")
-    line = ["recipe", str(write_config(small)), "--data", str(text), "--gpus", "0", "--save-dir", "run"]
+    line = [
+        "recipe",
+        str(write_config(small)),
+        "--data",
+        str(text),
+        "--gpus",
+        "0",
+        "--save-dir",
+        "run",
+    ]
     assert main([*line, "--set", "data.bpe=40", "--dry-run"]) == 0
     shown = [line[2:] for line in capsys.readouterr().out.splitlines() if line.startswith("$ ")]
     assert main([*line, "--set", "data.bpe=40"]) == 0
     kept = Path("run/commands.sh").read_text().splitlines()
     assert [line for line in kept[3:] if not line.startswith("#")] == shown
-    assert sum("fairseq-preprocess" in line for line in kept) == 1  # what the first line runs, as a comment
+    # What the first line runs, as a comment
+    assert sum("fairseq-preprocess" in line for line in kept) == 1
     monkeypatch.chdir(tmp_path)
     replay(kept, tmp_path / "there", fairseq)
     models = []
@@ -51,4 +63,6 @@ def test_the_commands_make_the_same_run_elsewhere(
     for folder in ("here", "there"):
         models.append(load_checkpoint(tmp_path / folder / "run" / "average.pt")["model"])
         scores.append(json.loads((tmp_path / folder / "run" / "score-test.json").read_text()))
-    assert scores[0] == scores[1] and all((models[0][name] == models[1][name]).all() for name in models[0])
+    assert scores[0] == scores[1] and all(
+        (models[0][name] == models[1][name]).all() for name in models[0]
+    )

@@ -39,7 +39,10 @@ def test_all_rows_are_run_one_after_the_other(started):
     for recipe, options in runs:
         flags = recipe.train.flags
         losses.add((recipe.model.num_experts, flags["load-balance-coef"], flags["z-loss-coef"]))
-        assert options.published.reproduces == recipe.reproduces and options.published.train == recipe.train
+        assert (
+            options.published.reproduces == recipe.reproduces
+            and options.published.train == recipe.train
+        )
         assert recipe.reproduces.table == ("7" if recipe.row else "1")
     each = {(0.01, 0.0), (0.0, 0.01), (0.0, 0.001), (0.01, 0.001), (0.01, 0.01)}
     assert losses == {(experts, *both) for experts in (8, 16, 32) for both in each}
@@ -53,7 +56,8 @@ def test_one_row_with_its_folder_and_record(started):
     assert (recipe.row, recipe.pretrained) == ("NOBCD", "runs/wmt14_ende_nobcd")
     assert str(options.save_dir) == "runs/x_nobcd"
     assert options.record.name == "wmt14_ende_one_expert_nobcd.json"
-    assert "generate.flags.model-overrides=null" in options.preparation  # a line that needs no --row
+    # A line that needs no --row
+    assert "generate.flags.model-overrides=null" in options.preparation
 
 
 def test_a_row_that_the_file_does_not_have_is_refused(started, capsys):
@@ -65,7 +69,10 @@ def test_each_seed_draws_another_expert_and_stands_for_the_row(started):
     runs = started(ONE_EXPERT, "--row", RANDOM, "--seeds", "3,4")
     for seed, (recipe, options) in zip((3, 4), runs, strict=True):
         flags = recipe.generate.flags["model-overrides"]
-        assert ast.literal_eval(flags) == {"mae_evaluate_with": "random-expert", "mae_evaluate_seed": seed}
+        assert ast.literal_eval(flags) == {
+            "mae_evaluate_with": "random-expert",
+            "mae_evaluate_seed": seed,
+        }
         assert options.published.generate == recipe.generate and recipe.reproduces.row == RANDOM
     ((recipe, _),) = started(ONE_EXPERT)
     assert recipe.generate.flags["model-overrides"] == "{'mae_evaluate_with': 'top-expert'}"

@@ -166,20 +166,34 @@ def data_of(request, tmp_path):
             return request.getfixturevalue("toy_wiki_data")
         folder = tmp_path / "data"
         if kind == "classifier":
-            line = ["prepare", "listops", str(folder), "--sizes", "60", "10", "20", "--workers", "1"]
+            line = [
+                "prepare",
+                "listops",
+                str(folder),
+                "--sizes",
+                "60",
+                "10",
+                "20",
+                "--workers",
+                "1",
+            ]
             assert main(line) == 0
             return folder / "binarised"
         for split in ("train", "valid", "test"):
             (tmp_path / f"{split}.txt").write_text("a b c\n" * 9)
         prefixes = [f"--{split}pref={tmp_path / split}.txt" for split in ("train", "valid", "test")]
-        request.getfixturevalue("fairseq")("preprocess", "--only-source", *prefixes, "--destdir", folder)
+        request.getfixturevalue("fairseq")(
+            "preprocess", "--only-source", *prefixes, "--destdir", folder
+        )
         return folder
 
     return make
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown, tmp_path, monkeypatch, said):
+def test_every_kind_is_shown_run_and_found_done(
+    kind, recipe_of, data_of, shown, tmp_path, monkeypatch, said
+):
     monkeypatch.chdir(tmp_path)
     FakeExecutor.calls = []
     FakeExecutor.fail = None
@@ -192,10 +206,15 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
     planned = shown(recipe, CPU, options)
     result = run_recipe(recipe, CPU, options, FakeExecutor)
     ran = [[word.replace(".partial", "") for word in command] for command in FakeExecutor.calls]
-    assert [command[: command.index(">")] if ">" in command else command for command in planned] == ran
+    assert [
+        command[: command.index(">")] if ">" in command else command for command in planned
+    ] == ran
     assert FakeExecutor.programs() == programs
     values = json.loads(result.read_text())
-    assert values["metrics"][headline] == value and (values["parameters"], values["updates"]) == (1000, 9)
+    assert values["metrics"][headline] == value and (values["parameters"], values["updates"]) == (
+        1000,
+        9,
+    )
     assert values["command"] == "moa-fairseq recipe x" and values["reproduces"] is None
     assert f"{headline} {value:.2f} on test" in said[-1]
     if kind == "causal":  # whose words are all known
@@ -205,7 +224,10 @@ def test_every_kind_is_shown_run_and_found_done(kind, recipe_of, data_of, shown,
     said.clear()
     assert run_recipe(recipe, CPU, Options(save_dir=tmp_path / "run"), FakeExecutor) == result
     # the run's copy of what reads and writes its text is a step, too
-    assert FakeExecutor.programs() == [] and sum("done before" in line for line in said) == len(programs) + 1
+    assert (
+        FakeExecutor.programs() == []
+        and sum("done before" in line for line in said) == len(programs) + 1
+    )
     for stage in ("average", "generate"):
         if not getattr(recipe, stage):
             run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
@@ -216,7 +238,9 @@ def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path,
     """lm_eval is asked for before the training; a result stays that of its model if the tasks fail."""
     FakeExecutor.calls = []
     FakeExecutor.fail = None
-    recipe = dataclasses.replace(recipe_of("causal"), average=None, zero_shot=["lambada_openai", "cbt"])
+    recipe = dataclasses.replace(
+        recipe_of("causal"), average=None, zero_shot=["lambada_openai", "cbt"]
+    )
     options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
     last = shown(recipe, CPU, options)[-1]
     assert last[:3] == ["moa-fairseq", "zero-shot", str(tmp_path / "run")]
@@ -235,10 +259,16 @@ def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path,
     record = tmp_path / "record.json"
     for stage in ("zero-shot", "score", "all"):
         copy = None if stage == "zero-shot" else record
-        run_recipe(recipe, CPU, dataclasses.replace(options, stage=stage, record=copy), FakeExecutor)
+        run_recipe(
+            recipe, CPU, dataclasses.replace(options, stage=stage, record=copy), FakeExecutor
+        )
     assert FakeExecutor.programs() == ["moa-fairseq zero-shot"], "once"
     scores = {"lm_ppl": 18.71, "lm_bits": 4.2258, "lambada_acc": 25.0}
-    assert json.loads(record.read_text())["metrics"] == json.loads(result.read_text())["metrics"] == scores
+    assert (
+        json.loads(record.read_text())["metrics"]
+        == json.loads(result.read_text())["metrics"]
+        == scores
+    )
     write_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt", "another")
     run_recipe(recipe, CPU, dataclasses.replace(options, stage="score"), FakeExecutor)
     assert "lambada_acc" not in json.loads(result.read_text())["metrics"], "of another checkpoint"
@@ -264,7 +294,9 @@ def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypat
     result = json.loads(path.read_text())
     assert result["parameters"] > 1000 and result["subset"] == "test"
     if kind == "masked":
-        assert 1 < result["metrics"]["masked_lm_ppl"] < 300 and result["evaluation"]["maskings"] == 2
+        assert (
+            1 < result["metrics"]["masked_lm_ppl"] < 300 and result["evaluation"]["maskings"] == 2
+        )
         assert result["metrics"]["masked_lm_word_ppl"] > result["metrics"]["masked_lm_ppl"]
     else:
         scores = json.loads((tmp_path / "run" / "score-test.json").read_text())["accuracy"]
@@ -308,7 +340,9 @@ def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
     for name in ("average", "generate"):
         go(stage=name)
     source.commit = "three"
-    values = json.loads(go(stage="score", command_line="moa-fairseq recipe --stage score")[1].read_text())
+    values = json.loads(
+        go(stage="score", command_line="moa-fairseq recipe --stage score")[1].read_text()
+    )
     facts = (values["commit"], values["command"], values["hardware"])
     assert facts == ("one", "moa-fairseq recipe small", CPU.describe())
     assert values["commits"] == {
@@ -348,7 +382,9 @@ def test_the_runs_recipe_says_how_far_it_was_trained(go, tmp_path):
     """Not how far a later call that trains nothing would train it."""
     go(stage="train")
     go("train.max_epoch=50", stage="average")
-    assert yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())["train"]["max_epoch"] == 3
+    assert (
+        yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())["train"]["max_epoch"] == 3
+    )
 
 
 def test_the_speed_of_a_training_says_what_trained_it(go, tmp_path, monkeypatch):
@@ -370,7 +406,8 @@ def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):
     beam = ["generate.beam=7"]
     values = json.loads(go(*beam, of=beam)[1].read_text())
     assert (
-        values["row"] == values["reproduces"]["row"] == "wide beam" and values["reproduces"]["value"] == 2.0
+        values["row"] == values["reproduces"]["row"] == "wide beam"
+        and values["reproduces"]["value"] == 2.0
     )
     assert yaml.safe_load((tmp_path / "runs" / "small" / "recipe.yaml").read_text())["rows"] == {}
     assert "row" not in json.loads(go()[1].read_text())
@@ -385,9 +422,17 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     _, result = go(record=tmp_path / "results" / "measured" / "small.json")
     assert not any("--allow-partial" in call for call in FakeExecutor.calls)
     values = json.loads(result.read_text())
-    assert values["metrics"]["sacrebleu_signature"] == "nrefs:1" and values["checkpoints_averaged"] == 2
-    assert values["generation"] == {"beam": 2, "lenpen": 1.0} and values["reproduces"]["row"] == "a row"
-    assert "the paper prints 1.0" in said[-2] and "reproduces moa, table 1, a row, BLEU: 1.0" in said
+    assert (
+        values["metrics"]["sacrebleu_signature"] == "nrefs:1"
+        and values["checkpoints_averaged"] == 2
+    )
+    assert (
+        values["generation"] == {"beam": 2, "lenpen": 1.0}
+        and values["reproduces"]["row"] == "a row"
+    )
+    assert (
+        "the paper prints 1.0" in said[-2] and "reproduces moa, table 1, a row, BLEU: 1.0" in said
+    )
     assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
 
 
@@ -560,7 +605,12 @@ def test_averaging_needs_enough_checkpoints(go, tmp_path):
 def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(go, tmp_path):
     assert reproduces(go()[1])["row"] == "a row"
     go("train.max_epoch=2", save_dir=Path("short"), stage="train")
-    for stage in ("average", "generate", "score"):  # without the --set: the recipe itself says 3 epochs
+    # Without the --set: the recipe itself says 3 epochs
+    for stage in (
+        "average",
+        "generate",
+        "score",
+    ):
         _, result = go(save_dir=Path("short"), stage=stage)
     assert reproduces(result) is None
     assert json.loads(result.read_text())["differences"] == ["train.max_epoch: 3 → 2"]
@@ -587,7 +637,11 @@ def scored_text(monkeypatch, hyphens):
 
 def test_the_references_hyphens_choose_the_chain_of_one_compound_split(go, monkeypatch, tmp_path):
     """The tokeniser splits the hyphens of this row's text; where they are whole a chain splits them."""
-    for hyphens, headline in (("split", "multi_bleu"), ("", "multi_bleu"), ("whole", "compound_split_bleu")):
+    for hyphens, headline in (
+        ("split", "multi_bleu"),
+        ("", "multi_bleu"),
+        ("whole", "compound_split_bleu"),
+    ):
         scored_text(monkeypatch, hyphens)
         _, result = go(save_dir=tmp_path / f"run_{hyphens}")
         values = json.loads(result.read_text())
@@ -595,7 +649,9 @@ def test_the_references_hyphens_choose_the_chain_of_one_compound_split(go, monke
         assert bool(values["reproduces"]) == (hyphens != "whole")
     assert values["differences"] == ["score.headline: multi_bleu → compound_split_bleu"]
     _, result = go("score.headline=sacrebleu", save_dir=tmp_path / "run_whole")
-    assert json.loads(result.read_text())["headline"] == "sacrebleu", "whoever asks for a metric gets it"
+    assert json.loads(result.read_text())["headline"] == "sacrebleu", (
+        "whoever asks for a metric gets it"
+    )
 
 
 def test_the_headline_of_text_without_spaces_is_sacrebleus(go, monkeypatch):
@@ -656,10 +712,16 @@ def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):
 def test_recalled_data_must_be_what_the_recipe_asks_for(go):
     go(stage="prepare")
     with pytest.raises(UserError, match=r"data\.joined_dictionary: True → False"):
-        go("data.joined_dictionary=false", "model.share_all_embeddings=false", stage="train", data=None)
+        go(
+            "data.joined_dictionary=false",
+            "model.share_all_embeddings=false",
+            stage="train",
+            data=None,
+        )
     with pytest.raises(UserError, match="subset test1 is new"):
         go("generate.subsets=[test1]", stage="train", data=None)
-    go("data.bpe=70", stage="train", data=None)  # of no effect on a folder that was binarised elsewhere
+    # Of no effect on a folder that was binarised elsewhere
+    go("data.bpe=70", stage="train", data=None)
     assert FakeExecutor.programs() == ["fairseq-train"]
 
 
@@ -676,9 +738,15 @@ def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
     path = tmp_path / "results" / "throughput" / "small.json"
     go(stage="train", record=path, command_line="moa-fairseq recipe x")
     row = json.loads(path.read_text())
-    assert (row["experiment"], row["tokens_per_second"], row["precision"]) == ("small", 10.0, "fp32")
+    assert (row["experiment"], row["tokens_per_second"], row["precision"]) == (
+        "small",
+        10.0,
+        "fp32",
+    )
     assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
-    assert [(found["device"], found["tokens_per_second"]) for found in read_speeds(tmp_path / "results")]
+    assert [
+        (found["device"], found["tokens_per_second"]) for found in read_speeds(tmp_path / "results")
+    ]
 
 
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]])
@@ -713,16 +781,27 @@ def test_each_seed_has_its_folder_and_record_and_all_have_a_mean(
         assert f"--seed {seed} " in (run / "commands.sh").read_text()
         record = tmp_path / "results" / "measured" / f"small_seed{seed}.json"
         assert json.loads(record.read_text()) == values
-    assert main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x", "--set", "train.seed=9"]) == 0
+    assert (
+        main([*line, "--dry-run", "--seeds", "5,6", "--save-dir", "x", "--set", "train.seed=9"])
+        == 0
+    )
     out = capsys.readouterr().out
     assert "--save-dir x_seed5/" in out and "--seed 6 " in out and "deviation" not in out
-    for words in (["--seeds", "1,two"], ["--seeds", "1", "--stage", "train"], ["--seeds", "1", "--plan"]):
+    for words in (
+        ["--seeds", "1,two"],
+        ["--seeds", "1", "--stage", "train"],
+        ["--seeds", "1", "--plan"],
+    ):
         assert main([*line, *words]) == 2 and "--seeds" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
     "record, names",
-    [(None, [None] * 2), ("", ["small_seed1", "small_seed2"]), ("mine", ["mine_seed1", "mine_seed2"])],
+    [
+        (None, [None] * 2),
+        ("", ["small_seed1", "small_seed2"]),
+        ("mine", ["mine_seed1", "mine_seed2"]),
+    ],
 )
 def test_no_two_seeds_share_a_record(record, names):
     args = argparse.Namespace(
@@ -732,14 +811,18 @@ def test_no_two_seeds_share_a_record(record, names):
 
 
 def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_path, monkeypatch):
-    monkeypatch.setattr(f"{__name__}.REPORT", REPORT.replace("4.2258", "inf").replace("18.71", "inf"))
+    monkeypatch.setattr(
+        f"{__name__}.REPORT", REPORT.replace("4.2258", "inf").replace("18.71", "inf")
+    )
     options = Options(data=data_of("causal"), save_dir=tmp_path / "run")
     result = run_recipe(recipe_of("causal"), CPU, options, FakeExecutor)
     assert json.loads(result.read_text())["metrics"]["lm_ppl"] is None
     assert read_step_records(tmp_path / "run")["score-test"]["fingerprint"]
 
 
-def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(tmp_path, monkeypatch):
+def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
+    tmp_path, monkeypatch
+):
     """No right to read it, say: it may be whole."""
     for name in ("checkpoint1.pt", "checkpoint_last.pt"):
         write_checkpoint(tmp_path / name, name)

@@ -7,7 +7,13 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import train_log
-from moa_fairseq.experiments.recipes.train_log import TrainLog, parse_record, prune, read_records, summarise
+from moa_fairseq.experiments.recipes.train_log import (
+    TrainLog,
+    parse_record,
+    prune,
+    read_records,
+    summarise,
+)
 from moa_fairseq.plugin.patches import kernel_check
 
 SKIPPED = (
@@ -18,7 +24,13 @@ PREFIX = "2026-01-01 00:00:00 | INFO | train_inner | "
 
 
 def inner(updates, loss="9.0"):
-    return {"epoch": 1, "update": updates / 4, "loss": loss, "wps": "100", "num_updates": str(updates)}
+    return {
+        "epoch": 1,
+        "update": updates / 4,
+        "loss": loss,
+        "wps": "100",
+        "num_updates": str(updates),
+    }
 
 
 def end_of_epoch(epoch, updates, wpb, wps="100"):
@@ -118,7 +130,9 @@ def test_the_first_record_of_a_new_training_tells_the_time_left(tmp_path, capsys
     for epoch in (1, 4):
         log(
             PREFIX
-            + json.dumps({"epoch": epoch, "train_loss": "5", "train_wps": "9", "train_num_updates": "3"})
+            + json.dumps(
+                {"epoch": epoch, "train_loss": "5", "train_wps": "9", "train_num_updates": "3"}
+            )
         )
     first, last = capsys.readouterr().out.splitlines()
     assert first.endswith("about 0:01:30 left") and "left" not in last

@@ -30,7 +30,10 @@ def outputs(tmp_path):
     paths = {"reference": tmp_path / "reference"}
     paths["reference"].write_text("\n".join(reference) + "\n")
     for name, missing in (("a", 0.2), ("b", 0.22), ("c", 0.4)):
-        lines = [" ".join("x" if draw.random() < missing else w for w in line.split()) for line in reference]
+        lines = [
+            " ".join("x" if draw.random() < missing else w for w in line.split())
+            for line in reference
+        ]
         paths[name] = tmp_path / name
         paths[name].write_text("\n".join(lines) + "\n")
     return {name: str(path) for name, path in paths.items()}
@@ -49,7 +52,10 @@ def test_it_says_what_sacrebleu_says_of_one_output_each(outputs, capsys, other):
     rows, content = compared(capsys, outputs, "a", other)
     assert content["sentences"] == 80 and content["outputs"] == [1, 1]
     texts = {name: Path(path).read_text().splitlines() for name, path in outputs.items()}
-    metrics = {"BLEU": BLEU(lowercase=True, tokenize="none", force=True), "chrF": CHRF(lowercase=True)}
+    metrics = {
+        "BLEU": BLEU(lowercase=True, tokenize="none", force=True),
+        "chrF": CHRF(lowercase=True),
+    }
     systems = [("a", texts["a"]), (other, texts[other])]
     _, theirs = PairedTest(systems, metrics, [texts["reference"]], "ar", n_samples=10_000)()
     for name, row in rows.items():
@@ -69,7 +75,9 @@ def test_seeds_are_averaged(outputs, capsys):
 
 @pytest.mark.thorough
 def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
-    ours, theirs = ([compared(capsys, outputs, x, "a")[0] for x in system] for system in ("abc", "cba"))
+    ours, theirs = (
+        [compared(capsys, outputs, x, "a")[0] for x in system] for system in ("abc", "cba")
+    )
     found, _ = compared(capsys, outputs, "abc", "cba")
     for name, row in found.items():
         scores = [[each[name]["first"] for each in system] for system in (ours, theirs)]
@@ -83,9 +91,13 @@ def test_the_p_of_seeds_is_a_paired_t_test(outputs, capsys):
 
 def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
     reference = Path(outputs["reference"]).read_text().splitlines()
-    texts = {name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"}
+    texts = {
+        name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"
+    }
     texts = {name: running_text(text) for name, text in texts.items()}
-    for row in against([texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3)["metrics"]:
+    for row in against([texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3)[
+        "metrics"
+    ]:
         assert "p_seeds" not in row and "low" not in row
 
 
@@ -99,9 +111,18 @@ def test_several_outputs_need_others_to_be_compared_with(outputs, capsys):
     assert main(["score", *line]) == 2 and "--against" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize("flag", [["--lowercase"], ["--chain", "multi-bleu"], ["--also", "moa-release"]])
+@pytest.mark.parametrize(
+    "flag", [["--lowercase"], ["--chain", "multi-bleu"], ["--also", "moa-release"]]
+)
 def test_what_a_comparison_does_not_do_is_refused(outputs, capsys, flag):
-    line = ["--hypothesis", outputs["a"], "--reference", outputs["reference"], "--against", outputs["b"]]
+    line = [
+        "--hypothesis",
+        outputs["a"],
+        "--reference",
+        outputs["reference"],
+        "--against",
+        outputs["b"],
+    ]
     assert main(["score", *line, *flag]) == 2 and flag[0] in capsys.readouterr().err
 
 
@@ -110,11 +131,21 @@ def test_a_comparison_warns_as_a_score_does(few_trials, capsys, tmp_path):
     log.write_text("".join(f"T-{n}\ta b c d\nH-{n}\t-0.1\ta b c d\n" for n in (0, 2)))
     assert main(["score", str(log), "--allow-partial", "--against", str(log)]) == 0
     said = capsys.readouterr().err
-    assert said.count("1 sentence of the test set is missing") == 2 and said.count("--target-lang") == 2
+    assert (
+        said.count("1 sentence of the test set is missing") == 2
+        and said.count("--target-lang") == 2
+    )
 
 
 def test_only_one_test_set_can_be_compared(outputs, capsys, tmp_path):
     short = tmp_path / "short"
     short.write_text("one line\n")
-    line = ["--hypothesis", outputs["a"], "--reference", outputs["reference"], "--against", str(short)]
+    line = [
+        "--hypothesis",
+        outputs["a"],
+        "--reference",
+        outputs["reference"],
+        "--against",
+        str(short),
+    ]
     assert main(["score", *line]) == 2 and str(short) in capsys.readouterr().err

@@ -46,7 +46,10 @@ def total(tmp_path):
     """total(*models): the mean of models, by way of files."""
 
     def mean(*models):
-        files = [save(tmp_path / f"checkpoint{number}.pt", weights) for number, weights in enumerate(models)]
+        files = [
+            save(tmp_path / f"checkpoint{number}.pt", weights)
+            for number, weights in enumerate(models)
+        ]
         return average_checkpoints(files)["model"]
 
     return mean
@@ -93,7 +96,9 @@ def test_weights_tied_in_some_checkpoints_only_are_averaged_apart(untied_first, 
 
 def test_views_of_one_storage_that_differ_are_not_tied(total):
     storage = torch.arange(8.0)
-    views = OrderedDict(a=storage[:4], b=storage[4:], c=storage.view(2, 4)[0], d=storage[:4].view(2, 2))
+    views = OrderedDict(
+        a=storage[:4], b=storage[4:], c=storage.view(2, 4)[0], d=storage[:4].view(2, 2)
+    )
     mean = total(views, views)
     assert mean["b"].tolist() == [4, 5, 6, 7]
     assert mean["d"].shape == (2, 2)
@@ -118,7 +123,9 @@ def test_mixed_shapes_name_file_and_parameter(tmp_path):
         average_checkpoints(paths)
 
 
-@pytest.mark.parametrize("change, says", [("drop", "b.pt lacks the parameter fc"), ("add", "b.pt alone has")])
+@pytest.mark.parametrize(
+    "change, says", [("drop", "b.pt lacks the parameter fc"), ("add", "b.pt alone has")]
+)
 def test_mixed_parameters_name_file_and_parameter(tmp_path, change, says):
     other = model(2)
     other.pop("fc") if change == "drop" else other.update(more=torch.zeros(1))
@@ -168,7 +175,10 @@ def test_too_few_checkpoints(folder):
         (["--inputs", "FOLDER/none", "--num-epoch-checkpoints", "2"], "is not a folder"),
         (["--inputs", "FOLDER/none.pt", "FOLDER/none.pt"], "none.pt does not exist"),
         (["--inputs", "a.pt", "b.pt", "--checkpoint-upper-bound", "3"], "--checkpoint-upper-bound"),
-        (["--inputs", "FOLDER/checkpoint1.pt", "FOLDER/checkpoint2.pt"], "checkpoint1.pt cannot be read"),
+        (
+            ["--inputs", "FOLDER/checkpoint1.pt", "FOLDER/checkpoint2.pt"],
+            "checkpoint1.pt cannot be read",
+        ),
     ],
 )
 def test_bad_input_ends_with_one_message(folder, capsys, flags, says):
@@ -189,12 +199,18 @@ def test_truncated_checkpoint_leaves_an_older_average_alone(tmp_path, capsys):
         ((good, bad), ["--force"], "b.pt"),
         ((good, good), [], f"--output {output} exists"),
     ):
-        assert main(["average", "--inputs", *map(str, inputs), "--output", str(output), *force]) == 2
+        assert (
+            main(["average", "--inputs", *map(str, inputs), "--output", str(output), *force]) == 2
+        )
         assert says in capsys.readouterr().err
         assert output.read_bytes() == b"older result"
-    assert main(["average", "--inputs", str(bad), str(bad), "--output", str(tmp_path), "--force"]) == 2
+    assert (
+        main(["average", "--inputs", str(bad), str(bad), "--output", str(tmp_path), "--force"]) == 2
+    )
     assert "is a folder" in capsys.readouterr().err
-    assert main(["average", "--inputs", str(good), str(good), "--output", str(output), "--force"]) == 0
+    assert (
+        main(["average", "--inputs", str(good), str(good), "--output", str(output), "--force"]) == 0
+    )
 
 
 def test_a_file_that_is_no_checkpoint(tmp_path):

@@ -35,7 +35,21 @@ def test_equals_recorded_perl(case):
 def random_pair(seed):
     """Lines of hyphens, quotes, entities, spaces of every kind, other scripts and nothing at all."""
     rng = random.Random(seed)
-    words = ["a-b-c", "d--e", "-", "x-", "&quot;", "&amp;", "'", "der", "Mann", "Haus", ".", "z.B.", "10."]
+    words = [
+        "a-b-c",
+        "d--e",
+        "-",
+        "x-",
+        "&quot;",
+        "&amp;",
+        "'",
+        "der",
+        "Mann",
+        "Haus",
+        ".",
+        "z.B.",
+        "10.",
+    ]
     words += ["Привет", "你好", "世界，", "مرحبا", "😀", "@-@", "ß-ß", "É", "１", "’"]
     words += ["a\u00a0-\u00a0b", "\u3000", "x\u3000y"]
     vocabulary = rng.sample(words, rng.choice([5, 12, len(words)]))
@@ -61,7 +75,9 @@ def test_equals_live_perl(chain, tmp_path):
             'perl "$MOSES_SCRIPTS"/generic/multi-bleu.perl r < h'
         )
         perl = subprocess.run(command, shell=True, cwd=tmp_path, capture_output=True)
-        assert score(chain, Texts(hypotheses, [reference]))["line"] == perl.stdout.decode().strip(), seed
+        assert (
+            score(chain, Texts(hypotheses, [reference]))["line"] == perl.stdout.decode().strip()
+        ), seed
 
 
 def test_splitting_does_not_overlap():
@@ -73,7 +89,9 @@ def test_splitting_does_not_overlap():
 
 def test_release_splits_twice_what_is_split():
     lines = ["wohl @-@ bekannt und gut so"]
-    found = [score(chain, Texts(lines, [lines]))["hyp_len"] for chain in ("multi-bleu", "moa-release")]
+    found = [
+        score(chain, Texts(lines, [lines]))["hyp_len"] for chain in ("multi-bleu", "moa-release")
+    ]
     assert found == [6, 8]
 
 
@@ -88,7 +106,9 @@ def test_values_by_hand():
     assert found["precisions"] == [80.0, 75.0, pytest.approx(200 / 3), 50.0]
     expected = 100 * math.exp(-0.2) * (0.8 * 0.75 * 2 / 3 * 0.5) ** 0.25
     assert found["score"] == pytest.approx(expected, abs=1e-12)
-    assert multi_bleu(["A\u00a0b c d e"], [["a\u00a0b c d e"]], lowercase=True)["score"] == pytest.approx(100)
+    assert multi_bleu(["A\u00a0b c d e"], [["a\u00a0b c d e"]], lowercase=True)[
+        "score"
+    ] == pytest.approx(100)
     assert multi_bleu(["", ""], [["a b", "c"]])["line"] == (
         "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"
     )

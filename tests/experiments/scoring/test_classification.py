@@ -44,10 +44,16 @@ def test_a_sentence_that_was_not_read_is_missed(read, monkeypatch, tmp_path):
 @pytest.mark.parametrize("values, kept", [(10, True), (11, False)])
 def test_a_result_keeps_the_accuracies_of_few_groups(values, kept, monkeypatch, tmp_path):
     task = SimpleNamespace(
-        label_dictionary={}, dataset=lambda subset: range(values), cfg=SimpleNamespace(data=tmp_path)
+        label_dictionary={},
+        dataset=lambda subset: range(values),
+        cfg=SimpleNamespace(data=tmp_path),
     )
     numbers = torch.zeros(values, dtype=torch.long)
-    sample = {"net_input": {"numbers": numbers}, "target": numbers[:, None], "id": torch.arange(values)}
+    sample = {
+        "net_input": {"numbers": numbers},
+        "target": numbers[:, None],
+        "id": torch.arange(values),
+    }
     monkeypatch.setattr(classification, "load_trained", lambda *_: (Classifier(), task))
     monkeypatch.setattr(classification, "batches", lambda *_: [sample])
     (tmp_path / classification.GROUPS).mkdir()

@@ -42,7 +42,12 @@ ROW = {"paper": "p", "table": "1", "row": "Ours"}
 
 
 def run(experiment="a_moa", reproduces=ROW, bleu=21.25, **more):
-    return {"experiment": experiment, "reproduces": reproduces, "metrics": {"multi_bleu": bleu}, **more}
+    return {
+        "experiment": experiment,
+        "reproduces": reproduces,
+        "metrics": {"multi_bleu": bleu},
+        **more,
+    }
 
 
 @pytest.fixture
@@ -56,7 +61,9 @@ def results(tmp_path):
 
 def record(results, *runs):
     for number, measured in enumerate(runs):
-        (results / "measured" / f"{measured['experiment']}_{number}.json").write_text(json.dumps(measured))
+        (results / "measured" / f"{measured['experiment']}_{number}.json").write_text(
+            json.dumps(measured)
+        )
     return load_comparison(results)
 
 
@@ -128,7 +135,9 @@ def test_a_score_of_zero_is_a_score(results):
 def test_a_score_by_two_chains_gets_two_lines(results):
     paper = json.loads(json.dumps(PAPER))
     paper["tables"][0]["columns"]["BLEU A"]["also"] = ["moa_release_bleu"]
-    paper["tables"][0]["rows"].append({**paper["tables"][0]["rows"][0], "row": "Dense", "experiments": []})
+    paper["tables"][0]["rows"].append(
+        {**paper["tables"][0]["rows"][0], "row": "Dense", "experiments": []}
+    )
     paper["tables"][0]["rows"][2].update(experiments=["a_dense"], columns={"BLEU A": {"also": []}})
     (results / "papers" / "p.json").write_text(json.dumps(paper))
     both = run(bleu=20.0)
@@ -158,7 +167,9 @@ def test_a_run_without_a_number_says_why(results, status):
 
 def test_runs_for_no_row_stand_apart(results):
     signature = "nrefs:1|case:mixed"
-    other = run("quickstart_moa", None, 7.5, parameters=1234567, train_seconds=90, subset="test", seed=3)
+    other = run(
+        "quickstart_moa", None, 7.5, parameters=1234567, train_seconds=90, subset="test", seed=3
+    )
     other["commit"] = "0123456789abcdef-dirty"
     other["metrics"]["sacrebleu_signature"] = signature
     comparison = record(results, other)
@@ -167,7 +178,9 @@ def test_runs_for_no_row_stand_apart(results):
     assert "| Run | multi-bleu | #Params | Training |" in text, "no column for what no run has"
     assert "| quickstart_moa_0 | 7.50 | 1.2M | 1.5 min |" in text
     (evidence,) = [line for line in text.splitlines() if line.startswith("- `quickstart_moa_0`")]
-    assert all(fact in evidence for fact in ("subset test", "seed 3", "0123456789-dirty", signature))
+    assert all(
+        fact in evidence for fact in ("subset test", "seed 3", "0123456789-dirty", signature)
+    )
 
 
 def test_runs_with_the_same_facts_share_a_line_of_evidence(results):
@@ -189,12 +202,18 @@ def test_a_value_of_all_rows_stands_above_a_papers_table(results):
     rows[1] = {**rows[0], "row": "Again", "values": {**rows[0]["values"], "BLEU A": 21.0}}
     (results / "papers" / "p.json").write_text(json.dumps(paper))
     text = render(load_comparison(results), markdown=True)
-    assert "In all rows: Architecture `moa_transformer_tiny`; " in text and "; BLEU B 30.0 (–)." in text
+    assert (
+        "In all rows: Architecture `moa_transformer_tiny`; " in text
+        and "; BLEU B 30.0 (–)." in text
+    )
     assert "| Model | BLEU A |" in text and "| Again | 21.0 (–) |" in text
 
 
 def test_runs_that_differ_in_their_seed_alone_have_a_mean_and_a_deviation(results):
-    runs = [run("quickstart_moa", None, bleu, seed=seed) for seed, bleu in ((1, 7.0), (2, 8.0), (3, 9.0))]
+    runs = [
+        run("quickstart_moa", None, bleu, seed=seed)
+        for seed, bleu in ((1, 7.0), (2, 8.0), (3, 9.0))
+    ]
     longer = run("quickstart_moa", None, 30.0, seed=4, updates=9)
     again = run("quickstart_moa", None, 7.0, seed=1)
     wider = {**again, "seed": 5, "command": "recipe quickstart_moa --set model.arch=x"}
@@ -206,8 +225,12 @@ def test_runs_that_differ_in_their_seed_alone_have_a_mean_and_a_deviation(result
     runs[2]["command"] = "recipe configs/quickstart/quickstart_moa.yaml"
     again["command"] = longer["command"] = "recipe quickstart_moa"
     unknown = {key: value for key, value in again.items() if key != "seed"}
-    text = render(record(results, *runs, longer, again, wider, failed, unknown, unknown), markdown=True)
-    (line,) = (line for line in text.splitlines() if line.startswith("| quickstart_moa (3 seeds) |"))
+    text = render(
+        record(results, *runs, longer, again, wider, failed, unknown, unknown), markdown=True
+    )
+    (line,) = (
+        line for line in text.splitlines() if line.startswith("| quickstart_moa (3 seeds) |")
+    )
     assert "| 8.00 ± 1.00 |" in line and "| 18.3 min |" in line
     for number in range(3, 9):
         assert f"| quickstart_moa_{number} |" in text, "no average with it"
@@ -235,7 +258,9 @@ def test_rows_can_be_chosen_and_only_theirs_are_counted(results, monkeypatch, ca
     paper = json.loads(json.dumps(PAPER).replace("Ours", "Another")) | {"paper": "q"}
     paper["tables"][0]["rows"][0]["values"]["#Params"] = 2000000
     (results / "papers" / "q.json").write_text(json.dumps(paper))
-    record(results, run("b_moa", {**ROW, "paper": "q", "row": "Another"}), run("quickstart_moa", None))
+    record(
+        results, run("b_moa", {**ROW, "paper": "q", "row": "Another"}), run("quickstart_moa", None)
+    )
     _count.cache_clear()
     assert main(["compare", "--results", str(results), "--markdown", *flags]) == 0
     shown = capsys.readouterr().out
@@ -252,25 +277,39 @@ def test_lines_fit_the_terminal(results, monkeypatch, capsys):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert main(["compare", "--results", str(results)]) == 0
         shown = capsys.readouterr().out
-        assert columns >= max(map(len, shown.splitlines())) and "21.25" in shown and "|" not in shown
+        assert (
+            columns >= max(map(len, shown.splitlines())) and "21.25" in shown and "|" not in shown
+        )
 
 
 def test_json_says_what_it_is(results, capsys):
     record(results, run(), run("quickstart_moa", None))
     assert main(["compare", "--results", str(results), "--json"]) == 0
     report = json.loads(capsys.readouterr().out)
-    cell = {"column": "BLEU A", "paper": 20.0, "ours": 21.25, "difference": 1.25, "status": "measured"}
+    cell = {
+        "column": "BLEU A",
+        "paper": 20.0,
+        "ours": 21.25,
+        "difference": 1.25,
+        "status": "measured",
+    }
     assert cell.items() <= report["tables"][0]["rows"][0]["cells"][1].items()
     assert report["other"][0]["experiment"] == "quickstart_moa"
     assert report["schema"] == SCHEMA
-    described = (default_results() / "FORMAT.md").read_text(encoding="utf-8").split("compare --json")[1]
+    described = (
+        (default_results() / "FORMAT.md").read_text(encoding="utf-8").split("compare --json")[1]
+    )
     parts = [report, report["tables"][0], report["tables"][0]["rows"][0], cell]
     assert not [key for part in parts for key in part if f"`{key}`" not in described]
 
 
 @pytest.mark.parametrize(
     "content, says",
-    [("{", "not valid JSON"), ("[]", "must be a mapping"), ('{"experiment": "x"}', "lacks metrics")],
+    [
+        ("{", "not valid JSON"),
+        ("[]", "must be a mapping"),
+        ('{"experiment": "x"}', "lacks metrics"),
+    ],
 )
 def test_damaged_files_are_named(results, capsys, content, says):
     (results / "measured" / "bad.json").write_text(content)
@@ -325,7 +364,8 @@ def test_every_table_is_there(paper):
 @pytest.mark.parametrize("table, row", ROWS, ids=lambda part: part.get("row") or part["table"])
 def test_values_are_the_printed_row(table, row):
     printed = list(printed_numbers(row))
-    counted = [value for value in row["values"].values() if value is not None]  # None: counted, not printed
+    # None: counted, not printed
+    counted = [value for value in row["values"].values() if value is not None]
     values = [*row.get("setting", {}).values(), *counted]
     assert values == pytest.approx(printed)
     assert set(row["values"]) <= set(table["columns"])
@@ -337,7 +377,9 @@ def test_architectures_of_the_rows_exist():
     parts = {"masked_lm": "roberta", "language_modeling": "_lm_"}
     assert set(tasks.values()) == {"translation", *parts}
     for task, part in parts.items():
-        assert {arch for arch in archs if tasks[arch] == task} == {arch for arch in archs if part in arch}
+        assert {arch for arch in archs if tasks[arch] == task} == {
+            arch for arch in archs if part in arch
+        }
 
 
 def test_experiments_of_the_rows_have_recipes():
@@ -357,11 +399,21 @@ def test_every_row_is_rendered_and_what_has_no_recipe_as_printed(shipped):
     comparison, text = shipped
     for table in comparison.tables:
         section = text.partition(f"### {table.title}\n")[2].partition("\n### ")[0]
-        lines = section.partition(f"**Table {table.table}.**")[2].partition("**Table ")[0].splitlines()
+        lines = (
+            section.partition(f"**Table {table.table}.**")[2].partition("**Table ")[0].splitlines()
+        )
         for row in table.rows:
             printed = {cell.printed for cell in row.cells if cell.status == "no recipe"}
-            own = [line.strip("| ").split(" | ") for line in lines if line.startswith(f"| {row.row} | ")]
-            assert any(printed <= set(fields) for fields in own), (table.paper, table.table, row.row)
+            own = [
+                line.strip("| ").split(" | ")
+                for line in lines
+                if line.startswith(f"| {row.row} | ")
+            ]
+            assert any(printed <= set(fields) for fields in own), (
+                table.paper,
+                table.table,
+                row.row,
+            )
 
 
 def tables_of(shipped, paper):
@@ -390,11 +442,17 @@ def test_computed_numbers_agree_with_the_printed_ones(shipped):
 
 @pytest.mark.thorough
 def test_table_2_has_both_conventions_beside_the_plain_count(shipped):
-    cells = [{cell.column: cell for cell in row.cells} for row in tables_of(shipped, "moa")["2"].rows]
+    cells = [
+        {cell.column: cell for cell in row.cells} for row in tables_of(shipped, "moa")["2"].rows
+    ]
     # to 0.01M; the paper prints 52.45 for 52.444
     assert all(abs(row["#Params"].difference) < 0.0101e6 for row in cells)
-    assert [row["MACs"].ours / row["MACs"].paper for row in cells] == pytest.approx([1] * 6, abs=7e-3)
-    assert [row["MACs"].quantity for row in cells] == ["macs_paper_convention"] + ["macs_attention_twice"] * 5
+    assert [row["MACs"].ours / row["MACs"].paper for row in cells] == pytest.approx(
+        [1] * 6, abs=7e-3
+    )
+    assert [row["MACs"].quantity for row in cells] == ["macs_paper_convention"] + [
+        "macs_attention_twice"
+    ] * 5
     assert all(row["MACs"].plain not in (None, row["MACs"].ours) for row in cells)
     assert "| MoA 8K64E256D | `moa_roberta_8k64e256d` | 179.91M (179.91M) |" in shipped[1]
 
@@ -431,7 +489,9 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
     """Within 1 % or the last printed digit, with a plain count beside; the two are explained in a note."""
     tables = tables_of(shipped, "switchhead")
     lines = {
-        (about["table"], row["row"]): row["printed"] for about, row in ROWS if about["paper"] == "switchhead"
+        (about["table"], row["row"]): row["printed"]
+        for about, row in ROWS
+        if about["paper"] == "switchhead"
     }
     far = set()
     for number in ("1", "2", "3", "7"):  # those that print costs
@@ -439,20 +499,26 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
         for row in table.rows:
             printed = lines[number, row.row].split(" | ")
             cells = {cell.column: cell for cell in row.cells}
-            for column, text in zip(("#Params", "MACs", "Mem (floats)"), (printed[0], *printed[2:])):
+            for column, text in zip(
+                ("#Params", "MACs", "Mem (floats)"), (printed[0], *printed[2:])
+            ):
                 digit = 10.0 ** -len(text[:-1].partition(".")[2]) * {"M": 1e6, "G": 1e9}[text[-1]]
                 if abs(cells[column].difference) > max(0.01 * cells[column].paper, 1.001 * digit):
                     far.add((row.row, column))
             assert cells["MACs"].plain > 0.5 * cells["MACs"].ours
     rope = {f"{data} 244M SwitchHead, 4 heads" for data in ("WikiText-103", "C4")}
     assert far == {(row, column) for row in rope for column in ("MACs", "Mem (floats)")}
-    (note,) = [note for table in tables.values() for note in table.notes if "4.2G and 18.4M" in note]
+    (note,) = [
+        note for table in tables.values() for note in table.notes if "4.2G and 18.4M" in note
+    ]
     assert "carried chunk" in note
 
 
 def test_a_decoders_cache_stands_below_its_macs():
     about = dict(ours=604e6, difference=0.0, status="computed", plain=610_000_000, cache=2048)
-    lines = lines_of(Row("Base", None, [], []), Cell("MACs", "macs_paper_convention", 604e6, "604M", **about))
+    lines = lines_of(
+        Row("Base", None, [], []), Cell("MACs", "macs_paper_convention", 604e6, "604M", **about)
+    )
     assert [line["ours"] for line in lines] == ["604.0M", "610.0M", "2,048"]
     of_encoder = Cell("MACs", "macs", 604e6, "604M", **{**about, "cache": None})
     assert len(lines_of(Row("Base", None, [], []), of_encoder)) == 2

@@ -22,7 +22,9 @@ def test_one_moa_layer_by_hand():
     K = 2
     E = 3
     D = 4
-    flags = f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
+    flags = (
+        f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
+    )
     flags += f"--encoder-ffn-embed-dim {ffn} --decoder-ffn-embed-dim {ffn} "
     flags += f"--experts-per-token {K} --num-experts {E} --expert-dim {D}"
     cost = complexity("moa_transformer_tiny", vocab, S, T, model_flags=flags.split())
@@ -36,7 +38,9 @@ def test_one_moa_layer_by_hand():
     assert cost.macs["feed_forward"] == (S + T) * 2 * d * ffn
     assert cost.macs["output"] == T * d * vocab
     assert cost.macs["attention_matmul"] == 2 * K * D * (S * S + T * T + T * S)
-    everything = (S + 2 * T) * (experts + router) + (2 * S + T) * keys + cost.macs["attention_matmul"]
+    everything = (
+        (S + 2 * T) * (experts + router) + (2 * S + T) * keys + cost.macs["attention_matmul"]
+    )
     assert cost.attention_macs == everything
     assert cost.attention_macs == cost.total_macs - cost.macs["feed_forward"] - cost.macs["output"]
     assert cost.attention_parameters == 3 * (E * D * d * 2 + keys + router)
@@ -62,7 +66,12 @@ def test_plain_macs_equal_torchs_flop_counter(arch):
     source = torch.randint(4, 60, (1, S))
     target = torch.randint(4, 60, (1, T))
     counter = FlopCounterMode(display=False)
-    with counter, torch.no_grad(), sdpa_kernel(SDPBackend.MATH):  # the fused kernels are not counted on CPU
+    # The fused kernels are not counted on CPU
+    with (
+        counter,
+        torch.no_grad(),
+        sdpa_kernel(SDPBackend.MATH),
+    ):
         model(src_tokens=source, src_lengths=torch.tensor([S]), prev_output_tokens=target)
     assert count(model, S, T).total_macs == counter.get_total_flops() // 2
 
@@ -75,7 +84,9 @@ def test_cross_self_attention_projects_the_source_too():
     flags = ["--decoder-layers=1", "--cross-self-attention", "--no-cross-attention"]
     ours = complexity("dense_transformer_tiny", 60, S, T, model_flags=flags)
     sizes = {"embed-dim": d, "ffn-embed-dim": 256, "attention-heads": 4}
-    small = [f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")]
+    small = [
+        f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")
+    ]
     theirs = complexity("transformer", 60, S, T, model_flags=[*flags, "--encoder-layers=4", *small])
     assert ours.macs["decoder_self_attention"] == (2 * T + 2 * (S + T)) * d * d
     scores = 2 * d * (4 * S * S + T * (S + T))
@@ -85,13 +96,17 @@ def test_cross_self_attention_projects_the_source_too():
 
 def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
     sizes = {"layers": 4, "embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4}
-    small = [f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")]
+    small = [
+        f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")
+    ]
     theirs = complexity("transformer", 9700, model_flags=small)
     ours = complexity("dense_transformer_tiny", 9700)
     assert as_json(theirs) == as_json(ours)
     assert ours.attention_parameters == 12 * 4 * (128 * 128 + 128)
     # Of two models a tenth apart in all, the attentions are three tenths apart.
-    gates = complexity("moa_transformer_tiny", 9700, model_flags=["--num-experts", "4", "--expert-dim", "64"])
+    gates = complexity(
+        "moa_transformer_tiny", 9700, model_flags=["--num-experts", "4", "--expert-dim", "64"]
+    )
     assert gates.total_macs / ours.total_macs == pytest.approx(1.09, abs=0.01)
     assert gates.attention_macs / ours.attention_macs == pytest.approx(1.29, abs=0.01)
     # A mixture in the feed-forward is not attention.
@@ -108,7 +123,11 @@ def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
         ("moa_lm_base", "", 2 * 128),
         ("switchhead_lm_base", "--switchhead-heads 2 --expert-dim 100", 2 * 2 * 100),
         ("gqe_lm_base", "--gqe-groups 4 --expert-dim 72", 2 * 4 * 72),
-        ("namoh_lm_base", "--experts-per-token 4 --expert-dim 32", 2 * 4 * 32 + 4 * 4),  # and 4 indices
+        (
+            "namoh_lm_base",
+            "--experts-per-token 4 --expert-dim 32",
+            2 * 4 * 32 + 4 * 4,
+        ),  # and 4 indices
         ("dense_transformer_tiny", "", 2 * 128),
     ],
 )
@@ -120,7 +139,10 @@ def test_bytes_of_cache(arch, flags, numbers):
 @pytest.mark.parametrize(
     ("arch", "flags"),
     [
-        ("dense_transformer_lm_base", "--attention-head-dim 48 --key-heads 2 --positions rope --window 3"),
+        (
+            "dense_transformer_lm_base",
+            "--attention-head-dim 48 --key-heads 2 --positions rope --window 3",
+        ),
         ("latent_transformer_lm_base", "--latent-dim 20"),
         ("moa_lm_base", "--query-key-norm head --positions rope"),
         ("moh_transformer_lm_base", ""),
@@ -145,7 +167,9 @@ def test_an_encoder_has_no_cache():
 
 
 def test_every_parameter_is_counted_once():
-    model = build_meta_model("moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"])
+    model = build_meta_model(
+        "moa_transformer_tiny", 100, "separate", ["--expert-bias", "--routing-noise"]
+    )
     cost = count(model, 3, 3)
     assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
     assert cost.parameters["output"] == 100 * 128
@@ -183,7 +207,13 @@ def test_json_keys(capsys):
     flags = ["--num-experts", "16", "--json", "--", "--encoder-layers", "2"]
     assert main(["complexity", "--arch", "moa_transformer_tiny", "--src-len", "4", *flags]) == 0
     report = json.loads(capsys.readouterr().out)
-    for key in ("parameters", "macs", "macs_paper_convention", "macs_attention_twice", "attention_macs"):
+    for key in (
+        "parameters",
+        "macs",
+        "macs_paper_convention",
+        "macs_attention_twice",
+        "attention_macs",
+    ):
         assert type(report[key]) is int
     assert report["parameters"] == sum(report["parameters_by_part"].values())
     assert report["macs"] == sum(report["macs_by_part"].values())
@@ -196,11 +226,15 @@ def test_json_keys(capsys):
 def test_text_report(capsys):
     assert main(["complexity", "--arch", "moa_transformer_base"]) == 0
     printed = capsys.readouterr().out
-    assert all(part in printed for part in ("628,", "cross-attention", "attention, total", "router"))
+    assert all(
+        part in printed for part in ("628,", "cross-attention", "attention, total", "router")
+    )
 
 
 @pytest.mark.thorough(keep="moh_transformer_tiny")
-@pytest.mark.parametrize("arch", ["dense_transformer_lm_base", "moa_roberta_tiny", "moh_transformer_tiny"])
+@pytest.mark.parametrize(
+    "arch", ["dense_transformer_lm_base", "moa_roberta_tiny", "moh_transformer_tiny"]
+)
 def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
     small = ["--encoder-layers", "1"] if "lm" not in arch else ["--decoder-layers", "1"]
     sizes = []
@@ -208,7 +242,8 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
         scaled = [*small, "--attention-branch-scale", scale]
         assert main(["complexity", "--arch", arch, "--branch", "--json", "--", *scaled]) == 0
         sizes.append(json.loads(capsys.readouterr().out)["branch"])
-    rel = 1e-5 if "transformer_tiny" not in arch else 0.3  # deeper layers see what the first ones leave
+    # Deeper layers see what the first ones leave
+    rel = 1e-5 if "transformer_tiny" not in arch else 0.3
     assert sizes[1] / sizes[0] == pytest.approx(0.25, rel=rel)
 
 
@@ -222,14 +257,20 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
         (["--arch", "moa_transformer_base", "--", "--no-such-flag"], "--no-such-flag"),
         (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
         (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
-        (["--arch", "lightconv_lm_gbw", "--", "--decoder-layers", "1"], "doesn't match decoder_layers"),
+        (
+            ["--arch", "lightconv_lm_gbw", "--", "--decoder-layers", "1"],
+            "doesn't match decoder_layers",
+        ),
         pytest.param(  # which it has to build with weights
             ["--arch", "lightconv_lm_gbw", "--branch"],
             "--branch: lightconv_lm_gbw",
             marks=pytest.mark.thorough,
         ),
         (["--arch", "levenshtein_transformer", "--branch"], "--branch: levenshtein_transformer"),
-        (["--arch", "moa_roberta_tiny", "--branch", "--", "--max-positions", "10"], "20 random tokens"),
+        (
+            ["--arch", "moa_roberta_tiny", "--branch", "--", "--max-positions", "10"],
+            "20 random tokens",
+        ),
         (["--arch", "transformer_lm_gpt3_175", "--branch"], "650 GiB"),
         (["--arch", "wav2vec2"], "fairseq cannot build wav2vec2"),
         (["--arch", "multilingual_transformer"], "AssertionError"),
@@ -245,7 +286,10 @@ def test_a_shared_selection_costs_one_selection_less():
     both = [
         as_json(
             complexity(
-                "switchhead_lm_47m", 8000, tgt_len=256, model_flags=["--experts-per-token", "3", *more]
+                "switchhead_lm_47m",
+                8000,
+                tgt_len=256,
+                model_flags=["--experts-per-token", "3", *more],
             )
         )
         for more in ((), ("--switchhead-shared-selection",))
@@ -260,5 +304,6 @@ def test_a_shared_selection_costs_one_selection_less():
         "switchhead_layer_macs": experts * chunks * width * length,
     }
     assert (
-        both[0]["switchhead_layer_floats"] - both[1]["switchhead_layer_floats"] == experts * chunks * length
+        both[0]["switchhead_layer_floats"] - both[1]["switchhead_layer_floats"]
+        == experts * chunks * length
     )

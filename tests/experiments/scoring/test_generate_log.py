@@ -41,19 +41,30 @@ OLD = "S-0\ta\nT-0\tb\nH-0\t-1.0\tc d\nP-0\t-1.0\n"
     [
         (
             SORTED,
-            {"ids": [0, 2, 10], "targets": ["zéro", "deux", "dix"], "target_lang": "fr", "complete": True},
+            {
+                "ids": [0, 2, 10],
+                "targets": ["zéro", "deux", "dix"],
+                "target_lang": "fr",
+                "complete": True,
+            },
         ),
         (
             sentence(0, hypotheses=("best", "worse", "worst")) + END,
             {"hypotheses": ["best"], "decoded": ["best"]},
         ),
-        (sentence(0, "a\u2028b\u0085c\u00a0d", ("",)) + END, {"targets": ["a\u2028b\u0085c\u00a0d"]}),
+        (
+            sentence(0, "a\u2028b\u0085c\u00a0d", ("",)) + END,
+            {"targets": ["a\u2028b\u0085c\u00a0d"]},
+        ),
         (sentence(0, hypotheses=("",)) + END, {"hypotheses": [""]}),
         (
             sentence(0, hypotheses=("b@@ ut",), decoded="but") + END,
             {"hypotheses": ["b@@ ut"], "decoded": ["but"]},
         ),
-        (OLD + STAMPED, {"hypotheses": ["c d"], "decoded": ["c d"], "complete": True}),  # without D lines
+        (
+            OLD + STAMPED,
+            {"hypotheses": ["c d"], "decoded": ["c d"], "complete": True},
+        ),  # without D lines
     ],
 )
 def test_what_a_log_says(write, content, expected):

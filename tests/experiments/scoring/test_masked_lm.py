@@ -24,9 +24,18 @@ def scores(capsys, checkpoint, *args):
 
 @pytest.mark.thorough
 @pytest.mark.slow
-def test_one_masking_is_what_fairseqs_validation_prints(toy_masked_lm, toy_wiki_data, fairseq, capsys):
+def test_one_masking_is_what_fairseqs_validation_prints(
+    toy_masked_lm, toy_wiki_data, fairseq, capsys
+):
     done = fairseq(
-        *("validate", toy_wiki_data, "--user-dir", str(moa_fairseq.__path__[0]), "--task", "masked_lm"),
+        *(
+            "validate",
+            toy_wiki_data,
+            "--user-dir",
+            str(moa_fairseq.__path__[0]),
+            "--task",
+            "masked_lm",
+        ),
         *("--path", toy_masked_lm, "--valid-subset", "test", "--max-tokens", 240, "--cpu"),
     )
     printed = float(re.search(r"ppl (\S+)", done.stdout + done.stderr).group(1))
@@ -42,7 +51,9 @@ def test_several_maskings_are_averaged_and_repeatable(toy_masked_lm, toy_wiki_da
     values = first["masked_lm_ppl"]["values"]
     assert len(set(values)) == 3
     assert first["masked_lm_ppl"]["score"] == pytest.approx(sum(values) / 3)
-    assert first["masked_lm_ppl"]["sd"] == pytest.approx(torch.tensor(values).std().item(), rel=1e-4)
+    assert first["masked_lm_ppl"]["sd"] == pytest.approx(
+        torch.tensor(values).std().item(), rel=1e-4
+    )
     shifted = scores(capsys, toy_masked_lm, "--maskings", 2, "--mask-seed", 2, "--max-tokens", 60)
     assert shifted["masked_lm_ppl"]["values"] == pytest.approx(values[1:])  # whatever the batches
     words = read_manifest(toy_wiki_data)["splits"]["test"]
@@ -64,7 +75,9 @@ def test_a_batch_in_which_nothing_is_masked_counts(toy_masked_lm, toy_wiki_data)
     task.cfg.mask_prob = 0.02
     size = task.cfg.tokens_per_sample
     task.cfg.seed = 1
-    assert not all(sample["target"].ne(1).any() for sample in batches(task, model.eval(), "test", size, CPU))
+    assert not all(
+        sample["target"].ne(1).any() for sample in batches(task, model.eval(), "test", size, CPU)
+    )
     words = read_manifest(toy_wiki_data)["splits"]["test"]
     tokens = measure(model, task, "test", 1, size, CPU).tokens
     assert (tokens[TEXT], tokens[LINE_END]) == (words["subwords"], words["lines"])
@@ -85,11 +98,15 @@ def test_no_sample_is_left_out_because_it_is_long(toy_masked_lm, toy_wiki_data):
 def test_the_word_level_number_shares_subwords_out():
     tokens = {"start": 10, "line_end": 4, "text": 100}
     result = Masking(
-        tokens, {"start": 2, "line_end": 1, "text": 15}, {"start": 0.1, "line_end": 0.5, "text": 30.0}
+        tokens,
+        {"start": 2, "line_end": 1, "text": 15},
+        {"start": 0.1, "line_end": 0.5, "text": 30.0},
     )
     assert result.perplexity() == pytest.approx(math.exp(30.6 / 18))
     assert result.text_perplexity() == pytest.approx(math.exp(2))
-    assert result.word_perplexity(words=50, lines=4) == pytest.approx(math.exp((2 * 100 + 0.5 * 4) / 54))
+    assert result.word_perplexity(words=50, lines=4) == pytest.approx(
+        math.exp((2 * 100 + 0.5 * 4) / 54)
+    )
 
 
 def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
@@ -108,11 +125,16 @@ def test_text_report_and_missing_manifest(toy_masked_lm, toy_wiki_data, tmp_path
     ]
     assert main(command) == 0
     said = capsys.readouterr()
-    assert re.search(r"masked_lm_ppl +\d+\.\d+ ± \d", said.out) and "masked_lm_word_ppl" not in said.out
+    assert (
+        re.search(r"masked_lm_ppl +\d+\.\d+ ± \d", said.out)
+        and "masked_lm_word_ppl" not in said.out
+    )
     assert "no word-level perplexity" in said.err
 
 
-def test_words_of_a_language_without_spaces_are_not_counted(toy_masked_lm, toy_wiki_data, tmp_path, capsys):
+def test_words_of_a_language_without_spaces_are_not_counted(
+    toy_masked_lm, toy_wiki_data, tmp_path, capsys
+):
     for path in toy_wiki_data.iterdir():
         (tmp_path / path.name).write_bytes(path.read_bytes())
     manifest = json.loads((tmp_path / "manifest.json").read_text())
@@ -123,11 +145,17 @@ def test_words_of_a_language_without_spaces_are_not_counted(toy_masked_lm, toy_w
     found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path)
     assert "masked_lm_word_ppl" not in found and "masked_lm_ppl" in found
     assert any("no word-level perplexity" in warning for warning in found["meta"]["warnings"])
-    found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path, "--target-lang", "de")
+    found = scores(
+        capsys, toy_masked_lm, "--maskings", 1, "--data", tmp_path, "--target-lang", "de"
+    )
     assert "masked_lm_word_ppl" in found, "a known language decides"
-    found = scores(capsys, toy_masked_lm, "--maskings", 1, "--data", toy_wiki_data, "--target-lang", "th")
+    found = scores(
+        capsys, toy_masked_lm, "--maskings", 1, "--data", toy_wiki_data, "--target-lang", "th"
+    )
     assert "masked_lm_word_ppl" not in found
-    (tmp_path / "manifest.json").write_text(json.dumps({**manifest, "splits": {"test": {"words": "many"}}}))
+    (tmp_path / "manifest.json").write_text(
+        json.dumps({**manifest, "splits": {"test": {"words": "many"}}})
+    )
     assert main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"]) == 2
     assert "lacks lines" in capsys.readouterr().err
 

@@ -14,8 +14,14 @@ from moa_fairseq.experiments.scoring.text_marks import subword_kind
 from moa_fairseq.text.steps import detokenize, normalize_punctuation, tokenize
 from moa_fairseq.text.subwords import join_subwords
 
-TARGETS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; seine a-b-Frau .", "das ist gut , sagte er ."]
-OUTPUTS = ["ein &quot; wohl @-@ bekannter &quot; Mann &amp; die a-b-Frau .", "das ist gut , sagte sie ."]
+TARGETS = [
+    "ein &quot; wohl @-@ bekannter &quot; Mann &amp; seine a-b-Frau .",
+    "das ist gut , sagte er .",
+]
+OUTPUTS = [
+    "ein &quot; wohl @-@ bekannter &quot; Mann &amp; die a-b-Frau .",
+    "das ist gut , sagte sie .",
+]
 RAW_TARGETS = ['ein "wohl-bekannter" Mann & seine a-b-Frau.', "das ist gut, sagte er."]
 RAW_OUTPUTS = ['ein "wohl-bekannter" Mann & die a-b-Frau.', "das ist gut, sagte sie."]
 END = "Generate test with beam=5: BLEU4 = 0.00, ...\n"
@@ -51,7 +57,10 @@ def test_log_has_the_three_scores(tmp_path, capsys):
     assert any("@-@" in warning for warning in scores["meta"]["warnings"])
     expected = sacrebleu.corpus_bleu(RAW_OUTPUTS, [RAW_TARGETS])
     assert scores["sacrebleu"]["score"] == pytest.approx(expected.score)
-    assert "tok:13a" in scores["sacrebleu"]["signature"] and "case:mixed" in scores["sacrebleu"]["signature"]
+    assert (
+        "tok:13a" in scores["sacrebleu"]["signature"]
+        and "case:mixed" in scores["sacrebleu"]["signature"]
+    )
     assert scores["meta"]["lines"] == 2 and scores["meta"]["hypothesis_lines"] == "H"
 
 
@@ -59,7 +68,10 @@ def test_log_has_the_three_scores(tmp_path, capsys):
 def test_a_signature_tells_that_a_text_is_lower_cased(tmp_path, capsys, running):
     """Tokens of lower-cased text cannot be made running text again: they are scored as they are."""
     texts = (RAW_OUTPUTS, RAW_TARGETS) if running else (OUTPUTS, TARGETS)
-    names = [write_text(tmp_path / side, [line.lower() for line in text]) for side, text in zip("hr", texts)]
+    names = [
+        write_text(tmp_path / side, [line.lower() for line in text])
+        for side, text in zip("hr", texts)
+    ]
     argv = ["--hypothesis", names[0], "--reference", names[1], *["--detokenized"] * running]
     found = score_json(capsys, *argv)
     signature = set(found["sacrebleu"]["signature"].split("|"))
@@ -89,7 +101,8 @@ def test_a_signature_tells_that_a_text_is_lower_cased(tmp_path, capsys, running)
 def test_left_over_subwords_are_joined(tmp_path, capsys, split):
     whole = score_json(capsys, write_log(tmp_path / "whole"))
     pieces = score_json(
-        capsys, write_log(tmp_path / "pieces", [split(t) for t in TARGETS], [split(o) for o in OUTPUTS])
+        capsys,
+        write_log(tmp_path / "pieces", [split(t) for t in TARGETS], [split(o) for o in OUTPUTS]),
     )
     for key in ("multi_bleu", "compound_split_bleu", "sacrebleu"):
         assert pieces[key] == whole[key]
@@ -106,7 +119,9 @@ def test_join_subwords():
 
 def test_log_decoded_by_fairseq_uses_its_running_text(tmp_path, capsys):
     """With fairseq's --tokenizer, T and D are running text; H is not comparable with T."""
-    scores = score_json(capsys, write_log(tmp_path / "log", RAW_TARGETS, OUTPUTS, decoded=RAW_OUTPUTS))
+    scores = score_json(
+        capsys, write_log(tmp_path / "log", RAW_TARGETS, OUTPUTS, decoded=RAW_OUTPUTS)
+    )
     assert scores["meta"]["hypothesis_lines"] == "D"
     expected = sacrebleu.corpus_bleu(RAW_OUTPUTS, [RAW_TARGETS])
     assert scores["sacrebleu"]["score"] == pytest.approx(expected.score)
@@ -117,7 +132,9 @@ def test_text_files_equal_the_log(tmp_path, capsys):
     reference = write_text(tmp_path / "r", TARGETS)
     texts = score_json(capsys, "--hypothesis", hypothesis, "--reference", reference)
     log = score_json(capsys, write_log(tmp_path / "log"))
-    assert {k: v for k, v in texts.items() if k != "meta"} == {k: v for k, v in log.items() if k != "meta"}
+    assert {k: v for k, v in texts.items() if k != "meta"} == {
+        k: v for k, v in log.items() if k != "meta"
+    }
 
 
 def test_chains_on_request(tmp_path, capsys):
@@ -128,7 +145,11 @@ def test_chains_on_request(tmp_path, capsys):
     assert set(scores) == {"get_ende_bleu", "moa_release_bleu", "meta"}
     assert main(["score", *argv, "--chain", "get-ende-bleu"]) == 0
     printed = capsys.readouterr().out.splitlines()
-    assert len(printed) == 1 and printed[0].startswith("get-ende-bleu") and "get_ende_bleu.sh" in printed[0]
+    assert (
+        len(printed) == 1
+        and printed[0].startswith("get-ende-bleu")
+        and "get_ende_bleu.sh" in printed[0]
+    )
 
 
 def test_raw_reference_serves_sacrebleu_only(tmp_path, capsys):
@@ -153,7 +174,9 @@ def test_of_a_raw_reference_those_lines_count_that_the_log_has(tmp_path, capsys)
 def test_several_references(tmp_path, capsys):
     hypothesis = write_text(tmp_path / "h", OUTPUTS)
     files = [write_text(tmp_path / "r1", TARGETS), write_text(tmp_path / "r2", OUTPUTS)]
-    scores = score_json(capsys, "--hypothesis", hypothesis, "--reference", files[0], "--reference", files[1])
+    scores = score_json(
+        capsys, "--hypothesis", hypothesis, "--reference", files[0], "--reference", files[1]
+    )
     assert scores["multi_bleu"]["score"] == pytest.approx(100)
     assert "nrefs:2" in scores["sacrebleu"]["signature"]
 
@@ -225,7 +248,11 @@ def test_what_is_installed_is_taken(monkeypatch):
     monkeypatch.setattr(chains, "_FLORES200", Path(__file__))
     monkeypatch.setattr(chains, "_usable", lambda name: True)
     rule = {lang: chains.tokenizer_for(lang) for lang in (*SPACELESS, "de")}
-    assert rule["ja"] == ("ja-mecab", "") and rule["ko"] == ("ko-mecab", "") and rule["de"] == ("13a", "")
+    assert (
+        rule["ja"] == ("ja-mecab", "")
+        and rule["ko"] == ("ko-mecab", "")
+        and rule["de"] == ("13a", "")
+    )
     assert all(rule[lang] == ("flores200", "") for lang in ("th", "km", "my", "lo", "yue"))
     monkeypatch.setattr(chains, "_usable", lambda name: name != "ja-mecab")
     assert chains.tokenizer_for("ja")[0] == "flores200" and chains.tokenizer_for("ja")[1]
@@ -239,19 +266,26 @@ def test_what_is_installed_is_taken(monkeypatch):
 def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monkeypatch, lang):
     monkeypatch.setattr(chains, "_FLORES200", Path("/nowhere"))
     monkeypatch.setattr(chains, "_usable", lambda name: not name.endswith("mecab"))
-    names = [write_text(tmp_path / side, text) for side, text in (("h", JAPANESE_OUTPUT), ("r", JAPANESE))]
+    names = [
+        write_text(tmp_path / side, text)
+        for side, text in (("h", JAPANESE_OUTPUT), ("r", JAPANESE))
+    ]
     argv = ["--hypothesis", names[0], "--reference", names[1], "--detokenized"]
     found = score_json(capsys, *argv, "--target-lang", lang)
     tokenizer = "zh" if lang == "zh" else "char"
     expected = sacrebleu.corpus_bleu(JAPANESE_OUTPUT, [JAPANESE], tokenize=tokenizer).score
     assert found["sacrebleu"]["score"] == pytest.approx(expected) and expected > 40
-    assert f"tok:{tokenizer}|" in found["sacrebleu"]["signature"] and found["meta"]["without_spaces"]
+    assert (
+        f"tok:{tokenizer}|" in found["sacrebleu"]["signature"] and found["meta"]["without_spaces"]
+    )
     assert any("multi-bleu" in line and "spaces" in line for line in found["meta"]["warnings"])
     other = score_json(capsys, *argv, "--target-lang", lang, "--sacrebleu-tokenizer", "13a")
     assert other["sacrebleu"]["score"] < 1 and "tok:13a" in other["sacrebleu"]["signature"]
     assert main(["score", *argv, "--target-lang", lang, "--against", names[0], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["metrics"]
-    assert rows[0]["first"] == pytest.approx(expected) and f"tok:{tokenizer}" in rows[0]["signature"]
+    assert (
+        rows[0]["first"] == pytest.approx(expected) and f"tok:{tokenizer}" in rows[0]["signature"]
+    )
 
 
 @pytest.mark.parametrize(
@@ -276,14 +310,21 @@ def test_a_known_language_decides_whether_spaces_part_words(tmp_path, capsys, la
     argv = ["--hypothesis", file, "--reference", file, "--sacrebleu-tokenizer", "char", *flags]
     found = score_json(capsys, *argv)["meta"]
     assert found["without_spaces"] is without
-    assert any("multi-bleu" in warning and "words" in warning for warning in found["warnings"]) == without
+    assert (
+        any("multi-bleu" in warning and "words" in warning for warning in found["warnings"])
+        == without
+    )
 
 
 def test_a_few_small_latin_letters_do_not_make_a_text_lower_cased(tmp_path, capsys):
     """`islower` looks at the letters that have cases alone: then the text was scored as tokens."""
-    names = [write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"]) for side in "hr"]
+    names = [
+        write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"]) for side in "hr"
+    ]
     argv = ["--hypothesis", names[0], "--reference", names[1], "--target-lang", "zh"]
-    assert {"case:mixed", "tok:zh"} < set(score_json(capsys, *argv)["sacrebleu"]["signature"].split("|"))
+    assert {"case:mixed", "tok:zh"} < set(
+        score_json(capsys, *argv)["sacrebleu"]["signature"].split("|")
+    )
 
 
 # --- run folders
@@ -305,9 +346,16 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
     assert main(["score", str(tmp_path), "--against", str(tmp_path), "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["metrics"][0]["difference"] == 0
     bomb = "".join(
-        f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n" for below, name in zip("abcdefgh", "bcdefghi")
+        f"{name}: &{name} [{', '.join(['*' + below] * 9)}]\n"
+        for below, name in zip("abcdefgh", "bcdefghi")
     )
-    wrong = ("data: {target: 7}", "generate: {subsets: {}}", "", "data: {target: fr", f"a: &a 1\n{bomb}")
+    wrong = (
+        "data: {target: 7}",
+        "generate: {subsets: {}}",
+        "",
+        "data: {target: fr",
+        f"a: &a 1\n{bomb}",
+    )
     for damaged in ("[", "data: 3", "\0", "- [" * 5000, *wrong):
         (tmp_path / "recipe.yaml").write_text(damaged)
         for argv in ([log], [str(tmp_path)], ["--hypothesis", log, "--reference", log]):
@@ -316,7 +364,10 @@ def test_a_run_folder_names_its_log_and_its_language(tmp_path, capsys):
     (tmp_path / "recipe.yaml").unlink()  # the remedy
     assert score_json(capsys, log, "--target-lang", "en")["meta"]["target_lang"] == "en"
     (tmp_path / "empty").mkdir()
-    assert main(["score", str(tmp_path / "empty")]) == 2 and "generate-SUBSET.txt" in capsys.readouterr().err
+    assert (
+        main(["score", str(tmp_path / "empty")]) == 2
+        and "generate-SUBSET.txt" in capsys.readouterr().err
+    )
 
 
 def test_one_stray_lower_one_eighth_block_is_text():
@@ -350,7 +401,11 @@ def pieces(line):
 
 def files_of(folder, hypotheses, references):
     texts = (("--hypothesis", hypotheses), ("--reference", references))
-    return [word for flag, lines in texts for word in (flag, write_text(folder / flag.strip("-"), lines))]
+    return [
+        word
+        for flag, lines in texts
+        for word in (flag, write_text(folder / flag.strip("-"), lines))
+    ]
 
 
 @pytest.fixture
@@ -376,7 +431,10 @@ def numbers(scores):
 )
 def test_each_side_is_joined_by_its_own_marks(tmp_path, score, targets, outputs, kinds):
     whole = score(*files_of(tmp_path, OUTPUT, TOKENS))
-    for argv in ([write_log(tmp_path / "log", targets, outputs)], files_of(tmp_path, outputs, targets)):
+    for argv in (
+        [write_log(tmp_path / "log", targets, outputs)],
+        files_of(tmp_path, outputs, targets),
+    ):
         scores = score(*argv, "--remove-bpe", "auto")
         assert numbers(scores) == numbers(whole)
         assert scores["meta"]["subwords_joined"] == {"hypotheses": kinds[0], "references": kinds[1]}
@@ -389,12 +447,17 @@ def test_subwords_that_are_left_are_said(tmp_path, score, split):
     doubt = warnings_of(score(*argv))
     assert "references still hold subwords" in doubt and "--remove-bpe auto" in doubt
     assert "subwords" not in warnings_of(score(*argv, "--remove-bpe", "auto"))
-    assert "subwords" not in warnings_of(score(*files_of(tmp_path, ["a @@ b", "@-@ c"], ["a @@ b", "c"])))
+    assert "subwords" not in warnings_of(
+        score(*files_of(tmp_path, ["a @@ b", "@-@ c"], ["a @@ b", "c"]))
+    )
 
 
 def test_multi_bleu_of_running_text_is_doubted(tmp_path, score):
     both = warnings_of(score(*files_of(tmp_path, TRANSLATED, RUNNING)))
-    assert "multi-bleu, compound-split: the hypotheses look untokenised" in both and "references look" in both
+    assert (
+        "multi-bleu, compound-split: the hypotheses look untokenised" in both
+        and "references look" in both
+    )
     one = warnings_of(score(*files_of(tmp_path, OUTPUT, RUNNING), "--chain", "moa-release"))
     assert "moa-release: the references look untokenised" in one
     for argv in (files_of(tmp_path, OUTPUT, TOKENS), files_of(tmp_path, ["a b"], ["a c"])):
@@ -422,7 +485,8 @@ def test_an_unknown_word_is_one_word_for_sacrebleu(tmp_path, score):
     """Training text is normalised, so « » and – of a test set are unknown; 13a made five words of each."""
     assert not set("«»–") & {sign for line in RUNNING for sign in normalize_punctuation(line, "fr")}
     targets = [
-        " ".join("<<unk>>" if set(word) & set("«»–") else word for word in line.split()) for line in TOKENS
+        " ".join("<<unk>>" if set(word) & set("«»–") else word for word in line.split())
+        for line in TOKENS
     ]
     assert sum(line.count("<<unk>>") for line in targets) == 8
     scores = score(write_log(tmp_path / "log", targets, OUTPUT))
@@ -440,15 +504,23 @@ def test_an_unknown_word_is_one_word_for_sacrebleu(tmp_path, score):
 
 def test_french_text_survives_the_detokenizer():
     for line in RUNNING[:1] + TRANSLATED:
-        assert detokenize(tokenize(line, "fr", True), "fr").replace(" ?", "?") == line.replace(" ?", "?")
+        assert detokenize(tokenize(line, "fr", True), "fr").replace(" ?", "?") == line.replace(
+            " ?", "?"
+        )
     assert join_subwords(bpe(TOKENS[0]), "subword_nmt") == TOKENS[0]
 
 
 def test_what_help_says_of_text_with_split_hyphens(tmp_path, score, capsys):
     """`tokenizer.perl -a` splits hyphens once, as compound splitting does; the release splits them again."""
-    lines = ["der E-Mail-Server ist wohl-bekannt .", "ein Preis-Leistungs-Test , sagt er .", "gut ."]
+    lines = [
+        "der E-Mail-Server ist wohl-bekannt .",
+        "ein Preis-Leistungs-Test , sagt er .",
+        "gut .",
+    ]
     other = ["der Mail-Server ist wohl-bekannt .", "ein Preis-Leistung-Test , sagte er .", "gut ."]
-    split = [[tokenize(line, "de", aggressive_hyphens=True) for line in side] for side in (other, lines)]
+    split = [
+        [tokenize(line, "de", aggressive_hyphens=True) for line in side] for side in (other, lines)
+    ]
     scores = score(*files_of(tmp_path, *split), "--also", "moa-release")
     assert set(scores) == {
         *("multi_bleu", "compound_split_bleu", "sacrebleu", "moa_release_bleu", "meta"),

@@ -33,7 +33,9 @@ def test_a_paired_difference_by_hand():
     assert found.p == pytest.approx(1 - 2 * math.sqrt(3) / math.sqrt(14), abs=1e-12)
     # TOST: the bound that is nearer lies at (0.5 − 2)·√3
     shift = 1.5 * math.sqrt(3)
-    assert found.p_equivalent == pytest.approx(0.5 * (1 + shift / math.sqrt(2 + shift**2)), abs=1e-12)
+    assert found.p_equivalent == pytest.approx(
+        0.5 * (1 + shift / math.sqrt(2 + shift**2)), abs=1e-12
+    )
 
 
 def test_paired_agrees_with_scipys_tests():
@@ -41,7 +43,9 @@ def test_paired_agrees_with_scipys_tests():
     found = paired(list(differences), margin=0.04)
     result = stats.ttest_1samp(differences, 0.0)
     interval = result.confidence_interval(0.95)
-    assert (found.p, found.low, found.high) == pytest.approx((result.pvalue, interval.low, interval.high))
+    assert (found.p, found.low, found.high) == pytest.approx(
+        (result.pvalue, interval.low, interval.high)
+    )
     sides = (
         stats.ttest_1samp(differences, bound, alternative=way).pvalue
         for bound, way in ((-0.04, "greater"), (0.04, "less"))
@@ -65,12 +69,16 @@ def test_one_difference_has_no_interval():
 def test_the_minimum_detectable_effect_is_found_in_80_percent(n):
     shift = minimum_detectable_effect(1.0, n)
     draws = np.random.default_rng(n).normal(shift, 1.0, (20_000, n))
-    assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(0.8, abs=0.015)
+    assert (stats.ttest_1samp(draws, 0.0, axis=1).pvalue < 0.05).mean() == pytest.approx(
+        0.8, abs=0.015
+    )
 
 
 def test_holm_by_hand():
     # 3 · 0.01, 2 · 0.02, then 1 · 0.03, which is raised to the one before it
-    assert holm({"a": 0.03, "b": 0.01, "c": 0.02}) == pytest.approx({"b": 0.03, "c": 0.04, "a": 0.04})
+    assert holm({"a": 0.03, "b": 0.01, "c": 0.02}) == pytest.approx(
+        {"b": 0.03, "c": 0.04, "a": 0.04}
+    )
     assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
 
 
@@ -81,7 +89,12 @@ def test_holm_by_hand():
         ([1.0, 1.1], 0.01, 0.9, WORSE),
         ([0.0, 0.001], 0.2, 0.01, EQUIVALENT),
         ([0.001, 0.0011], 0.01, 0.01, EQUIVALENT),  # significant, and too small to matter
-        ([0.0, 0.001], 0.2, 0.2, NOT_SIGNIFICANT),  # within ± 0.1 by a single test, not by the corrected one
+        (
+            [0.0, 0.001],
+            0.2,
+            0.2,
+            NOT_SIGNIFICANT,
+        ),  # within ± 0.1 by a single test, not by the corrected one
         ([0.0, 1.0], 0.2, 0.2, INCONCLUSIVE),
         ([-1.0, -1.1], 0.05, 0.9, INCONCLUSIVE),
     ],
@@ -93,7 +106,9 @@ def test_verdicts(differences, p, p_equivalent, expected):
 def _corpora(seed, runs, sentences=60):
     """Hypotheses of `runs` systems, each worse than the one before, and a reference."""
     random = np.random.default_rng(seed)
-    reference = [" ".join(map(str, random.integers(0, 30, random.integers(4, 12)))) for _ in range(sentences)]
+    reference = [
+        " ".join(map(str, random.integers(0, 30, random.integers(4, 12)))) for _ in range(sentences)
+    ]
     spoilt = [
         [
             " ".join(w if random.random() > 0.2 + 0.03 * run else "x" for w in line.split())
@@ -129,7 +144,8 @@ def test_randomisation_over_seeds_by_enumeration():
     """Two sentences, two seeds a system: all (4!)² ways to deal the outputs, by hand."""
     import itertools
 
-    values = np.array([[[3.0], [1.0]], [[2.0], [4.0]], [[0.0], [1.0]], [[1.0], [0.0]]])  # [runs, N, 1]
+    # [runs, N, 1]
+    values = np.array([[[3.0], [1.0]], [[2.0], [4.0]], [[0.0], [1.0]], [[1.0], [0.0]]])
 
     def mean(runs):
         return float(np.mean([run.sum() for run in runs]))
@@ -139,13 +155,18 @@ def test_randomisation_over_seeds_by_enumeration():
     for one, two in itertools.product(itertools.permutations(range(4)), repeat=2):
         runs = np.stack([values[list(one), 0], values[list(two), 1]], axis=1)
         dealt.append(abs(mean(runs[:2]) - mean(runs[2:])) >= real - 1e-12)
-    found = approximate_randomisation(values[:2], values[2:], lambda total: float(total[0]), trials=20_000)
+    found = approximate_randomisation(
+        values[:2], values[2:], lambda total: float(total[0]), trials=20_000
+    )
     assert found == pytest.approx(np.mean(dealt), abs=0.01)
 
 
 def test_equal_systems_are_not_told_apart():
     values = np.random.default_rng(5).random((1, 20, 1))
-    assert approximate_randomisation(values, values.copy(), lambda total: float(total[0]), trials=100) == 1.0
+    assert (
+        approximate_randomisation(values, values.copy(), lambda total: float(total[0]), trials=100)
+        == 1.0
+    )
 
 
 def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
@@ -153,10 +174,14 @@ def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
     random = np.random.default_rng(1)
     found = []
     for trial in range(80):
-        quality = random.normal(0, 0.7, 300) + random.normal(0, 0.08, (10, 1))  # of sentences, of runs
+        # Of sentences, of runs
+        quality = random.normal(0, 0.7, 300) + random.normal(0, 0.08, (10, 1))
         right = random.binomial(8, 1 / (1 + np.exp(-quality)))
-        counts = np.stack([right, np.full_like(right, 8)], axis=2).astype(float)  # [runs, sentences, 2]
-        p = approximate_randomisation(counts[:5], counts[5:], lambda c: c[0] / c[1], trials=100, seed=trial)
+        # [runs, sentences, 2]
+        counts = np.stack([right, np.full_like(right, 8)], axis=2).astype(float)
+        p = approximate_randomisation(
+            counts[:5], counts[5:], lambda c: c[0] / c[1], trials=100, seed=trial
+        )
         scores = right.sum(axis=1)
         found.append((p < 0.05, paired((scores[:5] - scores[5:]).tolist(), 0).p < 0.05))
     by_randomisation, by_t_test = np.mean(found, axis=0)

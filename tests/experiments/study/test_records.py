@@ -68,7 +68,9 @@ def test_the_marks_of_a_merge_are_named_by_their_line_and_cost_no_record(tmp_pat
     with pytest.raises(UserError, match=r"records\.jsonl .*line 2: .*that entry alone") as refused:
         records_of(tmp_path)
     assert "Delete" not in str(refused.value)
-    path.write_text("".join(line for line in path.read_text().splitlines(keepends=True) if line[0] == "{"))
+    path.write_text(
+        "".join(line for line in path.read_text().splitlines(keepends=True) if line[0] == "{")
+    )
     assert list(ends(tmp_path)) == [("A", 1), ("A", 2)]
 
 

@@ -26,7 +26,9 @@ def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
     rows = report._contrasts(study, dict.fromkeys(CONTRASTS, LOSSES))
     for kind, adjusted in (("p", "p_holm"), ("p_equivalent", "p_equivalent_holm")):
         alone = {
-            name: getattr(paired([LOSSES[name[0]][n] - LOSSES[name[1]][n] for n in (1, 2, 3, 4)], 0.01), kind)
+            name: getattr(
+                paired([LOSSES[name[0]][n] - LOSSES[name[1]][n] for n in (1, 2, 3, 4)], 0.01), kind
+            )
             for name in CONTRASTS
         }
         smallest, second, third = sorted(alone, key=alone.get)
@@ -57,7 +59,9 @@ def test_a_system_is_pareto_optimal_if_none_with_as_little_cache_is_better(tmp_p
         {**about[name], "cache_bytes": size, "loss": bits, "by_seed": {1: bits, 2: bits**2}}
         for name, (size, bits) in sizes.items()
     ]
-    study = Study("toy", "?", 2, {name: SimpleNamespace(label=name) for name in sizes}, {}, margin=0.01)
+    study = Study(
+        "toy", "?", 2, {name: SimpleNamespace(label=name) for name in sizes}, {}, margin=0.01
+    )
     rows = report._cache(study, systems, tmp_path)
     optimal = [(row["system"], row["is_pareto_optimal"]) for row in rows]
     assert optimal == [("C", True), ("B", False), ("D", False), ("A", True)]
@@ -69,7 +73,12 @@ def test_a_system_is_pareto_optimal_if_none_with_as_little_cache_is_better(tmp_p
 
 def decoding(folder, stem="decoding-cpu", **values):
     """A file of benchmarks/decoding.py for A and B. A value of ... leaves its key out."""
-    found = {"device": "cpu", "dtype": "float32", "seconds_per_token": {"1": {"A": 2.0, "B": 1.0}}, **values}
+    found = {
+        "device": "cpu",
+        "dtype": "float32",
+        "seconds_per_token": {"1": {"A": 2.0, "B": 1.0}},
+        **values,
+    }
     found = {key: value for key, value in found.items() if value is not ...}
     (folder / f"{stem}.json").write_text(json.dumps(found))
 

@@ -70,7 +70,9 @@ def say_what_trains(folder):
         conditions["data"] = content_digest(Player.data)
         write_step_record(folder, "prepare", inputs={}, facts={"folder": str(Player.data)})
     conditions |= Player.conditions
-    write_step_record(folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)])
+    write_step_record(
+        folder, "train", inputs={}, facts={}, made_by=[provenance.provenance(**conditions)]
+    )
 
 
 class Player:
@@ -100,11 +102,15 @@ class Player:
             raise Diverged("fairseq-train failed")
         rate = float(settings.get("train.flags.lr", 1))
         loss = (
-            3 - 0.5 * folder.name.startswith("B") + 0.01 * int(settings["train.seed"]) ** 2 + (rate - 2) ** 2
+            3
+            - 0.5 * folder.name.startswith("B")
+            + 0.01 * int(settings["train.seed"]) ** 2
+            + (rate - 2) ** 2
         )
         rows = [{"epoch": 1, "num_updates": str(n), "loss": "9"} for n in (1, 2)]
         rows += [
-            {"epoch": 1, "valid_loss": str(loss + 4 - n), "valid_num_updates": str(n)} for n in (2, 3, 4)
+            {"epoch": 1, "valid_loss": str(loss + 4 - n), "valid_num_updates": str(n)}
+            for n in (2, 3, 4)
         ]
         (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
 
@@ -220,7 +226,11 @@ def test_a_study_that_was_interrupted_twice_says_the_same(study):
     whole = report_of(study, name="whole")
     assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
     (contrast,) = whole["contrasts"]
-    assert contrast["mean"] == pytest.approx(-0.5) and contrast["verdict"] == "better" and contrast["n"] == 4
+    assert (
+        contrast["mean"] == pytest.approx(-0.5)
+        and contrast["verdict"] == "better"
+        and contrast["n"] == 4
+    )
 
 
 def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
@@ -244,12 +254,17 @@ def test_speeds_are_compared_within_a_seed(study):
     for seed, speed in enumerate(((100, 50), (900, 675), (10, 2), (1000, 900)), 1):
         for system, tokens_per_second in zip("AB", speed):
             changed(records, f"{system}-seed{seed}", tokens_per_second=tokens_per_second)
-    assert [row["speed"] for row in report_of(study)["systems"]] == [1.0, pytest.approx((0.5 + 0.75) / 2)]
+    assert [row["speed"] for row in report_of(study)["systems"]] == [
+        1.0,
+        pytest.approx((0.5 + 0.75) / 2),
+    ]
 
 
 def test_a_seed_that_one_system_has_alone_has_no_speed():
     speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
-    found = [{"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()]
+    found = [
+        {"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()
+    ]
     assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
 
 
@@ -380,10 +395,13 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     monkeypatch.setattr(command, "draw", lambda study, content: {})
     records = Path("results/studies/toy")
     assert "0.2000" in (records / "report.md").read_text()
-    curve = record_of(records, "B-seed4")["curve"]  # diverged at a high training loss, which moves no level
+    # Diverged at a high training loss, which moves no level
+    curve = record_of(records, "B-seed4")["curve"]
     changed(records, "B-seed4", end="diverged", curve=curve[:1])
     (row,) = report_of(study, **changes)["at_equal_training_loss"]
-    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, "it is the worst of the others"
+    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, (
+        "it is the worst of the others"
+    )
 
 
 @pytest.mark.parametrize(
@@ -418,7 +436,9 @@ def curves(**of_system):
     """A record of each system's (training, validation) losses."""
     found = {}
     for name, pairs in of_system.items():
-        rows = [{"updates": n, "train": train, "valid": valid} for n, (train, valid) in enumerate(pairs)]
+        rows = [
+            {"updates": n, "train": train, "valid": valid} for n, (train, valid) in enumerate(pairs)
+        ]
         found[f"{name}-seed1"] = {"end": "finished", "curve": rows}
     return found
 
@@ -454,7 +474,9 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     builder = MMapIndexedDatasetBuilder(str(data / "valid.bin"), dtype=numpy.uint16)
     builder.add_item(torch.tensor([4, 3, 4, 4, 2]))
     builder.finalize(str(data / "valid.idx"))
-    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
+    (tmp_path / "data" / "manifest.json").write_text(
+        json.dumps({"settings": {"recipe": "wikitext2_sp4k"}})
+    )
     Player.data = data
     Player.end = 2
     _, records = study("--data", str(data))
@@ -487,11 +509,15 @@ def test_raw_text_that_changed_is_not_recorded_beside_the_other(study, capsys):
 def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
-    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp512"}}))
+    (tmp_path / "data" / "manifest.json").write_text(
+        json.dumps({"settings": {"recipe": "wikitext2_sp512"}})
+    )
     for place in (data, data.parent):
         assert study("--data", str(place))[0] == 2 and not Player.ran
         assert "wikitext2_sp4k → wikitext2_sp512" in capsys.readouterr().err
-    (tmp_path / "data" / "manifest.json").write_text(json.dumps({"settings": {"recipe": "wikitext2_sp4k"}}))
+    (tmp_path / "data" / "manifest.json").write_text(
+        json.dumps({"settings": {"recipe": "wikitext2_sp4k"}})
+    )
     assert study("--data", str(data))[0] == 0 and len(Player.ran) == 8
 
 
@@ -543,7 +569,9 @@ def test_trainings_of_another_commit_are_not_recorded_under_this_one(study, tree
     study(seeds=1)
     left_a_checkpoint("A-seed1")
     mark = read_step_records(Path("runs/toy/A-seed1"))["train"]
-    sessions = [{**mark["made_by"][0], "commit": commit} for commit in (made_by or "").split(", ") if commit]
+    sessions = [
+        {**mark["made_by"][0], "commit": commit} for commit in (made_by or "").split(", ") if commit
+    ]
     write_step_record(Path("runs/toy/A-seed1"), "train", **{**mark, "made_by": sessions})
     capsys.readouterr()
     Player.ran = []
@@ -591,8 +619,12 @@ def test_a_training_that_failed_otherwise_has_not_diverged(study, monkeypatch, c
     """An earlier attempt with other settings did, and its log is still in the folder."""
     folder = Path("runs/toy/A-seed1")
     folder.mkdir(parents=True)
-    (folder / "train.log").write_text("fairseq-train: error: The training has diverged: Loss is nan\n")
-    monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("other settings")))
+    (folder / "train.log").write_text(
+        "fairseq-train: error: The training has diverged: Loss is nan\n"
+    )
+    monkeypatch.setattr(
+        Player, "run", lambda *_: (_ for _ in ()).throw(UserError("other settings"))
+    )
     status, records = study()
     assert status == 2 and not records_of(records)
 
@@ -612,7 +644,9 @@ def test_a_finished_run_without_a_validation_is_no_diverged_one(study, monkeypat
 
 
 def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
-    monkeypatch.setattr(Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full")))
+    monkeypatch.setattr(
+        Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full"))
+    )
     status, records = study()
     assert status == 2 and "the disk is full" in capsys.readouterr().err
     assert not records_of(records)
@@ -653,7 +687,11 @@ def test_tuning_counts_every_seed(study):
     """The rate with the lowest loss of a single seed is not the best one."""
     tuning = {"grid": {"train.flags.lr": [1, 2]}, "seeds": 2}
     study("--tune", tuning=tuning)
-    for seed, loss in ((101, 500.0), (102, 1.0)):  # with a rate of 2 both are above 100, and below 110
+    # With a rate of 2 both are above 100, and below 110
+    for seed, loss in (
+        (101, 500.0),
+        (102, 1.0),
+    ):
         folder = Path("results/studies/toy_tuning")
         curve = record_of(folder, f"A-lr=1-seed{seed}")["curve"]
         changed(folder, f"A-lr=1-seed{seed}", curve=[{**row, "valid": loss} for row in curve])
@@ -668,7 +706,10 @@ def test_a_rate_that_diverged_is_not_chosen(study, capsys):
     Player.diverges = ("A-lr=3-seed101",)
     study("--tune", tuning=tuning)
     study(tuning=tuning)
-    assert "--set train.flags.lr=1 " in record_of(Path("results/studies/toy"), "A-seed1")["command"] + " "
+    assert (
+        "--set train.flags.lr=1 "
+        in record_of(Path("results/studies/toy"), "A-seed1")["command"] + " "
+    )
     records = Path("results/studies/toy_tuning")
     changed(records, "A-lr=1-seed101", end="diverged")
     capsys.readouterr()
@@ -690,7 +731,12 @@ def test_a_point_with_fewer_diverged_runs_is_chosen(study):
 
 
 @pytest.mark.parametrize(
-    "other", [{"hardware": "another machine"}, {"precision": "another precision"}, {"commit": "another one"}]
+    "other",
+    [
+        {"hardware": "another machine"},
+        {"precision": "another precision"},
+        {"commit": "another one"},
+    ],
 )
 def test_a_report_says_where_runs_differ_in_more_than_the_system(study, capsys, other):
     _, records = study()
@@ -736,7 +782,9 @@ def test_a_block_that_another_machine_goes_on_with_is_left_to_it(study, monkeypa
         ({"model.arch": "none"}, "none"),
     ],
 )
-def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(study, capsys, values, named):
+def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(
+    study, capsys, values, named
+):
     systems = {**STUDY["systems"], "wrong": {"label": "?", "recipe": "../tiny.yaml", "set": values}}
     for flags_of_it in ((), ("--dry-run",)):
         assert study(*flags_of_it, systems=systems)[0] == 2 and not Player.ran
@@ -824,7 +872,9 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     study()
     assert "B-seed2" not in Player.ran and "B-seed3" in Player.ran, "seed 2 was begun elsewhere"
     said = capsys.readouterr()
-    assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, "seed 1 has ended"
+    assert "seed 2" in said.out + said.err and "seed 1" not in said.out + said.err, (
+        "seed 1 has ended"
+    )
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
     monkeypatch.setattr(running.Place, "conditions", here)
     Player.ran = []
@@ -835,7 +885,9 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypat
     Player.end = None
     Player.conditions = other
     study("--tune", name="tuned", **tuning)
-    assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, "A was begun elsewhere"
+    assert "A-lr=2-seed101" not in Player.ran and "B-lr=2-seed101" in Player.ran, (
+        "A was begun elsewhere"
+    )
     monkeypatch.setattr(running, "commit", lambda: "4567def")
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
@@ -882,7 +934,9 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
     command = record_of(records, "B-seed2")["command"]
     changed(records, "B-seed2", command=command.replace("lr=1", "lr=2"))
     assert fitting() == every - {"B-seed2"}
-    (tmp_path / "configs" / "tiny.yaml").write_text(RECIPE.replace("max_update: 4", "max_update: 8"))
+    (tmp_path / "configs" / "tiny.yaml").write_text(
+        RECIPE.replace("max_update: 4", "max_update: 8")
+    )
     assert not fitting()
 
 
@@ -919,14 +973,20 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
         ({"set": {"train.flag.lr": 1}}, "train.flag"),
         ({"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}}, "contrasts.gain"),
         *(
-            ({"contrasts": {"gain": {"first": one, "second": other, "question": "?"}}}, "contrasts.gain")
+            (
+                {"contrasts": {"gain": {"first": one, "second": other, "question": "?"}}},
+                "contrasts.gain",
+            )
             for one, other in ("CA", "AC")
         ),
         ({"sistems": {}}, "sistems"),
         ({"systems": {"A": {"label": "dense"}}}, "systems.A.recipe"),
         # a seed that chooses a rate and then counts
         *(
-            ({**seeds, "tuning": {"grid": {"train.flags.lr": [1, 2]}, **tuned}}, "tuning.first_seed")
+            (
+                {**seeds, "tuning": {"grid": {"train.flags.lr": [1, 2]}, **tuned}},
+                "tuning.first_seed",
+            )
             for seeds, tuned in (
                 ({"first_seed": 101}, {}),
                 ({"seeds": 101}, {}),
@@ -942,7 +1002,9 @@ def test_mistakes_are_named(study, capsys, changes, named):
 
 
 @pytest.mark.thorough(keep="path0")
-@pytest.mark.parametrize("path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())])
+@pytest.mark.parametrize(
+    "path", [path for path in STUDIES if "study" in yaml.safe_load(path.read_text())]
+)
 def test_every_system_of_the_studies_here_is_a_recipe(path, tmp_path):
     text = yaml.safe_load(path.read_text())
     study = load_study(path, tmp_path, tune=bool({"tuning", "base"} & text.keys()))
@@ -964,7 +1026,12 @@ def test_a_study_has_what_its_base_has_under_its_own(tmp_path):
     path = tmp_path / "below" / "more.yaml"
     path.write_text(json.dumps({**above, "systems": {"B": new, "C": new}}))
     study = load_study(path, tmp_path)
-    assert (study.study, study.seeds, study.margin, list(study.systems)) == ("more", 2, 0.02, ["A", "B", "C"])
+    assert (study.study, study.seeds, study.margin, list(study.systems)) == (
+        "more",
+        2,
+        0.02,
+        ["A", "B", "C"],
+    )
     assert study.systems["A"].set == {"train.max_update": 9, "train.update_freq": 2}
     assert study.systems["B"].label == "new" and study.systems["B"].set["train.update_freq"] == 3
     assert study.contrasts["gain"].second == "A"
@@ -978,7 +1045,9 @@ def test_a_study_has_what_its_base_has_under_its_own(tmp_path):
 def test_a_study_names_a_shipped_recipe_as_a_base_does(tmp_path):
     path = tmp_path / "named.yaml"
     systems = {"A": {"label": "dense", "recipe": "quickstart_transformer.yaml"}}
-    path.write_text(json.dumps({"study": "named", "question": "Why?", "seeds": 1, "systems": systems}))
+    path.write_text(
+        json.dumps({"study": "named", "question": "Why?", "seeds": 1, "systems": systems})
+    )
     (run,) = runs_of(load_study(path, tmp_path), tmp_path, tmp_path)
     assert run.recipe == shipped_recipes()["quickstart_transformer"]
     assert run.load().experiment == "quickstart_transformer"
@@ -990,23 +1059,33 @@ def test_workers_share_a_study(study, monkeypatch):
     monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
     fork = multiprocessing.get_context("fork")
     ran = [fork.Queue(), fork.Queue()]
-    workers = [fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran]
+    workers = [
+        fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran
+    ]
     for worker in workers:
         worker.start()
     first, second = (queue.get(timeout=60) for queue in ran)
-    assert first and second and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    assert (
+        first
+        and second
+        and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    )
     assert report_of(study)["runs"] == 8
 
 
 @pytest.mark.parametrize("held", ["A-seed1.lock", "records.jsonl"])
-def test_without_locks_nothing_is_trained_and_the_study_has_failed(study, monkeypatch, capsys, held):
+def test_without_locks_nothing_is_trained_and_the_study_has_failed(
+    study, monkeypatch, capsys, held
+):
     """A lock that cannot be taken is not one that another worker has; of the records, before the training."""
     acquire = portalocker.Lock.acquire
 
     def without(lock, *arguments, **options):
         if Path(lock.filename).name != held:
             return acquire(lock, *arguments, **options)
-        raise portalocker.LockException(OSError(errno.ENOLCK, "No locks available"), "No locks available")
+        raise portalocker.LockException(
+            OSError(errno.ENOLCK, "No locks available"), "No locks available"
+        )
 
     monkeypatch.setattr(portalocker.Lock, "acquire", without)
     status, records = study(seeds=1)
@@ -1023,7 +1102,9 @@ def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
     said = capsys.readouterr()
     assert "another worker runs A-seed1" in said.out + said.err
     Player.ran = []
-    assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], "its lock was left behind, and is nobody's"
+    assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], (
+        "its lock was left behind, and is nobody's"
+    )
 
 
 def test_workers_end_with_a_killed_study(tmp_path):
@@ -1063,7 +1144,9 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
         append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
 
     monkeypatch.setattr(running, "_carry_out", carry_out)
-    running.run_pending(runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0))
+    running.run_pending(
+        runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
+    )
     assert ran == [0, 2]
 
 

@@ -68,5 +68,7 @@ for module in (kernels, routing, weight_grad):
 found = {"dense": calls(MultiheadAttention(C, 8, self_attention=True))}
 for experts in (8, 32):
     sizes = dict(num_experts=experts, experts_per_token=8, expert_dim=16, expert_backend="triton")
-    found[f"8K{experts}E"] = calls(with_fairseq_call(MixtureOfAttention)(C, self_attention=True, **sizes))
+    found[f"8K{experts}E"] = calls(
+        with_fairseq_call(MixtureOfAttention)(C, self_attention=True, **sizes)
+    )
 print(json.dumps(found))

@@ -88,7 +88,10 @@ class Case:
         leaves = {name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()}
         output = function(index.to(device), leaves)
         if not output.requires_grad:  # the exact loop without slots
-            return {"output": output, **{name: torch.zeros_like(leaf) for name, leaf in leaves.items()}}
+            return {
+                "output": output,
+                **{name: torch.zeros_like(leaf) for name, leaf in leaves.items()},
+            }
         grads = torch.autograd.grad(output, leaves.values(), reshape(upstream.to(device, dtype)))
         return {"output": output.detach(), **dict(zip(leaves, grads))}
 
@@ -115,7 +118,9 @@ class Case:
 
         def function(index, leaves):
             order = ExpertPermutation(index, leaves["weight"].size(0), in_order)
-            rows, weight, gates, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))
+            rows, weight, gates, bias = (
+                leaves.get(name) for name in ("rows", "weight", "gate", "bias")
+            )
             options = dict(is_up=self.is_up, fan=self.fan, backend=backend)
             return project(rows, weight, order, gates=gates, bias=bias, **options)
 
@@ -130,4 +135,7 @@ def case(*arguments):
 def variants(shape, use, dtype=torch.float32):
     """With the use's own gate and biases; without biases; and with a gate where it has none, or without."""
     gated = USES[use][2]
-    return [case(shape, use, *rest, dtype) for rest in ((gated, True), (gated, False), (not gated, True))]
+    return [
+        case(shape, use, *rest, dtype)
+        for rest in ((gated, True), (gated, False), (not gated, True))
+    ]

@@ -103,7 +103,9 @@ class Largest(TorchDispatchMode):
         result = function(*args, **(kwargs or {}))
         for tensor in tree_leaves(result):
             if isinstance(tensor, torch.Tensor):
-                self.elements = max(self.elements, tensor.untyped_storage().nbytes() // tensor.element_size())
+                self.elements = max(
+                    self.elements, tensor.untyped_storage().nbytes() // tensor.element_size()
+                )
         return result
 
 
@@ -150,14 +152,18 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
     num_experts = 16
     dim = 64
     heads = 2
-    peaks = {k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)}
+    peaks = {
+        k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)
+    }
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
     assert peaks[4] < 1.15 * peaks[1], peaks
     assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, peaks  # not even the slots' narrow side
 
 
-@pytest.mark.skipif(not sorted_rows.HAS_GROUPED_MM, reason="no grouped_mm in this torch: 2.10 has it")
+@pytest.mark.skipif(
+    not sorted_rows.HAS_GROUPED_MM, reason="no grouped_mm in this torch: 2.10 has it"
+)
 @pytest.mark.parametrize("use", USES)
 def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
     """A GPU reads what the offsets say; a CPU's product stops at the last row by itself."""
@@ -172,7 +178,8 @@ def test_each_step_of_sorted_rows_names_rows_that_it_has(use, monkeypatch):
 
     monkeypatch.setattr(sorted_rows.F, "grouped_mm", watch)
     walk_by("sorted_rows in steps", monkeypatch)
-    (case, *_) = variants((60, 64, 4, 2, 16, 2, "random"), use)  # C is 4·D: four steps, the last one shorter
+    # C is 4·D: four steps, the last one shorter
+    (case, *_) = variants((60, 64, 4, 2, 16, 2, "random"), use)
     case.run(case.projected("grouped"), torch.float32)
     assert len(calls) > 8, "there were two steps"
 
@@ -200,7 +207,9 @@ def second_gradients(case, function, dtype, is_constant):
     index, inputs, upstream = case.inputs
     leaves = {name: t.detach().to(dtype).requires_grad_() for name, t in inputs.items()}
     incoming = upstream.detach().to(dtype).requires_grad_(not is_constant)
-    first = torch.autograd.grad(function(index, leaves), leaves.values(), incoming, create_graph=True)
+    first = torch.autograd.grad(
+        function(index, leaves), leaves.values(), incoming, create_graph=True
+    )
     penalty = sum((grad * grad.detach().cos()).sum() for grad in first)
     named = leaves if is_constant else {**leaves, "upstream": incoming}
     options = dict(allow_unused=True, materialize_grads=True)
@@ -285,12 +294,15 @@ def test_when_computing_every_expert_pays(sizes, pays, pays_in_bfloat16):
     for dtype, expected in ((torch.float32, pays), (torch.bfloat16, pays_in_bfloat16)):
         order = ExpertPermutation(torch.zeros(tokens, per_token, dtype=torch.int64), shape[0])
         weight = torch.empty(shape, dtype=dtype)
-        product = projection.Product(weight.new_empty(tokens, shape[2]), weight, None, None, order, True, 1)
+        product = projection.Product(
+            weight.new_empty(tokens, shape[2]), weight, None, None, order, True, 1
+        )
         assert (not every_expert.unsupported_reason(product)) == expected
 
 
 @pytest.mark.parametrize(
-    "major, is_bf16, taken", [(9, True, True), (8, True, False), (10, True, False), (9, False, False)]
+    "major, is_bf16, taken",
+    [(9, True, True), (8, True, False), (10, True, False), (9, False, False)],
 )
 def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, monkeypatch):
     """Hopper in bfloat16: torch loops elsewhere, and on Blackwell empty groups get wrong gradients."""
@@ -303,7 +315,9 @@ def test_grouped_mm_is_called_only_where_it_is_a_kernel(major, is_bf16, taken, m
     properties = type("Properties", (), {"major": major})
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda _: properties)
     dtype = torch.bfloat16 if is_bf16 else torch.float16
-    rows, weight = (torch.zeros(size, dtype=dtype).as_subclass(OnGpu) for size in ((4, 16), (2, 8, 16)))
+    rows, weight = (
+        torch.zeros(size, dtype=dtype).as_subclass(OnGpu) for size in ((4, 16), (2, 8, 16))
+    )
     assert (not sorted_rows.unsupported_reason(rows, weight)) == taken
 
 
@@ -329,7 +343,9 @@ def test_in_half_precision_a_sum_of_slots_is_rounded_once(walk, monkeypatch):
     gate = torch.tensor([256.0] + [1.0] * 7)
     slots = torch.eye(4)[:1].expand(24, -1).bfloat16()
     weight = torch.ones(8, 4, 16).bfloat16()
-    out = project(slots.contiguous(), weight, order, is_up=False, gates=gate.repeat(3), backend="grouped")
+    out = project(
+        slots.contiguous(), weight, order, is_up=False, gates=gate.repeat(3), backend="grouped"
+    )
     assert out.shape == (3, 16) and (out == 264).all()
 
 
@@ -350,7 +366,9 @@ def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):
     (case, *_) = variants((9, 8, 4, 4 if kind == "all" else 2, 4, 1, kind), use, torch.bfloat16)
     index, inputs, _ = case.inputs
     dtypes = {"gate": torch.float32}
-    leaves = {name: t.to(dtypes.get(name, torch.bfloat16)).requires_grad_() for name, t in inputs.items()}
+    leaves = {
+        name: t.to(dtypes.get(name, torch.bfloat16)).requires_grad_() for name, t in inputs.items()
+    }
     function = case.projected("grouped", kind == "all")
     traced = torch.compile(function, backend="aot_eager", fullgraph=True)
     for out in (function(index, leaves), traced(index, leaves)):

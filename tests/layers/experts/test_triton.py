@@ -63,10 +63,14 @@ def test_one(number):
 @pytest.mark.parametrize("checks", ["triton_checks.py", "triton_routing_checks.py"])
 def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     pytest.importorskip("triton", reason="Triton is not installed")
-    interpreted = {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    interpreted = (
+        {} if torch.cuda.is_available() else {"TRITON_INTERPRET": "1", "OMP_NUM_THREADS": "1"}
+    )
     if torch.cuda.is_available():
         compile_side_by_side(HERE / checks, os.cpu_count())
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted)
+    done = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted
+    )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
 
@@ -226,5 +230,7 @@ def test_auto_takes_no_triton_for_few_tokens(monkeypatch):
     monkeypatch.setattr(backend, "project", lambda *_: 1 / 0)
     monkeypatch.setattr(ExpertPermutation, "sorted", property(lambda self: 1 / 0))
     order = ExpertPermutation(torch.tensor([[0, 2], [1, 2]]), 3)
-    out = projection.project(torch.ones(2, 8), torch.ones(3, 4, 8), order, is_up=True, backend="auto")
+    out = projection.project(
+        torch.ones(2, 8), torch.ones(3, 4, 8), order, is_up=True, backend="auto"
+    )
     assert (out == 8).all()

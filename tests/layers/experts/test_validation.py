@@ -176,8 +176,12 @@ if __name__ == "__main__":
     (tmp_path / "program.py").write_text(program)
     paths = (tmp_path, HERE, Path(moa_fairseq.__file__).parents[1])
     environment = {"TRITON_CACHE_DIR": str(tmp_path / "cache"), "OMP_NUM_THREADS": "1"}
-    done = python(tmp_path / "program.py", PYTHONPATH=os.pathsep.join(map(str, paths)), **environment)
-    assert "compiled 2 cases" in done.stdout and "not compiled" not in done.stdout, done.stdout + done.stderr
+    done = python(
+        tmp_path / "program.py", PYTHONPATH=os.pathsep.join(map(str, paths)), **environment
+    )
+    assert "compiled 2 cases" in done.stdout and "not compiled" not in done.stdout, (
+        done.stdout + done.stderr
+    )
     beforehand, later, checks = map(int, done.stderr.split("\n")[-2].split())
     assert beforehand >= 8 and later == 0 and checks == 2 * (1 + 4)
 
@@ -192,7 +196,9 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
     assert [validation.is_open(dtype) for dtype in validation.DTYPES] == [False, False, True]
     validation.write(validation.CheckResult({"routing": 4, "float32, a layer": 2}, {}, ["float32"]))
     assert set(validation.verdict()[0]) == set(validation.DTYPES)
-    validation.write(validation.CheckResult({"float16, a layer": 2}, {"float16, a layer": ["off"]}, []))
+    validation.write(
+        validation.CheckResult({"float16, a layer": 2}, {"float16, a layer": ["off"]}, [])
+    )
     assert validation.verdict()[0] == ("bfloat16",)
     validation.write(validation.CheckResult({"float16, a layer": 2}, {}, ["float16"]))
     theirs = validation.read(record)[0]

@@ -36,13 +36,21 @@ if DEVICE == "cuda":
     SHAPES["of a real layer"] = (1000, 512, 32, 8, 128, 1, "random")
     SHAPES["a real layer with one hot expert"] = (700, 512, 16, 1, 256, 1, "first")
     SHAPES["SwitchHead's of 262M parameters"] = (600, 1024, 8, 4, 132, 2, "random")
-TILED = [name for name in SHAPES if "several tiles" in name or "real layer" in name or "SwitchHead" in name]
+TILED = [
+    name
+    for name in SHAPES
+    if "several tiles" in name or "real layer" in name or "SwitchHead" in name
+]
 UGLIEST = ("one token", "no token", "an expert nobody chose", "all tokens on one expert")
 
 
 def is_told_apart(shape, use):
     """Whether it is worth the interpreter's time: MoA has one head, SwitchHead several."""
-    return DEVICE == "cuda" or shape in UGLIEST or (SHAPES[shape][5] > 1) == use.startswith("SwitchHead")
+    return (
+        DEVICE == "cuda"
+        or shape in UGLIEST
+        or (SHAPES[shape][5] > 1) == use.startswith("SwitchHead")
+    )
 
 
 PAIRS = [
@@ -60,7 +68,9 @@ def compare(case, **options):
     plain = case.run(case.projected("reference"), case.dtype, DEVICE, **options)
     fast = case.run(case.projected("triton"), case.dtype, DEVICE, **options)
     assert fast["output"].dtype == case.dtype
-    found = [{name: t.cpu() for name, t in one.items() if t.numel()} for one in (fast, plain, exact)]
+    found = [
+        {name: t.cpu() for name, t in one.items() if t.numel()} for one in (fast, plain, exact)
+    ]
     assert found[0].keys() == found[2].keys() and complaints(*found) == []
     assert all(fast[name].shape == truth.shape for name, truth in exact.items())
     return fast
@@ -93,7 +103,9 @@ def test_upstream_gradients_of_any_layout(reshape, use):
     compare(variants((11, 12, 3, 2, 4, 2, "random"), use)[0], reshape=reshape)
 
 
-@pytest.mark.parametrize("shape", ["prime sizes, no multiple of a tile", "all tokens on one expert"])
+@pytest.mark.parametrize(
+    "shape", ["prime sizes, no multiple of a tile", "all tokens on one expert"]
+)
 @pytest.mark.parametrize("use", ["MoA queries", "SwitchHead destination"])
 def test_experts_with_many_rows_are_cut_into_chunks(use, shape, monkeypatch):
     from moa_fairseq.layers.experts.triton import launch
@@ -120,7 +132,8 @@ def test_chunks_and_steps_stay_within_their_bounds():
 
     h200 = 60 * 2**20
     assert columns_at_once(8192 * 8, 128, 512, 2, h200) == 512  # 64 MiB: close enough
-    assert columns_at_once(16384 * 8, 128, 512, 2, h200) == 128  # the buffer is as large as the slots
+    # The buffer is as large as the slots
+    assert columns_at_once(16384 * 8, 128, 512, 2, h200) == 128
     assert columns_at_once(16384 * 8, 100, 512, 2, h200) == 128
     assert columns_at_once(320, 128, 512, 4, 0) == 128
     assert columns_at_once(8192 * 16, 64, 36, 2, 0) == 36
@@ -221,7 +234,9 @@ def test_what_the_kernels_do_not_take_goes_elsewhere():
     index = torch.tensor([[0, 2], [1, 2], [0, 1]], device=DEVICE)
     weight = torch.randn(3, 4, 8, device=DEVICE, dtype=torch.float64)
     arguments = (x.double(), weight, ExpertPermutation(index, 3))
-    triton, reference = (project(*arguments, is_up=True, backend=name) for name in ("triton", "reference"))
+    triton, reference = (
+        project(*arguments, is_up=True, backend=name) for name in ("triton", "reference")
+    )
     torch.testing.assert_close(triton, reference)
 
 
@@ -236,7 +251,12 @@ def _both(x, weight, out_weight, gate, index, num_experts):
 def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.float32):
     g = torch.Generator().manual_seed(5)
     experts = 2 * num_experts
-    sizes = ((tokens, model_dim), (experts, dim, model_dim), (experts, dim, model_dim), (tokens, 2 * k))
+    sizes = (
+        (tokens, model_dim),
+        (experts, dim, model_dim),
+        (experts, dim, model_dim),
+        (tokens, 2 * k),
+    )
     tensors = [torch.randn(size, generator=g).to(DEVICE, dtype).requires_grad_() for size in sizes]
     return [*tensors, choose(tokens, num_experts, k, 2, "random", g).to(DEVICE), experts]
 
@@ -250,7 +270,9 @@ def test_operators_keep_the_contract_of_torch(use):
         order = ExpertPermutation(index.to(DEVICE), leaves["weight"].size(0))
         tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
         routing = (order.expert, order.order, order.offsets)
-        torch.library.opcheck(triton_backend.expert_project, (*tensors, *routing, case.is_up, *case.slots))
+        torch.library.opcheck(
+            triton_backend.expert_project, (*tensors, *routing, case.is_up, *case.slots)
+        )
 
 
 def test_eager_code_calls_no_operator_of_torch(monkeypatch):
@@ -273,7 +295,8 @@ def test_compiles_into_one_graph_for_any_number_of_tokens(dtype):
         torch.testing.assert_close(got, expected)
         upstream = torch.randn_like(expected)
         for a, b in zip(
-            torch.autograd.grad(got, leaves, upstream), torch.autograd.grad(expected, leaves, upstream)
+            torch.autograd.grad(got, leaves, upstream),
+            torch.autograd.grad(expected, leaves, upstream),
         ):
             torch.testing.assert_close(a, b)
 
@@ -302,7 +325,9 @@ def test_only_what_is_asked_for_is_differentiated():
     x, weight, out_weight, gate, index, num_experts = _arguments()
     out = _both(x.detach(), weight.detach(), out_weight, gate.detach(), index, num_experts)
     out.sum().backward()
-    assert out_weight.grad is not None and x.grad is None and weight.grad is None and gate.grad is None
+    assert (
+        out_weight.grad is not None and x.grad is None and weight.grad is None and gate.grad is None
+    )
 
 
 def test_a_second_derivative_is_refused_not_wrong():

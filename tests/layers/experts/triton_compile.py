@@ -52,14 +52,20 @@ def signatures(name, model_dim, dim, bias):
     product = dict(rows=data, weight=data, out=data, first_column="i32", **ROUTING)
     into_experts = {**common, "INTO_EXPERTS": True, "OUTER": dim}
     into_model = {**common, "INTO_EXPERTS": False, "OUTER": model_dim}
-    gate = dict(rows=data, weight=data, narrow=data, grad_gate="*fp32", gated=data, **gates, **ROUTING)
+    gate = dict(
+        rows=data, weight=data, narrow=data, grad_gate="*fp32", gated=data, **gates, **ROUTING
+    )
     chunks = dict(partial="*fp32", order="*i64", offsets="*i32", chunk="i32", num_experts="i32")
     outer = dict(left=data, right=data, out=data, rows_per_chunk="i32", **chunks)
     sum_rows = dict(rows=data, out="*fp32", **chunks)
     tile = dict(EXPERTS_POW2=32, BLOCK_C=128, BLOCK_R=32)
     return {
         "queries": (kernels.product_kernel, {**product, **maybe}, {**into_experts, "PER_ROW": 8}),
-        "outputs": (kernels.product_kernel, {**product, **maybe, **gates}, {**into_model, "PER_ROW": 1}),
+        "outputs": (
+            kernels.product_kernel,
+            {**product, **maybe, **gates},
+            {**into_model, "PER_ROW": 1},
+        ),
         "gradient of queries": (kernels.product_kernel, product, {**into_model, "PER_ROW": 1}),
         "source": (kernels.product_kernel, {**product, **gates}, {**into_experts, "PER_ROW": 8}),
         "destination": (kernels.product_kernel, {**product, **gates}, {**into_model, "PER_ROW": 4}),
@@ -107,7 +113,9 @@ def routing_signatures(data, model_dim):
     block = launch_routing._tokens_per_block(32)
     choice = dict(PER_TOKEN=8, NORMALIZES=True, **sizes)
     sort = dict(PER_TOKEN=8, BLOCK_T=block, **sizes)
-    slots = dict(slots=data, gate="*fp32", product=data, gated=data, grad_gate="*fp32", num_slots="i32")
+    slots = dict(
+        slots=data, gate="*fp32", product=data, gated=data, grad_gate="*fp32", num_slots="i32"
+    )
     return {
         "route": (
             routing.route_kernel,
@@ -144,7 +152,9 @@ def configs_for(kernel, arch, dtype, meta, every):
         found = tuning.prune_outer(kernel.configs, {"left": sample}, **meta)
     else:
         for height in tuning.ROW_CLASSES:
-            found += tuning.prune_rows(kernel.configs, {"rows": sample, "rows_per_expert": height}, **meta)
+            found += tuning.prune_rows(
+                kernel.configs, {"rows": sample, "rows_per_expert": height}, **meta
+            )
     found = list(dict.fromkeys(found))
     return found if every else found[-1:]  # the last: the largest tiles
 
@@ -154,11 +164,14 @@ def compile_one(kernel, runtime, meta, config, arch):
     function = kernel.fn if hasattr(kernel, "configs") else kernel
     constants = {**meta, **config.kwargs}
     signature = {name: runtime.get(name, "constexpr") for name in function.arg_names}
-    absent = {name: None for name in function.arg_names if name not in runtime and name not in constants}
+    absent = {
+        name: None for name in function.arg_names if name not in runtime and name not in constants
+    }
     aligned = {
         (index,): [["tt.divisibility", 16]]
         for index, name in enumerate(function.arg_names)
-        if runtime.get(name, "").startswith("*") or (name in ("first_column", "chunk") and name in runtime)
+        if runtime.get(name, "").startswith("*")
+        or (name in ("first_column", "chunk") and name in runtime)
     }
     source = ASTSource(function, signature, {**constants, **absent}, aligned)
     options = {"num_warps": config.num_warps, "num_stages": config.num_stages}
@@ -173,7 +186,9 @@ def resources(cubin):
     with tempfile.NamedTemporaryFile(suffix=".cubin") as file:
         file.write(cubin)
         file.flush()
-        text = subprocess.run([tool, "-res-usage", file.name], capture_output=True, text=True).stdout
+        text = subprocess.run(
+            [tool, "-res-usage", file.name], capture_output=True, text=True
+        ).stdout
     found = re.search(r"REG:(\d+) STACK:(\d+)", text)
     return (int(found[1]), int(found[2])) if found else (None, None)
 
@@ -257,9 +272,13 @@ def report(label, kernel, runtime, meta, config, arch, name):
 
 def main():
     parser = argparse.ArgumentParser(description=__doc__.split("\n")[0])
-    parser.add_argument("arch", type=int, nargs="+", help="compute capability times ten: 70 80 86 90")
+    parser.add_argument(
+        "arch", type=int, nargs="+", help="compute capability times ten: 70 80 86 90"
+    )
     parser.add_argument("--all-configs", action="store_true")
-    parser.add_argument("--products-only", action="store_true", help="leave out kernels without a dot")
+    parser.add_argument(
+        "--products-only", action="store_true", help="leave out kernels without a dot"
+    )
     parser.add_argument("--kernels", nargs="+", metavar="NAME", help="only those")
     parser.add_argument("--dtypes", nargs="+", choices=DTYPES, default=list(DTYPES))
     parser.add_argument("--sizes", nargs="+", choices=SIZES, default=list(SIZES))

@@ -35,7 +35,9 @@ def routers(sizes, renormalize, dtype):
     sizes = dict(num_experts=experts, experts_per_token=per_token, router_renormalize=renormalize)
     fast = TopKRouter(width, MoASettings(**sizes, expert_backend="triton")).to(DEVICE, dtype)
     torch.nn.init.normal_(fast.projection.weight)
-    exact = TopKRouter(width, MoASettings(**sizes, expert_backend="grouped")).to(DEVICE, torch.float64)
+    exact = TopKRouter(width, MoASettings(**sizes, expert_backend="grouped")).to(
+        DEVICE, torch.float64
+    )
     exact.load_state_dict(fast.state_dict())
     return fast.eval(), exact.eval()  # a training refuses gates that are all 1
 
@@ -65,10 +67,19 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
     for name in ("logits", "probs", "gates"):
         got = getattr(ours, name)
         assert got.dtype == torch.float32
-        torch.testing.assert_close(got.double(), getattr(theirs, name), atol=1e-5, rtol=1e-5, msg=name)
+        torch.testing.assert_close(
+            got.double(), getattr(theirs, name), atol=1e-5, rtol=1e-5, msg=name
+        )
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
-    upstream = {n: torch.randn(getattr(ours, n).shape, device=DEVICE) for n in ("logits", "probs", "gates")}
-    for names in (("gates",), ("probs",), ("logits", "probs", "gates")):  # an absent gradient is zero
+    upstream = {
+        n: torch.randn(getattr(ours, n).shape, device=DEVICE) for n in ("logits", "probs", "gates")
+    }
+    # An absent gradient is zero
+    for names in (
+        ("gates",),
+        ("probs",),
+        ("logits", "probs", "gates"),
+    ):
         grads = [
             torch.autograd.grad(
                 [getattr(d, n) for n in names],

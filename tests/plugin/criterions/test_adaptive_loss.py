@@ -75,7 +75,9 @@ def test_the_loss_is_that_of_the_full_softmax(name):
     expected = sum(surprise_of_every_word(model).values())
     assert torch.allclose(loss, expected) and torch.allclose(entries["loss"], expected)
     assert size == entries["ntokens"] == WORDS - 2
-    gradients, wanted = (torch.autograd.grad(x, list(model.parameters())) for x in (loss.sum(), expected))
+    gradients, wanted = (
+        torch.autograd.grad(x, list(model.parameters())) for x in (loss.sum(), expected)
+    )
     assert all(torch.allclose(*pair) for pair in zip(gradients, wanted))
 
 
@@ -118,7 +120,9 @@ def test_a_loss_is_that_of_its_own_thread():
 
     @torch.no_grad()
     def run(number):
-        return loss(Part(number), {"net_input": {}, "target": EVERY_WORD, "ntokens": 1, "nsentences": 1})[0]
+        return loss(
+            Part(number), {"net_input": {}, "target": EVERY_WORD, "ntokens": 1, "nsentences": 1}
+        )[0]
 
     alone = [run(number) for number in range(8)]
     before = sys.getswitchinterval()

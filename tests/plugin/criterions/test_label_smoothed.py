@@ -49,7 +49,9 @@ class TwoRouters(nn.Module):
 
 
 def build(**settings):
-    cfg = LabelSmoothedCrossEntropyWithRoutingConfig(sentence_avg=False, label_smoothing=0.1, **settings)
+    cfg = LabelSmoothedCrossEntropyWithRoutingConfig(
+        sentence_avg=False, label_smoothing=0.1, **settings
+    )
     return LabelSmoothedCrossEntropyWithRouting.build_criterion(cfg, TASK)
 
 
@@ -118,7 +120,14 @@ def test_logs_of_workers_add_up_to_the_mean_over_passes(model):
     with metrics.aggregate(new_root=True) as aggregate:
         LabelSmoothedCrossEntropyWithRouting.reduce_metrics([summed])
         values = aggregate.get_smoothed_values()
-    for key in ("load_balance_loss", "z_loss", "load_entropy", "max_load", "min_load", "dead_experts"):
+    for key in (
+        "load_balance_loss",
+        "z_loss",
+        "load_entropy",
+        "max_load",
+        "min_load",
+        "dead_experts",
+    ):
         expected = sum(values_of(log)[key] for log in logs) / 2
         assert values[key] == pytest.approx(expected, abs=1e-4), key
     assert isinstance(aggregate["max_load"], meters.AverageMeter)

@@ -12,7 +12,10 @@ from fairseq.logging import metrics
 from fairseq.models import ARCH_MODEL_REGISTRY
 
 from moa_fairseq.layers.losses import load_balance_loss, z_loss
-from moa_fairseq.plugin.criterions.with_routing import MaskedLmWithRouting, MaskedLmWithRoutingConfig
+from moa_fairseq.plugin.criterions.with_routing import (
+    MaskedLmWithRouting,
+    MaskedLmWithRoutingConfig,
+)
 from moa_fairseq.plugin.forward_context import collect_routings
 from moa_fairseq.plugin.logged_values import mean_values
 
@@ -32,7 +35,9 @@ def task():
 def model(task):
     torch.manual_seed(0)
     line = ["data", "--task", "masked_lm", "--arch", "moa_roberta_tiny", "--dropout", "0"]
-    args = options.parse_args_and_arch(options.get_training_parser(), [*line, "--attention-dropout", "0"])
+    args = options.parse_args_and_arch(
+        options.get_training_parser(), [*line, "--attention-dropout", "0"]
+    )
     return ARCH_MODEL_REGISTRY["moa_roberta_tiny"].build_model(args, task).train()
 
 
@@ -83,7 +88,9 @@ def test_the_auxiliary_term_counts_per_masked_token(task, model, scale):
         model(**sample()["net_input"], features_only=True)
     aux = sum(0.5 * load_balance_loss(d) + 0.25 * z_loss(d) for _, d in decisions)
     expected = plain(task)(model, sample())[0] + aux * (3 if scale == "sample-size" else 1)
-    assert criterion(task, 0.5, 0.25, scale)(model, sample())[0].item() == pytest.approx(expected.item())
+    assert criterion(task, 0.5, 0.25, scale)(model, sample())[0].item() == pytest.approx(
+        expected.item()
+    )
 
 
 def test_what_is_to_be_guessed_and_padding_leave_the_statistics_alone(task, model):
@@ -102,8 +109,12 @@ def test_metrics_are_fairseqs_and_the_routers(task, model):
     with metrics.aggregate(new_root=True) as aggregate:
         MaskedLmWithRouting.reduce_metrics([log, log])
         values = aggregate.get_smoothed_values()
-    assert values["ppl"] == pytest.approx(2 ** (log["loss"].item() / size.item() / 0.6931472), rel=1e-2)
-    assert values["max_load"] == pytest.approx(mean_values("router/", [log])[0]["max_load"], abs=1e-4)
+    assert values["ppl"] == pytest.approx(
+        2 ** (log["loss"].item() / size.item() / 0.6931472), rel=1e-2
+    )
+    assert values["max_load"] == pytest.approx(
+        mean_values("router/", [log])[0]["max_load"], abs=1e-4
+    )
 
 
 def test_a_batch_without_masked_tokens_is_harmless(task, model):

@@ -23,11 +23,24 @@ def loads_after_training(fairseq, toy_data, tmp_path):
         assert all(f'"train_{name}"' in log for name in logged)
         checkpoint = tmp_path / "checkpoint_last.pt"
         user_dir = ("--user-dir", "moa_fairseq")
-        out = fairseq("generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 5).stdout
+        out = fairseq(
+            "generate", toy_data, "--path", checkpoint, *user_dir, "--cpu", "--beam", 5
+        ).stdout
         assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
         loads = tmp_path / "loads.json"
-        model = ["expert-load", str(checkpoint), "--data", str(toy_data), "--subset", "valid", "--cpu"]
-        assert main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)]) == 0
+        model = [
+            "expert-load",
+            str(checkpoint),
+            "--data",
+            str(toy_data),
+            "--subset",
+            "valid",
+            "--cpu",
+        ]
+        assert (
+            main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)])
+            == 0
+        )
         return json.loads(loads.read_text())["modules"]
 
     return run

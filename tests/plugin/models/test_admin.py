@@ -126,7 +126,8 @@ def test_workers_count_together_and_training_moves_omega():
     inputs = whole_models.batch(ARCH)
     alone(**inputs)
     together._begun = True
-    profile(together, lambda: together(**inputs), lambda moments: moments.mul_(2))  # two of the same
+    # Two of the same
+    profile(together, lambda: together(**inputs), lambda moments: moments.mul_(2))
     assert omegas(together) == pytest.approx(omegas(alone), rel=1e-12)
     alone(**inputs)[0].square().mean().backward()
     shortcuts = [module for module in alone.modules() if isinstance(module, Shortcut)]

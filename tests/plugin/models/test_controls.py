@@ -18,8 +18,16 @@ CONTROLS = {
 }
 DENSE = ("--attention-head-dim", 20, "--dropped-heads", 1)
 CASES = [
-    *[(arch, flags) for arch in ("moa_transformer_tiny", "moa_lm_tiny") for flags in CONTROLS.values()],
-    *[("moh_transformer_tiny", flags) for name, flags in CONTROLS.items() if name in ("hash", "frozen")],
+    *[
+        (arch, flags)
+        for arch in ("moa_transformer_tiny", "moa_lm_tiny")
+        for flags in CONTROLS.values()
+    ],
+    *[
+        ("moh_transformer_tiny", flags)
+        for name, flags in CONTROLS.items()
+        if name in ("hash", "frozen")
+    ],
     ("moh_transformer_lm_base", CONTROLS["hash"]),
     ("switchhead_transformer_tiny", CONTROLS["frozen"]),
     ("switchhead_transformer_tiny", ("--switchhead-experts", "o", "--num-experts", 1)),
@@ -35,7 +43,11 @@ CASES = [
 
 def flags_for(arch, flags):
     small = SMALL if "transformer_tiny" in arch else SMALL[2:]
-    width = ("--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 32) if arch.endswith("lm_base") else ()
+    width = (
+        ("--decoder-embed-dim", 32, "--decoder-ffn-embed-dim", 32)
+        if arch.endswith("lm_base")
+        else ()
+    )
     return (*small, *width, *flags)
 
 
@@ -100,7 +112,9 @@ def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted
     ],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_step_with_autocast_moves_all_but_frozen_routers_and_a_checkpoint_restores_them(arch, flags, dtype):
+def test_a_step_with_autocast_moves_all_but_frozen_routers_and_a_checkpoint_restores_them(
+    arch, flags, dtype
+):
     arch = "moh_transformer_lm_base" if arch == "moh_lm" else arch
     flags = flags if "roberta" in arch else flags_for(arch, flags)
     model = build(arch, *flags).train()

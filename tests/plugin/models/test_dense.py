@@ -11,7 +11,14 @@ from moa_fairseq.layers import Attention
 from moa_fairseq.plugin.families import set_defaults
 
 TINY = ["--encoder-layers", "4", "--decoder-layers", "4", "--encoder-embed-dim", "128"]
-TINY += ["--encoder-ffn-embed-dim", "256", "--decoder-ffn-embed-dim", "256", "--decoder-embed-dim", "128"]
+TINY += [
+    "--encoder-ffn-embed-dim",
+    "256",
+    "--decoder-ffn-embed-dim",
+    "256",
+    "--decoder-embed-dim",
+    "128",
+]
 TINY += ["--encoder-attention-heads", "4", "--decoder-attention-heads", "4"]
 
 
@@ -46,7 +53,9 @@ def test_cross_self_attention_leaves_out_the_sources_padding(padded):
     theirs = build("transformer", *TINY, *flags)
     ours.load_state_dict(theirs.state_dict())
     inputs = batch("transformer", (7, 4 if padded else 7, 7))
-    assert inputs["src_tokens"].eq(PAD).any() and inputs["prev_output_tokens"].eq(PAD).any() == padded
+    assert (
+        inputs["src_tokens"].eq(PAD).any() and inputs["prev_output_tokens"].eq(PAD).any() == padded
+    )
     real = inputs["prev_output_tokens"].ne(PAD)
     outputs = [model.double().eval()(**inputs)[0][real] for model in (ours, theirs)]
     torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-11)
@@ -55,7 +64,9 @@ def test_cross_self_attention_leaves_out_the_sources_padding(padded):
 def test_gated_feed_forwards_and_rms_norms():
     flags = (*SMALL_LM, "--gated-feed-forward", "--rms-norm")
     model = build("dense_transformer_lm_base", *flags).double().eval()
-    assert not any("layer_norm" in name and name.endswith("bias") for name, _ in model.named_parameters())
+    assert not any(
+        "layer_norm" in name and name.endswith("bias") for name, _ in model.named_parameters()
+    )
     layer = model.decoder.layers[0]
     x = torch.randn(5, 2, 32, dtype=torch.float64)
     for norm in (layer.self_attn_layer_norm, layer.final_layer_norm, model.decoder.layer_norm):
@@ -106,7 +117,9 @@ def test_the_branch_of_every_attention_starts_smaller_and_nothing_else_does(arch
         for before, after in zip(branch_of(one), branch_of(other)):
             torch.testing.assert_close(after, before / 4, rtol=0, atol=0)
         output = "out_experts" if hasattr(one, "out_experts") else "out_proj"
-        scaled |= {f"{one.name}.{output}.{name}" for name, _ in getattr(one, output).named_parameters()}
+        scaled |= {
+            f"{one.name}.{output}.{name}" for name, _ in getattr(one, output).named_parameters()
+        }
     assert len({name.rsplit(".", 2)[0] for name in scaled}) == attentions
     rest = [{k: v for k, v in m.state_dict().items() if k not in scaled} for m in (plain, small)]
     torch.testing.assert_close(*rest, rtol=0, atol=0)

@@ -27,7 +27,9 @@ def batch():
     return {"net_input": {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}}
 
 
-@pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny", "namoh_transformer_tiny"])
+@pytest.mark.parametrize(
+    "arch", ["moa_transformer_tiny", "mae_transformer_tiny", "namoh_transformer_tiny"]
+)
 @pytest.mark.parametrize("alignment", [False, True])
 def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment, monkeypatch):
     model = model_of(arch)
@@ -44,14 +46,20 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment
 
     def translate():
         rows.clear()
-        generator = SequenceGenerator([model], WORDS, beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3)
+        generator = SequenceGenerator(
+            [model], WORDS, beam_size=4, max_len_a=0, max_len_b=12, temperature=0.3
+        )
         if not alignment:
             model.make_generation_fast_()
         return generator.generate([model], batch()), set(rows)
 
     shared, keys = translate()
-    assert max(keys) == 7 and len(keys) > 1, "a row for each sentence, and sentences leave the batch"
-    monkeypatch.setattr(MixtureEncoder, "reorder_encoder_out", TransformerEncoderBase.reorder_encoder_out)
+    assert max(keys) == 7 and len(keys) > 1, (
+        "a row for each sentence, and sentences leave the batch"
+    )
+    monkeypatch.setattr(
+        MixtureEncoder, "reorder_encoder_out", TransformerEncoderBase.reorder_encoder_out
+    )
     separate, keys = translate()
     assert max(keys) == 28
     assert len({len(sentence[0]["tokens"]) for sentence in separate}) > 1, (
@@ -141,6 +149,14 @@ def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
 def test_fairseq_trains_and_translates_in_a_beam(arch, flags, fairseq, toy_data, tmp_path):
     log = fairseq.train(toy_data, tmp_path, "--max-epoch", 1, *flags, arch=arch).stdout
     assert '"train_dead_experts"' in log
-    generate = ("--path", tmp_path / "checkpoint_last.pt", "--user-dir", "moa_fairseq", "--cpu", "--beam", 3)
+    generate = (
+        "--path",
+        tmp_path / "checkpoint_last.pt",
+        "--user-dir",
+        "moa_fairseq",
+        "--cpu",
+        "--beam",
+        3,
+    )
     out = fairseq("generate", toy_data, *generate).stdout
     assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12

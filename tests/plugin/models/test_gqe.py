@@ -6,7 +6,12 @@ import whole_models
 
 from moa_fairseq.experiments.scoring.complexity import complexity
 
-ARCHS = ["gqe_transformer_base", "gqe_transformer_iwslt_de_en", "gqe_transformer_tiny", "gqe_lm_base"]
+ARCHS = [
+    "gqe_transformer_base",
+    "gqe_transformer_iwslt_de_en",
+    "gqe_transformer_tiny",
+    "gqe_lm_base",
+]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -41,4 +46,5 @@ def test_step_by_step_equals_all_at_once(arch, flags):
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     modules = loads_after_training("gqe_transformer_tiny", logged=["load_balance_loss", "max_load"])
     assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)
-    assert all(sum(row["load"][:4]) == pytest.approx(0.5) for row in modules)  # as many choices in each group
+    # As many choices in each group
+    assert all(sum(row["load"][:4]) == pytest.approx(0.5) for row in modules)

@@ -12,8 +12,14 @@ from moa_fairseq.layers.sigma_moe import SigmaMoE
 from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter
 
 TINY = ["--decoder-layers", "2", "--decoder-embed-dim", "96", "--decoder-ffn-embed-dim", "384"]
-HEADS = {"switchhead_lm_47m": (2, 76), "switchhead_rope_lm_45m": (2, 64), "transformer_xl_lm_47m": (10, 41)}
-HEADS.update({"transformer_rope_lm_45m": (10, 41), "moa_lm_47m": (4, 88), "switchall_lm_47m": (2, 76)})
+HEADS = {
+    "switchhead_lm_47m": (2, 76),
+    "switchhead_rope_lm_45m": (2, 64),
+    "transformer_xl_lm_47m": (10, 41),
+}
+HEADS.update(
+    {"transformer_rope_lm_45m": (10, 41), "moa_lm_47m": (4, 88), "switchall_lm_47m": (2, 76)}
+)
 TOKENS = torch.arange(4, 204).view(4, 50)
 
 
@@ -24,7 +30,9 @@ def build(arch, *flags, args=None):
 def first_input(model):
     """What enters the first layer."""
     seen = []
-    hook = model.decoder.layers[0].register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    hook = model.decoder.layers[0].register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     model.eval()(TOKENS)
     hook.remove()
     return seen[0]
@@ -44,7 +52,9 @@ def test_every_matrix_starts_by_its_fan_in_and_the_number_of_layers(arch):
         if weight.dim() == 1 or name.endswith("_bias"):
             assert (weight == 0).all(), name
             continue
-        inputs = next((number for part, number in fan_in.items() if f"{part}.weight" in name), width)
+        inputs = next(
+            (number for part, number in fan_in.items() if f"{part}.weight" in name), width
+        )
         assert weight.std().item() == pytest.approx(scale / math.sqrt(inputs), rel=0.05), name
         checked += 1
     assert checked >= 2 * 6
@@ -93,7 +103,9 @@ def test_models_of_one_seed_start_alike_outside_their_attention(arch, start):
 
 @pytest.mark.parametrize("start", ["own", "depth-scaled"])
 def test_gates_of_heads_start_even(start):
-    model = build("dense_transformer_lm_base", *LM, "--initialization", start, "--head-gate", "element")
+    model = build(
+        "dense_transformer_lm_base", *LM, "--initialization", start, "--head-gate", "element"
+    )
     gates = [value for name, value in model.named_parameters() if "head_gate" in name]
     assert len(gates) == 2 and not any(gate.any() for gate in gates)
 
@@ -125,7 +137,11 @@ def test_embeddings_residuals_and_output_have_the_authors_dropout(arch, dropout)
 
 
 def test_only_the_259m_switchall_drops_experts_of_its_attention():
-    for arch, dropout in (("switchall_lm_259m", 0.1), ("switchhead_lm_262m", 0.0), ("switchall_lm_47m", 0.0)):
+    for arch, dropout in (
+        ("switchall_lm_259m", 0.1),
+        ("switchhead_lm_262m", 0.0),
+        ("switchall_lm_47m", 0.0),
+    ):
         for layer in build_meta_model(arch, 100).decoder.layers:
             routers = (layer.self_attn.router, layer.self_attn.source_router)
             assert [router.expert_dropout for router in routers] == [dropout, dropout]
@@ -134,7 +150,9 @@ def test_only_the_259m_switchall_drops_experts_of_its_attention():
 def test_output_dropout_drops_what_the_vocabulary_sees():
     model = build("switchhead_lm_tiny", "--dropout", "0", "--output-dropout", "0.5")
     seen = []
-    model.decoder.output_projection.register_forward_pre_hook(lambda _, inputs: seen.append(inputs[0]))
+    model.decoder.output_projection.register_forward_pre_hook(
+        lambda _, inputs: seen.append(inputs[0])
+    )
     model.train()(TOKENS)
     model.eval()(TOKENS)
     assert (seen[0] == 0).double().mean().item() == pytest.approx(0.5, abs=0.02)
@@ -178,7 +196,12 @@ def test_switchheads_own_start_is_the_papers_in_roberta_too():
     model = build("switchhead_roberta_listops", "--initialization", "own")
     for layer in model.encoder.sentence_encoder.layers:
         attention = layer.self_attn
-        for projection, fan_in in (("q_proj", 128), ("k_proj", 128), ("v_proj", 128), ("out_proj", 56)):
+        for projection, fan_in in (
+            ("q_proj", 128),
+            ("k_proj", 128),
+            ("v_proj", 128),
+            ("out_proj", 56),
+        ):
             weight = getattr(attention, projection).weight
             assert weight.std().item() == pytest.approx(1 / math.sqrt(fan_in), rel=0.05), projection
         assert layer.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)  # BERT's
@@ -190,7 +213,12 @@ def test_robertas_attention_starts_by_its_depth_where_it_should():
     ).encoder.sentence_encoder.layers
     assert len(layers) > 2
     for layer in layers:
-        for projection, fan_in in (("q_proj", 128), ("k_proj", 128), ("v_proj", 128), ("out_proj", 56)):
+        for projection, fan_in in (
+            ("q_proj", 128),
+            ("k_proj", 128),
+            ("v_proj", 128),
+            ("out_proj", 56),
+        ):
             expected = math.sqrt(2 / len(layers)) / math.sqrt(fan_in)
             weight = getattr(layer.self_attn, projection).weight
             assert weight.std().item() == pytest.approx(expected, rel=0.05), projection
@@ -198,6 +226,9 @@ def test_robertas_attention_starts_by_its_depth_where_it_should():
 
 def test_listops_models_have_the_papers_activation():
     model = build("switchhead_roberta_listops")
-    assert {layer.activation_fn for layer in model.encoder.sentence_encoder.layers} == {torch.relu} or all(
-        layer.activation_fn is torch.nn.functional.relu for layer in model.encoder.sentence_encoder.layers
+    assert {layer.activation_fn for layer in model.encoder.sentence_encoder.layers} == {
+        torch.relu
+    } or all(
+        layer.activation_fn is torch.nn.functional.relu
+        for layer in model.encoder.sentence_encoder.layers
     )

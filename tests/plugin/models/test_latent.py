@@ -54,8 +54,22 @@ def test_it_trains(fairseq, toy_wiki_data, tmp_path):
         "--arch",
         ARCH,
     ]
-    line += [*SIZES, "--rotary-key-dim", 7, "--attention-head-dim", 15, "--share-decoder-input-output-embed"]
-    line += ["--criterion", "cross_entropy_with_routing", "--balance-loss", "none", "--z-loss-coef", 0]
+    line += [
+        *SIZES,
+        "--rotary-key-dim",
+        7,
+        "--attention-head-dim",
+        15,
+        "--share-decoder-input-output-embed",
+    ]
+    line += [
+        "--criterion",
+        "cross_entropy_with_routing",
+        "--balance-loss",
+        "none",
+        "--z-loss-coef",
+        0,
+    ]
     line += [
         "--optimizer",
         "adam",
@@ -68,7 +82,16 @@ def test_it_trains(fairseq, toy_wiki_data, tmp_path):
         "--max-epoch",
         2,
     ]
-    line += ["--num-workers", 0, "--log-format", "json", "--log-interval", 1, "--save-dir", tmp_path]
+    line += [
+        "--num-workers",
+        0,
+        "--log-format",
+        "json",
+        "--log-interval",
+        1,
+        "--save-dir",
+        tmp_path,
+    ]
     done = fairseq("train", *line)
     losses = [
         float(json.loads(text.split(" | ")[-1])["valid_loss"])

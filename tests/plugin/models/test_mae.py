@@ -43,13 +43,25 @@ def test_flags_choose_the_experts_and_the_gate():
 def test_a_dense_checkpoint_fits_and_gives_the_same_output():
     dense = build("transformer", "--encoder-layers", 1, "--decoder-layers", 1).eval()
     model = build(
-        "mae_transformer_base", "--encoder-layers", 1, "--decoder-layers", 1, "--mae-gate", "uniform"
+        "mae_transformer_base",
+        "--encoder-layers",
+        1,
+        "--decoder-layers",
+        1,
+        "--mae-gate",
+        "uniform",
     )
     model.eval().load_state_dict(dense.state_dict(), strict=True)
     source = torch.tensor([[5, 6, 7, 2], [1, 8, 9, 2]])
-    batch = {"src_tokens": source, "src_lengths": torch.tensor([4, 3]), "prev_output_tokens": source.flip(1)}
+    batch = {
+        "src_tokens": source,
+        "src_lengths": torch.tensor([4, 3]),
+        "prev_output_tokens": source.flip(1),
+    }
     real = batch["prev_output_tokens"] != 1
-    torch.testing.assert_close(model(**batch)[0][real], dense(**batch)[0][real], rtol=1e-4, atol=1e-4)
+    torch.testing.assert_close(
+        model(**batch)[0][real], dense(**batch)[0][real], rtol=1e-4, atol=1e-4
+    )
 
 
 def test_a_gate_costs_an_encoder_one_row_and_a_decoder_one_per_token():
@@ -73,18 +85,23 @@ def with_sure_gates(model):
 def test_translation_step_by_step_with_one_expert_in_each_module(how):
     arch = "mae_transformer_tiny"
     flags = ("--mae-evaluate-with", how, "--mae-evaluate-seed", 3)
-    model = with_sure_gates(build(arch, "--encoder-layers", 2, "--decoder-layers", 2, *flags)).eval()
+    model = with_sure_gates(
+        build(arch, "--encoder-layers", 2, "--decoder-layers", 2, *flags)
+    ).eval()
     assert_incremental_equals_full(model, arch)
     with collect_routings() as decisions:
         model(**batch(arch))
     chosen = {name: decision.expert_ids for name, decision in decisions}
     assert {index.size(1) for index in chosen.values()} == ({8} if how == "mixture" else {1})
     if how == "random-expert":
-        assert all(index.unique().tolist() == [random_expert(name, 3, 8)] for name, index in chosen.items())
+        assert all(
+            index.unique().tolist() == [random_expert(name, 3, 8)] for name, index in chosen.items()
+        )
 
 
 def test_a_language_model_step_by_step_with_the_window():
-    assert {layer.self_attn.gate_window for layer in build_lm().decoder.layers} == {100}  # the paper's
+    # The paper's
+    assert {layer.self_attn.gate_window for layer in build_lm().decoder.layers} == {100}
     model = with_sure_gates(build_lm("--gate-window", 3)).eval()
     assert {layer.self_attn.gate_window for layer in model.decoder.layers} == {3}
     assert_incremental_equals_full(model, "mae_transformer_lm_wiki103")

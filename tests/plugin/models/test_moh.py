@@ -6,7 +6,12 @@ from moa_fairseq.experiments.scoring.complexity import complexity
 
 
 def llm(layers, width, feed_forward, heads):
-    sizes = {"layers": layers, "embed-dim": width, "ffn-embed-dim": feed_forward, "attention-heads": heads}
+    sizes = {
+        "layers": layers,
+        "embed-dim": width,
+        "ffn-embed-dim": feed_forward,
+        "attention-heads": heads,
+    }
     flags = [word for name, size in sizes.items() for word in (f"--decoder-{name}", str(size))]
     return [*flags, "--positions", "rope", "--gated-feed-forward", "--rms-norm"]
 
@@ -41,7 +46,9 @@ def test_the_dense_models_parameters_and_a_router(arch):
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
     flags = ("--moh-scaling", "released", "--moh-skip", "always", "--balance-loss", "moh-released")
     flags += ("--aux-loss-reduce", "mean", "--z-loss-coef", 0)
-    modules = loads_after_training("moh_transformer_tiny", *flags, logged=["balance_loss", "max_load"])
+    modules = loads_after_training(
+        "moh_transformer_tiny", *flags, logged=["balance_loss", "max_load"]
+    )
     assert len(modules) == 3  # two of the four heads are shared: nothing to show there
     assert all(row["num_experts"] == 2 == len(row["gate_share"]) for row in modules)
     assert all(row["experts_per_token"] == 1 and row["tokens"] > 20 for row in modules)
@@ -51,12 +58,34 @@ def test_it_trains_translates_and_shows_its_loads(loads_after_training):
 def test_a_causal_language_model_trains_and_is_evaluated(fairseq, toy_wiki_data, tmp_path):
     user_dir = ("--user-dir", "moa_fairseq", "--cpu", "--task", "language_modeling")
     fairseq(
-        *("train", toy_wiki_data, *user_dir, "--arch", "moh_transformer_lm_small", "--max-epoch", 1),
+        *(
+            "train",
+            toy_wiki_data,
+            *user_dir,
+            "--arch",
+            "moh_transformer_lm_small",
+            "--max-epoch",
+            1,
+        ),
         *("--decoder-layers", 2, "--decoder-embed-dim", 24, "--decoder-ffn-embed-dim", 24),
         *("--tokens-per-sample", 24, "--max-tokens", 240, "--optimizer", "adam", "--lr", 0.01),
-        *("--criterion", "cross_entropy_with_routing", "--balance-loss", "moh", "--save-dir", tmp_path),
+        *(
+            "--criterion",
+            "cross_entropy_with_routing",
+            "--balance-loss",
+            "moh",
+            "--save-dir",
+            tmp_path,
+        ),
     )
-    path = ("--path", tmp_path / "checkpoint_last.pt", "--tokens-per-sample", 24, "--max-tokens", 240)
+    path = (
+        "--path",
+        tmp_path / "checkpoint_last.pt",
+        "--tokens-per-sample",
+        24,
+        "--max-tokens",
+        240,
+    )
     assert "Perplexity" in "".join(
         vars(fairseq("eval_lm", toy_wiki_data, *user_dir, *path, "--gen-subset", "valid"))[stream]
         for stream in ("stdout", "stderr")

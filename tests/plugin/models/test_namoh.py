@@ -6,7 +6,12 @@ import whole_models
 
 from moa_fairseq.experiments.scoring.complexity import complexity
 
-ARCHS = ["namoh_transformer_base", "namoh_transformer_iwslt_de_en", "namoh_transformer_tiny", "namoh_lm_base"]
+ARCHS = [
+    "namoh_transformer_base",
+    "namoh_transformer_iwslt_de_en",
+    "namoh_transformer_tiny",
+    "namoh_lm_base",
+]
 
 
 @pytest.mark.parametrize("arch", ARCHS)
@@ -26,7 +31,9 @@ def test_step_by_step_equals_all_at_once(arch):
 
 @pytest.mark.thorough
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
-    modules = loads_after_training("namoh_transformer_tiny", logged=["load_balance_loss", "max_load"])
+    modules = loads_after_training(
+        "namoh_transformer_tiny", logged=["load_balance_loss", "max_load"]
+    )
     assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)
     keys = [row for row in modules if row["name"].endswith(".keys")]
     assert len(keys) == sum(row["name"].endswith("encoder_attn") for row in modules) > 0

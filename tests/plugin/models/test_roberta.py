@@ -19,7 +19,9 @@ def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
     model = build(ARCH)
     dense = build("roberta_tiny")
     mixtures = [m for m in model.modules() if isinstance(m, MixtureOfAttention)]
-    assert [m.name for m in mixtures] == [f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)]
+    assert [m.name for m in mixtures] == [
+        f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)
+    ]
     assert {m.router.renormalize for m in mixtures} == {"detached"} and model.max_positions() == 128
     assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
     ours, theirs = (
@@ -41,7 +43,9 @@ def test_a_checkpoint_brings_its_heads_and_old_names_along():
     model = build(ARCH)
     model.register_classification_head("mood", num_classes=3)
     state = {
-        key.replace("layernorm_embedding", "emb_layer_norm").replace("encoder.", "decoder.", 1): value
+        key.replace("layernorm_embedding", "emb_layer_norm").replace(
+            "encoder.", "decoder.", 1
+        ): value
         for key, value in model.state_dict().items()
     }
     plain = build(ARCH)
@@ -64,7 +68,9 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
     model = MODEL_REGISTRY["moa_roberta"]
     hub = model.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
     encoded = hub.encode("the cat")
-    assert encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
+    assert (
+        encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
+    )
     assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
     assert len(hub.extract_features(encoded, return_all_hiddens=True)) == 2
     ((text, probability, token),) = hub.fill_mask("the <mask> sat", topk=1)
@@ -74,7 +80,9 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
 def log_records(done, field):
     """The records of a training's JSON log that have `field`."""
     lines = [
-        line[line.index("{") :] for line in (done.stdout + done.stderr).splitlines() if f'"{field}"' in line
+        line[line.index("{") :]
+        for line in (done.stdout + done.stderr).splitlines()
+        if f'"{field}"' in line
     ]
     return [json.loads(line) for line in lines]
 
@@ -87,7 +95,15 @@ def log_records(done, field):
         (
             "dense_roberta_tiny",
             "masked_lm",
-            ("--dropped-heads", 1, "--attention-branch-scale", 0.25, "--attention-head-dim", 6, "--amp"),
+            (
+                "--dropped-heads",
+                1,
+                "--attention-branch-scale",
+                0.25,
+                "--attention-head-dim",
+                6,
+                "--amp",
+            ),
         ),
     ],
 )
@@ -135,12 +151,44 @@ def test_fine_tuning_through_fairseqs_sentence_prediction(
         preprocess({"only-source": True, **prefixes, "srcdict": source, "destdir": destination})
     user_dir = str(moa_fairseq.__path__[0])
     done = fairseq(
-        *("train", tmp_path / "data", "--user-dir", user_dir, "--cpu", "--arch", "moa_roberta_tiny"),
-        *("--task", "sentence_prediction", "--criterion", "sentence_prediction", "--num-classes", 2),
-        *("--restore-file", toy_masked_lm, "--reset-optimizer", "--reset-dataloader", "--reset-meters"),
+        *(
+            "train",
+            tmp_path / "data",
+            "--user-dir",
+            user_dir,
+            "--cpu",
+            "--arch",
+            "moa_roberta_tiny",
+        ),
+        *(
+            "--task",
+            "sentence_prediction",
+            "--criterion",
+            "sentence_prediction",
+            "--num-classes",
+            2,
+        ),
+        *(
+            "--restore-file",
+            toy_masked_lm,
+            "--reset-optimizer",
+            "--reset-dataloader",
+            "--reset-meters",
+        ),
         *("--init-token", 0, "--separator-token", 2, "--max-positions", 24),
         *("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16),
-        *("--optimizer", "adam", "--lr", 0.01, "--max-tokens", 100, "--max-epoch", 6, "--num-workers", 0),
+        *(
+            "--optimizer",
+            "adam",
+            "--lr",
+            0.01,
+            "--max-tokens",
+            100,
+            "--max-epoch",
+            6,
+            "--num-workers",
+            0,
+        ),
         *("--log-format", "json", "--save-dir", tmp_path / "tuned", "--no-epoch-checkpoints"),
     )
     assert float(log_records(done, "valid_accuracy")[-1]["valid_accuracy"]) == 100

@@ -33,9 +33,13 @@ def test_the_three_models_have_the_same_number_of_parameters():
 
 @pytest.mark.parametrize(("arch", "heads"), zip(ARCHS, (2, 8, 2)))
 def test_heads_and_layers(arch, heads):
-    mixtures = [module for module in build(arch).modules() if isinstance(module, SwitchHeadAttention)]
+    mixtures = [
+        module for module in build(arch).modules() if isinstance(module, SwitchHeadAttention)
+    ]
     assert len(mixtures) == 6 and {module.num_heads for module in mixtures} == {heads}
-    assert {module.experts for module in mixtures} == {"vo" if arch.startswith("switchhead") else ""}
+    assert {module.experts for module in mixtures} == {
+        "vo" if arch.startswith("switchhead") else ""
+    }
 
 
 @pytest.mark.parametrize("arch", ARCHS[:2])
@@ -47,7 +51,8 @@ def test_the_class_depends_on_every_token_and_on_no_padding(arch):
     def classes(x):
         with torch.no_grad(), collect_routings() as decisions:
             out = model(x, features_only=True, classification_head_name="head")[0]
-        assert len(decisions) == (12 if arch.startswith("switchhead") else 0)  # two sides of six layers
+        # Two sides of six layers
+        assert len(decisions) == (12 if arch.startswith("switchhead") else 0)
         return out
 
     expected = classes(tokens)
@@ -68,8 +73,16 @@ def test_batches_by_length_have_less_padding(tmp_path):
     texts = {"input0": [" ".join("a" * n) for n in lengths], "label": ["0"] * 200}
     for name, lines in texts.items():
         (tmp_path / name).write_text("\n".join(lines) + "\n")
-        words = ["--only-source", "--trainpref", tmp_path / name, "--destdir", tmp_path / "bin" / name]
-        preprocess.main(options.get_preprocessing_parser().parse_args([str(word) for word in words]))
+        words = [
+            "--only-source",
+            "--trainpref",
+            tmp_path / name,
+            "--destdir",
+            tmp_path / "bin" / name,
+        ]
+        preprocess.main(
+            options.get_preprocessing_parser().parse_args([str(word) for word in words])
+        )
     flags = ["--num-classes", "1", "--arch", "roberta_tiny", "--criterion", "sentence_prediction"]
     padding = {}
     for task in ("sentence_prediction", "sentence_prediction_by_length"):

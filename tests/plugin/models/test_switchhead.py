@@ -31,7 +31,12 @@ def test_parts_of_switchall_add_up():
     k = 2
     T = 7
     assert cost.total_parameters == sum(parameter.numel() for parameter in model.parameters())
-    for arch in ("switchall_lm_tiny", "switchhead_rope_lm_45m", "transformer_xl_lm_tiny", "moa_lm_tiny"):
+    for arch in (
+        "switchall_lm_tiny",
+        "switchhead_rope_lm_45m",
+        "transformer_xl_lm_tiny",
+        "moa_lm_tiny",
+    ):
         other = complexity(arch, 100, 7, 7)
         assert other.not_counted == [] and other.parameters["other"] == 0
     assert cost.macs["feed_forward"] == layers * T * 2 * C * 4 * 40

@@ -15,7 +15,9 @@ from moa_fairseq.plugin.forward_context import collect_routings
 
 THREADS = 8
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2, "--share-all-embeddings")
-MIXTURES = [f"{name}_transformer_tiny" for name in ("moa", "mae", "switchhead", "moh", "gqe", "namoh")]
+MIXTURES = [
+    f"{name}_transformer_tiny" for name in ("moa", "mae", "switchhead", "moh", "gqe", "namoh")
+]
 
 
 @pytest.fixture(autouse=True)
@@ -80,7 +82,9 @@ def test_searches_are_those_of_one(arch):
 
     @torch.no_grad()
     def run(number):
-        search = SequenceGenerator([model], whole_models.dictionary(), beam_size=1 + number % 3, max_len_b=5)
+        search = SequenceGenerator(
+            [model], whole_models.dictionary(), beam_size=1 + number % 3, max_len_b=5
+        )
         batch = inputs(number)
         del batch["prev_output_tokens"]
         found = search.generate([model], {"net_input": batch})
@@ -152,7 +156,9 @@ def test_texts_of_several_parts_are_read_in_threads():
     @torch.no_grad()
     def run(number):
         chunks = texts[number].split(2, 1)
-        return [model.decoder(each, chunk=place, part=number)[0] for place, each in enumerate(chunks)]
+        return [
+            model.decoder(each, chunk=place, part=number)[0] for place, each in enumerate(chunks)
+        ]
 
     alone = [run(number) for number in range(THREADS)]
     with torch.no_grad():

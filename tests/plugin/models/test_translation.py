@@ -25,9 +25,14 @@ def test_every_attention_of_the_base_model_is_a_mixture():
     mixtures = [m for m in model.modules() if isinstance(m, MixtureOfAttention)]
     assert len(mixtures) == 18
     assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
-    assert {m.name for m in mixtures} >= {"encoder.layers.5.self_attn", "decoder.layers.0.encoder_attn"}
+    assert {m.name for m in mixtures} >= {
+        "encoder.layers.5.self_attn",
+        "decoder.layers.0.encoder_attn",
+    }
     assert all(not name.endswith("bias") for m in mixtures for name, _ in m.named_parameters())
-    assert all(m.router.renormalize == "detached" and m.router.noise_projection is None for m in mixtures)
+    assert all(
+        m.router.renormalize == "detached" and m.router.noise_projection is None for m in mixtures
+    )
     assert model.encoder.layers[0].fc1.weight.shape == (2048, 512)
 
 
@@ -52,16 +57,28 @@ DENSE = "dense_transformer_tiny"
     [
         (ARCH, ("--quant-noise-pq", 0.1), "--quant-noise-pq"),
         (ARCH, ("--offload-activations",), "--checkpoint-activations works"),
-        (ARCH, ("--cross-self-attention", "--positions", "rope"), "--positions rope is for self-attention"),
+        (
+            ARCH,
+            ("--cross-self-attention", "--positions", "rope"),
+            "--positions rope is for self-attention",
+        ),
         ("moa_roberta_tiny", ("--mha-heads-to-keep", 2), "--mha-heads-to-keep"),
         ("mae_transformer_tiny", ("--mae-dropped-heads", 9), "--mae-dropped-heads 9"),
         (DENSE, ("--dropped-heads", 4), "--dropped-heads 4 .* 0 and 3"),
         (DENSE, ("--attention-head-dim", 0), "--attention-head-dim .*0"),
         (DENSE, ("--encoder-attention-heads", 3), "3 attention heads.*--attention-head-dim"),
-        ("switchall_lm_tiny", ("--gated-feed-forward",), "--gated-feed-forward and --sigma-moe-num-experts"),
+        (
+            "switchall_lm_tiny",
+            ("--gated-feed-forward",),
+            "--gated-feed-forward and --sigma-moe-num-experts",
+        ),
         (DENSE, ("--window", 0), "--window 0"),
         (DENSE, ("--rope-base", 5e5), "--rope-base 500000.0 .*--positions rope"),
-        (ARCH, ("--query-key-norm", "all-heads"), "--query-key-norm all-heads .*--query-key-norm head"),
+        (
+            ARCH,
+            ("--query-key-norm", "all-heads"),
+            "--query-key-norm all-heads .*--query-key-norm head",
+        ),
         ("dense_roberta_tiny", ("--window", 3), "--window 3"),
         (DENSE, ("--attention-branch-scale", 0), "--attention-branch-scale .*0"),
         (DENSE, ("--attention-output-scale", "inf"), "--attention-output-scale .*inf"),
@@ -80,7 +97,11 @@ def test_each_attention_gets_the_settings_that_its_role_has_a_meaning_for():
     decoder = model.decoder.layers[0]
     attentions = (encoder.self_attn, decoder.self_attn, decoder.encoder_attn)
     assert [attention.window for attention in attentions] == [None, 3, None]
-    assert [attention.query_key_norm.after_rotation for attention in attentions] == [True, True, False]
+    assert [attention.query_key_norm.after_rotation for attention in attentions] == [
+        True,
+        True,
+        False,
+    ]
     assert decoder.encoder_attn.positions is None
     for attention in attentions[:2]:
         assert (attention.positions.base, attention.positions.rotary_dim) == (50, 4)
@@ -102,7 +123,9 @@ def test_padding_never_reaches_the_statistics_or_the_real_tokens():
     for name, decision in decisions:
         tokens = inputs["src_tokens" if name.startswith("encoder") else "prev_output_tokens"]
         assert torch.equal(decision.padding, tokens.eq(PAD).reshape(-1)), name
-    alone, _ = model(inputs["src_tokens"][:1, 2:], torch.tensor([3]), inputs["prev_output_tokens"][:1])
+    alone, _ = model(
+        inputs["src_tokens"][:1, 2:], torch.tensor([3]), inputs["prev_output_tokens"][:1]
+    )
     torch.testing.assert_close(logits[:1], alone, rtol=1e-4, atol=1e-4)
 
 

@@ -66,7 +66,9 @@ def assert_incremental_equals_full(model, arch):
     turn = torch.tensor([1, 2, 0])
     state = {}
     for step in range(1, 7):
-        now, _ = model.decoder(tokens[order, :step], encoder_out=encoder_out, incremental_state=state)
+        now, _ = model.decoder(
+            tokens[order, :step], encoder_out=encoder_out, incremental_state=state
+        )
         torch.testing.assert_close(now[:, 0], full[order, step - 1], rtol=1e-4, atol=1e-4)
         order = order[turn]
         model.decoder.reorder_incremental_state_scripting(state, turn)

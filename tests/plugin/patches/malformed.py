@@ -61,7 +61,12 @@ def flat(**values):
     """An old checkpoint: flat arguments, of which some are other ones."""
 
     def change(state):
-        old = {**state["cfg"]["task"], **vars(state["cfg"]["model"]), "task": "translation", **values}
+        old = {
+            **state["cfg"]["task"],
+            **vars(state["cfg"]["model"]),
+            "task": "translation",
+            **values,
+        }
         state["cfg"], state["args"] = None, Namespace(**old)
 
     return change
@@ -138,7 +143,9 @@ CASES = {
     "weight of booleans": put(f"model/{WEIGHT}", SMALL > 0),
     "weight of a byte": put(f"model/{WEIGHT}", SMALL.to(torch.float8_e4m3fn)),
     "weight nested": put(f"model/{WEIGHT}", torch.nested.nested_tensor([SMALL[0], SMALL[0, :1]])),
-    "weight quantized": put(f"model/{WEIGHT}", torch.quantize_per_tensor(SMALL, 0.1, 0, torch.qint8)),
+    "weight quantized": put(
+        f"model/{WEIGHT}", torch.quantize_per_tensor(SMALL, 0.1, 0, torch.qint8)
+    ),
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
     "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
@@ -162,7 +169,15 @@ CASES = {
     "args is an empty namespace": put("args", Namespace()),
     **{
         f"cfg.{group} missing": drop(f"cfg/{group}")
-        for group in ("model", "task", "criterion", "optimizer", "lr_scheduler", "common", "dataset")
+        for group in (
+            "model",
+            "task",
+            "criterion",
+            "optimizer",
+            "lr_scheduler",
+            "common",
+            "dataset",
+        )
     },
     **kinds("cfg/model", "cfg.model"),
     **kinds("cfg/task", "cfg.task"),
@@ -300,7 +315,9 @@ def inflating(data):
     block = packer.compress(bytes(1 << 24)) + packer.flush(zlib.Z_FULL_FLUSH)
     with zipfile.ZipFile(io.BytesIO(data)) as old:
         largest = max(old.infolist(), key=lambda info: info.file_size).filename
-    packed = rezipped(data, lambda name, old: block * 192 + packer.flush() if name == largest else old)
+    packed = rezipped(
+        data, lambda name, old: block * 192 + packer.flush() if name == largest else old
+    )
     stream = io.BytesIO(packed)
     with zipfile.ZipFile(stream, "a") as archive:
         info = archive.getinfo(largest)
@@ -326,7 +343,9 @@ def shared_members(data):
 
 
 def legacy(data, **options):
-    return saved(torch.load(io.BytesIO(data), weights_only=False), _use_new_zipfile_serialization=False)
+    return saved(
+        torch.load(io.BytesIO(data), weights_only=False), _use_new_zipfile_serialization=False
+    )
 
 
 def tarred(data):
@@ -360,14 +379,21 @@ FILES = {
     "noise": lambda data: bytes(range(256)) * 400,
     "the mark of a zip": lambda data: b"PK\x03\x04" + bytes(100),
     "an empty zip": lambda data: rezipped(data, lambda name, old: None),
-    **{f"{percent} percent": lambda data, p=percent: data[: len(data) * p // 100] for percent in (1, 50, 99)},
+    **{
+        f"{percent} percent": lambda data, p=percent: data[: len(data) * p // 100]
+        for percent in (1, 50, 99)
+    },
     "the first byte missing": lambda data: data[1:],
     "something before": lambda data: b"x" * 100 + data,
     "something after": lambda data: data + b"x" * 100,
     "gzip": gzip.compress,
     "tar": tarred,
-    "zip of a file": lambda data: rezipped(data, lambda name, old: None, more=[("checkpoint.pt", data)]),
-    "no data.pkl": lambda data: rezipped(data, lambda name, old: None if name.endswith("data.pkl") else old),
+    "zip of a file": lambda data: rezipped(
+        data, lambda name, old: None, more=[("checkpoint.pt", data)]
+    ),
+    "no data.pkl": lambda data: rezipped(
+        data, lambda name, old: None if name.endswith("data.pkl") else old
+    ),
     "no weights": lambda data: rezipped(data, lambda name, old: None if "/data/" in name else old),
     "data.pkl empty": only("data.pkl", b""),
     "data.pkl half": lambda data: rezipped(
@@ -380,8 +406,12 @@ FILES = {
     "data.pkl of unknown codes": only("data.pkl", b"\x80\x02\xff\xfe."),
     "version huge": only("version", b"9" * 400),
     "byteorder unknown": only("byteorder", b"middle"),
-    "weights cut short": lambda data: rezipped(data, lambda name, old: old[:8] if "/data/" in name else old),
-    "weights too long": lambda data: rezipped(data, lambda name, old: old * 2 if "/data/" in name else old),
+    "weights cut short": lambda data: rezipped(
+        data, lambda name, old: old[:8] if "/data/" in name else old
+    ),
+    "weights too long": lambda data: rezipped(
+        data, lambda name, old: old * 2 if "/data/" in name else old
+    ),
     "deflated": lambda data: rezipped(data, method=zipfile.ZIP_DEFLATED),
     "lzma": lambda data: rezipped(data, method=zipfile.ZIP_LZMA),
     "3 MB for 3 GB": inflating,

@@ -131,7 +131,9 @@ def test_a_best_value_of_nan_is_not_restored(tmp_path, known):
 
 @pytest.mark.parametrize("maximize", [False, True])
 def test_nan_does_not_end_a_training_early(maximize):
-    cfg = SimpleNamespace(checkpoint=settings("", maximize_best_checkpoint_metric=maximize, patience=2))
+    cfg = SimpleNamespace(
+        checkpoint=settings("", maximize_best_checkpoint_metric=maximize, patience=2)
+    )
     stop = wrapped_by(train.should_stop_early, nan_is_the_worst)
     sign = 1.0 if maximize else -1.0
     assert [stop(cfg, value) for value in (NAN, sign, 2 * sign, NAN, 3 * sign)] == [False] * 5
@@ -142,7 +144,10 @@ def test_nan_does_not_end_a_training_early(maximize):
 def test_a_function_of_a_copied_module_is_replaced_where_its_neighbours_look(monkeypatch):
     """A process that Python's multiprocessing spawns has fairseq_cli.train as a copy."""
     names = {"__name__": "fairseq_cli.train"}
-    exec("def should_stop_early(cfg, loss): return loss\ndef caller(*a): return should_stop_early(*a)", names)
+    exec(
+        "def should_stop_early(cfg, loss): return loss\ndef caller(*a): return should_stop_early(*a)",
+        names,
+    )
     main = ModuleType("__main__")
     vars(main).update(names, __spec__=SimpleNamespace(name="fairseq_cli.train"))
     monkeypatch.setitem(sys.modules, "__main__", main)

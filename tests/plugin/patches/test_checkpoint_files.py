@@ -93,7 +93,8 @@ def test_a_disk_that_is_full_for_a_moment(write, room, times, old, monkeypatch):
         write(old)
         assert torch.equal(load_checkpoint(old)["model"]["w"], NEW["model"]["w"])
         with zipfile.ZipFile(old) as archive:
-            assert archive.infolist()[0].header_offset == 0  # nothing of the first attempts before it
+            # Nothing of the first attempts before it
+            assert archive.infolist()[0].header_offset == 0
     else:
         with pytest.raises(
             UserError, match=r"checkpoint_last\.pt .*(No space left|is the disk full)"
@@ -188,12 +189,16 @@ def test_asynchronous_writing_is_taken_back(fairseq, toy_data, tmp_path):
     flags = ("--max-epoch", 1, "--write-checkpoints-asynchronously")
     done = fairseq.train(toy_data, folder, *flags, env={"PYTHONPATH": str(tmp_path)})
     assert "--write-checkpoints-asynchronously is ignored" in done.stdout + done.stderr
-    assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(only_whole_files(folder))
+    assert {"checkpoint1.pt", "checkpoint_best.pt", "checkpoint_last.pt"} == set(
+        only_whole_files(folder)
+    )
 
 
 def test_a_caller_may_have_fewer_settings_than_fairseqs_commands():
     """Those that fairseq's own functions read."""
-    cfg = SimpleNamespace(no_save=True, save_dir="", restore_file="none.pt", optimizer_overrides="{}")
+    cfg = SimpleNamespace(
+        no_save=True, save_dir="", restore_file="none.pt", optimizer_overrides="{}"
+    )
     cfg.finetune_from_model = None
     for name in ("optimizer", "lr_scheduler", "meters", "dataloader"):
         setattr(cfg, f"reset_{name}", False)
@@ -211,7 +216,9 @@ def test_weights_that_diverged_replace_no_good_ones(old, value):
     assert only_whole_files(old.parent) == ["checkpoint_last.pt"]
     crash = old.with_name("crash.pt")  # fairseq saves it to be looked into
     checkpoint_utils.torch_persistent_save(state, str(crash))
-    with pytest.raises(UserError, match=r"crash\.pt holds .* in diverged: its training had diverged"):
+    with pytest.raises(
+        UserError, match=r"crash\.pt holds .* in diverged: its training had diverged"
+    ):
         load_checkpoint(crash)
 
 
@@ -228,7 +235,9 @@ def test_one_changed_bit_is_noticed(old, tmp_path):
     (tmp_path / "broken.pt").write_bytes(data)
     torch.load(tmp_path / "broken.pt", weights_only=True)  # torch itself sees nothing
     for load in (load_checkpoint, checkpoint_utils.load_checkpoint_to_cpu):
-        with pytest.raises(UserError, match=r"broken\.pt cannot be read \(Bad CRC-32.*changed on the disk"):
+        with pytest.raises(
+            UserError, match=r"broken\.pt cannot be read \(Bad CRC-32.*changed on the disk"
+        ):
             load(str(tmp_path / "broken.pt"))
 
 

@@ -44,7 +44,9 @@ def test_a_killed_process_is_named(fairseq, toy_data, tmp_path):
 
 
 def test_a_process_of_many_gpus_that_was_killed_is_named(capsys):
-    error = ProcessExitedException("gone", error_index=3, error_pid=7, exit_code=-9, signal_name="SIGKILL")
+    error = ProcessExitedException(
+        "gone", error_index=3, error_pid=7, exit_code=-9, signal_name="SIGKILL"
+    )
     print_user_errors(ProcessExitedException, error, None)
     said = capsys.readouterr().err
     assert "Process 3 of this machine was killed (SIGKILL)" in said and "Traceback" not in said
@@ -61,7 +63,9 @@ def test_a_port_that_is_taken_is_named(monkeypatch, way):
         place = f"tcp://127.0.0.1:{port}" if way == "flag" else "env://"
         flag = "--distributed-init-method" if way == "flag" else "MASTER_PORT"
         with pytest.raises(UserError, match=f"127.0.0.1:{port}: its port is taken.*{flag}"):
-            collectives.TimedDist(dist).init_process_group("gloo", init_method=place, world_size=1, rank=0)
+            collectives.TimedDist(dist).init_process_group(
+                "gloo", init_method=place, world_size=1, rank=0
+            )
 
 
 @pytest.mark.parametrize(("flag", "seconds"), [(-1, collectives.DEFAULT_SECONDS), (90, 90)])

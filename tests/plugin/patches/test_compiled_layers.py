@@ -28,11 +28,24 @@ WIDTHS = ("embed-dim", 16), ("ffn-embed-dim", 32), ("attention-heads", 4)
 NO_DROPOUT = ("--dropout", 0, "--attention-dropout", 0, "--activation-dropout", 0)
 SPARSE = ("--num-experts", 4, "--experts-per-token", 2, "--expert-dim", 8)
 HEADS = ("--moh-shared-heads", 1, "--experts-per-token", 2)
-SIGMA = ("--sigma-moe-num-experts", 4, "--sigma-moe-experts-per-token", 2, "--sigma-moe-expert-dim", 8)
+SIGMA = (
+    "--sigma-moe-num-experts",
+    4,
+    "--sigma-moe-experts-per-token",
+    2,
+    "--sigma-moe-expert-dim",
+    8,
+)
 FAMILIES = {
     "moa": ("moa_transformer_tiny", *SPARSE),
     "moa, K = E": ("moa_transformer_tiny", "--num-experts", 2, "--experts-per-token", 2),
-    "moa, bias rate, sigma-MoE": ("moa_transformer_tiny", *SPARSE, "--routing-bias-rate", 0.1, *SIGMA),
+    "moa, bias rate, sigma-MoE": (
+        "moa_transformer_tiny",
+        *SPARSE,
+        "--routing-bias-rate",
+        0.1,
+        *SIGMA,
+    ),
     "mae": ("mae_transformer_tiny", "--gate-dropout", 0),
     "moh": ("moh_transformer_tiny", *HEADS),
     "gqe": ("gqe_transformer_tiny",),
@@ -68,7 +81,13 @@ def dictionary():
 def build(arch, *flags, layers=2):
     """A model in float64, without dropout, in training."""
     torch.manual_seed(1)
-    sides = ["decoder"] if "_lm" in arch else ["encoder"] if "roberta" in arch else ["encoder", "decoder"]
+    sides = (
+        ["decoder"]
+        if "_lm" in arch
+        else ["encoder"]
+        if "roberta" in arch
+        else ["encoder", "decoder"]
+    )
     task = {1: "language_modeling" if "_lm" in arch else "masked_lm", 2: "translation"}[len(sides)]
     line = ["data", "--task", task, "--arch", arch, *NO_DROPOUT]
     for side in sides:
@@ -76,14 +95,20 @@ def build(arch, *flags, layers=2):
         line += [word for name, value in WIDTHS for word in (f"--{side}-{name}", value)]
     line += ["--share-all-embeddings"] * (len(sides) == 2)
     words = dictionary()
-    args = options.parse_args_and_arch(options.get_training_parser(), [str(word) for word in (*line, *flags)])
-    given = dict(source_dictionary=words, target_dictionary=words, dictionary=words, output_dictionary=words)
+    args = options.parse_args_and_arch(
+        options.get_training_parser(), [str(word) for word in (*line, *flags)]
+    )
+    given = dict(
+        source_dictionary=words, target_dictionary=words, dictionary=words, output_dictionary=words
+    )
     return ARCH_MODEL_REGISTRY[args.arch].build_model(args, Namespace(**given)).double().train()
 
 
 def batch(number, rows, source, target, padded=True):
     g = torch.Generator().manual_seed(number)
-    src, prev = (torch.randint(4, SYMBOLS, (rows, length), generator=g) for length in (source, target))
+    src, prev = (
+        torch.randint(4, SYMBOLS, (rows, length), generator=g) for length in (source, target)
+    )
     if padded:
         src[0, :2] = prev[0, -2:] = 1
     return src, prev
@@ -96,7 +121,11 @@ def update(model, src, prev):
         if hasattr(model, "classification_heads"):
             out = model(src)[0]
         else:
-            out = model(prev)[0] if not hasattr(model, "encoder") else model(src, src.ne(1).sum(1), prev)[0]
+            out = (
+                model(prev)[0]
+                if not hasattr(model, "encoder")
+                else model(src, src.ne(1).sum(1), prev)[0]
+            )
     loss = out.square().mean()
     for sums in RoutingSums.by_kind([routing for _, routing in routings if routing.auxiliary]):
         loss = loss + sum(each(sums).sum() for each in OF_ANY_FAMILY.values())
@@ -177,7 +206,11 @@ def stub(monkeypatch):
 
 @pytest.mark.usefixtures("as_before")
 def test_only_a_training_pass_is_compiled_and_a_copy_has_its_own_weights(monkeypatch):
-    compiled, model, (src, prev) = stub(monkeypatch), build(*FAMILIES["moa"], layers=1), batch(1, 3, 9, 7)
+    compiled, model, (src, prev) = (
+        stub(monkeypatch),
+        build(*FAMILIES["moa"], layers=1),
+        batch(1, 3, 9, 7),
+    )
     given = list(model.state_dict())
     compile_layers(model)
     assert list(model.state_dict()) == given
@@ -297,7 +330,11 @@ def test_a_model_without_layers_is_refused_and_so_are_fairseqs_checkpoints():
         check(settings(), SimpleNamespace(), torch.nn.Linear(2, 2))
     flags = ("--checkpoint-activations",)
     with pytest.raises(UserError, match="--checkpoint-activations"):
-        check(settings(model__checkpoint_activations=True), SimpleNamespace(), build("transformer", *flags))
+        check(
+            settings(model__checkpoint_activations=True),
+            SimpleNamespace(),
+            build("transformer", *flags),
+        )
     check(
         settings(model__checkpoint_activations=True),
         SimpleNamespace(),

@@ -20,10 +20,14 @@ def test_amp_on_the_cpu_is_bfloat16(arch, tmp_path, fairseq, toy_data):
     found = {}
     for name, flags in (("fp32", ()), ("amp", ("--amp",))):
         folder = tmp_path / name
-        run = fairseq.train(toy_data, folder, *flags, "--max-update", 3, "--disable-validation", arch=arch)
+        run = fairseq.train(
+            toy_data, folder, *flags, "--max-update", 3, "--disable-validation", arch=arch
+        )
         found[name] = losses(run.stdout + run.stderr)
         weights = torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
-        assert all(value.dtype == torch.float32 for value in weights.values() if value.is_floating_point())
+        assert all(
+            value.dtype == torch.float32 for value in weights.values() if value.is_floating_point()
+        )
         assert "CUDA is not available" not in run.stdout + run.stderr
     assert found["amp"] == pytest.approx(found["fp32"], rel=0.02)
     assert found["amp"] != found["fp32"]
@@ -49,7 +53,15 @@ def test_nan_on_the_cpu_ends_a_training_as_without_amp():
     "sample, plain",
     [
         ({"net_input": {"src_tokens": torch.zeros(2, 128), "src_lengths": torch.zeros(2)}}, True),
-        ({"net_input": {"src_tokens": torch.zeros(2, 9), "prev_output_tokens": torch.zeros(2, 129)}}, False),
+        (
+            {
+                "net_input": {
+                    "src_tokens": torch.zeros(2, 9),
+                    "prev_output_tokens": torch.zeros(2, 129),
+                }
+            },
+            False,
+        ),
         ({"net_input": {"source": torch.zeros(2, 9, 80)}}, False),  # frames of speech
         ({"net_input1": {"src_tokens": torch.zeros(2, 9)}}, False),  # sentence ranking
     ],

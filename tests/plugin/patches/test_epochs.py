@@ -21,14 +21,21 @@ from moa_fairseq.plugin.patches.batches import converted_place
 
 @pytest.fixture
 def torchrun(monkeypatch):
-    for name, value in {"RANK": "1", "WORLD_SIZE": "2", "MASTER_ADDR": "h", "MASTER_PORT": "1"}.items():
+    for name, value in {
+        "RANK": "1",
+        "WORLD_SIZE": "2",
+        "MASTER_ADDR": "h",
+        "MASTER_PORT": "1",
+    }.items():
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("torch.cuda.is_available", lambda: False)
 
 
 def distributed(**values):
     standard = {"distributed_init_method": None, "tpu": False, "distributed_world_size": 1}
-    standard.update(distributed_backend="nccl", ddp_backend="pytorch_ddp", distributed_no_spawn=False)
+    standard.update(
+        distributed_backend="nccl", ddp_backend="pytorch_ddp", distributed_no_spawn=False
+    )
     standard["pipeline_model_parallel"] = False
     return SimpleNamespace(**{**standard, **values})
 
@@ -39,9 +46,15 @@ def test_independent_copies_are_refused(torchrun, monkeypatch):
         distributed_utils.infer_init_method(distributed())
     with pytest.raises(UserError, match="need --distributed-backend gloo --ddp-backend legacy_ddp"):
         distributed_utils.infer_init_method(distributed(distributed_world_size=2))
-    cfg = distributed(distributed_world_size=4, distributed_backend="gloo", ddp_backend="legacy_ddp")
+    cfg = distributed(
+        distributed_world_size=4, distributed_backend="gloo", ddp_backend="legacy_ddp"
+    )
     distributed_utils.infer_init_method(cfg)
-    assert (cfg.distributed_init_method, cfg.distributed_world_size, cfg.distributed_rank) == ("env://", 2, 1)
+    assert (cfg.distributed_init_method, cfg.distributed_world_size, cfg.distributed_rank) == (
+        "env://",
+        2,
+        1,
+    )
     assert cfg.distributed_no_spawn
     monkeypatch.delenv("WORLD_SIZE")
     cfg = distributed()
@@ -54,7 +67,14 @@ def test_independent_copies_are_refused(torchrun, monkeypatch):
     [
         (10, 8, 1000, 4, 1000, 20),  # half the GPUs: each has twice as many batches behind it
         (10, 4, 1000, 8, 1000, 5),
-        (5, 2, 1000, 3, 1000, 3),  # 10 batches seen, 9 kept: one is seen again rather than two skipped
+        (
+            5,
+            2,
+            1000,
+            3,
+            1000,
+            3,
+        ),  # 10 batches seen, 9 kept: one is seen again rather than two skipped
         (125, 8, 999, 4, 999, 249),  # the last round had one batch too few
         (10, 4, 100, 2, 200, 40),  # batches cut anew, half as large: the same fraction of the epoch
         (1, 1, 50, 8, 50, 0),
@@ -160,17 +180,21 @@ def test_validation_keeps_its_epoch_and_its_workers(epochs_over):
     dataset.set_epoch(1)
     valid = epochs_over(dataset, [[0], [1]], workers=1)
     first, *later = [
-        torch.cat(list(valid.next_epoch_itr(shuffle=False, set_dataset_epoch=False))) for _ in range(3)
+        torch.cat(list(valid.next_epoch_itr(shuffle=False, set_dataset_epoch=False)))
+        for _ in range(3)
     ]
     assert first[:, 0].tolist() == [1, 1]
-    assert all(torch.equal(first, rows) for rows in later)  # the same process, too: none is started anew
+    # The same process, too: none is started anew
+    assert all(torch.equal(first, rows) for rows in later)
 
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_curriculum_ends(epochs_over, workers):
     """--curriculum 1: the first epoch in the data's order, the others shuffled."""
     epochs = epochs_over(Noisy(), [[number] for number in range(12)], workers)
-    orders = [torch.cat(list(epochs.next_epoch_itr(shuffle=n > 1)))[:, 1].tolist() for n in (1, 2, 3)]
+    orders = [
+        torch.cat(list(epochs.next_epoch_itr(shuffle=n > 1)))[:, 1].tolist() for n in (1, 2, 3)
+    ]
     assert orders[0] == sorted(orders[0])
     assert orders[1] != orders[0] and orders[2] != orders[1]
     assert sorted(orders[1]) == orders[0]
@@ -185,7 +209,9 @@ def test_a_training_set_is_validated_on_apart(build_trainer):
     next(rest)
     place = training.state_dict()
     for _ in range(2):
-        valid = trainer.get_valid_iterator("train").next_epoch_itr(shuffle=False, set_dataset_epoch=False)
+        valid = trainer.get_valid_iterator("train").next_epoch_itr(
+            shuffle=False, set_dataset_epoch=False
+        )
         assert sum(len(batch["id"]) for batch in valid) == 120
         assert training.state_dict() == place
     assert trainer.get_train_iterator(3, load_dataset=False) is training
@@ -200,7 +226,9 @@ def test_no_masks_of_the_last_epoch_are_remembered():
         dictionary.add_symbol(f"w{number}")
     mask = dictionary.add_symbol("<mask>")
     items = ListDataset([torch.arange(4, 44)], [40])
-    source, target = MaskTokensDataset.apply_mask(items, dictionary, dictionary.pad(), mask, mask_prob=0.5)
+    source, target = MaskTokensDataset.apply_mask(
+        items, dictionary, dictionary.pad(), mask, mask_prob=0.5
+    )
     seen = []
     for epoch in (1, 2, 1):
         for part in (source, target):

@@ -22,7 +22,9 @@ def words(count=8):
 
 
 def pruned(**kept):
-    state = {f"{side}.layers.{n}.fc1.weight": n for side in ("encoder", "decoder") for n in range(3)}
+    state = {
+        f"{side}.layers.{n}.fc1.weight": n for side in ("encoder", "decoder") for n in range(3)
+    }
     settings = argparse.Namespace(arch="moa_transformer_tiny", **kept)
     return checkpoint_utils.prune_state_dict({**state, "encoder.embed.weight": 9}, settings)
 
@@ -108,7 +110,9 @@ def test_constraints_need_a_program_that_reads_them():
 def test_fairseqs_checks_of_flags_are_one_paragraph(capsys):
     print_user_errors(AssertionError, AssertionError("--sampling requires --nbest"), None)
     said = capsys.readouterr().err
-    assert said.count("\n") == 1 and "--sampling requires --nbest." in said and "Traceback" not in said
+    assert (
+        said.count("\n") == 1 and "--sampling requires --nbest." in said and "Traceback" not in said
+    )
     print_user_errors(AssertionError, AssertionError("x is not y"), None)
     assert "AssertionError" in capsys.readouterr().err
 

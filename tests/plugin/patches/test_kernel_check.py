@@ -39,7 +39,9 @@ def train(monkeypatch, tmp_path):
 def run(monkeypatch):
     """Checks that do nothing: the dtypes of those that were begun, and the status with which they end."""
     run = SimpleNamespace(begun=[], status=0)
-    monkeypatch.setattr(kernel_check, "_run", lambda dtype, log: run.begun.append(dtype) or run.status)
+    monkeypatch.setattr(
+        kernel_check, "_run", lambda dtype, log: run.begun.append(dtype) or run.status
+    )
     return run
 
 
@@ -51,7 +53,11 @@ def test_the_first_training_on_a_gpu_checks_its_kernels(train, tmp_path, monkeyp
     assert [record.levelname for record in caplog.records] == ["INFO", "INFO"], caplog.text
     (written,) = (tmp_path / "moa_fairseq").glob("*.json")
     found = json.loads(written.read_text())
-    assert sum(found["groups"].values()) >= 10 and found["failed"] == {} and "interpreted" in found["gpu"]
+    assert (
+        sum(found["groups"].values()) >= 10
+        and found["failed"] == {}
+        and "interpreted" in found["gpu"]
+    )
     assert found["dtypes"] == ["float32"] and validation.verdict()[0] == ("float32",)
     monkeypatch.setattr(kernel_check, "_run", lambda *_: pytest.fail("checked twice"))
     assert train() == "trained"

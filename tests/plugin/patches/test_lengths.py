@@ -11,7 +11,10 @@ from fairseq.tasks.translation import TranslationConfig, TranslationTask
 
 import moa_fairseq  # noqa: F401  (changes fairseq)
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig, TruncatedBPTTTask
+from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import (
+    TruncatedBPTTConfig,
+    TruncatedBPTTTask,
+)
 
 LINES = (5, 9, 3, 20, 4)  # tokens, the end of the line included
 POSITIONS = 16  # of the model
@@ -29,7 +32,9 @@ def evaluated(tmp_path):
         builder.add_item(torch.tensor([*range(4, 3 + size), words.eos()]))
     builder.finalize(str(tmp_path / "test.idx"))
 
-    def tokens(kind=LanguageModelingTask, config=LanguageModelingConfig, context_window=0, **settings):
+    def tokens(
+        kind=LanguageModelingTask, config=LanguageModelingConfig, context_window=0, **settings
+    ):
         cfg = config(data=str(tmp_path), **settings)
         cfg.tokens_per_sample -= context_window  # as fairseq-eval-lm does
         cfg.seed = 1
@@ -74,7 +79,8 @@ def test_a_perplexity_is_over_all_tokens_or_an_error(evaluated, settings, fits):
         return
     with pytest.raises(UserError, match=f"--tokens-per-sample {POSITIONS} or less"):
         evaluated(**settings)
-    assert evaluated(tokens_per_sample=POSITIONS, sample_break_mode="none") == sum(LINES)  # the remedy
+    # The remedy
+    assert evaluated(tokens_per_sample=POSITIONS, sample_break_mode="none") == sum(LINES)
 
 
 def test_texts_in_order_have_chunks_of_any_length(evaluated):
@@ -94,10 +100,20 @@ def test_the_sentence_that_is_too_long_is_named():
     task = TranslationTask(TranslationConfig(), words, words)
     sizes = numpy.array(LINES)
     pairs = LanguagePairDataset(
-        [torch.full((size,), 4) for size in LINES], sizes, words, [torch.tensor([4, 2])] * 5, None, words
+        [torch.full((size,), 4) for size in LINES],
+        sizes,
+        words,
+        [torch.tensor([4, 2])] * 5,
+        None,
+        words,
     )
     order = numpy.arange(5)
     with pytest.raises(UserError, match=r"Sentence 4 has 20 tokens.*--max-source-positions"):
         task.filter_indices_by_size(order, pairs, (POSITIONS, POSITIONS))
-    assert list(task.filter_indices_by_size(order, pairs, (POSITIONS, POSITIONS), True)) == [0, 1, 2, 4]
+    assert list(task.filter_indices_by_size(order, pairs, (POSITIONS, POSITIONS), True)) == [
+        0,
+        1,
+        2,
+        4,
+    ]
     assert list(task.filter_indices_by_size(order, pairs, (20, 20))) == [0, 1, 2, 3, 4]

@@ -27,7 +27,9 @@ def sources():
 
 def calls_eval(tree):
     return any(
-        isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and node.func.id in ("eval", "exec")
+        isinstance(node, ast.Call)
+        and isinstance(node.func, ast.Name)
+        and node.func.id in ("eval", "exec")
         for node in ast.walk(tree)
     )
 
@@ -41,7 +43,9 @@ def test_no_module_of_fairseq_has_the_real_eval():
             parts = path.relative_to(FAIRSEQ.parent).with_suffix("").parts
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
     assert "fairseq.models.fconv" in names and "fairseq.criterions.ctc" in names and len(names) > 15
-    assert [name for name in names if getattr(sys.modules.get(name), "eval", None) is not literal] == []
+    assert [
+        name for name in names if getattr(sys.modules.get(name), "eval", None) is not literal
+    ] == []
 
 
 def test_what_fairseq_ships_is_read_as_before():
@@ -68,16 +72,55 @@ def test_what_fairseq_ships_is_read_as_before():
 
 @pytest.mark.parametrize(
     "text",
-    ["1", " -2.5 ", "'a'", "True", "None", "1 + 2 * 3 - 4", "{'a': [1, (2,)]}", "[1] + 2 * [3]", "{1, 2}"],
+    [
+        "1",
+        " -2.5 ",
+        "'a'",
+        "True",
+        "None",
+        "1 + 2 * 3 - 4",
+        "{'a': [1, (2,)]}",
+        "[1] + 2 * [3]",
+        "{1, 2}",
+    ],
 )
 def test_literals(text):
     assert literal(text) == eval(text)
 
 
 REFUSED = (
-    *("__import__('os')", "print", "print(1)", "[x for x in (1,)]", "(1).__class__", "lambda: 1", "f'{1}'"),
-    *("[1][0]", "2 ** 99", "1 if 1 else 2", "{**{}}", "[*[1]]", "1 / 2", "'%d' % 1", "x := 1", "a = 1", ""),
-    *("[1", "1; 2", "not 1", "1 < 2", "'a' + 1", "[1] * 1.5", "{1: 2} * 2", "{[]: 1}", "[1] * 10**9"),
+    *(
+        "__import__('os')",
+        "print",
+        "print(1)",
+        "[x for x in (1,)]",
+        "(1).__class__",
+        "lambda: 1",
+        "f'{1}'",
+    ),
+    *(
+        "[1][0]",
+        "2 ** 99",
+        "1 if 1 else 2",
+        "{**{}}",
+        "[*[1]]",
+        "1 / 2",
+        "'%d' % 1",
+        "x := 1",
+        "a = 1",
+        "",
+    ),
+    *(
+        "[1",
+        "1; 2",
+        "not 1",
+        "1 < 2",
+        "'a' + 1",
+        "[1] * 1.5",
+        "{1: 2} * 2",
+        "{[]: 1}",
+        "[1] * 10**9",
+    ),
     *("[1] * 99999999999", "[[0] * 9999] * 9999", "'x' * 20000", "(" * 5000, "-" * 5000 + "1"),
 )
 
@@ -112,7 +155,8 @@ def test_the_name_of_the_setting_is_said():
         utils.eval_str_list("ope" + "n('y')")
     assert cutoffs(Namespace(adaptive_softmax_cutoff="[10, 20]")) == [10, 20]
     assert utils.eval_bool("True") is True and utils.eval_bool(None, default=True) is True
-    assert utils.eval_bool(True, default=False) is False  # as before: what is not text is the default
+    # As before: what is not text is the default
+    assert utils.eval_bool(True, default=False) is False
 
 
 def test_a_recipe_cannot_have_the_overrides_evaluated(

@@ -62,7 +62,9 @@ def validate(path, data, settings):
 
 
 def batches(task, models):
-    limits = utils.resolve_max_positions(task.max_positions(), *(model.max_positions() for model in models))
+    limits = utils.resolve_max_positions(
+        task.max_positions(), *(model.max_positions() for model in models)
+    )
     dataset = task.dataset("test")
     return task.get_batch_iterator(dataset, max_tokens=400, max_positions=limits).next_epoch_itr(
         shuffle=False
@@ -80,15 +82,31 @@ def translate(task, models):
 def resume(toy_data, toy_checkpoint):
     """resume(path, …): goes on with the training of `toy_checkpoint` for one update, as fairseq-train."""
     words = [str(toy_data), "--arch", "moa_transformer_tiny", "--share-all-embeddings", "--cpu"]
-    words += ["--encoder-layers", "1", "--decoder-layers", "1", "--optimizer", "adam", "--lr", "0.003"]
-    words += ["--criterion", "label_smoothed_cross_entropy_with_routing", "--label-smoothing", "0.1"]
+    words += [
+        "--encoder-layers",
+        "1",
+        "--decoder-layers",
+        "1",
+        "--optimizer",
+        "adam",
+        "--lr",
+        "0.003",
+    ]
+    words += [
+        "--criterion",
+        "label_smoothed_cross_entropy_with_routing",
+        "--label-smoothing",
+        "0.1",
+    ]
     words += ["--max-tokens", "400", "--num-workers", "0"]
     parser = options.get_training_parser()
     cfg = convert_namespace_to_omegaconf(options.parse_args_and_arch(parser, words))
     task = tasks.setup_task(cfg.task)
 
     def load(path, data, settings):
-        trainer = Trainer(cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion))
+        trainer = Trainer(
+            cfg, task, task.build_model(cfg.model), task.build_criterion(cfg.criterion)
+        )
         cfg.checkpoint.restore_file = str(path)
         _, iterator = checkpoint_utils.load_checkpoint(cfg.checkpoint, trainer)
         samples = iterator.next_epoch_itr(shuffle=False)
@@ -142,7 +160,8 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
     assert not wrong, "\n".join(wrong)
     if name in malformed.DANGEROUS:
         assert not taken
-    if name in malformed.HEAVY:  # a training is told its model by its own flags, and an average builds none
+    # A training is told its model by its own flags, and an average builds none
+    if name in malformed.HEAVY:
         assert set(taken) <= {"resume", "average"}
 
 

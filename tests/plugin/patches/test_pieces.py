@@ -29,7 +29,9 @@ def test_bytes_become_letters(model):
     processor = sentencepiece.SentencePieceProcessor(model_file=model)
     for text in ("鬱 die Katze", "ﷺ鬱", "a鬱 Ж", "見ます"):
         symbols = " ".join(processor.id_to_piece(processor.encode(text)))
-        assert data_utils.post_process(symbols, "sentencepiece") == processor.decode(processor.encode(text))
+        assert data_utils.post_process(symbols, "sentencepiece") == processor.decode(
+            processor.encode(text)
+        )
     dictionary = Dictionary()
     ids = dictionary.encode_line("\u2581a <0xE9> <0xAC> <0xB1> \u2581b")
     assert dictionary.string(ids, "sentencepiece") == "a鬱 b"
@@ -41,7 +43,10 @@ def test_the_encoder_of_pieces_undoes_bytes(model):
             sentencepiece_model=model, sentencepiece_enable_sampling=False, sentencepiece_alpha=None
         )
     )
-    assert "<0xE9>" in encoder.encode("鬱 Katze") and encoder.decode(encoder.encode("鬱 Katze")) == "鬱 Katze"
+    assert (
+        "<0xE9>" in encoder.encode("鬱 Katze")
+        and encoder.decode(encoder.encode("鬱 Katze")) == "鬱 Katze"
+    )
 
 
 def test_text_that_looks_like_a_byte_stays():

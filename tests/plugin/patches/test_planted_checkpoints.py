@@ -57,7 +57,9 @@ def model(arch, **fields):
 
     def plant(state, marker):
         old = vars(state["cfg"]["model"])
-        state["cfg"]["model"] = Namespace(**{**old, "arch": arch, "_name": arch, **filled(fields, marker)})
+        state["cfg"]["model"] = Namespace(
+            **{**old, "arch": arch, "_name": arch, **filled(fields, marker)}
+        )
 
     return plant
 
@@ -74,9 +76,16 @@ def section(name, **fields):
 
 def multilingual(state, marker):
     """A task whose settings are flat arguments."""
-    old = {**vars(state["cfg"]["model"]), "lang_pairs": "en-de", "source_lang": "en", "target_lang": "de"}
+    old = {
+        **vars(state["cfg"]["model"]),
+        "lang_pairs": "en-de",
+        "source_lang": "en",
+        "target_lang": "de",
+    }
     old.update(task="multilingual_translation", _name="multilingual_translation")
-    state["cfg"]["task"] = Namespace(**{**old, "left_pad_source": code(marker), "left_pad_target": "False"})
+    state["cfg"]["task"] = Namespace(
+        **{**old, "left_pad_source": code(marker), "left_pad_target": "False"}
+    )
 
 
 def old_args(**fields):
@@ -105,7 +114,14 @@ class Hooked:
 
     def __reduce__(self):
         storage = torch.zeros(1).storage()
-        return torch._utils._rebuild_tensor_v2, (storage, 0, (1,), (1,), True, OrderedDict({0: self.hook}))
+        return torch._utils._rebuild_tensor_v2, (
+            storage,
+            0,
+            (1,),
+            (1,),
+            True,
+            OrderedDict({0: self.hook}),
+        )
 
 
 def hooks(state, marker):
@@ -132,7 +148,11 @@ def fasta(state, marker):
 
 
 TARGET = {"_target_": "pathlib.Path.touch", "_args_": ["marker"]}
-GPT2 = {"_name": "gpt2", "gpt2_encoder_json": "http://localhost/x", "gpt2_vocab_bpe": "http://localhost/y"}
+GPT2 = {
+    "_name": "gpt2",
+    "gpt2_encoder_json": "http://localhost/x",
+    "gpt2_vocab_bpe": "http://localhost/y",
+}
 KERNELS = {
     **{f"{side}_kernel_size_list": [3] for side in ("encoder", "decoder")},
     **{f"{side}_conv_type": "lightweight" for side in ("encoder", "decoder")},
@@ -149,7 +169,9 @@ ATTACKS = {
     "fconv.decoder_attention": model("fconv", encoder_layers="[(8, 3)]", decoder_attention=True),
     "fconv_self_att.pretrained": model("fconv_self_att", pretrained=True),
     "lightconv.kernel_sizes": model("lightconv", **{**KERNELS, "encoder_kernel_size_list": True}),
-    "transformer_lm.filters": model("transformer_lm", character_embeddings=True, character_filters=True),
+    "transformer_lm.filters": model(
+        "transformer_lm", character_embeddings=True, character_filters=True
+    ),
     "transformer.adaptive_softmax": model("transformer_iwslt_de_en", adaptive_softmax_cutoff=True),
     "moa.encoder_layers": model("moa_transformer_tiny", encoder_layers=True),
     "wav2vec2.conv_feature_layers": model("wav2vec2", conv_feature_layers=True),
@@ -158,7 +180,11 @@ ATTACKS = {
     "task.left_pad_source": multilingual,
     "ctc.wer_args": section("criterion", _name="ctc", wer_args=True),
     "sentence_ranking.save_predictions": section(
-        "criterion", _name="sentence_ranking", ranking_head_name="x", num_classes=2, save_predictions="MARKER"
+        "criterion",
+        _name="sentence_ranking",
+        ranking_head_name="x",
+        num_classes=2,
+        save_predictions="MARKER",
     ),
     "adam.adam_betas": section("optimizer", _name="adam", adam_betas=True),
     "lr_scheduler": section("lr_scheduler", _name="manual", epoch2lr=True, update2lr=True),
@@ -183,8 +209,26 @@ def command(module, *words):
 
 def restored(flag):
     def load(path, data, monkeypatch):
-        line = [data, *TOY, *SMALL, "--arch", "moa_transformer_tiny", "--optimizer", "adam", "--lr", "0.003"]
-        line += ["--max-tokens", 400, "--max-epoch", 1, "--no-save", "--save-dir", path.with_name("out")]
+        line = [
+            data,
+            *TOY,
+            *SMALL,
+            "--arch",
+            "moa_transformer_tiny",
+            "--optimizer",
+            "adam",
+            "--lr",
+            "0.003",
+        ]
+        line += [
+            "--max-tokens",
+            400,
+            "--max-epoch",
+            1,
+            "--no-save",
+            "--save-dir",
+            path.with_name("out"),
+        ]
         monkeypatch.setattr(checkpoint_utils.save_checkpoint, "best", 1.0, raising=False)
         command(train, *line, flag, path)(monkeypatch)
 
@@ -218,7 +262,9 @@ def as_it_says(path, data, monkeypatch):
 
 def from_hub(path, data, monkeypatch):
     parts = hub_utils.from_pretrained(str(path.parent), path.name, str(data))
-    hub_utils.GeneratorHubInterface(parts["args"], parts["task"], parts["models"]).translate("w1 w2")
+    hub_utils.GeneratorHubInterface(parts["args"], parts["task"], parts["models"]).translate(
+        "w1 w2"
+    )
 
 
 def verb(*words):
@@ -233,7 +279,9 @@ def verb(*words):
 WAYS = {
     "train: resume": restored("--restore-file"),
     "train: finetune": restored("--finetune-from-model"),
-    "generate": lambda path, data, monkeypatch: command(generate, data, *TOY, "--path", path)(monkeypatch),
+    "generate": lambda path, data, monkeypatch: command(generate, data, *TOY, "--path", path)(
+        monkeypatch
+    ),
     "interactive": interacted,
     "validate": validated,
     "eval-lm": language_modelled,
@@ -257,7 +305,12 @@ EVERY_WAY = ("pickle", "hooks", "user-dir", "fconv.encoder_layers", "ctc.wer_arg
 THOROUGH_WAYS = ("validate", "hub", "load, with its own data")
 # what ran before there was a patch, and where; `validate` builds the criterion, the others do not
 BUILDS_NO_MODEL = {"train: resume", "train: finetune", "average"}
-PAIRS = [(attack, way) for attack in ATTACKS for way in WAYS if attack in EVERY_WAY or way in THOROUGH_WAYS]
+PAIRS = [
+    (attack, way)
+    for attack in ATTACKS
+    for way in WAYS
+    if attack in EVERY_WAY or way in THOROUGH_WAYS
+]
 
 
 @pytest.fixture(scope="module")
@@ -275,12 +328,16 @@ def downloaded(url, marker):
 
 @pytest.mark.thorough(keep=("pickle-generate", "pickle-train: resume", "pickle-average"))
 @pytest.mark.parametrize(("attack", "way"), PAIRS)
-def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_path, monkeypatch, capsys):
+def test_a_planted_checkpoint_does_nothing(
+    attack, way, sound, toy_data, tmp_path, monkeypatch, capsys
+):
     path = tmp_path / "planted.pt"
     marker = tmp_path / "marker"
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(utils.import_user_module, "memo", set(), raising=False)
-    monkeypatch.setattr(file_utils, "get_from_cache", lambda url, folder=None: downloaded(url, marker))
+    monkeypatch.setattr(
+        file_utils, "get_from_cache", lambda url, folder=None: downloaded(url, marker)
+    )
     state = copy.deepcopy(sound)
     ATTACKS[attack](state, marker)
     torch.save(state, path)
@@ -300,7 +357,9 @@ def test_a_planted_checkpoint_does_nothing(attack, way, sound, toy_data, tmp_pat
 
 @pytest.mark.parametrize("scheme", ["http", "https", "s3"])
 def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(scheme):
-    files = LocalFiles(SimpleNamespace(__name__="file_utils", cached_path=lambda name, cache_dir=None: name))
+    files = LocalFiles(
+        SimpleNamespace(__name__="file_utils", cached_path=lambda name, cache_dir=None: name)
+    )
     with pytest.raises(UserError, match=f"{scheme}://elsewhere"):
         files.cached_path(f"{scheme}://elsewhere/bpe/encoder.json")
     own = f"https://{FAIRSEQ_HOST}/fairseq/gpt2_bpe/encoder.json"
@@ -309,7 +368,10 @@ def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(sche
 
 def test_outputs_are_forgotten_in_old_and_new_checkpoints():
     settings = {"tensorboard_logdir": "x", "lr": [1.0]}
-    state = {"args": Namespace(**settings), "cfg": {"common": dict(settings), "model": Namespace(**settings)}}
+    state = {
+        "args": Namespace(**settings),
+        "cfg": {"common": dict(settings), "model": Namespace(**settings)},
+    }
     forget_outputs(state)
     for part in (vars(state["args"]), state["cfg"]["common"], vars(state["cfg"]["model"])):
         assert part == {"tensorboard_logdir": None, "lr": [1.0]}

@@ -31,8 +31,18 @@ def _anew():
     [
         (("--no-last-checkpoints",), {LAST}, False, False),
         (("--no-save", "--save-interval-updates", 1), set(), False, False),
-        (("--save-interval-updates", 1, "--no-last-checkpoints"), {LAST, BEST, NUMBERED}, True, True),
-        (("--validate-interval-updates", 1), {LAST}, False, True),  # fairseq's best is that of a save
+        (
+            ("--save-interval-updates", 1, "--no-last-checkpoints"),
+            {LAST, BEST, NUMBERED},
+            True,
+            True,
+        ),
+        (
+            ("--validate-interval-updates", 1),
+            {LAST},
+            False,
+            True,
+        ),  # fairseq's best is that of a save
     ],
 )
 def test_what_an_update_saves_and_validates(

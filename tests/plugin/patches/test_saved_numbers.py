@@ -24,18 +24,25 @@ NUMBERS = {
     "empty": (np.zeros(0), []),
     "empty rows": (np.zeros((2, 0), dtype="i4"), [[], []]),
     "no rows": (np.zeros((0, 3)), []),
-    "by columns": (np.asfortranarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]), [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+    "by columns": (
+        np.asfortranarray([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]]),
+        [[1.0, 2.0, 3.0], [4.0, 5.0, 6.0]],
+    ),
 }
 WEIGHTS = {"w": torch.ones(2)}
 
 
 @pytest.mark.parametrize("value, expected", NUMBERS.values(), ids=NUMBERS)
 def test_numbers_of_older_files_are_read_and_new_files_hold_plain_ones(tmp_path, value, expected):
-    state = {"model": WEIGHTS, "extra_state": {"best": value, "metrics": [(1, "x", {"sum": value})]}}
+    state = {
+        "model": WEIGHTS,
+        "extra_state": {"best": value, "metrics": [(1, "x", {"sum": value})]},
+    }
     torch.save(state, tmp_path / "old.pt")
     save_checkpoint(state, tmp_path / "new.pt")
     states = [load_checkpoint(tmp_path / name) for name in ("old.pt", "new.pt")]
-    states.append(torch.load(tmp_path / "new.pt", weights_only=True))  # torch's own list of what is harmless
+    # Torch's own list of what is harmless
+    states.append(torch.load(tmp_path / "new.pt", weights_only=True))
     for found in states:
         assert found["extra_state"] == {"best": expected, "metrics": [(1, "x", {"sum": expected})]}
         assert type(found["extra_state"]["best"]) is type(expected) or isinstance(expected, list)
@@ -106,7 +113,9 @@ MALICIOUS = {
     "a type with fields": array(
         (1,), dtype("f8", (3, "<", None, ("a",), {"a": (F8, 0)}, 8, 1, 0)), b"\0" * 8
     ),
-    "an order that is none": array((1,), dtype("f8", (3, "O", None, None, None, -1, -1, 0)), b"\0" * 8),
+    "an order that is none": array(
+        (1,), dtype("f8", (3, "O", None, None, None, -1, -1, 0)), b"\0" * 8
+    ),
     "two numbers as one": Reduced(SCALAR, (F8, b"\0" * 16)),
     "no number": Reduced(SCALAR, (F8, b"")),
     "another function of NumPy's": Reduced(np.zeros, ((1 << 40,),)),
@@ -125,7 +134,10 @@ def test_whatever_is_no_plain_number_is_refused(tmp_path, value):
 def test_few_bytes_cannot_become_many_numbers(tmp_path):
     """One text of bytes stands in the file once, and in as many arrays as there are lines."""
     raw = b"\0" * (MAX_BYTES // 10)
-    state = {"model": WEIGHTS, "extra_state": [array((len(raw),), np.dtype("i1"), raw) for _ in range(20)]}
+    state = {
+        "model": WEIGHTS,
+        "extra_state": [array((len(raw),), np.dtype("i1"), raw) for _ in range(20)],
+    }
     torch.save(state, tmp_path / "bomb.pt")
     assert (tmp_path / "bomb.pt").stat().st_size < 3 * len(raw)
     with pytest.raises(UserError, match=r"bomb\.pt was refused"):
@@ -161,9 +173,28 @@ def test_a_meter_goes_on_with_the_array_that_was_saved(tmp_path):
 @pytest.mark.thorough
 def test_a_training_with_all_that_adds_to_a_checkpoint_is_resumed(fairseq, toy_data, tmp_path):
     """In the middle of an epoch, where meters go on; then with all that is to be reset."""
-    flags = ["--eval-bleu", "--eval-bleu-args", '{"beam": 1, "max_len_b": 5}', "--eval-bleu-print-samples"]
-    flags += ["--best-checkpoint-metric", "bleu", "--maximize-best-checkpoint-metric", "--report-accuracy"]
-    flags += ["--store-ema", "--ema-fp32", "--max-tokens", 600, "--save-interval-updates", 1, "--patience", 9]
+    flags = [
+        "--eval-bleu",
+        "--eval-bleu-args",
+        '{"beam": 1, "max_len_b": 5}',
+        "--eval-bleu-print-samples",
+    ]
+    flags += [
+        "--best-checkpoint-metric",
+        "bleu",
+        "--maximize-best-checkpoint-metric",
+        "--report-accuracy",
+    ]
+    flags += [
+        "--store-ema",
+        "--ema-fp32",
+        "--max-tokens",
+        600,
+        "--save-interval-updates",
+        1,
+        "--patience",
+        9,
+    ]
     flags += ["--no-epoch-checkpoints", "--keep-best-checkpoints", 2]
     fairseq.train(toy_data, tmp_path, *flags, "--max-update", 1)
     extra = load_checkpoint(tmp_path / "checkpoint_last.pt")["extra_state"]

@@ -34,7 +34,15 @@ from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 @pytest.mark.parametrize("clip", [0.0, 0.01, 1e6])
 def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     trainer, samples = build_trainer(
-        *EVERY_SECOND, "--gate-dropout", 0, "--gate-lr", 0.5, "--gate-clip-norm", clip, "--weight-decay", 0.1
+        *EVERY_SECOND,
+        "--gate-dropout",
+        0,
+        "--gate-lr",
+        0.5,
+        "--gate-clip-norm",
+        clip,
+        "--weight-decay",
+        0.1,
     )
     update(trainer, F_EPOCH, samples[:1])  # Adam has moments now
     before = snapshot(trainer)
@@ -42,7 +50,8 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     expected = manual_gate_gradient(trainer, samples[:2])
     trainer.begin_epoch(G_EPOCH)
     trainer.zero_grad()
-    trainer.task.before_update(trainer, [*samples[:2], {}])  # {}: at an epoch's end this worker has no third
+    # {}: at an epoch's end this worker has no third
+    trainer.task.before_update(trainer, [*samples[:2], {}])
     after = snapshot(trainer)
 
     assert {name for name in changed(before, after)} == {name for name in before if is_gate(name)}
@@ -50,7 +59,9 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     factor = min(1.0, clip / norm) if clip else 1.0
     assert (factor < 1) == (clip == 0.01)
     for name, gradient in expected.items():
-        torch.testing.assert_close(after[name], before[name] - 0.5 * factor * gradient, rtol=1e-5, atol=1e-7)
+        torch.testing.assert_close(
+            after[name], before[name] - 0.5 * factor * gradient, rtol=1e-5, atol=1e-7
+        )
     again = trainer.optimizer.state_dict()
     assert again["state"] and again["param_groups"] == adam["param_groups"]
     for key, state in adam["state"].items():
@@ -60,7 +71,9 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
             if torch.is_tensor(value)
         )
     assert all(p.grad is None for p in trainer.get_model().parameters())
-    assert not any(p.requires_grad for gate in gates_of(trainer.get_model()) for p in gate.parameters())
+    assert not any(
+        p.requires_grad for gate in gates_of(trainer.get_model()) for p in gate.parameters()
+    )
 
 
 def test_a_g_steps_dropout_follows_from_the_update_alone(build_trainer):
@@ -177,7 +190,12 @@ def test_what_each_method_of_fine_tuning_updates():
     model = torch.nn.Sequential(MixtureOfAttentiveExperts(8, 2, causal=True), torch.nn.Linear(8, 8))
     every = [*model.parameters()]
     gate = [*model[0].gate.parameters()]
-    expected = {"all": every, "ftall": every, "ftg": gate, "ftg_plus": [*gate, model[0].out_proj.weight]}
+    expected = {
+        "all": every,
+        "ftall": every,
+        "ftg": gate,
+        "ftg_plus": [*gate, model[0].out_proj.weight],
+    }
     assert {*expected} == {*METHODS}
     for method, parameters in expected.items():
         freeze_rest(model.requires_grad_(True), method)
@@ -192,7 +210,9 @@ def poisoned(trainer, value=math.nan):
 
 
 @pytest.mark.thorough(keep=("nan-float32", "inf-fp16", "nan-bf16"))
-@pytest.mark.parametrize("common", [{}, HALF["fp16"], HALF["bf16"]], ids=["float32", "fp16", "bf16"])
+@pytest.mark.parametrize(
+    "common", [{}, HALF["fp16"], HALF["bf16"]], ids=["float32", "fp16", "bf16"]
+)
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_a_poisoned_gate_ends_the_training_at_its_next_step(build_trainer, common, value):
     trainer, samples = build_trainer(*EVERY_SECOND, common=common)
@@ -249,7 +269,8 @@ def test_gradients_that_overflow_are_skipped_in_half_precision_only(scaled):
 
 @pytest.mark.parametrize("joint", [(), ("--bcd", "none")])
 def test_a_skipped_update_leaves_no_trace(build_trainer, monkeypatch, joint):
-    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)  # fairseq's, on its way out of an overflow
+    # Fairseq's, on its way out of an overflow
+    monkeypatch.setattr(torch.Tensor, "cuda", lambda self: self)
     seen = []
     for scale in (2**7, 2**40):
         common = {**HALF["fp16"], "fp16_init_scale": scale}
@@ -323,7 +344,9 @@ def test_a_run_that_ends_before_its_first_g_epoch_is_warned(build_trainer, caplo
 
 
 def test_uniform_gates_need_no_g_step(build_trainer):
-    trainer, samples = build_trainer("--mae-gate", "uniform", "--bcd-g-every", 1, "--mae-dropped-heads", 2)
+    trainer, samples = build_trainer(
+        "--mae-gate", "uniform", "--bcd-g-every", 1, "--mae-dropped-heads", 2
+    )
     log = update(trainer, 1, samples[:1])
     assert log["gate_entropy"] == pytest.approx(math.log(28), abs=1e-3)
     assert "g_loss" not in log
@@ -342,11 +365,30 @@ def test_an_epochs_g_loss_is_a_mean_over_tokens(build_trainer):
 def test_language_models_alternate_too(build_trainer, tmp_path, fairseq):
     """Adaptive inputs and softmax, whose criterion returns a vector of one; blocks of a running text."""
     (tmp_path / "train").write_text("".join(f"w{i % 7} w{i % 5} w{i % 3}\n" for i in range(60)))
-    fairseq("preprocess", "--only-source", "--trainpref", tmp_path / "train", "--destdir", tmp_path / "bin")
+    fairseq(
+        "preprocess",
+        "--only-source",
+        "--trainpref",
+        tmp_path / "train",
+        "--destdir",
+        tmp_path / "bin",
+    )
     sizes = [f"--decoder-{name}-dim={32}" for name in ("embed", "ffn-embed", "input", "output")]
-    sizes += ["--adaptive-input-cutoff=5,8", "--adaptive-softmax-cutoff=5,8", "--tokens-per-sample=20"]
+    sizes += [
+        "--adaptive-input-cutoff=5,8",
+        "--adaptive-softmax-cutoff=5,8",
+        "--tokens-per-sample=20",
+    ]
     sizes += ["--decoder-layers=1"]
-    flags = (*EVERY_SECOND, "--criterion", "adaptive_loss", "--ddp-backend", "legacy_ddp", "--max-tokens", 80)
+    flags = (
+        *EVERY_SECOND,
+        "--criterion",
+        "adaptive_loss",
+        "--ddp-backend",
+        "legacy_ddp",
+        "--max-tokens",
+        80,
+    )
     of_model = dict(data=tmp_path / "bin", arch="mae_transformer_lm_wiki103", model=sizes)
     trainer, samples = build_trainer(*flags, **of_model, task="language_modeling_bcd")
     before = snapshot(trainer)
@@ -424,7 +466,11 @@ def test_half_precision_takes_the_same_g_steps(build_trainer, precision):
         after = snapshot(trainer)
         assert log["bcd_step"] == "GF" and log["g_skipped"] == 0
         moves.append(
-            {n: after[n] - before[n] for n in before if n.endswith(("gate.fc1.weight", "gate.fc2.bias"))}
+            {
+                n: after[n] - before[n]
+                for n in before
+                if n.endswith(("gate.fc1.weight", "gate.fc2.bias"))
+            }
         )
     assert trainer.get_model().encoder.layers[0].fc1.weight.dtype in (torch.float16, torch.bfloat16)
     for name, expected in moves[0].items():
@@ -442,7 +488,9 @@ def test_an_overflow_lowers_the_scale_of_that_g_step_only(build_trainer, monkeyp
     monkeypatch.setattr(GateGradients, "add", lambda *args: (tried.append(args[-1]), add(*args)))
     with metrics.aggregate(new_root=True) as log:
         trainer.task.before_update(trainer, samples[:1])
-    assert log.get_smoothed_values()["g_skipped"] == 0 and log.get_smoothed_values()["gate_gnorm"] > 0
+    assert (
+        log.get_smoothed_values()["g_skipped"] == 0 and log.get_smoothed_values()["gate_gnorm"] > 0
+    )
     assert tried == [2.0 ** (20 - i) for i in range(len(tried))] and len(tried) > 1
     assert trainer.optimizer.scaler.loss_scale == 2**20  # it is fairseq's to lower
     assert all(torch.isfinite(tensor).all() for tensor in snapshot(trainer).values())

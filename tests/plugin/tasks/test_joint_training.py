@@ -6,7 +6,15 @@ from types import SimpleNamespace
 import pytest
 import torch
 from fairseq.optim.amp_optimizer import AMPOptimizer
-from trainer_updates import HALF, changed, is_gate, is_statistic, manual_gate_gradient, snapshot, update
+from trainer_updates import (
+    HALF,
+    changed,
+    is_gate,
+    is_statistic,
+    manual_gate_gradient,
+    snapshot,
+    update,
+)
 
 from moa_fairseq.layers.sequence_gate import SequenceGate, gates_of
 from moa_fairseq.plugin.coordinate_descent.gate_steps import JointStep
@@ -34,15 +42,23 @@ def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip)
         assert len(passes) - forward_passes == 3 and "bcd_step" not in log
         norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
         factor = min(1.0, clip / norm) if clip else 1.0
-        assert log["gate_gnorm"] == pytest.approx(norm, rel=1e-3 if precision == "float32" else 0.1, abs=1e-3)
+        assert log["gate_gnorm"] == pytest.approx(
+            norm, rel=1e-3 if precision == "float32" else 0.1, abs=1e-3
+        )
         for name, gradient in expected.items():
-            close = dict(rtol=1e-4, atol=1e-6) if precision == "float32" else dict(rtol=0.2, atol=0.02 * norm)
+            close = (
+                dict(rtol=1e-4, atol=1e-6)
+                if precision == "float32"
+                else dict(rtol=0.2, atol=0.02 * norm)
+            )
             torch.testing.assert_close(after[name], before[name] - factor * gradient, **close)
         frozen = [p for gate in gates_of(trainer.get_model()) for p in gate.parameters()]
         assert not any(p.requires_grad or p.grad is not None for p in frozen)
 
 
-@pytest.mark.parametrize("flags", [("--bcd", "none", "--gate-optimizer", "fairseq"), ("--finetune", "ftg")])
+@pytest.mark.parametrize(
+    "flags", [("--bcd", "none", "--gate-optimizer", "fairseq"), ("--finetune", "ftg")]
+)
 def test_fairseqs_optimizer_can_have_the_gates(build_trainer, flags):
     trainer, samples = build_trainer(*flags)
     gates = {id(p) for gate in gates_of(trainer.get_model()) for p in gate.parameters()}
@@ -58,7 +74,9 @@ def test_joint_training_moves_everything(build_trainer):
     before = snapshot(trainer)
     log = update(trainer, 5, samples[:2])
     still = before.keys() - changed(before, snapshot(trainer))
-    assert {n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))} == set()
+    assert {
+        n for n in still if not n.endswith(("k_proj.bias", "version", "_float_tensor"))
+    } == set()
     assert "bcd_step" not in log and log["gate_entropy"] > 1.9
     assert trainer.get_model().encoder.layers[0].self_attn.gate.norm.num_batches_tracked == 1
 

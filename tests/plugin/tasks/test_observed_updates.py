@@ -34,7 +34,10 @@ def assert_told(told, samples):
     assert told
     for router, loads in told.items():
         assert len(loads) == 1
-        assert int(loads[0].sum()) in (source * router.experts_per_token, target * router.experts_per_token)
+        assert int(loads[0].sum()) in (
+            source * router.experts_per_token,
+            target * router.experts_per_token,
+        )
 
 
 def test_routers_count_what_an_update_was_made_of(routed):
@@ -63,7 +66,8 @@ def test_an_update_that_overflowed_leaves_no_trace(routed, monkeypatch):
 
     with monkeypatch.context() as patch:
         patch.setattr(trainer, "clip_grad_norm", overflow)
-        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)  # fairseq takes a GPU for granted here
+        # Fairseq takes a GPU for granted here
+        patch.setattr(torch.Tensor, "cuda", lambda tensor: tensor)
         trainer.train_step(samples[:2])
     assert trainer.get_num_updates() == 0 and not told
     trainer.train_step(samples[2:3])

@@ -19,7 +19,10 @@ HEADS = ("--decoder-attention-heads", 8, "--positions", "rope")
 CASES = {
     "dense, bfloat16": ("transformer_xl_lm_tiny", ("--amp",)),
     "moa, two chunks": ("moa_lm_tiny", ("--carried-chunks", 2)),
-    "switchall, rope": ("switchall_lm_tiny", ("--positions", "rope", "--sigma-moe-expert-dropout", 0.2)),
+    "switchall, rope": (
+        "switchall_lm_tiny",
+        ("--positions", "rope", "--sigma-moe-expert-dropout", 0.2),
+    ),
     "moh": ("moh_transformer_lm_base", HEADS),
     "mae": ("mae_transformer_lm_base", (*HEADS, "--gate-window", 5)),
 }
@@ -40,7 +43,9 @@ def test_a_resumed_context_equals_an_uninterrupted_one(fairseq, toy_text, tmp_pa
         line = (toy_text, tmp_path / folder, *HABITS, *flags, "--max-update", update)
         fairseq("train", *arguments(*line, arch=arch))
     assert different(tmp_path / "whole", tmp_path / "parts") == 0
-    place = load_checkpoint(tmp_path / "parts" / "checkpoint_last.pt")["extra_state"]["train_iterator"]
+    place = load_checkpoint(tmp_path / "parts" / "checkpoint_last.pt")["extra_state"][
+        "train_iterator"
+    ]
     assert place["epoch"] == 2 and 0 < place["iterations_in_epoch"] < 34
 
 
@@ -56,7 +61,9 @@ def test_each_of_two_processes_gets_its_own_texts_back(fairseq, toy_text, tmp_pa
     assert [tuple(x.shape) for x in carried["inputs"]] == [(8, 6, 32)] * 2
 
     for update, flags in ((10, ()), (11, ("--batch-size", 3, "--update-freq", 2))):
-        done = fairseq("train", *arguments(toy_text, tmp_path / "alone", "--max-update", update, *flags))
+        done = fairseq(
+            "train", *arguments(toy_text, tmp_path / "alone", "--max-update", update, *flags)
+        )
         said = done.stdout + done.stderr
         assert f"epoch 1 @ {update - 1} updates" in said and "is read without" not in said
 
@@ -106,7 +113,12 @@ def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_pa
     assert "carried_context" not in average_checkpoints(numbered)["extra_state"]
     state = load_checkpoint(last)
     carried = state["extra_state"].pop("carried_context")
-    assert (carried["chunk"], carried["texts"], carried["chunks"], carried["length"]) == (3, 6, 67, 8)
+    assert (carried["chunk"], carried["texts"], carried["chunks"], carried["length"]) == (
+        3,
+        6,
+        67,
+        8,
+    )
     torch.save(state, last)
     without = train(5)
     torch.save({**state, "extra_state": {**state["extra_state"], "carried_context": carried}}, last)

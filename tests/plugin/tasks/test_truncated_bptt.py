@@ -16,7 +16,10 @@ from fairseq.models import ARCH_MODEL_REGISTRY
 import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
-from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import OrderedChunks, TruncatedBPTTTask
+from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import (
+    OrderedChunks,
+    TruncatedBPTTTask,
+)
 
 ARCHS = ["switchhead_lm_tiny", "transformer_xl_lm_tiny", "moa_lm_tiny", "switchall_lm_tiny"]
 
@@ -50,20 +53,26 @@ def test_each_block_once_and_every_text_in_order(count, rows, shards, steps):
     ordered = OrderedChunks(Blocks(count), rows, parts)
     batches = ordered.batches(shards)
     assert sorted(block for batch in batches for block in batch) == list(range(count))
-    for part in range(parts):  # all of them read one chunk, then the next; a shard has neighbouring parts
+    # All of them read one chunk, then the next; a shard has neighbouring parts
+    for part in range(parts):
         mine = [batch for batch in batches[part % steps * shards + part // steps :: parts] if batch]
         for before, after in itertools.pairwise(mine):
-            assert [block + 1 for block in before[: len(after)]] == after  # row by row, the next block
+            assert [
+                block + 1 for block in before[: len(after)]
+            ] == after  # row by row, the next block
         for chunk, batch in enumerate(mine):
             given = ordered.collater([ordered[block] for block in batch])["net_input"]
             assert given == {"chunk": chunk, "part": part}
 
 
 @pytest.mark.parametrize(
-    ("tokens", "sentences", "rows"), [(40, 3, 3), (16, 3, 2), (None, 3, 3), (40, None, 5), (None, None, 1)]
+    ("tokens", "sentences", "rows"),
+    [(40, 3, 3), (16, 3, 2), (None, 3, 3), (40, None, 5), (None, None, 1)],
 )
 def test_the_smaller_limit_of_a_batch_counts(tokens, sentences, rows):
-    task = argparse.Namespace(args=argparse.Namespace(tokens_per_sample=8, train_subset="train", seed=1))
+    task = argparse.Namespace(
+        args=argparse.Namespace(tokens_per_sample=8, train_subset="train", seed=1)
+    )
     task.datasets = {}
     found = TruncatedBPTTTask.get_batch_iterator(task, Blocks(24), tokens, sentences)
     assert found.dataset.rows == rows
@@ -74,7 +83,8 @@ def build(arch="switchhead_lm_tiny", chunks=1, flags=()):
     for i in range(40):
         words.add_symbol(f"w{i}")
     args = options.parse_args_and_arch(
-        options.get_training_parser(), ["data", "--task", "language_modeling", "--arch", arch, *SMALL, *flags]
+        options.get_training_parser(),
+        ["data", "--task", "language_modeling", "--arch", arch, *SMALL, *flags],
     )
     torch.manual_seed(4)
     model = ARCH_MODEL_REGISTRY[arch].build_model(
@@ -145,8 +155,10 @@ def test_what_breaks_a_text_breaks_the_context():
             model.train()(tokens[:, 6:], chunk=0)
 
     torch.testing.assert_close(after(read(0)), with_context)
-    torch.testing.assert_close(after(read(0), train), with_context)  # training has a context of its own
-    torch.testing.assert_close(after(read(0), lambda: model(tokens)), with_context)  # a pass beside the text
+    # Training has a context of its own
+    torch.testing.assert_close(after(read(0), train), with_context)
+    # A pass beside the text
+    torch.testing.assert_close(after(read(0), lambda: model(tokens)), with_context)
     torch.testing.assert_close(after(read(2)), alone)
     torch.testing.assert_close(after(read(0), lambda: model(tokens[:, :3], chunk=5)), alone)
     read(0)()
@@ -167,7 +179,9 @@ def test_a_failed_pass_leaves_no_half_context():
         model(tokens[:, :3], chunk=0)
     hook.remove()
     torch.testing.assert_close(model(tokens[:, 3:], chunk=1)[0], alone)
-    assert torch.isfinite(copy.deepcopy(model)(tokens, chunk=0)[0]).all()  # as an average of weights would
+    assert torch.isfinite(
+        copy.deepcopy(model)(tokens, chunk=0)[0]
+    ).all()  # as an average of weights would
 
 
 def test_checkpointed_activations_see_the_same_context():
@@ -205,7 +219,9 @@ def test_future_tokens_change_nothing_before_them():
     before = model(tokens[:, 4:], chunk=1)[0]
     model(tokens[:, :4], chunk=0)
     after = model(other[:, 4:], chunk=1)[0]
-    assert torch.equal(before[:, :2], after[:, :2]) and not torch.allclose(before[:, 2:], after[:, 2:])
+    assert torch.equal(before[:, :2], after[:, :2]) and not torch.allclose(
+        before[:, 2:], after[:, 2:]
+    )
 
 
 @pytest.fixture(scope="module")
@@ -246,7 +262,8 @@ def test_processes_and_micro_batches_read_the_texts_of_one_batch(fairseq, toy_te
         for folder in ("one", "halves", "two")
     )
     for weights in others:
-        torch.testing.assert_close(weights, one, rtol=2e-3, atol=2e-4)  # names the parameter that differs
+        # Names the parameter that differs
+        torch.testing.assert_close(weights, one, rtol=2e-3, atol=2e-4)
     done = fairseq("train", *words("three", "--update-freq", "1,2"), check=False)
     assert "--update-freq 1,2" in done.stderr and "give one number" in done.stderr
 
@@ -287,7 +304,15 @@ def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
     done = fairseq(
         "interactive",
         toy_text,
-        *("--user-dir", moa_fairseq.__path__[0], "--cpu", "--task", "language_modeling", "--path", model),
+        *(
+            "--user-dir",
+            moa_fairseq.__path__[0],
+            "--cpu",
+            "--task",
+            "language_modeling",
+            "--path",
+            model,
+        ),
         *("--beam", 3, "--max-len-b", 12, "--nbest", 1),
         stdin="w1 w2 w3\n",
     )
@@ -298,7 +323,9 @@ def test_fairseq_generate_goes_on_with_a_prefix(fairseq, toy_text, toy_lm):
 def build_without_context():
     with pytest.MonkeyPatch.context() as patch:
         dense = argparse.Namespace(decoder=object())
-        patch.setattr("fairseq.tasks.language_modeling.LanguageModelingTask.build_model", lambda *_: dense)
+        patch.setattr(
+            "fairseq.tasks.language_modeling.LanguageModelingTask.build_model", lambda *_: dense
+        )
         task_of(carried_chunks=1).build_model(argparse.Namespace())
 
 
@@ -319,7 +346,10 @@ def setup(**settings):
     "attempt, says",
     [
         (lambda: build(flags=("--positions", "sinusoidal")), "--positions xl"),
-        (lambda: build(flags=("--decoder-layerdrop", "0.5")), "--carried-chunks.*--decoder-layerdrop"),
+        (
+            lambda: build(flags=("--decoder-layerdrop", "0.5")),
+            "--carried-chunks.*--decoder-layerdrop",
+        ),
         (build_without_context, "transformer_xl_lm_47m"),
         (lambda: task_of().eval_lm_dataloader(None, context_window=4), "--context-window"),
         (lambda: setup(sample_break_mode="eos"), "--sample-break-mode eos"),

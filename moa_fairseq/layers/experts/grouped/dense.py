@@ -55,7 +55,9 @@ class _Down(Function):
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             if ctx.uses_triton:
-                gated, grad_gate = triton.loaded("launch_routing").gate_slots(slots, gate, grad_slots)
+                gated, grad_gate = triton.loaded("launch_routing").gate_slots(
+                    slots, gate, grad_slots
+                )
             else:
                 grad_gate = torch.linalg.vecdot(grad_slots, slots).to(gate.dtype)
                 _times_gate(grad_slots, gate, grad_slots)

@@ -138,7 +138,8 @@ class ExpertLoop:
             if needs[3]:
                 inputs = rows.index_select(0, source)
             if needs[0] or needs[3]:
-                product = upstream @ matrices[expert]  # [rows of the piece, D or C] · [D or C, C or D]
+                # [rows of the piece, D or C] · [D or C, C or D]
+                product = upstream @ matrices[expert]
                 if inputs is not None:
                     grad_shares.append(_gate_gradients(product, inputs, upstream, bias, expert))
                 if grad_rows is not None:
@@ -159,7 +160,12 @@ class ExpertLoop:
             if grad_bias is not None and narrow is not None:
                 _add_sum(grad_bias[expert], narrow, is_first)
         grad_gate = self._by_slot(gate, grad_shares) if needs[3] else None
-        return [None if grad_rows is None else grad_rows.to(rows.dtype), grad_weight, grad_bias, grad_gate]
+        return [
+            None if grad_rows is None else grad_rows.to(rows.dtype),
+            grad_weight,
+            grad_bias,
+            grad_gate,
+        ]
 
 
 def _gate_gradients(
@@ -190,11 +196,15 @@ def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:
     """[rows, columns] to write to, or zeros to add to, in float32 at least: sums would lose bits."""
     if slots_each == 1:
         return like.new_empty(rows, columns)
-    return like.new_zeros(rows, columns, dtype=like.dtype if like.dtype == torch.float64 else torch.float32)
+    return like.new_zeros(
+        rows, columns, dtype=like.dtype if like.dtype == torch.float64 else torch.float32
+    )
 
 
 def _put(target: Tensor, row: Tensor, values: Tensor, slots_each: int) -> None:
     if slots_each == 1:
         target.index_copy_(0, row, values)
     else:
-        target.index_add_(0, row, values if values.dtype == target.dtype else values.to(target.dtype))
+        target.index_add_(
+            0, row, values if values.dtype == target.dtype else values.to(target.dtype)
+        )

@@ -27,7 +27,8 @@ class PlacedRows(SortedRows):
             every = wide @ matrix
         else:
             every = torch.addmm(bias.flatten(), wide, matrix)
-        return every.view(-1, weight.size(1)).index_select(0, self.cell)  # [N, E·D] → [N·E, D] → [S, D]
+        # [N, E·D] → [N·E, D] → [S, D]
+        return every.view(-1, weight.size(1)).index_select(0, self.cell)
 
     def _arrange(self, slots: Tensor) -> Tensor:
         dim = slots.size(1)

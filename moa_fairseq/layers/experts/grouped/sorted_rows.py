@@ -15,7 +15,8 @@ from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 
 HAS_GROUPED_MM = hasattr(F, "grouped_mm")
 _ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
-_FREE_ELEMENTS = 8 * 2**20  # a buffer of this size is never cut: launches would cost more than it does
+# A buffer of this size is never cut: launches would cost more than it does
+_FREE_ELEMENTS = 8 * 2**20
 _UNIT = 128  # rows or columns of a step are a multiple of it
 
 
@@ -159,12 +160,16 @@ class SortedRows:
         """
         matrices = weight.transpose(1, 2)
         parts = []
-        for start, end in _steps(self.slots, wide.size(1), self.slots * weight.size(1) // wide.size(1)):
+        for start, end in _steps(
+            self.slots, wide.size(1), self.slots * weight.size(1) // wide.size(1)
+        ):
             is_single_step = end - start == self.slots
             ends = self.offsets
             if not is_single_step:
                 ends = (self.offsets - start).clamp(0, end - start)
-            parts.append(F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends))
+            parts.append(
+                F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends)
+            )
         if len(parts) == 1:
             rows = parts[0]
         else:
@@ -183,7 +188,8 @@ class SortedRows:
         for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
             rows = F.grouped_mm(arranged, weight[:, :, start:end], offs=self.offsets)
             rows = rows.index_select(0, self.inverse)
-            parts.append(rows.view(-1, self.per_wide, end - start).sum(1))  # [S, step] → [S / per_wide, step]
+            # [S, step] → [S / per_wide, step]
+            parts.append(rows.view(-1, self.per_wide, end - start).sum(1))
         if len(parts) == 1:
             return parts[0]
         return torch.cat(parts, 1)
