@@ -1,6 +1,8 @@
 """What `generate` of transformers asks of a model: a cache, rules of the beam search, outputs."""
 
+import copy
 import dataclasses
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -41,6 +43,8 @@ class GenerationCache:
     def __init__(self, layers: list[LayerCache]):
         self.layers = layers
         self.caches: list[KVCache] = [cache for layer in layers for cache in layer.all]
+        # Of all hypotheses of a beam search, those whose sentence is not finished, ascending; None: all
+        self.rows: Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """How many positions it holds."""
@@ -51,31 +55,77 @@ class GenerationCache:
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the hypotheses of a beam: row i becomes row beam_idx[i]."""
+        """Follow the hypotheses of a beam: row i becomes row beam_idx[i].
+
+        Args:
+            beam_idx: [B] int64 of all hypotheses, each within its sentence.
+        """
+        if self.rows is not None:
+            beam_idx = torch.searchsorted(self.rows, beam_idx[self.rows])
         for cache in self.caches:
             cache.reorder(beam_idx)
 
+    def keep(self, rows: Tensor) -> None:
+        """Forget all hypotheses but some: those of sentences that are not finished.
 
-class ForcedEnd:
-    """At the last step only the end has a probability, its own: fairseq's rule.
+        Args:
+            rows: of the hypotheses that stay, [B'] int64, ascending.
+        """
+        order = rows if self.rows is None else torch.searchsorted(self.rows, rows)
+        for cache in self.caches:
+            cache.reorder(order)
+        self.rows = rows
 
-    transformers' own (`forced_eos_token_id`) sets it to 1, which changes the order of the hypotheses.
+
+# The cache of the beam search that runs in this thread
+_SEARCHED: ContextVar[GenerationCache | None] = ContextVar("_SEARCHED", default=None)
+
+
+class FairseqRules:
+    """fairseq's rules of a search, in one pass over the scores.
+
+    No symbol that is suppressed; no end before the shortest length; at the longest one only the end has a
+    probability, its own. transformers' `forced_eos_token_id` sets it to 1, which changes the order of the
+    hypotheses, and its other rules read and copy all scores five times a step.
 
     Args:
-        length: of the longest sequences, the start counted.
-        end: the id of the end.
+        generation_config: suppress_tokens, min_length and max_length, with the prompt, and eos_token_id.
+        forces_end: whether the last symbol is the end.
     """
 
-    def __init__(self, length: int, end: int):
-        self.length = length
-        self.end = end
+    def __init__(self, generation_config: Any, forces_end: bool):
+        self.suppressed: list[int] = list(generation_config.suppress_tokens or [])
+        ends = generation_config.eos_token_id
+        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or [])
+        self.min_length: int = generation_config.min_length or 0
+        self.last_length: int | None = None
+        if forces_end and generation_config.max_length:
+            self.last_length = generation_config.max_length - 1
+        self._masks: dict[str, Tensor] = {}
+
+    def _mask(self, name: str, ids: list[int], scores: Tensor) -> Tensor:
+        """[V] bool, True at the ids; made once."""
+        if name not in self._masks:
+            self._masks[name] = scores.new_zeros(scores.size(-1), dtype=torch.bool)
+            self._masks[name][ids] = True
+        return self._masks[name]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        if input_ids.size(1) != self.length - 1:
+        """The scores [B, V] with -inf where a rule forbids a symbol, as a new tensor.
+
+        Args:
+            input_ids: [B, T], the symbols so far.
+            scores: [B, V].
+        """
+        length = input_ids.size(1)
+        if length == self.last_length:
+            return scores.masked_fill(~self._mask("end", self.ends, scores), -torch.inf)
+        if length < self.min_length:
+            ids = self.suppressed + self.ends
+            return scores.masked_fill(self._mask("early", ids, scores), -torch.inf)
+        if not self.suppressed:
             return scores
-        forced = torch.full_like(scores, -torch.inf)
-        forced[:, self.end] = scores[:, self.end]
-        return forced
+        return scores.masked_fill(self._mask("suppressed", self.suppressed, scores), -torch.inf)
 
 
 class Processors(LogitsProcessorList):
@@ -99,6 +149,65 @@ class MixtureGenerationMixin(GenerationMixin):
 
     config: Any
     model: Any
+    _padding: Any
+
+    def _decode(
+        self,
+        ids: Tensor,
+        mask: Tensor | None,
+        cache: GenerationCache | None,
+        memory: Tensor | None = None,
+        memory_padding: Tensor | None = None,
+    ) -> tuple[Tensor, Any]:
+        """The decoder's logits [B, T, V] and routings; a hypothesis that the cache forgot has logits of 0.
+
+        Args:
+            ids: [B, T].
+            mask: [B, T], or [B, S] of all positions so far; 0 = padding.
+            cache: of all positions so far.
+            memory: [B, S', C], one row for all hypotheses of a sentence; None where there is none, or where
+                the cache has its keys.
+            memory_padding: [B, S'], True = padding.
+
+        Raises:
+            UserError: for the cache of another beam search, which has forgotten hypotheses.
+        """
+        model = self.model
+        if cache is None or cache.rows is None:
+            padding = self._padding(ids, mask, model.decoder)
+            return model.decode(ids, padding, memory, memory_padding, cache and cache.layers)
+        if cache is not _SEARCHED.get():
+            raise UserError(
+                "This cache is left over from a beam search, and lacks hypotheses: use a new one."
+            )
+        rows = cache.rows
+        running = ids[rows]
+        padding = self._padding(running, None if mask is None else mask[rows], model.decoder)
+        logits, routings = model.decode(running, padding, caches=cache.layers)
+        all_logits = logits.new_zeros(len(ids), *logits.shape[1:])
+        return all_logits.index_copy_(0, rows, logits), routings
+
+    def _beam_search(self, *args: Any, **kwargs: Any) -> Any:
+        token = _SEARCHED.set(cache_of(kwargs))
+        try:
+            return super()._beam_search(*args, **kwargs)
+        finally:
+            _SEARCHED.reset(token)
+
+    def _check_early_stop_heuristic(self, **state: Any) -> Tensor:
+        """transformers calls it at the end of every step: there sentences that have ended leave the cache."""
+        is_running: Tensor = super()._check_early_stop_heuristic(**state)
+        cache = _SEARCHED.get()
+        if cache is not None:
+            has_ended = state["is_sent_finished"]  # [sentences, beam]
+            is_open = is_running.expand_as(has_ended)
+            if state["early_stopping"] is True:
+                is_open = is_open & ~has_ended.all(1, keepdim=True)
+            rows = is_open.flatten().nonzero().flatten()
+            rows_before = has_ended.numel() if cache.rows is None else len(cache.rows)
+            if 0 < len(rows) < rows_before:
+                cache.keep(rows)
+        return is_running
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: Any, *args: Any
@@ -120,11 +229,14 @@ class MixtureGenerationMixin(GenerationMixin):
     def _get_logits_processor(
         self, generation_config: Any, *args: Any, **kwargs: Any
     ) -> LogitsProcessorList:
-        processors = Processors(super()._get_logits_processor(generation_config, *args, **kwargs))
+        rest = copy.copy(generation_config)
+        rest.min_length = rest.min_new_tokens = rest.suppress_tokens = None
         end = generation_config.eos_token_id
-        if self.config.is_encoder_decoder and isinstance(end, int) and generation_config.max_length:
-            processors.append(ForcedEnd(generation_config.max_length, end))
-        return processors
+        rules = FairseqRules(
+            generation_config, forces_end=self.config.is_encoder_decoder and isinstance(end, int)
+        )
+        # First, so that what is forbidden is not all that a warper of samples leaves
+        return Processors([rules, *super()._get_logits_processor(rest, *args, **kwargs)])
 
     def _reorder_cache(self, cache: GenerationCache, beam_idx: Tensor) -> GenerationCache:
         cache.reorder_cache(beam_idx)

@@ -303,11 +303,8 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
             attended = attended[::beam]
             padding = padding if padding is None else padding[::beam]
         assert decoder_input_ids is not None
-        decoder_padding = self._padding(
-            decoder_input_ids, decoder_attention_mask, self.model.decoder
-        )
-        logits, routed = self.model.decode(
-            decoder_input_ids, decoder_padding, attended, padding, cache and cache.layers
+        logits, routed = self._decode(
+            decoder_input_ids, decoder_attention_mask, cache, attended, padding
         )
         parts = {CACHE: cache, "encoder_last_hidden_state": memory}
         return self._output(logits, labels, routings + routed, parts, **kwargs)
@@ -350,8 +347,7 @@ class MixtureTransformerForCausalLM(MixtureTransformerModel, MixtureGenerationMi
             MixtureOutput with the logits [B, T, V].
         """
         cache = cache_of(kwargs)
-        padding = self._padding(input_ids, attention_mask, self.model.decoder)
-        logits, routings = self.model.decode(input_ids, padding, caches=cache and cache.layers)
+        logits, routings = self._decode(input_ids, attention_mask, cache)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)
         return self._output(logits, shift_labels, routings, {CACHE: cache}, **kwargs)
