@@ -184,7 +184,7 @@ def studies() -> str:
 
 
 def set_up(name: str) -> str:
-    """Sizes, budget, seeds, rates and machines of a study, from its file and its report."""
+    """Sizes, budget, seeds and rates of a study; its report has commit, machines and precision."""
     study = study_of(name)
     report = _report_of(name)
     recipes = {
@@ -204,14 +204,6 @@ def set_up(name: str) -> str:
             f"{report['runs'] // len(recipes)} of {report['planned'] // len(recipes)} planned",
         ],
     ]
-    for key in ("precision", "hardware", "commit"):
-        values = report["made_by"][key]
-        shown = [f"`{value[:8]}`" if key == "commit" else value for value in values]
-        if len(values) > 1:
-            shown = [
-                f"{text} (seeds {_seeds(seeds)})" for text, seeds in zip(shown, values.values())
-            ]
-        rows.append([key.capitalize(), "; ".join(shown)])
     return grid(["", ""], rows)
 
 
@@ -225,17 +217,21 @@ def _budget(recipe: Recipe) -> str:
 
 
 def _rates(study: Study, recipes: dict[str, Recipe]) -> str:
-    """The learning rates of the systems; for a tuned study also the grid, and who chose an end of it."""
+    """The learning rates of the systems; for a tuned study also the grid, and rates at an end of it."""
     of_rate: dict[float, list[str]] = defaultdict(list)
     for system, recipe in recipes.items():
         of_rate[recipe.train.flags["lr"]].append(system)
     if not study.tuning:
         return f"{_text([f'{rate:g}' for rate in of_rate])}; not tuned"
     grid = study.tuning["grid"]["train.flags.lr"]
+    usual = max(of_rate, key=lambda rate: len(of_rate[rate]))
     chosen = []
-    for rate in sorted(of_rate):
-        end = ", an end of the grid" if rate in (min(grid), max(grid)) else ""
-        chosen.append(f"{rate:g} for {', '.join(of_rate[rate])}{end}")
+    for rate in sorted(of_rate, key=lambda rate: (rate == usual, rate)):
+        end = " (an end of the grid)" if rate in (min(grid), max(grid)) else ""
+        systems = ", ".join(of_rate[rate])
+        if rate == usual:
+            systems = "the others" if len(of_rate) > 1 else "all systems"
+        chosen.append(f"{rate:g}{end} for {systems}")
     return f"tuned over {', '.join(f'{rate:g}' for rate in grid)}: {'; '.join(chosen)}"
 
 
@@ -245,12 +241,6 @@ def _text(values: list[str]) -> str:
 
 def _range(texts: list[str]) -> str:
     return texts[0] if texts[0] == texts[-1] else f"{texts[0]} to {texts[-1]}"
-
-
-def _seeds(seeds: list[int]) -> str:
-    if seeds == list(range(seeds[0], seeds[-1] + 1)) and len(seeds) > 2:
-        return f"{seeds[0]} to {seeds[-1]}"
-    return ", ".join(map(str, seeds))
 
 
 def bits(measured: dict[str, Any]) -> str:

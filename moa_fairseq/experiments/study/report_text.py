@@ -38,25 +38,19 @@ CACHE_COLUMNS = (
     Column("loss", "bits", ".4f"),
     Column("mean", "difference", "+.4f"),
     Column("interval", "95 % interval", ">"),
-    Column("cost", "attention MACs, ratio", ".2f"),
     Column("decoding", "decoding time, ratio", ">"),
     Column("pareto", "Pareto"),
 )
 CACHE_HEADING = (
-    "Cache: bytes per token and layer, 2 bytes per value. Difference: the system's bits − those of the "
-    "first system, with the 95 % interval of a paired t test, not corrected. Decoding time: seconds per "
-    "token, divided by the first system's; in brackets the device and the number of texts at a time. All "
-    "systems were timed in turn, in one process. Pareto: no system with as many bytes or fewer has a "
-    "lower mean loss. Verdicts belong to the contrasts above, not to this table."
+    "Cache: bytes per token and layer, with 2 bytes per value. Differences are to the first system; their "
+    "intervals are not corrected. Decoding time: seconds per token, divided by the first system's; in "
+    "brackets the device and the number of texts at a time. All systems were timed in turn, in one process. "
+    "Pareto: no system with as many bytes or fewer has a lower mean loss."
 )
 CONTRAST_HEADINGS = {
-    "contrasts": "Difference: bits of the system − bits of the baseline; negative if the system is "
-    "better. p: paired t test, two-sided, after Holm's correction for all contrasts. Intervals and the "
-    "minimum detectable effect (MDE) are those of a single test. MDE: the smallest difference that a test "
-    "with this many seeds finds with a power of 80 %. Better, worse: p below 0.05. Equivalent: within ± "
-    "{margin} bits (TOST, after Holm's correction). Equivalent before correction: none of these, but a "
-    "single TOST excludes a difference beyond ± {margin} bits. Inconclusive: neither a difference nor its "
-    "absence is shown.",
+    "contrasts": "The system is better if the difference is negative. p is that of a two-sided paired t "
+    "test after Holm's correction for all contrasts. Intervals and the minimum detectable effect (MDE) are "
+    "not corrected. Equivalence means ± {margin} bits. `results/PROTOCOL.md` defines the verdicts.",
     "at_equal_training_loss": "The validation loss of a run is read at several training losses and "
     "averaged. They go from the lowest that all runs of both systems reached to one bit above it, or to "
     "the highest that all of them have. Training losses include dropout, so contrasts of unequal dropout "
@@ -96,13 +90,14 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
         measure = f"the mean of the last {study.last} validations"
     if "unknown" in content:
         measure += f", of text with {content['unknown']:.2%} <unk>"
+    seeds = _equal_seeds(content)
+    of_seeds = "" if seeds is None else f", {seeds} seeds of each system"
     blocks: list[str | Table] = [
         f"# {study.question}",
-        f"{content['runs']} of {content['planned']} runs of `{study.study}`. Bits: validation loss, "
-        f"{measure}; lower is better. SD: standard deviation over seeds. Ratios are to the first system. "
-        "Initial output: the size of attention's output before training. Tokens/s: the median over seeds, "
-        "each compared with the first system's run of the same seed.",
-        Table(SYSTEM_COLUMNS, systems),
+        f"{content['runs']} of {content['planned']} runs of `{study.study}`{of_seeds}. Bits are those of the "
+        f"validation loss, {measure}. Ratios are to the first system; that of tokens/s is the median over "
+        "seeds. Initial output: the size of attention's output before training.",
+        Table(_columns(SYSTEM_COLUMNS, seeds), systems),
     ]
     for key, text in CONTRAST_HEADINGS.items():
         if rows := content.get(key):
@@ -113,17 +108,15 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
             blocks += [
                 HEADINGS[key],
                 text.format(margin=study.margin),
-                Table(CONTRAST_COLUMNS, lines),
+                Table(_columns(CONTRAST_COLUMNS, seeds), lines),
             ]
     if rows := content.get("cache"):
-        costs = {row["system"]: row["cost"] for row in systems}
         lines = []
         for row in rows:
             line = dict(
                 row,
                 label=labels[row["system"]],
                 interval=interval_of(row, 4),
-                cost=costs[row["system"]],
             )
             ratios = [f"{ratio:.2f} ({condition})" for condition, ratio in row["decoding"].items()]
             line["decoding"] = "; ".join(ratios)
@@ -133,14 +126,29 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
     if rows := content.get("translations"):
         blocks += [
             HEADINGS["translations"],
-            "Difference: system − baseline; positive if the system is better. The interval and p, seeds: "
-            "paired t test over seeds. p, sentences: approximate randomisation, which covers the choice "
-            "of test sentences, not chance in training. Both p after Holm's correction for all contrasts "
-            f"of a metric. {rows[0]['signature']}, {rows[-1]['signature']}",
-            Table(TRANSLATION_COLUMNS, [dict(row, interval=interval_of(row)) for row in rows]),
+            'The system is better if the difference is positive. The interval and "p, seeds" are those of a '
+            'paired t test over seeds. "p, sentences" is that of approximate randomisation: it covers the '
+            "choice of test sentences, but not chance in training. Both p are corrected for all contrasts "
+            f"of a metric (Holm). {rows[0]['signature']}, {rows[-1]['signature']}",
+            Table(
+                _columns(TRANSLATION_COLUMNS, seeds),
+                [dict(row, interval=interval_of(row)) for row in rows],
+            ),
         ]
     blocks += ["## Runs", _made_by(content["made_by"])]
     return page(blocks, markdown)
+
+
+def _equal_seeds(content: dict[str, Any]) -> int | None:
+    """The number of seeds of every row of a report, or None if rows differ in it."""
+    tables = [content.get(key, []) for key in ("systems", *HEADINGS)]
+    numbers = {row["n"] for rows in tables for row in rows if "n" in row}
+    return numbers.pop() if len(numbers) == 1 else None
+
+
+def _columns(columns: tuple[Column, ...], seeds: int | None) -> list[Column]:
+    """The columns of a table, without that of seeds if the report says their number."""
+    return [column for column in columns if seeds is None or column.key != "n"]
 
 
 def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
