@@ -12,7 +12,7 @@ import math
 import os
 import re
 import reprlib
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any, ClassVar, NoReturn
 
@@ -313,6 +313,16 @@ def write_yaml(path: Path, content: Any) -> None:
     """Write `content` as YAML, keys in their order, whole or not at all."""
     with atomic_write(path) as stream:
         yaml.safe_dump(content, stream, sort_keys=False, allow_unicode=True)
+
+
+def selected(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+    """The values of these keys.
+
+    Args:
+        mapping: any.
+        keys: in the result's order; the value is None where the mapping lacks one.
+    """
+    return {key: mapping.get(key) for key in keys}
 
 
 def check_kinds(

@@ -54,7 +54,9 @@ class Table(NamedTuple):
         columns = []
         cells = []
         for column in self.columns:
-            texts = [_written(row.get(column.key), column.form) for row in self.rows]
+            texts = []
+            for row in self.rows:
+                texts.append(_written(row.get(column.key), column.form))
             if any(texts):
                 columns.append(column)
                 cells.append([column.head, *texts])
@@ -63,8 +65,11 @@ class Table(NamedTuple):
         lines = list(map(list, zip(*cells)))
         if markdown:
             lines.insert(1, ["--:" if column.form else "---" for column in columns])
-            rows = (" | ".join(_BAR.sub(r"\|", text) for text in line) for line in lines)
-            return "\n".join(f"| {row} |" for row in rows)
+            rows = []
+            for line in lines:
+                escaped = [_BAR.sub(r"\|", text) for text in line]
+                rows.append(f"| {' | '.join(escaped)} |")
+            return "\n".join(rows)
         lines = [list(map(plain, line)) for line in lines]
         for line, above in zip(lines[:1:-1], lines[-2:0:-1]):
             for index, column in enumerate(columns):
@@ -86,9 +91,9 @@ def _wrapped(
     is_head: bool = False,
 ) -> list[str]:
     """A row of a table in as many lines as its longest cell needs."""
-    wrapped = [
-        textwrap.wrap(text, size, break_on_hyphens=is_head) for text, size in zip(line, widths)
-    ]
+    wrapped = []
+    for text, size in zip(line, widths):
+        wrapped.append(textwrap.wrap(text, size, break_on_hyphens=is_head))
     lines = []
     for parts in zip_longest(*wrapped, fillvalue=""):
         padded = []
@@ -124,7 +129,17 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
                     textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False)
                 )
             parts.append("\n".join(lines))
-    return "\n\n".join(part for part in parts if part) + "\n"
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def values_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
+    """A column as a list.
+
+    Args:
+        rows: of a table.
+        key: of the value that each has.
+    """
+    return [row[key] for row in rows]
 
 
 def plain(text: str) -> str:
@@ -166,12 +181,12 @@ def _widths(
     words = [max(map(len, " ".join(texts).split()), default=1) for texts in texts_of]
     # Numbers stay on one line as long as wrapping headings and texts is enough.
     unbroken = list(words)
+    broken = list(words)
     for index, column in enumerate(columns):
         if column.form:
             unbroken[index] = max(words[index], *map(len, texts_of[index][1:]))
-    broken = [
-        word if column.form else min(word, _BREAKABLE) for word, column in zip(words, columns)
-    ]
+        else:
+            broken[index] = min(words[index], _BREAKABLE)
     for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
         room = width - len(gap) * (len(widths) - 1)
         while sum(widths) > room and (

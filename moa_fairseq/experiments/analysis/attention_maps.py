@@ -25,7 +25,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.analysis.routed_model import kind_of
-from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset
+from moa_fairseq.experiments.scoring.trained_model import device_for, load_subset, symbols_at
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
@@ -130,13 +130,11 @@ def measure_attention(
     if device.type == "cuda":
         sample = utils.move_to_cuda(sample)
     weights_by_name, routings, _ = pass_with_weights(model.to(device).eval(), sample["net_input"])
-    tokens, previous = (
-        sample["net_input"].get(name) for name in ("src_tokens", "prev_output_tokens")
-    )
-    source = [task.source_dictionary[index] for index in tokens[0].tolist()]
+    net_input = sample["net_input"]
+    source = symbols_at(task.source_dictionary, net_input["src_tokens"][0])
     target = []
-    if previous is not None:
-        target = [task.target_dictionary[index] for index in previous[0].tolist()]
+    if "prev_output_tokens" in net_input:
+        target = symbols_at(task.target_dictionary, net_input["prev_output_tokens"][0])
     maps = []
     for name, batch in weights_by_name.items():
         weights = batch[:, 0]
@@ -252,15 +250,18 @@ def draw_layers(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
     """The maps of each module's heads with the experts of both sides (SwitchHead Figs. 5 and 6)."""
-    columns = max(each.weights.size(0) for each in maps)
-    side = max(2.6, 0.11 * max(max(map(len, (each.queries, each.keys))) for each in maps))
+    columns = 0
+    longest = 0
+    for each in maps:
+        columns = max(columns, each.weights.size(0))
+        longest = max(longest, len(each.queries), len(each.keys))
+    side = max(2.6, 0.11 * longest)
     figure = Figure(figsize=(side * columns + 0.6, side * len(maps) + 0.6), layout="constrained")
     rows = figure.subfigures(len(maps), 1, squeeze=False)[:, 0]
     for each, row in zip(maps, rows):
         row.suptitle(each.name, fontsize=8)
-        for head, place in enumerate(
-            row.subfigures(1, columns, squeeze=False)[0][: each.weights.size(0)]
-        ):
+        places = row.subfigures(1, columns, squeeze=False)[0]
+        for head, place in zip(range(each.weights.size(0)), places):
             _draw_head(place, each, head)
     figure.suptitle(title, fontsize=10)
     return figure
@@ -295,7 +296,8 @@ def draw_map(
         columns: the S tokens that they attend to (the same).
     """
     columns = rows if columns is None else columns
-    wide, tall = (len(strips.get(side, ())) for side in ("queries", "keys"))
+    wide = len(strips.get("queries", ()))
+    tall = len(strips.get("keys", ()))
     unit = max(1, len(rows) // 24)
     panels = place.subplots(
         1 + bool(tall),
@@ -310,7 +312,7 @@ def draw_map(
     _show(main, weights, [] if wide else rows, [] if tall else columns)
     main.set_title(title, fontsize=7)
     most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
-    experts = [str(expert + 1) for expert in range(max(wide, tall))]
+    experts = list(map(str, range(1, max(wide, tall) + 1)))
     if wide:
         _show(panels[0][0], strips["queries"].t(), rows, experts[:wide], "Oranges", most)
     if tall:
@@ -329,8 +331,11 @@ def _show(
     """values [rows, columns] as shades from 0 to `most`, named at the axes where the names can be read."""
     panel.set_axis_on()
     panel.imshow(values.numpy(), cmap=cmap, vmin=0, vmax=most, aspect="auto")
-    rows, columns = (names if len(names) <= _MOST_LABELS else [] for names in (rows, columns))
+    if len(rows) > _MOST_LABELS:
+        rows = []
+    if len(columns) > _MOST_LABELS:
+        columns = []
     panel.set_yticks(range(len(rows)), rows, fontsize=size)
-    long = any(len(name) > 2 for name in columns)
-    panel.set_xticks(range(len(columns)), columns, fontsize=size, rotation=90 if long else 0)
+    rotation = 90 if max(map(len, columns), default=0) > 2 else 0
+    panel.set_xticks(range(len(columns)), columns, fontsize=size, rotation=rotation)
     panel.tick_params(length=1, pad=1)

@@ -113,6 +113,7 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         write_json(args.json, dict(about | analysis.report, made_by=made_by))
     print(*analysis.lines, sep="\n")
-    if any(written.values()):
-        print(f"wrote {', '.join(str(path) for path in written.values() if path)}")
+    paths = list(filter(None, written.values()))
+    if paths:
+        print(f"wrote {', '.join(map(str, paths))}")
     return 0

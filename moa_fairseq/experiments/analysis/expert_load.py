@@ -56,7 +56,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         UserError: for a model without routers, and for a subset that does not exist or is empty.
     """
     uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
-    summaries = [summary(use) for use in uses]
+    summaries = list(map(summary, uses))
     figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
     rows = []
     for row in summaries:
@@ -104,7 +104,7 @@ def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Fi
         title: above the picture.
     """
     groups = by_kind(summaries)
-    columns = max(len(group) for group in groups.values())
+    columns = max(map(len, groups.values()))
     size = (max(1.75 * columns + 0.7, 5.0), 1.65 * len(groups) + 0.9)
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(len(groups), columns, sharey="row", squeeze=False)
@@ -127,7 +127,7 @@ def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Fi
             panel.yaxis.set_major_formatter(FuncFormatter(lambda share, _: f"{100 * share:g}%"))
             panel.yaxis.set_major_locator(MaxNLocator(4))
             if num_experts <= 10:
-                panel.set_xticks(list(ranks), [str(expert) for expert in experts])
+                panel.set_xticks(list(ranks), list(map(str, experts)))
             else:
                 panel.xaxis.set_major_locator(MaxNLocator(4, integer=True))
             style(panel)

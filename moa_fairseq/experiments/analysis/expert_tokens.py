@@ -158,16 +158,14 @@ def count_pass(
         How many positions were left out for each router: those that a masked language model has to guess.
     """
     masked_out = 0
+    net_input = sample["net_input"]
     for name, counter in counters.items():
-        tokens = sample["net_input"]["src_tokens"]  # [B, T]
+        tokens = net_input["src_tokens"]  # [B, T]
         dictionary = task.source_dictionary
         of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
-        if (
-            name.startswith("decoder")
-            and not of_memory
-            and "prev_output_tokens" in sample["net_input"]
-        ):
-            tokens = sample["net_input"]["prev_output_tokens"]
+        of_target = name.startswith("decoder") and not of_memory
+        if of_target and "prev_output_tokens" in net_input:
+            tokens = net_input["prev_output_tokens"]
             dictionary = task.target_dictionary
         experts = attributed(routings[name], *tokens.shape).cpu()
         hidden = None
@@ -175,11 +173,10 @@ def count_pass(
             hidden = sample["target"].ne(dictionary.pad())
             tokens = torch.where(hidden, sample["target"], tokens)
             masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
-        # None: padding, sentence ends and unknown words
-        symbols = [
-            [dictionary[t] if t >= dictionary.nspecial else None for t in row]
-            for row in tokens.tolist()
-        ]
+        symbols = []
+        for row in tokens.tolist():
+            # None: padding, sentence ends and unknown words
+            symbols.append([dictionary[t] if t >= dictionary.nspecial else None for t in row])
         counter.add(symbols, experts, hidden)
     return masked_out
 
@@ -198,8 +195,9 @@ def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
         if symbol is not None and symbol.endswith(CONTINUES):
             continue
         if symbol is not None:
-            parts = [part[: -len(CONTINUES)] for part in symbols[start:position] if part]
-            yield "".join([*parts, symbol]), list(range(start, position + 1))
+            parts = filter(None, symbols[start:position])
+            word = "".join(part.removesuffix(CONTINUES) for part in parts) + symbol
+            yield word, list(range(start, position + 1))
         start = position + 1
 
 
@@ -209,7 +207,7 @@ def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[i
     for position, symbol in enumerate([*symbols, None]):
         if symbol is not None and not symbol.startswith(BEGINS):
             continue
-        parts = [part for part in symbols[start:position] if part]
+        parts = list(filter(None, symbols[start:position]))
         if parts and parts[0].startswith(BEGINS):
             yield join_subwords(" ".join(parts), "sentencepiece"), list(range(start, position))
         start = position + (symbol is None)

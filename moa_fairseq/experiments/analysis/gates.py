@@ -28,7 +28,7 @@ from moa_fairseq.experiments.analysis.routed_model import (
     forward_passes,
     router_uses,
 )
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, values_of
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.sequence_gate import gates_of
 
@@ -57,10 +57,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     Raises:
         UserError: for a model without MAE's attention, and for a subset that does not exist or is empty.
     """
-    mixtures = [
-        module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)
-    ]
-    learned = {module.name: module.gate is not None for module in mixtures}
+    learned = {}
+    for module in model.modules():
+        if isinstance(module, MixtureOfAttentiveExperts):
+            learned[module.name] = module.gate is not None
     if not learned:
         raise UserError(
             f"{type(model).__name__} has no mixture of attentive experts, so it has no gates of MAE; "
@@ -127,7 +127,7 @@ def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, f
     for label, group in (by_kind(summaries) | {"all": list(summaries)}).items():
         means[label] = {"modules": len(group)}
         for key in ("entropy", "uniform_entropy"):
-            means[label][key] = sum(row[key] for row in group) / len(group)
+            means[label][key] = sum(values_of(group, key)) / len(group)
     return means
 
 
@@ -145,11 +145,11 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
     entropies = [Column("entropy", "entropy", ".4f"), Column("uniform_entropy", "ln E", ".3f")]
     of_gates = [Column("name", "gate"), Column("instances", "instances", ">"), *entropies]
     of_kinds = [Column("kind", "mean over gates of"), Column("modules", "gates", "d"), *entropies]
-    return [
-        Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(),
-        "",
-        Table(of_kinds, [{"kind": kind} | mean for kind, mean in means.items()]).text(),
-    ]
+    kinds = []
+    for kind, mean in means.items():
+        kinds.append({"kind": kind} | mean)
+    gates = Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text()
+    return [gates, "", Table(of_kinds, kinds).text()]
 
 
 def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
@@ -164,16 +164,15 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     """
     groups = by_kind(summaries)
     maps = {label: group for label, group in groups.items() if group[0]["shares"]}
-    layers = max(len(group) for group in groups.values())
+    layers = max(map(len, groups.values()))
     size = (4.2 + 3.4 * len(maps), max(3.5, 1.9 + 0.32 * layers))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
     for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
-        entropies = [row["entropy"] for row in group]
-        panels[0].plot(
-            range(1, len(group) + 1), entropies, marker=marker, color=colour, label=label
-        )
-    heights = sorted({row["uniform_entropy"] for row in summaries})
+        places = range(1, len(group) + 1)
+        entropies = values_of(group, "entropy")
+        panels[0].plot(places, entropies, marker=marker, color=colour, label=label)
+    heights = sorted(set(values_of(summaries, "uniform_entropy")))
     for height in heights:
         uniform = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
         panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
@@ -185,13 +184,13 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     figure.legend(
         loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False
     )
-    most = max((max(row["shares"]) for row in summaries if row["shares"]), default=0.0)
+    most = max(map(max, filter(None, values_of(summaries, "shares"))), default=0.0)
     for panel, (label, group) in zip(panels[1:], maps.items()):
-        shares = [row["shares"] for row in group]
+        shares = values_of(group, "shares")
         image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=most, aspect="auto")
         panel.set(xlabel="expert", ylabel="layer")
         panel.set_title(label, fontsize=9)
-        panel.set_yticks(range(len(group)), [str(layer) for layer in range(1, len(group) + 1)])
+        panel.set_yticks(range(len(group)), list(map(str, range(1, len(group) + 1))))
         if len(shares[0]) <= FEW:
             panel.set_xticks(range(len(shares[0])))
             for layer, row in enumerate(shares):

@@ -61,7 +61,7 @@ class Gpt2Pieces:
 
     def _text(self, spelled: str) -> str:
         letters = self.encoder.byte_decoder
-        if not all(letter in letters for letter in spelled):
+        if not letters.keys() >= set(spelled):
             return spelled
         return bytes(letters[letter] for letter in spelled).decode("utf-8", "backslashreplace")
 
@@ -80,10 +80,12 @@ def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
         UserError: where the symbols are ids, and the encoding's files cannot be had.
     """
     dictionary = task.source_dictionary
-    symbols = [s for s in dictionary.symbols[dictionary.nspecial :] if s != "<mask>"]
-    ids = [s for s in symbols if not s.startswith("madeupword")]  # fairseq's fillers
+    ids = []
+    for symbol in dictionary.symbols[dictionary.nspecial :]:
+        if symbol != "<mask>" and not symbol.startswith("madeupword"):  # fairseq's fillers
+            ids.append(symbol)
     at_hand = bpe_files(data)
-    if not ids or not all(s.isdigit() for s in ids) or not (at_hand or hasattr(task, "mask_idx")):
+    if not ids or not all(map(str.isdigit, ids)) or not (at_hand or hasattr(task, "mask_idx")):
         return None
     cut_samples = str(getattr(task.cfg, "sample_break_mode", "eos")) == "none"
     return Gpt2Pieces(get_encoder(*map(str, at_hand or obtain_gpt2_files([data])[:2])), cut_samples)

@@ -24,6 +24,7 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
+import re
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -40,7 +41,7 @@ from moa_fairseq.experiments.analysis.attention_maps import (
     routings_of,
 )
 from moa_fairseq.experiments.analysis.plots import Analysis
-from moa_fairseq.experiments.scoring.trained_model import device_for
+from moa_fairseq.experiments.scoring.trained_model import device_for, symbols_at
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
@@ -79,58 +80,46 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
             f"induction-heads is for causal language models, and this is a {type(model).__name__}."
         )
     dictionary = task.source_dictionary
-    symbols = [
-        index
-        for index in range(dictionary.nspecial, len(dictionary))
-        if dictionary.count[index] > 0
-    ]
+    counts = torch.tensor(dictionary.count)
+    counts[: dictionary.nspecial] = 0
+    symbols = counts.nonzero()[:, 0]
     block = task.args.tokens_per_sample
     network: Any = model
     most = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
-    for flag, value, largest in (
-        ("--length", args.length, most),
-        ("--sequences", args.sequences, 1024),
-    ):
-        least = 2 if flag == "--length" else 1
+    limits = {"--length": (args.length, 2, most), "--sequences": (args.sequences, 1, 1024)}
+    for flag, (value, least, largest) in limits.items():
         if not least <= value <= largest:
             raise UserError(
                 f"{flag} {value}: give {least} to {largest:,}. The model reads {block:,} symbols at once, of "
                 f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
             )
     generator = torch.Generator().manual_seed(args.seed)
-    rows = [
-        torch.randperm(len(symbols), generator=generator)[: args.length]
-        for _ in range(args.sequences)
-    ]
-    patterns = torch.tensor(symbols)[torch.stack(rows)]  # [B, N]
-    tokens = torch.cat(
-        [torch.full((args.sequences, 1), dictionary.eos()), patterns, patterns], dim=1
-    )
+    patterns = torch.empty(args.sequences, args.length, dtype=torch.long)  # [B, N]
+    for row in patterns:
+        row.copy_(symbols[torch.randperm(len(symbols), generator=generator)[: args.length]])
+    beginning = torch.full((args.sequences, 1), dictionary.eos())
+    tokens = torch.cat([beginning, patterns, patterns], dim=1)
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
-    columns = [
-        Column("name", "Module"),
-        Column("label", "Head"),
-        Column("prefix", "Prefix matching", ".3f"),
-    ]
-    columns += [Column("copying", "Copying", ".3f"), Column("chosen", "Chosen by", ".1%")]
+    columns = [Column("name", "Module"), Column("label", "Head")]
+    columns += [Column("prefix", "Prefix matching", ".3f"), Column("copying", "Copying", ".3f")]
+    columns += [Column("chosen", "Chosen by", ".1%")]
     columns += [Column("experts", "Prefix matching by the value's expert")]
     listed = []
     for head in heads[:_LISTED]:
-        experts = ", ".join(
-            f"{part.label[7:]}: {part.prefix:.2f}" for part in head.experts if part.chosen
-        )
-        listed.append(dict(vars(head), experts=experts))
+        experts = []
+        for part in head.experts:
+            if part.chosen:
+                experts.append(f"{part.label[7:]}: {part.prefix:.2f}")
+        listed.append(dict(vars(head), experts=", ".join(experts)))
     summary = {
         "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
         "even_copying": 1 / args.length,
         "predicted": predicted,
         "heads": [dataclasses.asdict(dataclasses.replace(head, map=None)) for head in heads],
     }
-    names = [dictionary[index] for index in tokens[0].tolist()]
-    figure = draw_scores(
-        heads, names, f"{args.model.name}: {args.length} random symbols, read twice"
-    )
+    title = f"{args.model.name}: {args.length} random symbols, read twice"
+    figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
     lines = [
         Table(columns, listed).text().rstrip("\n"),
         f"even attention: {summary['even_attention']:.3f}; copying by chance: {summary['even_copying']:.3f}",
@@ -188,9 +177,8 @@ def measure_heads(
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
-            written[name] = _direct_effects(
-                model, module, call, places, dict(routings_of(name, routings))
-            )
+            sides = dict(routings_of(name, routings))
+            written[name] = _direct_effects(model, module, call, places, sides)
 
     with torch.no_grad():
         weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
@@ -240,14 +228,13 @@ def _direct_effects(
     if decoder.adaptive_softmax is not None:
         return written
     gain = getattr(decoder.layer_norm, "weight", 1.0)
-    is_centred = isinstance(decoder.layer_norm, nn.LayerNorm)
     zero = decoder.output_layer(torch.zeros_like(call["query"][:1, :1]))
 
     def copying() -> Tensor:
         with forward_context(routings=()):
             out = type(module).forward(module, **call)[0] - nothing  # [T, B, C]
         x = out.transpose(0, 1)[:, places.queries]
-        if is_centred:
+        if isinstance(decoder.layer_norm, nn.LayerNorm):
             x = x - x.mean(-1, keepdim=True)
         logits = decoder.output_layer(x * gain) - zero  # [B, N − 1, V]
         raised = (logits - logits.mean(-1, keepdim=True)).relu()
@@ -310,16 +297,14 @@ def _scores(
 ) -> list[HeadScore]:
     """The scores of a module's heads from its weights, [H, B, T, S]."""
     count, batch, length, _ = weights.shape
-    copying = None
-    if written is not None and written.heads:
-        copying = torch.stack(written.heads)
+    written = written or _Written()
+    copying = torch.stack(written.heads) if written.heads else None
     chosen = torch.ones(count, batch, length, dtype=torch.bool)
     word = "head"
     routing = routings.get("queries")
     # MAE's experts share all heads, SwitchHead's stand around them; elsewhere tokens choose the heads.
-    if routing is not None and not isinstance(
-        module, (MixtureOfAttentiveExperts, SwitchHeadAttention)
-    ):
+    shared = (MixtureOfAttentiveExperts, SwitchHeadAttention)
+    if routing is not None and not isinstance(module, shared):
         word = "expert"
         index = routing.expert_ids
         every = routing.num_experts
@@ -328,22 +313,18 @@ def _scores(
             every *= module.heads_per_expert
         # [N, slots] → [slots, B, T]
         slots = index.view(batch, length, count).permute(2, 0, 1).cpu()
-        weights = weights.new_zeros(every, *weights.shape[1:]).scatter(
-            0, slots[..., None].expand_as(weights), weights
-        )
+        index = slots[..., None].expand_as(weights)
+        weights = weights.new_zeros(every, *weights.shape[1:]).scatter(0, index, weights)
         chosen = torch.zeros(every, batch, length, dtype=torch.bool).scatter(0, slots, True)
         # NAMOH attends in packed rows
-        if copying is not None and len(copying) not in (
-            count,
-            every,
-        ):
+        if copying is not None and len(copying) not in (count, every):
             copying = None
         # Whose results stand by head
         if copying is not None and not isinstance(module, MixtureOfHeads):
             place = slots[:, :, places.queries]
             copying = copying.new_zeros(every, *copying.shape[1:]).scatter(0, place, copying)
     at = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
-    of_queries = chosen[:, :, places.queries]
+    chosen = chosen[:, :, places.queries]
     gates = {}
     if isinstance(module, SwitchHeadAttention):
         gates = {side: gates_by_expert(each).cpu() for side, each in routings.items()}
@@ -357,19 +338,15 @@ def _scores(
             size = values.num_experts // values.groups
             for expert in range(size):
                 number = head * size + expert
-                wrote = (
-                    (values.expert_ids == number).any(1).view(batch, length)[:, places.keys].cpu()
-                )
-                effect = (
-                    written.value_experts[number] if written and written.value_experts else None
-                )
-                experts.append(_head_score(name, f"expert {expert + 1}", at[head], effect, wrote))
+                wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys]
+                effect = written.value_experts[number] if written.value_experts else None
+                label = f"expert {expert + 1}"
+                experts.append(_head_score(name, label, at[head], effect, wrote.cpu()))
         head_copying = None if copying is None else copying[head]
-        score = _head_score(name, f"{word} {head + 1}", at[head], head_copying, of_queries[head])
-        first = {
-            side: each.view(len(weights), -1, batch, length)[head, :, 0]
-            for side, each in gates.items()
-        }
+        score = _head_score(name, f"{word} {head + 1}", at[head], head_copying, chosen[head])
+        first = {}
+        for side, each in gates.items():
+            first[side] = each.view(len(weights), -1, batch, length)[head, :, 0]
         scores.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
     return scores
 
@@ -397,23 +374,19 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
     top, bottom = parts
-    modules = sorted(
-        {head.name for head in heads},
-        key=lambda name: [int(part) for part in name.split(".") if part.isdigit()],
-    )
+    names_of_modules = {head.name for head in heads}
+    modules = sorted(names_of_modules, key=lambda name: list(map(int, re.findall(r"\d+", name))))
     most = max(int(head.label.split()[1]) for head in heads)
-    panels: Any = top.subplots(1, 2)
-    for panel, score in zip(panels, ("prefix", "copying")):
+    for panel, score in zip(top.subplots(1, 2), ("prefix", "copying")):
         values = torch.full((len(modules), most), torch.nan)
         for head in heads:
             value = getattr(head, score)
             if value is not None:
                 values[modules.index(head.name), int(head.label.split()[1]) - 1] = value
         image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        panel.set_xticks(range(most), [str(number + 1) for number in range(most)], fontsize=6)
-        panel.set_yticks(
-            range(len(modules)), [str(number + 1) for number in range(len(modules))], fontsize=6
-        )
+        panel.set_xticks(range(most), list(map(str, range(1, most + 1))), fontsize=6)
+        layers = range(len(modules))
+        panel.set_yticks(layers, [str(layer + 1) for layer in layers], fontsize=6)
         panel.set_xlabel(heads[0].label.split()[0], fontsize=7)
         panel.set_ylabel("layer", fontsize=7)
         panel.set_title({"prefix": "prefix matching", "copying": "copying"}[score], fontsize=8)

@@ -91,7 +91,7 @@ def analyze(args: argparse.Namespace) -> Analysis:
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
     curves = [read_learning_curve(path, args.metric, args.from_epoch) for path in args.runs]
-    places = [_place(path) for path in args.runs]
+    places = list(map(_place, args.runs))
     common = os.path.commonpath([place.parent for place in places])
     # Runs of different folders may have the same last name
     for curve, place in zip(curves, places):
@@ -205,13 +205,13 @@ def draw_learning_curves(
             ("training", curve.train, {"linewidth": 0.8, "alpha": 0.45}),
             ("validation", curve.valid, thick),
         ):
-            values = [point.value for point in points]
+            if not points:
+                continue
+            updates, times, values = zip(*points)
             line = {"color": colour} | look
-            if points:
-                label = f"{curve.name}, {kind}"
-                panels[0].plot([point.updates for point in points], values, label=label, **line)
-            if points and timed:
-                panels[1].plot([(point.seconds or 0) / seconds for point in points], values, **line)
+            panels[0].plot(updates, values, label=f"{curve.name}, {kind}", **line)
+            if timed:
+                panels[1].plot([time / seconds for time in times], values, **line)
     panels[0].set(xlabel="updates", ylabel=METRICS[metric])
     if timed:
         panels[1].set(xlabel=f"{unit} of training")

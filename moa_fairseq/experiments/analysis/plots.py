@@ -102,23 +102,15 @@ def label_points(
     lines: list[Line] = []
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
     # Over the panel's lines
-    settings["bbox"] = {
-        "facecolor": "white",
-        "edgecolor": "none",
-        "pad": 0.5,
-    }
+    settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in boxes if not box.contains(*place)]
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
-            offset = (
-                distance * math.cos(math.radians(angle)),
-                distance * math.sin(math.radians(angle)),
-            )
-            line = (
-                {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
-                if distance > 9
-                else None
-            )
+            direction = math.radians(angle)
+            offset = (distance * math.cos(direction), distance * math.sin(direction))
+            line = None
+            if distance > 9:
+                line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
             side = "center"
             if abs(angle) <= 22:
                 side = "left"
@@ -133,7 +125,8 @@ def label_points(
             is_clear = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1
             is_clear &= panel.bbox.y0 < box.y0 and box.y1 < panel.bbox.y1
             is_clear &= not any(map(box.overlaps, boxes))
-            is_clear &= not any(segment.intersects_bbox(box) for segment in lines)
+            for segment in lines:
+                is_clear &= not segment.intersects_bbox(box)
             is_clear &= not (line and any(map(path.intersects_bbox, foreign)))
             if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):
                 boxes.append(box)

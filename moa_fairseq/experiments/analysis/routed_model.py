@@ -95,9 +95,9 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
         padding = routing.padding
         shared = routing.shared
         real = slice(None) if padding is None else ~padding
-        index, gate, probs = (
-            values.detach()[real] for values in (routing.expert_ids, routing.gates, routing.probs)
-        )
+        index = routing.expert_ids.detach()[real]
+        gate = routing.gates.detach()[real]
+        probs = routing.probs.detach()[real]
         if name not in uses:
             counts, summed_probability = torch.zeros(
                 2, routing.num_experts - shared, dtype=torch.float64

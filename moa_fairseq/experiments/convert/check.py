@@ -42,15 +42,16 @@ def largest_difference(
         The largest absolute difference, as a part of the largest absolute output of `one`.
     """
     limits = ("max_source_positions", "max_target_positions", "max_positions", "tokens_per_sample")
-    most = min([int(getattr(settings, name, None) or 99) for name in limits])
+    most = 99
+    for name in limits:
+        most = min(most, int(getattr(settings, name, None) or 99))
     generator = torch.Generator().manual_seed(0)
     lengths = [min(length, max(1, most - 1)) for length in _LENGTHS]
-    embeddings = [
-        p
-        for name, p in one.named_parameters()
-        if "embed_tokens" in name and name.endswith("weight")
-    ]
-    symbols = min(p.size(0) for p in embeddings)
+    sizes = []
+    for name, parameter in one.named_parameters():
+        if "embed_tokens" in name and name.endswith("weight"):
+            sizes.append(len(parameter))
+    symbols = min(sizes)
     tokens = torch.randint(
         _FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator
     )
@@ -118,11 +119,10 @@ def mean_losses(
     except Exception as error:  # fairseq raises bare ones, too
         remedy = "Give the folder that fairseq-preprocess wrote: binarised/ in a prepared data set"
         raise UserError(f"--data {data} cannot be read: {shortened(error)}. {remedy}.") from error
-    rows = {
-        p.size(0)
-        for name, p in models[0].named_parameters()
-        if name.endswith("embed_tokens.weight")
-    }
+    rows = set()
+    for name, parameter in models[0].named_parameters():
+        if name.endswith("embed_tokens.weight"):
+            rows.add(len(parameter))
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not rows <= symbols:
         raise UserError(

@@ -101,9 +101,8 @@ def convert(
         models.load(target, state)
     else:
         reason = weights.fill(target, state)
-    precisions = {
-        tensor.dtype for tensor in checkpoint.model.values() if tensor.is_floating_point()
-    }
+    floats = filter(torch.is_floating_point, checkpoint.model.values())
+    precisions = {tensor.dtype for tensor in floats}
     for half in precisions & {torch.float16, torch.bfloat16}:
         for name, parameter in target.named_parameters():
             # New routers and gates stay float32

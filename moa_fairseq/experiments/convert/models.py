@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import copy
 import dataclasses
+import itertools
 from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
@@ -164,20 +165,21 @@ def settings_for(
             "lacks. Convert to another family, or keep the checkpoint without conversion."
         )
     if family != DENSE:
-        models = [model for model in MODEL_REGISTRY.values() if issubclass(model, mixture)]
-        models = [model for model in models if getattr(model, "attention_family", None) == family]
-        if not models:
+        for model in MODEL_REGISTRY.values():
+            if issubclass(model, mixture) and getattr(model, "attention_family", None) == family:
+                name = model.default_arch
+                break
+        else:
             raise UserError(
                 f"--to {family}: there is no model of that family for this job ({job})."
             )
-        name = models[0].default_arch
     fields = family_fields()
     if family == DENSE:
         fields |= {field.name for field in dataclasses.fields(FamilySettings)}
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
-    common = {
-        key: value for key, value in vars(settings).items() if key not in fields | _OF_MIXTURES
-    }
+    common = dict(vars(settings))
+    for field in fields | _OF_MIXTURES:
+        common.pop(field, None)
     if family != DENSE:
         positions = getattr(settings, "positions", None)
         if job == "causal LM" and positions is None:  # an architecture may have others
@@ -248,11 +250,7 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
         RuntimeError: where a shape does not.
     """
     result = model.load_state_dict(dict(weights), strict=False)
-    lacking = [
-        name
-        for name in result.missing_keys
-        if not any(part in name.split(".") for part in may_lack)
-    ]
+    lacking = [name for name in result.missing_keys if not {*name.split(".")} & {*may_lack}]
     for problem, names in (
         ("lacks", lacking),
         ("has more than the model needs:", result.unexpected_keys),
@@ -264,22 +262,23 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
 
 def _name(settings: argparse.Namespace) -> Any:
     """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
-    names = (getattr(settings, key, None) for key in ("_name", "arch"))
-    return next(
-        (name for name in names if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY), None
-    )
+    for key in ("_name", "arch"):
+        name = getattr(settings, key, None)
+        if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY:
+            return name
+    return None
 
 
 def _symbols(weights: State, sides: tuple[str, ...]) -> int:
     """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
-    for side in sides:
-        names = [
-            name for name in weights if name.startswith(side) and ".embed_tokens." in f".{name}"
-        ]
-        for ending in ("embed_tokens.weight", ".0.weight"):
-            matrices = [weights[name] for name in names if name.endswith(ending)]
-            if rows := [matrix.size(0) for matrix in matrices if matrix.dim() == 2]:
-                return sum(rows)
+    for side, ending in itertools.product(sides, ("embed_tokens.weight", ".0.weight")):
+        rows = 0
+        for name, matrix in weights.items():
+            is_embedding = name.startswith(side) and ".embed_tokens." in f".{name}"
+            if is_embedding and name.endswith(ending) and matrix.dim() == 2:
+                rows += len(matrix)
+        if rows:
+            return rows
     raise UserError(
         "The checkpoint has no token embeddings (embed_tokens): its model is not supported."
     )

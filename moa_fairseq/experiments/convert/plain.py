@@ -57,9 +57,9 @@ def plain_model(model: Any) -> MixtureTransformer:
         stacks = [model.encoder.sentence_encoder]
         own_output = model.encoder.lm_head.weight is not stacks[0].embed_tokens.weight
     elif decoder is not None:
-        stacks = (
-            [model.encoder, decoder] if isinstance(model, FairseqEncoderDecoderModel) else [decoder]
-        )
+        stacks = [decoder]
+        if isinstance(model, FairseqEncoderDecoderModel):
+            stacks.insert(0, model.encoder)
         for stack in stacks:
             _refuse(stack.cfg)
         output = decoder.output_projection
@@ -173,10 +173,14 @@ def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
 
 def _load(plain: nn.Module, model: nn.Module) -> None:
     """Copy the weights by their names; what is tied has several names in fairseq, and one here."""
-    names = plain.state_dict().keys()
     weights = model.state_dict()
-    missing = [name for name in names if name not in weights]
-    loaded = {name: weights[name] for name in names if name in weights}
+    loaded = {}
+    missing = []
+    for name in plain.state_dict():
+        if name in weights:
+            loaded[name] = weights[name]
+        else:
+            missing.append(name)
     tied = {tensor.data_ptr() for tensor in loaded.values()}
     unused = []
     for name, tensor in weights.items():
@@ -198,8 +202,11 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
     model.double().eval()
     plain.double().eval()
     generator = torch.Generator().manual_seed(0)
-    stacks: list[Any] = [None if plain.encoder is None else plain.source_stack, plain.decoder]
-    stacks = [stack for stack in stacks if stack is not None]
+    stacks: list[Any] = []
+    if plain.encoder is not None:
+        stacks.append(plain.source_stack)
+    if plain.decoder is not None:
+        stacks.append(plain.decoder)
     rows = []
     for stack in stacks:
         settings = stack.settings
@@ -258,10 +265,17 @@ def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
     path = folder / WEIGHTS
     if not path.is_file():
         raise UserError(f"{path} is missing: name a folder of `moa-fairseq export --transformers`.")
-    state = {name.removeprefix("model."): tensor for name, tensor in load_file(path).items()}
-    tied = {like[name].data_ptr(): tensor for name, tensor in state.items() if name in like}
-    weights = {}
-    wrong = [name for name in state if name not in like]
+    state = {}
+    tied = {}
+    wrong = []
+    for key, tensor in load_file(path).items():
+        name = key.removeprefix("model.")
+        state[name] = tensor
+        if name in like:
+            tied[like[name].data_ptr()] = tensor
+        else:
+            wrong.append(name)
+    weights: dict[str, Tensor] = {}
     for name, old in like.items():
         weights[name] = state.get(name, tied.get(old.data_ptr(), old))
         is_left = weights[name] is old and not name.endswith(_NO_WEIGHTS)

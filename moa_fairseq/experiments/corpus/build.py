@@ -8,6 +8,7 @@ import hashlib
 import itertools
 import json
 import logging
+import statistics
 from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -72,9 +73,8 @@ class SourcedPair(NamedTuple):
 
 def load_packages() -> list[Package]:
     """The pinned wheels, in the order that decides ties between equally good translations."""
-    return [
-        Package(**entry) for entry in json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]
-    ]
+    entries = json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]
+    return [Package(**entry) for entry in entries]
 
 
 def build(
@@ -125,15 +125,19 @@ def build(
     sizes = {}
     files = [SOURCES]
     for split, members in splits.items():
+        words: Counter[str] = Counter()
         for extension, field in columns.items():
             files.append(f"{split}.{extension}")
             with atomic_write(output / files[-1]) as stream:
-                stream.writelines(getattr(pair, field) + "\n" for pair in members)
+                for pair in members:
+                    text = getattr(pair, field)
+                    stream.write(f"{text}\n")
+                    words[field] += len(text.split())
         used.update(pair.package for pair in members)
         sizes[split] = {
             "pairs": len(members),
-            "english_words": sum(len(pair.english.split()) for pair in members),
-            "german_words": sum(len(pair.german.split()) for pair in members),
+            "english_words": words["english"],
+            "german_words": words["german"],
         }
     manifest["pairs"] = {source["name"]: used[source["name"]] for source in sources}
     manifest["download_bytes"] = sum(source["size"] for source in sources)
@@ -145,19 +149,21 @@ def build(
 
 
 def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
-    files = manifest.get("files", {}).items()
-    has_all = all(
-        (output / name).is_file() and checksum(output / name) == digest for name, digest in files
-    )
-    return bool(files) and has_all
+    files = manifest.get("files", {})
+    for name, digest in files.items():
+        if not (output / name).is_file() or checksum(output / name) != digest:
+            return False
+    return bool(files)
 
 
 def _refuse_other_files(output: Path) -> None:
     """Raise UserError for a folder with another corpus, which is left alone."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file. Give a folder.")
-    names = [f"{split}.{side}" for split, side in itertools.product(SPLITS, ("en", "de"))]
-    strangers = [name for name in names if (output / name).exists()]
+    strangers = []
+    for split, side in itertools.product(SPLITS, ("en", "de")):
+        if (output / f"{split}.{side}").exists():
+            strangers.append(f"{split}.{side}")
     if strangers and not (output / MANIFEST).exists():
         raise UserError(
             f"--output {output} has {', '.join(strangers)} but no {MANIFEST}, so this command did not make "
@@ -217,9 +223,8 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
     favourites = []
     for candidates in by_english.values():
         keys = [matching_key(pair.german) for pair in candidates]
-        favourites.append(
-            candidates[max(range(len(keys)), key=lambda place: keys.count(keys[place]))]
-        )
+        # The first of those that most agree on
+        favourites.append(candidates[keys.index(statistics.mode(keys))])
     return favourites
 
 

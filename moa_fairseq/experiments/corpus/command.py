@@ -80,9 +80,10 @@ def summary_text(summary: dict) -> str:
     splits = []
     for split, size in summary["splits"].items():
         splits.append({"split": split} | dict(zip(heads, size.values())))
-    sizes = Table(
-        [Column("split", "split"), *(Column(head, head, ",") for head in heads)], splits
-    ).text()
+    columns = [Column("split", "split")]
+    for head in heads:
+        columns.append(Column(head, head, ","))
+    sizes = Table(columns, splits).text()
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"

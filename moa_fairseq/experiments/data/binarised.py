@@ -82,13 +82,13 @@ def check_binarised(
         remedy = "Run the prepare stage, or give --data a folder made by fairseq-preprocess"
         raise UserError(f"There is no binarised data folder {folder}. {remedy}.")
     folders = (INPUT, LABEL) if is_classification(folder) else ("",)
-    names = [f"dict.{language}.txt" for language in languages] or [
-        f"{side}/{DICTIONARY}" for side in folders
-    ]
-    dictionaries = [folder / name.lstrip("/") for name in names]
+    names = [f"dict.{language}.txt" for language in languages]
+    if not languages:
+        names = [f"{side}/{DICTIONARY}".lstrip("/") for side in folders]
+    dictionaries = list(map(folder.joinpath, names))
     for path in dictionaries:
         _require(path)
-    if joined and len({path.read_bytes() for path in dictionaries}) > 1:
+    if joined and len(set(map(Path.read_bytes, dictionaries))) > 1:
         raise UserError(
             f"{' and '.join(map(str, dictionaries))} differ, but shared embeddings need one. Binarise with "
             "--joined-dictionary, or set data.joined_dictionary=false and model.share_all_embeddings=false."
@@ -133,10 +133,10 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
         return {side: folder / side / subset for side in sides}
     straight = "-".join(languages)
     reverse = "-".join(reversed(languages))
-    turned = not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*"))
-    return {
-        side: folder / f"{subset}.{reverse if turned else straight}.{side}" for side in languages
-    }
+    stem = f"{subset}.{straight}"
+    if not list(folder.glob(f"*.{straight}.*")) and list(folder.glob(f"*.{reverse}.*")):
+        stem = f"{subset}.{reverse}"
+    return {side: folder / f"{stem}.{side}" for side in languages}
 
 
 def check_stem(stem: Path) -> int:
@@ -148,7 +148,8 @@ def check_stem(stem: Path) -> int:
     Raises:
         UserError: for a file that is missing or cut off, another format, or no sentence.
     """
-    index, binary = (stem.with_name(stem.name + ending) for ending in (".idx", ".bin"))
+    index = stem.with_name(f"{stem.name}.idx")
+    binary = stem.with_name(f"{stem.name}.bin")
     _require(index)
     with open(index, "rb") as stream:
         magic, version, code, count = _HEADER.unpack(

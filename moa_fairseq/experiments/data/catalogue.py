@@ -198,10 +198,8 @@ class Dataset:
         Raises:
             UserError: for languages that the data set does not have.
         """
-        strange = [
-            language for language in languages if self.languages and language not in self.languages
-        ]
-        if strange:
+        strange = [language for language in languages if language not in self.languages]
+        if strange and self.languages:
             raise UserError(
                 f"{self.name} has no language {', '.join(strange)} (data.source, data.target). Choose two "
                 f"of {', '.join(self.languages)}."
@@ -249,7 +247,7 @@ class Dataset:
             name, options = (row, {}) if isinstance(row, str) else next(iter(row.items()))
             lang = {"lang": language} if name in _WITH_LANGUAGE else {}
             steps.append((name, options | lang))
-        if settings.get("lowercase") and not any(name == "lowercase" for name, _ in steps):
+        if settings.get("lowercase") and "lowercase" not in dict(steps):
             steps.insert(0, ("lowercase", {}))
         return tuple(steps)
 
@@ -296,9 +294,10 @@ class Dataset:
         """
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
-        return Cleaning(
-            **{key: value for key, value in self.clean.items() if key not in ("after", "splits")}
-        )
+        rules = dict(self.clean)
+        rules.pop("after", None)
+        rules.pop("splits", None)
+        return Cleaning(**rules)
 
 
 def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
@@ -318,13 +317,16 @@ def public_files() -> dict[str, PublicFile]:
     files = {}
     for name, row in table["files"].items():
         folder, _, base = name.rpartition("/")
-        urls = row.get("urls", [f"{place}/{base}" for place in table["places"].get(folder, ())])
-        about = {key: value for key, value in row.items() if key not in ("urls", "shards")}
-        for number in range(row.get("shards", 1)):
-            file_name = name.replace(SHARD, f"{number:05d}")
-            files[file_name] = PublicFile(
-                file_name, tuple(url.replace(SHARD, f"{number:05d}") for url in urls), **about
-            )
+        about = dict(row)
+        shards = about.pop("shards", 1)
+        urls = about.pop("urls", None)
+        if urls is None:
+            urls = [f"{place}/{base}" for place in table["places"].get(folder, ())]
+        for number in range(shards):
+            shard = f"{number:05d}"
+            file_name = name.replace(SHARD, shard)
+            addresses = tuple(url.replace(SHARD, shard) for url in urls)
+            files[file_name] = PublicFile(file_name, addresses, **about)
     return files
 
 

@@ -54,11 +54,11 @@ ANY_ORDER = True
 
 def names() -> dict[str, Dataset]:
     """The data sets that can be prepared: public, generated, or the user's text."""
-    return {
-        name: dataset
-        for name, dataset in datasets().items()
-        if dataset.downloadable or dataset.bring
-    }
+    prepared = {}
+    for name, dataset in datasets().items():
+        if dataset.downloadable or dataset.bring:
+            prepared[name] = dataset
+    return prepared
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -160,9 +160,10 @@ def _dataset(args: argparse.Namespace) -> Dataset:
     if args.flavour:
         name = f"{args.name}_{args.flavour}"
     if name not in names():
-        flavours = [
-            name[len(args.name) + 1 :] for name in names() if name.startswith(args.name + "_")
-        ]
+        flavours = []
+        for other in names():
+            if other.startswith(f"{args.name}_"):
+                flavours.append(other.removeprefix(f"{args.name}_"))
         remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
     dataset = names()[name]

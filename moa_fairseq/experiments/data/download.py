@@ -345,10 +345,9 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         raise _Refused(f"pip did not fetch it within {error.timeout:,.0f} seconds") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    lines: list[str] = [line.strip() for line in result.stderr.splitlines() if line.strip()]
-    errors = (
-        [line for line in lines if line.startswith("ERROR")] or lines[-1:] or ["no reason given"]
-    )
+    lines = list(filter(None, map(str.strip, result.stderr.splitlines())))
+    errors = [line for line in lines if line.startswith("ERROR")]
+    errors = errors or lines[-1:] or ["no reason given"]
     offline = re.search(
         "NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", result.stderr
     )

@@ -10,6 +10,8 @@ from pathlib import Path
 
 from charset_normalizer import from_bytes
 
+from moa_fairseq.experiments.json_files import selected
+
 _SAMPLE = 60_000  # bytes for guessing an encoding
 _SHOWN = 20  # letters before and after the position that a sample shows
 # Characters that no text has, except the line end of some old computers: Windows' quotes and € read as
@@ -109,7 +111,8 @@ def encoding_remedy(path: Path) -> str:
             if len(foreign) > _SAMPLE:
                 break
     if mixed:
-        return "Correct or remove these lines: the others are UTF-8, and iconv would spoil them."
+        remedy = "correct or remove the lines that are not; iconv would spoil the others."
+        return f"Other lines are UTF-8: {remedy}"
     texts = _plausible(
         foreign, re.split("[-_]", path.name.removesuffix(".gz").rpartition(".")[2].lower())[0]
     )
@@ -117,15 +120,15 @@ def encoding_remedy(path: Path) -> str:
         return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
     # The sample shows the first non-ASCII letter, or the first position at which the texts differ.
     first, *other_texts = texts.values()
-    if other_texts:
-        interesting = [len(set(letters)) > 1 for letters in zip(first, *other_texts)]
-    else:
-        interesting = [not letter.isascii() for letter in first]
-    place = interesting.index(True) if True in interesting else 0
-    ways = [
-        f"{name}, which gives {_around(text, place)}: {pipe_command(path, f'iconv -f {name} -t utf-8')}"
-        for name, text in texts.items()
-    ]
+    place = 0
+    for number, letters in enumerate(zip(first, *other_texts)):
+        if len(set(letters)) > 1 or not (other_texts or first[number].isascii()):
+            place = number
+            break
+    ways = []
+    for name, text in texts.items():
+        command = pipe_command(path, f"iconv -f {name} -t utf-8")
+        ways.append(f"{name}, which gives {_around(text, place)}: {command}")
     if len(ways) == 1:
         return f"If that text is right, its encoding is {ways[0]}"
     return (
@@ -149,22 +152,20 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
     Encodings that give the same text count once. lang: the language, with its usual encodings and letters.
     """
     usual, letters = _HABITS.get(lang, (_WEST, ""))
-    guesses = [
-        match.encoding for match in from_bytes(foreign) if not match.encoding.startswith(_NO_ICONV)
-    ]
     wide = b"\0" in foreign  # every line of UTF-16 and UTF-32 has one
-    guesses = [name for name in guesses if wide == name.startswith(("utf_16", "utf_32"))]
-    likely = [_ICONV.get(name, name.upper().replace("_", "-")) for name in guesses]
+    likely = []
+    for match in from_bytes(foreign):
+        name = match.encoding
+        is_wide = name.startswith(("utf_16", "utf_32"))
+        if not name.startswith(_NO_ICONV) and is_wide == wide:
+            likely.append(_ICONV.get(name, name.upper().replace("_", "-")))
     names = [*usual.split(), *likely[:1]] if letters else [*likely[:3], *usual.split()]
     texts: dict[str, str] = {}
     for name in names:
         with contextlib.suppress(LookupError, UnicodeDecodeError):
             text = foreign.decode(name)
-            if (
-                text not in texts.values()
-                and not CONTROLS.search(text)
-                and wide == name.startswith("UTF")
-            ):
+            is_wide = name.startswith("UTF")
+            if text not in texts.values() and not CONTROLS.search(text) and is_wide == wide:
                 texts[name] = text
     high_bytes = sum(byte > 127 for byte in foreign)
     for pattern in ([f"[{letters}]"] if letters else []) + [rf"[\w{_WIDE}]"]:
@@ -174,7 +175,7 @@ def _plausible(foreign: bytes, lang: str) -> dict[str, str]:
         if texts and (fewest <= high_bytes * 0.3 or wide):
             most = fewest + high_bytes * 0.02
             good = [name for name in sorted(odd, key=odd.__getitem__) if odd[name] <= most]
-            return {name: texts[name] for name in good[:4]}
+            return selected(texts, good[:4])
     return {}
 
 

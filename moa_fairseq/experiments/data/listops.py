@@ -95,11 +95,12 @@ class ListOps:
             UserError: if there are not enough different expressions.
         """
         depths = range(2, self.max_depth + 1)
-        shares = {  # which differ by one at most
-            depth: [len(range(place, size, len(depths))) for size in self.sizes.values()]
-            for place, depth in enumerate(depths)
-        }
-        of_depth = self._drawn({depth: sum(share) for depth, share in shares.items()}, workers)
+        shares: dict[int, list[int]] = {}
+        for place, depth in enumerate(depths):
+            # Which differ by one at most
+            shares[depth] = [len(range(place, size, len(depths))) for size in self.sizes.values()]
+        numbers = dict(zip(shares, map(sum, shares.values())))
+        of_depth = self._drawn(numbers, workers)
         chance = random.Random(f"listops deal {self.seed}")
         out: dict[str, list[Expression]] = {split: [] for split in self.sizes}
         for depth, share in shares.items():
@@ -130,9 +131,8 @@ class ListOps:
             if idle == _MOST_IDLE:
                 break
         depth = max(wanted, key=lambda depth: wanted[depth] - len(expressions[depth]))
-        problem = (
-            f"ListOps has only {len(expressions[depth]):,} expressions of dependency depth {depth}"
-        )
+        count = len(expressions[depth])
+        problem = f"ListOps has only {count:,} different expressions of dependency depth {depth}"
         raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
     def draw(self, chance: random.Random) -> Expression | None:
@@ -160,11 +160,17 @@ def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expres
     name = tuple(OPERATORS)[_below(chance, len(OPERATORS))]
     chosen = OPERATORS[name](arguments)
     total = sum(map(_value, chosen))
+    tokens = [name]
+    depth = length = 0
+    for argument in arguments:
+        tokens.append(argument.tokens)
+        depth = max(depth, argument.depth)
+        length += argument.length
     return Expression(
-        " ".join([name, *(argument.tokens for argument in arguments), CLOSE]),
+        " ".join([*tokens, CLOSE]),
         total % 10 if name == "[SM" else total // len(chosen),
-        1 + max(argument.depth for argument in arguments),
-        3 + sum(argument.length for argument in arguments),
+        1 + depth,
+        3 + length,
         1 + max(argument.dependency for argument in chosen),
     )
 
@@ -178,10 +184,12 @@ def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
     """The different expressions of one block that are neither too long nor just a digit."""
     ((settings, block),) = batch
     chance = random.Random(f"listops {settings.seed} {block}")
-    trials = (settings.draw(chance) for _ in range(_DRAWS))
-    return list(
-        {expression.tokens: expression for expression in trials if expression is not None}.values()
-    )
+    expressions = {}
+    for _ in range(_DRAWS):
+        expression = settings.draw(chance)
+        if expression is not None:
+            expressions[expression.tokens] = expression
+    return list(expressions.values())
 
 
 def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> dict[str, int]:
@@ -196,14 +204,21 @@ def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> 
     Returns:
         lines, and tokens of the sentences.
     """
-    rows = [[str(getattr(expression, group)) for group in _GROUPS] for expression in expressions]
+    sentences = []
+    classes = []
+    groups = ["\t".join(_GROUPS)]
+    tokens = 0
+    for expression in expressions:
+        sentences.append(expression.tokens)
+        classes.append(str(expression.value))
+        groups.append("\t".join(str(getattr(expression, group)) for group in _GROUPS))
+        tokens += len(expression.tokens.split())
     contents = {
-        folder / INPUT / split: [expression.tokens for expression in expressions],
-        folder / LABEL / split: [str(expression.value) for expression in expressions],
-        folder / GROUPS / f"{split}.tsv": ["\t".join(row) for row in [_GROUPS, *rows]],
+        folder / INPUT / split: sentences,
+        folder / LABEL / split: classes,
+        folder / GROUPS / f"{split}.tsv": groups,
     }
     for path, lines in contents.items():
         with atomic_write(path) as stream:
             stream.writelines(line + "\n" for line in lines)
-    tokens = sum(len(expression.tokens.split()) for expression in expressions)
     return {"lines": len(expressions), "tokens": tokens}

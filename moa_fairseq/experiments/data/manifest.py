@@ -65,7 +65,13 @@ def manifest_of(
     is_same = is_same and settings["bpe"] == published["merges"]
     compared = {}
     if is_same:
-        compared = {root / "bpe" / name: md5 for name, md5 in published["md5"].items()}
+        for name, md5 in published["md5"].items():
+            path = root / "bpe" / name
+            if path.is_file():
+                compared[f"bpe/{name}"] = {"md5": checksum(path, "md5"), "published": md5}
+    numbers = {}
+    for split in sorted(lines):
+        numbers[split] = {"found": lines[split], "expected": dataset.expected.get(split)}
     return {
         "settings": dict(settings, summary=dataset.summary),
         "dataset": dataset.name,  # not always the requested one: for the user's own text
@@ -74,18 +80,11 @@ def manifest_of(
         "sources": dict(sorted(sources.items())),
         "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
         "stages": stages,
-        "lines": {
-            split: {"found": lines[split], "expected": dataset.expected.get(split)}
-            for split in sorted(lines)
-        },
+        "lines": numbers,
         "symbols": symbols_of(counts),
         "outputs": outputs,
         # segmented file → its md5 and that of the published file, if the settings are those of the latter
-        "published": {
-            f"bpe/{path.name}": {"md5": checksum(path, "md5"), "published": md5}
-            for path, md5 in compared.items()
-            if path.is_file()
-        },
+        "published": compared,
         # recorded when the stages were made; not recorded by an earlier version
         "tools": combined([session.get("tools") or {} for session in sessions]),
     }
@@ -93,7 +92,9 @@ def manifest_of(
 
 def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
     """Symbols, share of <unk> and longest sentence of each binarised split, as lines of text."""
-    rows = [{"split": split} | counts for split, counts in (manifest.get("symbols") or {}).items()]
+    rows = []
+    for split, counts in (manifest.get("symbols") or {}).items():
+        rows.append({"split": split} | counts)
     columns = [
         Column("split", "binarised"),
         Column("symbols", "symbols", ","),
@@ -145,20 +146,20 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     Returns:
         Lines of text.
     """
-    lines = {
-        split: (count["found"], count["expected"]) for split, count in manifest["lines"].items()
-    }
-    longest = {
-        split: fact.get("longest") for split, fact in manifest["stages"].get("text", {}).items()
-    }
+    longest = {}
+    for split, fact in manifest["stages"].get("text", {}).items():
+        longest[split] = fact.get("longest")
     rows = []
-    for split, (number, expected) in lines.items():
+    different = []
+    for split, count in manifest["lines"].items():
         published = ""
-        if expected is not None:
-            published = "the same" if expected == number else f"{expected:,}!"
-        rows.append(
-            {"split": split, "lines": number, "published": published, "longest": longest.get(split)}
-        )
+        if count["expected"] == count["found"]:
+            published = "the same"
+        elif count["expected"] is not None:
+            published = f"{count['expected']:,}!"
+            different.append(split)
+        row = {"split": split, "lines": count["found"], "published": published}
+        rows.append(row | {"longest": longest.get(split)})
     columns = [
         Column("split", "split"),
         Column("lines", "lines", ","),
@@ -170,9 +171,11 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     for stage, facts in manifest["stages"].items():
         for split, fact in facts.items():
             drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
-            reasons = ", ".join(f"{count:,} dropped: {reason}" for reason, count in drops.items())
+            reasons = []
+            for reason, count in drops.items():
+                reasons.append(f"{count:,} dropped: {reason}")
             if reasons:
-                out += [f"{stage} of {split}: {fact['read']:,} read, {reasons}"]
+                out.append(f"{stage} of {split}: {fact['read']:,} read, {', '.join(reasons)}")
     compared = manifest["published"]
     differing = [name for name, file in compared.items() if file["md5"] != file["published"]]
     if differing:
@@ -181,9 +184,6 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         )
     elif compared:
         out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
-    different = [
-        split for split, (number, expected) in lines.items() if expected not in (None, number)
-    ]
     if different:
         out.append(
             f"! {', '.join(different)}: the number of lines differs from the published one (see above)."

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
 import os
@@ -15,7 +16,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
-from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.json_files import saved_json, selected, write_json
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.text.workers import chunks
 
@@ -27,7 +28,7 @@ SAVED = 50_000_000  # bytes
 # SwitchHead's text has no mark at line ends. fairseq ends each line with a mark, so lines are made this long.
 ROW = 100_000
 # Bytes as decimal numbers; fairseq's end-of-line symbol represents a line feed.
-_BYTES = [f"{value} " for value in range(256)]
+_BYTES = list(map("{} ".format, range(256)))
 log = logging.getLogger(__name__)
 
 
@@ -45,7 +46,8 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
         UserError: for words that are fairseq's symbols, except the <unk> of WikiText, and for an empty
             split.
     """
-    symbols = [symbol for symbol in SYMBOLS if symbol != "<unk>"]
+    symbols = list(SYMBOLS)
+    symbols.remove("<unk>")
 
     def lines(pieces: Iterable[Piece], longest: _Longest) -> Iterator[str]:
         for piece in pieces:
@@ -87,14 +89,12 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
             budget -= len(line)
             yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
 
+    facts = {}
     with open(piece.path, "rb") as stream:
-        return {
-            split: {
-                "lines": _write(folder / split, lines(stream, size), [piece])["lines"],
-                "bytes": size,
-            }
-            for split, size in sizes.items()
-        }
+        for split, size in sizes.items():
+            fact = _write(folder / split, lines(stream, size), [piece])
+            facts[split] = {"lines": fact["lines"], "bytes": size}
+    return facts
 
 
 def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts:
@@ -116,16 +116,13 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     facts = {}
     for split, pieces in texts.items():
         longest = _Longest()
-        read = longest.of(itertools.chain.from_iterable(piece.lines() for piece in pieces))
-        batches = (
-            encoder.encode(some, num_threads=workers) for some in chunks(map(plain, read), CHUNK)
-        )
+        read = longest.of(itertools.chain.from_iterable(map(Piece.lines, pieces)))
+        encode = functools.partial(encoder.encode, num_threads=workers)
+        batches = map(encode, chunks(map(plain, read), CHUNK))
         # By number, so that a letter without a piece becomes <unk> instead of a separate word.
         rows = map(encoder.id_to_piece, itertools.chain.from_iterable(batches))
         tokens = itertools.chain.from_iterable(rows)
-        facts[split] = _write(
-            folder / split, (" ".join(some) for some in chunks(tokens, ROW)), pieces
-        )
+        facts[split] = _write(folder / split, map(" ".join, chunks(tokens, ROW)), pieces)
         facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
 
@@ -167,16 +164,9 @@ def grow_pieces(
     progress = _saved_progress(path, settings, parts, digest)
     longest = _Longest(progress.get("longest", 0))
     path.parent.mkdir(parents=True, exist_ok=True)
-    bar_settings = {
-        "unit": " pieces",
-        "total": most,
-        "initial": progress["tokens"],
-        "disable": None,
-    }
-    with (
-        open(path, "r+b" if progress["bytes"] else "wb") as stream,
-        tqdm(leave=False, **bar_settings) as bar,
-    ):
+    mode = "r+b" if progress["bytes"] else "wb"
+    bar = tqdm(total=most, initial=progress["tokens"], unit=" pieces", disable=None, leave=False)
+    with open(path, mode) as stream, bar:
         stream.truncate(progress["bytes"])
         stream.seek(progress["bytes"])
 
@@ -217,7 +207,7 @@ def grow_pieces(
             f"The text of {path.name} has {progress['tokens']:,} pieces, but {most:,} are requested"
         )
         raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
-    return {name: progress[name] for name in ("lines", "longest", "tokens", "parts", "files")}
+    return selected(progress, ("lines", "longest", "tokens", "parts", "files"))
 
 
 def _saved_progress(
@@ -235,8 +225,10 @@ def _saved_progress(
     ):
         return _no_progress(settings)
     read = progress["files"]
-    again = [part for part in parts if part.name in read]
-    changed = [part.name for part in again if digest(part) not in (None, read[part.name])]
+    changed = []
+    for part in parts:
+        if part.name in read and digest(part) not in (None, read[part.name]):
+            changed.append(part.name)
     if changed:
         log.warning(
             "%s has changed since it was read: %s starts over", ", ".join(changed), path.name

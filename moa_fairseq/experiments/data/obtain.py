@@ -9,7 +9,7 @@ import logging
 import math
 import os
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -119,18 +119,20 @@ class Store:
                 elif path:
                     self.origins[path.name] = {"file": path.name, "origin": GIVEN}
             names = dict.fromkeys(part.source for part in parts if texts[part] is None)
-            places = {
-                name: find_file(self.at_hand, name) or self.downloads / name for name in names
-            }
-            absent = [public_files()[name] for name, path in places.items() if not path.is_file()]
+            absent = []
+            for name in names:
+                path = find_file(self.at_hand, name) or self.downloads / name
+                if not path.is_file():
+                    absent.append(public_files()[name])
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
             for name in names:
                 file = self._file(name)
                 inside = [part for part in texts if not texts[part] and part.source == name]
-                texts.update(
-                    self._unpack(name, file, inside) if inside[0].archive else {inside[0]: file}
-                )
+                if inside[0].archive:
+                    texts.update(self._unpack(name, file, inside))
+                else:
+                    texts[inside[0]] = file
         return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def at_hand_or_fetched(self, part: Part) -> Path | None:
@@ -140,7 +142,10 @@ class Store:
 
     def _find(self, part: Part) -> Path | None:
         """The text in the user's folder, by its name in the archive or the last part of the name."""
-        return next(filter(None, (find_file(self.at_hand, name) for name in part.members)), None)
+        for name in part.members:
+            if path := find_file(self.at_hand, name):
+                return path
+        return None
 
     def _file(self, name: str) -> Path:
         """A public file, verified; a file that was read before is not read again."""
@@ -149,7 +154,7 @@ class Store:
         at_hand = [self.at_hand] if self.at_hand else []
         path = obtain(source, at_hand, self.downloads, self.offline, digest)
         origin: dict[str, Any] = {"file": path.name}
-        if any(path in (folder / name, folder / path.name) for folder in at_hand):
+        if self.at_hand and path in (self.at_hand / name, self.at_hand / path.name):
             origin["origin"] = GIVEN
         else:
             origin["urls"] = list(source.urls)
@@ -166,13 +171,13 @@ class Store:
 
         def unpack(new: Path) -> dict[str, int]:
             members = extract(archive, {*itertools.chain(*groups)}, new)
-            missing = ", ".join(
-                " or ".join(group) for group in groups if not members.keys() & set(group)
-            )
+            missing = []
+            for group in groups:
+                if members.keys().isdisjoint(group):
+                    missing.append(" or ".join(group))
             if missing:
-                raise UserError(
-                    f"{archive} does not contain {missing}: it is not the published archive."
-                )
+                problem = f"{archive} does not contain {', '.join(missing)}"
+                raise UserError(f"{problem}: it is not the published archive.")
             return members
 
         log.info(f"extracting {archive}")
@@ -185,10 +190,10 @@ class Store:
             else:
                 remedy = "Replace it, or move it away so that it is downloaded."
             raise UserError(f"{error} {remedy}") from error
-        return {
-            part: folder / next(member for member in part.members if member in record)
-            for part in parts
-        }
+        texts = {}
+        for part in parts:
+            texts[part] = folder / next(member for member in part.members if member in record)
+        return texts
 
 
 def _markup(path: Path, part: Part) -> str:
@@ -247,8 +252,8 @@ def before_download(
         f"into {downloads}; the prepared data set takes about {format_bytes(needed)} of disk space, "
         "including downloads"
     )
-    files = [downloads / file.name for file in dataset.files(dataset.languages)]
-    present = sum(path.stat().st_size for path in [*files, *root.rglob("*")] if path.is_file())
+    present = _size_of(root.rglob("*"))
+    present += _size_of(downloads / file.name for file in dataset.files(dataset.languages))
     _check_disk(dataset.name, ((downloads, size), (root, max(needed - size - present, 0))))
 
 
@@ -274,10 +279,15 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
         f"{Path(first.name).name} and the files after it; missing files are downloaded one by one, about "
         f"{format_bytes(packed)} in all, from {first.urls[0]} on"
     )
-    present = sum(path.stat().st_size for path in root.rglob("*") if path.is_file())
-    downloaded = sum(path.stat().st_size for path in store.downloads.rglob("*") if path.is_file())
+    present = _size_of(root.rglob("*"))
+    downloaded = _size_of(store.downloads.rglob("*"))
     fetched = 0 if store.offline or store.at_hand else max(packed - downloaded, 0)
     _check_disk(dataset.name, ((store.downloads, fetched), (root, max(text - present, 0))))
+
+
+def _size_of(paths: Iterable[Path]) -> int:
+    """The bytes of those that are files."""
+    return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
@@ -285,7 +295,7 @@ def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
     needs: dict[int, float] = {}
     for place, need in places:
         path = place.absolute()
-        existing = next(folder for folder in (path, *path.parents) if folder.exists())
+        existing = next(filter(Path.exists, (path, *path.parents)))
         device = existing.stat().st_dev
         needs[device] = needs.get(device, 0) + need
         free = shutil.disk_usage(existing).free
@@ -333,7 +343,7 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     if dataset.generated:
         remedy = f"Give the folder `binarised` of moa-fairseq prepare {dataset.name}, or leave --data out"
         raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
-    languages = [settings[side] for side in ("source", "target") if settings.get(side)]
+    languages = list(filter(None, (settings.get("source"), settings.get("target"))))
     parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
     names: list[str] = []
     for part in parts:

@@ -37,7 +37,9 @@ BAD_LINES = LONG, NUL, FOREIGN = ("line of a million bytes", "NUL byte", "not UT
 # Words that fairseq's dictionary takes for its own symbols: padding, unknown words, sentence ends.
 SYMBOLS = ("<s>", "<pad>", "</s>", "<unk>")
 _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
-_GLUED, _APART = (rf"{before}[.!?。！？][\"'”»)]?$" for before in (r"[^\W_]", r"\s"))
+_END = r"[.!?。！？][\"'”»)]?$"
+_GLUED = re.compile(rf"[^\W_]{_END}")
+_APART = re.compile(rf"\s{_END}")
 # How a text writes the hyphens of compounds
 SPLIT = "split"
 WHOLE = "whole"
@@ -281,8 +283,8 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
 def is_raw(lines: Iterable[str]) -> bool:
     """True if the marks that end sentences are attached to words, which no tokeniser does."""
     ends = [line.rstrip()[-3:] for line in lines]
-    glued = sum(bool(re.search(_GLUED, end)) for end in ends)
-    apart = sum(bool(re.search(_APART, end)) for end in ends)
+    glued = len(list(filter(_GLUED.search, ends)))
+    apart = len(list(filter(_APART.search, ends)))
     return glued > max(apart, len(ends) / 10)
 
 
@@ -310,4 +312,4 @@ def find_file(folder: Path | None, name: str) -> Path | None:
         places = [folder / name, folder / Path(name).name]
     plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
     packed = [place.with_name(f"{place.name}.gz") for place in plain]
-    return next((path for path in (*plain, *packed) if path.is_file()), None)
+    return next(filter(Path.is_file, (*plain, *packed)), None)

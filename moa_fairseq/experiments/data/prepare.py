@@ -36,6 +36,7 @@ from moa_fairseq.experiments.data.language_model_steps import (
 )
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
 from moa_fairseq.experiments.provenance import tool_versions
 from moa_fairseq.files import atomic_write, checksum
@@ -71,8 +72,9 @@ class Preparation(PreparationJob):
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
-            problem = f"--data {source} was binarised for another type of model than that of {dataset.name}"
-            raise UserError(f"{problem}. Give the folder of that data set, or leave --data out.")
+            kind = f"another type of model than data.recipe {dataset.name}"
+            remedy = "Give the folder of that data set, or leave --data out"
+            raise UserError(f"--data {source} was binarised for {kind}. {remedy}.")
         log.info("%s is already binarised: used without changes", source)
         sentences = check_binarised(source, self.languages, self.subsets, self.joined)
         return Prepared(source, sentences, content_digest(source))
@@ -99,8 +101,10 @@ def classification_steps(job: PreparationJob) -> list[Step]:
             with atomic_write(new / name / DICTIONARY) as stream:
                 stream.writelines(f"{symbol} 1\n" for symbol in symbols)
         samples = ListOps(**settings).splits(job.workers)
-        facts = {split: write_split(new, split, pairs) for split, pairs in samples.items()}
-        for split, fact in facts.items():
+        facts = {}
+        for split, expressions in samples.items():
+            fact = write_split(new, split, expressions)
+            facts[split] = fact
             log.info(
                 "%s: %s expressions, %s tokens", split, f"{fact['lines']:,}", f"{fact['tokens']:,}"
             )
@@ -132,9 +136,10 @@ def content_digest(source: Path) -> str:
 
 def size_digest(source: Path) -> str:
     """A digest of the file sizes alone, by which older runs identify the data given to them."""
-    return fingerprint_of(
-        "given", {path.name: path.stat().st_size for path in _binarised_files(source)}
-    )
+    sizes = {}
+    for path in _binarised_files(source):
+        sizes[path.name] = path.stat().st_size
+    return fingerprint_of("given", sizes)
 
 
 def _binarised_files(source: Path) -> list[Path]:
@@ -156,10 +161,11 @@ LATER: dict[str, Any] = {
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """The folder for the stages of a data section: another folder for other settings or another source."""
     place = str(source.resolve()) if source else ""
-    name = "_".join(settings[key] for key in ("recipe", "source", "target") if settings[key])
-    recorded = {
-        key: value for key, value in settings.items() if key not in LATER or value != LATER[key]
-    }
+    name = "_".join(filter(None, selected(settings, ("recipe", "source", "target")).values()))
+    recorded = dict(settings)
+    for key, value in LATER.items():
+        if settings.get(key) == value:
+            recorded.pop(key, None)
     recorded.pop("allow_unknown", None)  # which does not change the data
     if not recorded.get("tokens"):
         recorded.pop("tokens", None)

@@ -55,13 +55,14 @@ def text_files(data: Path) -> dict[str, Path]:
     Raises:
         UserError: for what is no ordinary file: a pipe would hang.
     """
-    within = {path for pattern in _DICTIONARIES for path in data.glob(pattern)}
-    neighbours = []
+    within: set[Path] = set()
+    for pattern in _DICTIONARIES:
+        within.update(data.glob(pattern))
+    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
     if (data.parent / MANIFEST).is_file():
         for name in _BESIDE:
-            neighbours += sorted(data.parent.glob(name))
-    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
-    files |= {str(path.relative_to(data.parent)): path for path in neighbours}
+            for path in sorted(data.parent.glob(name)):
+                files[str(path.relative_to(data.parent))] = path
     for path in files.values():
         refuse_irregular(path, "File")
     return files
@@ -90,13 +91,13 @@ def rules_of(
     rules = manifest.get("rules")
     settings = manifest.get("settings") or {}
     if rules is None:
-        kinds = {key: TEXT for key in ("recipe", "source", "target")}
+        kinds = dict.fromkeys(("recipe", "source", "target"), TEXT)
         check_kinds(settings, kinds, f"{location}: settings", remedy)
         dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
         if dataset:
             return _rules(dataset, settings)
         return {}
-    kinds = {key: TEXT for key in ("kind", "encoder", "source", "target")}
+    kinds = dict.fromkeys(("kind", "encoder", "source", "target"), TEXT)
     check_kinds(rules, kinds, f"{location}: rules", remedy)
     steps = rules.get("steps", [])
     if not isinstance(steps, list) or not all(map(_is_step, steps)):
@@ -124,7 +125,7 @@ def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
     rules: dict[str, Any] = {"kind": dataset.kind, "encoder": encoder, "merges": merges}
     if source is not None and target is not None:
         rules.update(source=source, target=target)
-        rules["steps"] = [list(step) for step in dataset.steps_for("test", source, settings)]
+        rules["steps"] = list(map(list, dataset.steps_for("test", source, settings)))
     return rules
 
 
@@ -289,5 +290,7 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:
     """The folder that has a file, and a checkpoint directly or in its checkpoints/."""
-    places = checkpoint.resolve().parents[:2]
-    return next((place for place in places if (place / file).is_file()), None)
+    for place in checkpoint.resolve().parents[:2]:
+        if (place / file).is_file():
+            return place
+    return None

@@ -93,11 +93,11 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     for text in pair:
         if text.startswith(BAD):
             return text[len(BAD) :]
-    sides = [words_of(*both) for both in zip(pair, treatment.steps)]
+    sides = map(words_of, pair, treatment.steps)
     if isinstance(treatment.codes, tuple):
-        sides = [pieces.encode(*both) for both in zip(treatment.codes, sides)]
+        sides = map(pieces.encode, treatment.codes, sides)
     elif treatment.codes:
-        sides = [MergeCodec(load_codes(treatment.codes)).encode(side) for side in sides]
+        sides = map(MergeCodec(load_codes(treatment.codes)).encode, sides)
     source, target = sides
     if treatment.cleaning:
         return clean(source, target, treatment.cleaning)
@@ -175,15 +175,16 @@ def _write_split(
             raise no_text([piece.path])
     facts: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
-        tokens = ", ".join(
-            f"{count[f'tokens_{language}']:,} {language} tokens" for language in languages
-        )
-        reasons = dropped.items() if name == split.name else ()
-        drops = "".join(f"; {number:,} dropped: {reason}" for reason, number in sorted(reasons))
-        log.info("%s: %s pairs, %s%s", name, f"{count['lines']:,}", tokens, drops)
+        tokens = []
         facts[name] = {"lines": count["lines"]}
         for language in languages:
-            facts[name][f"tokens_{language}"] = count[f"tokens_{language}"]
+            key = f"tokens_{language}"
+            facts[name][key] = count[key]
+            tokens.append(f"{count[key]:,} {language} tokens")
+        text = f"{count['lines']:,} pairs, {', '.join(tokens)}"
+        for reason, number in sorted(dropped.items()) if name == split.name else ():
+            text += f"; {number:,} dropped: {reason}"
+        log.info("%s: %s", name, text)
     facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
     return facts
 
@@ -221,20 +222,18 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
         if source.strip() and target.strip():
             return (source, target)
         return "empty side"
-    source, target = (
-        _SPACES.sub(" ", side.replace("|", "")).strip(" ") for side in (source, target)
-    )
+    source = _SPACES.sub(" ", source.replace("|", "")).strip(" ")
+    target = _SPACES.sub(" ", target.replace("|", "")).strip(" ")
     if not source or not target:
         return "empty side"
-    sides = (source, target)
-    short, long = sorted(side.count(" ") + 1 for side in sides)
+    short, long = sorted((source.count(" ") + 1, target.count(" ") + 1))
     if long > rules.max:
         return f"longer than {rules.max} tokens"
     if short < rules.min:
         return f"shorter than {rules.min} tokens"
     if long / short > rules.ratio:
         return f"length ratio above {rules.ratio:g}"
-    if max(map(len, " ".join(sides).split(" "))) > rules.word:
+    if max(map(len, f"{source} {target}".split(" "))) > rules.word:
         return f"token of more than {rules.word} characters"
     return source, target
 
@@ -283,8 +282,8 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
         UserError: for text without a single pair of letters.
     """
     words = get_vocabulary(itertools.chain.from_iterable(map(read_lines, text_files)))
-    if not any(len(word) > 1 for word in words):
-        names = ", ".join(str(path) for path in text_files)
+    if max(map(len, words), default=0) < 2:
+        names = ", ".join(map(str, text_files))
         raise UserError(
             f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0."
         )
@@ -294,7 +293,6 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
         if sys.stderr.isatty()
         else contextlib.redirect_stderr(io.StringIO())
     )
+    vocabulary = [f"{word} {count}" for word, count in words.items()]
     with atomic_write(codes) as stream, quiet:
-        learn_bpe(
-            [f"{word} {count}" for word, count in words.items()], stream, merges, is_dict=True
-        )
+        learn_bpe(vocabulary, stream, merges, is_dict=True)

@@ -75,9 +75,7 @@ class TranslationPreparation:
             )
             inputs = {"model": steps[-1], "cleaning": self.cleaning}
             steps.append(Step("pieces", self.job.root / "pieces", self.segment, inputs))
-            source, target = [
-                pieces.dictionary_of(self._model_of(language)) for language in self.languages
-            ]
+            source, target = map(pieces.dictionary_of, map(self._model_of, self.languages))
             dictionaries["srcdict"] = str(source)
             dictionaries["tgtdict"] = None if self.job.joined else str(target)
         elif self.merges is not None or self.given_codes:
@@ -93,7 +91,10 @@ class TranslationPreparation:
     def tokenise(self, new: Path) -> dict[str, Any]:
         """Check a sample of the training text, and write the tokens of each split."""
         pairs = itertools.islice(read_pairs(self._texts("train"), mark_bad=True), SAMPLE)
-        sample = [sides for sides in pairs if not any(side.startswith(BAD) for side in sides)]
+        sample = []
+        for source, target in pairs:
+            if not (source.startswith(BAD) or target.startswith(BAD)):
+                sample.append((source, target))
         # People can see whether the sides belong together, and whether the text is already segmented.
         for source, target in sample[:SHOWN]:
             excerpt = [source[:60].strip(), target[:60].strip()]
@@ -103,10 +104,8 @@ class TranslationPreparation:
         self._refuse_raw_text(sample)
         self._warn_of_hyphens(sample)
         for language in self.languages:
-            if any(
-                name == "tokenize"
-                for name, _ in self.data.steps_for("test", language, self.settings)
-            ):
+            steps = dict(self.data.steps_for("test", language, self.settings))
+            if "tokenize" in steps:
                 _warn_of_rules(language)
         return write_splits(self._splits_to_tokenise(), self.languages, new, self.job.workers)
 
@@ -119,10 +118,10 @@ class TranslationPreparation:
                 counts[name] = pieces.obtain(new / name, Path(self.given_codes))
             else:
                 log.info("learning %s SentencePiece pieces: %s", f"{self.merges:,}", name)
-                languages = [
-                    language for language in self.languages if self.models[language] == name
-                ]
-                texts = [self._tokens_of(language) for language in languages]
+                texts = []
+                for language, model in self.models.items():
+                    if model == name:
+                        texts.append(self._tokens_of(language))
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
                 facts = pieces.learn(
                     lines, texts[0], self.merges, new / name, **self._piece_settings()
@@ -172,9 +171,9 @@ class TranslationPreparation:
         )
 
     def _token_inputs(self) -> dict[str, Any]:
-        treatments = [
-            [split.name, split.treatment, split.hold_out] for split in self._splits_to_tokenise()
-        ]
+        treatments = []
+        for split in self._splits_to_tokenise():
+            treatments.append([split.name, split.treatment, split.hold_out])
         return {"languages": self.languages, "texts": self.job.read(), "splits": treatments}
 
     def _model_inputs(self, tokens: Step) -> dict[str, Any]:
@@ -208,10 +207,9 @@ class TranslationPreparation:
     def _splits_to_tokenise(self) -> list[Split]:
         splits = []
         for split in self.job.parts:
-            line_steps = [
-                self.data.steps_for(split, lang, self.settings) for lang in self.languages
-            ]
-            source, target = line_steps
+            first, second = self.languages
+            source = self.data.steps_for(split, first, self.settings)
+            target = self.data.steps_for(split, second, self.settings)
             treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
             is_train = split == "train"
             # pieces cut any word into text
@@ -230,9 +228,9 @@ class TranslationPreparation:
             return
         dataset = datasets()[self.settings["recipe"]]
         raw = datasets()[dataset.raw or dataset.name]
-        overrides = (
-            f"--set data.recipe={raw.name} --set data.bpe={raw.merges} " if dataset.raw else ""
-        )
+        overrides = ""
+        if dataset.raw:
+            overrides = f"--set data.recipe={raw.name} --set data.bpe={raw.merges} "
         steps = "Moses' tokeniser" if raw.name == "parallel" else f"the steps of {raw.name}"
         path = self._texts("train")[0][0].path
         raise UserError(

@@ -67,10 +67,9 @@ def _count(stem: Path) -> Symbols:
     width = Path(f"{stem}.bin").stat().st_size // total
     symbols = numpy.memmap(f"{stem}.bin", dtype=f"<u{width}", mode="r")
     unk = Dictionary().unk()
-    unknown = sum(
-        int(numpy.count_nonzero(symbols[start : start + _READ_AT_ONCE] == unk))
-        for start in range(0, total, _READ_AT_ONCE)
-    )
+    unknown = 0
+    for start in range(0, total, _READ_AT_ONCE):
+        unknown += int(numpy.count_nonzero(symbols[start : start + _READ_AT_ONCE] == unk))
     return Symbols(total - len(sizes), unknown, int(sizes.max()) - 1)
 
 

@@ -13,6 +13,7 @@ import jinja2
 from moa_fairseq.experiments.look.sentences import check_pairing, score_signature
 from moa_fairseq.experiments.look.trained_run import Examination
 from moa_fairseq.experiments.make import changes
+from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.files import atomic_write
 
 HERE = Path(__file__).parent
@@ -36,26 +37,26 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
     scored = ("score" in sentence for run in runs for sentence in run.sentences)
     differences = []
     if len(runs) == 2:
-        first, second = (
-            _settings({**run.recipe, "experiment": None, "summary": None}) for run in reversed(runs)
-        )
-        differences = [[key, text] for key, text in changes(first, second).items()]
+        hidden = {"experiment": None, "summary": None}
+        first, second = runs
+        change = changes(_settings(second.recipe | hidden), _settings(first.recipe | hidden))
+        differences = list(change.items())
     return {
         "made_by": made_by,
         "score": score_signature() if any(scored) else None,
         "runs": [run.facts for run in runs],
         "differences": differences,
-        "sentences": [list(row) for row in rows],
+        "sentences": list(map(list, rows)),
     }
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     """A recipe without what is null: a setting that is null is not set."""
-    return {
-        key: _settings(value) if isinstance(value, dict) else value
-        for key, value in recipe.items()
-        if value is not None
-    }
+    settings = {}
+    for key, value in recipe.items():
+        if value is not None:
+            settings[key] = _settings(value) if isinstance(value, dict) else value
+    return settings
 
 
 def write(data: dict[str, Any], path: Path) -> int:
@@ -75,10 +76,11 @@ def write(data: dict[str, Any], path: Path) -> int:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    style, program = ((HERE / name).read_text(encoding="utf-8") for name in ("page.css", "page.js"))
+    style = (HERE / "page.css").read_text(encoding="utf-8")
+    program = (HERE / "page.js").read_text(encoding="utf-8")
     text = environment.get_template("page.html").render(
         data=data,
-        title=" and ".join(run["name"] for run in data["runs"]),
+        title=" and ".join(values_of(data["runs"], "name")),
         style=style,
         program=program,
         style_digest=_digest(style),

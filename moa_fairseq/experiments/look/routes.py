@@ -125,15 +125,14 @@ class Routers:
             return
         routings_by_name = dict(routings)
         for module in weights:
-            names = [name for name in routings_by_name if name in (module, f"{module}.keys")]
-            self.all += [
-                self._router(name, module, routings_by_name[name], weights[module])
-                for name in names
-            ]
-            if not names:
-                self.all.append(
-                    Router(module, module, self._side(module, False), self._memory(module))
-                )
+            is_routed = False
+            for name, routing in routings_by_name.items():
+                if name in (module, f"{module}.keys"):
+                    is_routed = True
+                    self.all.append(self._router(name, module, routing, weights[module]))
+            if not is_routed:
+                side = self._side(module, False)
+                self.all.append(Router(module, module, side, self._memory(module)))
         for name, routing in routings:
             if name.removesuffix(".keys") not in weights:
                 self.all.append(Router(name, name, self._side(name, False), None, routing))
@@ -188,10 +187,8 @@ class Routers:
             route: dict[str, list[int]] = {}
             order = None
             if routing is not None:
-                chosen, gates = (
-                    values.detach().cpu().view(size, -1, values.size(1))[row]
-                    for values in (routing.expert_ids, routing.gates)
-                )
+                chosen = _row(routing.expert_ids, row, size)
+                gates = _row(routing.gates, row, size)
                 if routing.scope == "tokens":
                     chosen = chosen[real]
                     gates = gates[real]
@@ -235,6 +232,11 @@ def _strongest(maps: Tensor, order: Tensor | None, carried: int) -> list[int]:
     if count < STRONGEST:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, STRONGEST - count))
     return rows.flatten().tolist()
+
+
+def _row(values: Tensor, row: int, size: int) -> Tensor:
+    """A sentence's part, [T, K], of a batch's values, [T·B, K]."""
+    return values.detach().cpu().view(size, -1, values.size(1))[row]
 
 
 def _thousandths(values: Tensor) -> list[int]:

@@ -26,7 +26,8 @@ from moa_fairseq.experiments.inference.text_model import BATCH, TextModel, hypot
 from moa_fairseq.experiments.look.routes import Budget, Routers
 from moa_fairseq.experiments.scoring.fill_mask import symbols_of
 from moa_fairseq.experiments.scoring.text_marks import subword_kind
-from moa_fairseq.experiments.scoring.trained_model import batches, load_subset
+from moa_fairseq.experiments.scoring.trained_model import batches, load_subset, symbols_at
+from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.text.codecs import ByteCodec, WordCodec
 from moa_fairseq.text.subwords import join_subwords
 
@@ -109,8 +110,10 @@ def spelling_of(model: TextModel, dictionary: Any, data: Path) -> Spelling:
 
 
 def _ids(gpt2: Gpt2Pieces, symbols: Symbols) -> list[tuple[str, bool]]:
-    texts = [text for text, _ in gpt2.pieces(symbols)]
-    return [(text.strip() or text, not text.startswith((" ", "<"))) for text in texts]
+    spelled = []
+    for text, _ in gpt2.pieces(symbols):
+        spelled.append((text.strip() or text, not text.startswith((" ", "<"))))
+    return spelled
 
 
 def _bytes(codec: ByteCodec, symbols: Symbols) -> list[tuple[str, bool]]:
@@ -118,17 +121,20 @@ def _bytes(codec: ByteCodec, symbols: Symbols) -> list[tuple[str, bool]]:
 
 
 def _pieces(symbols: Symbols) -> list[tuple[str, bool]]:
-    return [
-        (symbol.removeprefix(BEGINS) or BEGINS, not symbol.startswith((BEGINS, "<")))
-        for symbol in symbols
-    ]
+    spelled = []
+    for symbol in symbols:
+        is_glued = not symbol.startswith((BEGINS, "<"))
+        spelled.append((symbol.removeprefix(BEGINS) or BEGINS, is_glued))
+    return spelled
 
 
 def _merges(symbols: Symbols) -> list[tuple[str, bool]]:
-    joined = [False, *(symbol.endswith(CONTINUES) for symbol in symbols[:-1])]
-    return [
-        (symbol.removesuffix(CONTINUES) or symbol, glued) for symbol, glued in zip(symbols, joined)
-    ]
+    spelled = []
+    is_glued = False
+    for symbol in symbols:
+        spelled.append((symbol.removesuffix(CONTINUES) or symbol, is_glued))
+        is_glued = symbol.endswith(CONTINUES)
+    return spelled
 
 
 def sentences(
@@ -193,7 +199,7 @@ def _pairs(
     places = [n for n in range(min(len(dataset), sources.most)) if dataset.size(n)[0] <= limit]
     for start in range(0, len(places), BATCH):
         items = [dataset[place] for place in places[start : start + BATCH]]
-        outputs = model.generate([item["source"] for item in items], **settings)
+        outputs = model.generate(values_of(items, "source"), **settings)
         for place, item, best in zip(places[start:], items, outputs):
             yield place + 1, item["source"], best, item.get("target")
 
@@ -212,8 +218,8 @@ def _translations(
         surprise, routes = _read(model, net_input, target[None], routers, budget)
         sentence: dict[str, Any] = {
             "number": number,
-            "source": [model.src_dict[index] for index in source.tolist()],
-            "target": [model.tgt_dict[index] for index in shifted.tolist()],
+            "source": symbols_at(model.src_dict, source),
+            "target": symbols_at(model.tgt_dict, shifted),
             "text": _running(model, target),
             "bits": [None, *_rounded(surprise[0][:-1])],
             "mean_bits": round(surprise[0].mean().item(), 3),
@@ -250,7 +256,7 @@ def _causal(
             bits = surprise[row][real]
             yield {
                 "number": number,
-                "target": [dictionary[index] for index in tokens[row][real].tolist()],
+                "target": symbols_at(dictionary, tokens[row][real]),
                 "bits": [None, *_rounded(bits[:-1])],
                 "mean_bits": round(bits.mean().item(), 3),
                 "routes": routes(row, real, real),
@@ -287,7 +293,7 @@ def _masked(
             bits = surprise[row][real]
             yield {
                 "number": number,
-                "target": [dictionary[index] for index in tokens[row][real].tolist()],
+                "target": symbols_at(dictionary, tokens[row][real]),
                 "bits": _rounded(bits),
                 "mean_bits": round(bits.mean().item(), 3),
                 "routes": routes(row, real, real),
@@ -377,7 +383,9 @@ def check_pairing(
     """
     for left, right in zip(first, second):
         side = "source" if "source" in left else "target"
-        texts = ["".join(each.get(side, ())).replace("</s>", "") for each in (left, right)]
+        texts = []
+        for sentence in (left, right):
+            texts.append("".join(sentence.get(side, ())).replace("</s>", ""))
         if left["number"] != right["number"] or texts[0] != texts[1]:
             raise UserError(
                 f"Sentence {left['number']} of {names[0]} is not that of {names[1]}: the test sets differ. "

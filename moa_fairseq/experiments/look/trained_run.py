@@ -29,6 +29,7 @@ from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel
 from moa_fairseq.experiments.inference.translate import generation
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.look.routes import Budget, Routers
 from moa_fairseq.experiments.look.sentences import (
     Sources,
@@ -52,12 +53,14 @@ from moa_fairseq.experiments.scoring.compare import (
     load_comparison,
 )
 from moa_fairseq.experiments.scoring.complexity import as_json, count
+from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
 log = logging.getLogger(__name__)
 # Bytes of a page's sentences: with strongest keys, with experts, with text alone. With both runs' loads and
 # curves the page stays below 20 MB.
 SIZES = (9_000_000, 15_000_000, 18_000_000)
+_ORIGIN = ("hardware", "commit", "date", "command")
 CURVES = ("loss", "nll_loss", "ppl", "lr", "load_entropy", "dead_experts")
 POINTS = 300  # of a curve
 TYPICAL = 10  # tokens of an expert
@@ -125,11 +128,11 @@ def _checkpoint(folder: Path) -> Path | None:
     """The run's result, else the last state of its training; a file is itself."""
     if not folder.is_dir():
         return folder
-    last = [place / LAST for place in (folder / "checkpoints", folder)]
     try:
         return checkpoint_and_data(folder)[0]
     except UserError:  # neither average nor best
-        return next((path for path in last if path.is_file()), None)
+        last = (folder / "checkpoints" / LAST, folder / LAST)
+        return next(filter(Path.is_file, last), None)
 
 
 def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
@@ -167,7 +170,7 @@ def _examine_model(
     if kind == "translation":
         settings = generation(argparse.Namespace(run_dir=folder, beam=None, lenpen=None))
     routers = Routers(model.models[0], kind == "translation")
-    budget = Budget(*(size // runs for size in SIZES))
+    budget = Budget(SIZES[0] // runs, SIZES[1] // runs, SIZES[2] // runs)
     examination.sentences = list(sentences(model, sources, settings, routers, budget))
     if not examination.sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
@@ -176,7 +179,7 @@ def _examine_model(
         {"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"}
     )
     facts["routers"] = [router.as_json(model.models[0]) for router in routers.all]
-    if any(router["experts"] for router in facts["routers"]):
+    if any(values_of(facts["routers"], "experts")):
         if "valid" in subsets:
             add_loads(facts["routers"], model, data, args.cpu)
         else:
@@ -214,8 +217,10 @@ def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: 
         cpu: whether a GPU is left alone.
     """
     network = model.models[0]
-    names = [router["name"] for router in routers if router["experts"]]
-    counters = {name: TokenCounter(segmenter(model.task, data)) for name in names}
+    counters = {}
+    for router in routers:
+        if router["experts"]:
+            counters[router["name"]] = TokenCounter(segmenter(model.task, data))
     flags = argparse.Namespace(subset="valid", max_tokens=4096, cpu=cpu)
 
     def counted() -> Iterator[NamedRoutings]:
@@ -229,13 +234,12 @@ def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: 
             router["load"] = summary(use)
             router["token_entropy"] = use.total_entropy / use.instances
             if not is_uniform(network, use.name) and counters[use.name].attributions:
-                router["typical"] = [
-                    [
-                        [token["token"], round(token["pmi"], 2), round(token["count"])]
-                        for token in tokens
-                    ]
-                    for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT)
-                ]
+                router["typical"] = []
+                for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT):
+                    rows = []
+                    for token in tokens:
+                        rows.append([token["token"], round(token["pmi"], 2), round(token["count"])])
+                    router["typical"].append(rows)
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
@@ -261,12 +265,13 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
 
 def _thinned(points: list[Point]) -> list[list[float | None]]:
     step = math.ceil(len(points) / POINTS) or 1
-    spread = [
-        point for place, point in enumerate(points) if place % step == 0 or place == len(points) - 1
-    ]
-    return [
-        [point.updates, point.value if math.isfinite(point.value) else None] for point in spread
-    ]
+    spread = points[::step]
+    if points and spread[-1] is not points[-1]:
+        spread.append(points[-1])
+    rows = []
+    for point in spread:
+        rows.append([point.updates, point.value if math.isfinite(point.value) else None])
+    return rows
 
 
 def result(
@@ -282,9 +287,9 @@ def result(
     """
     parts: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
     facts = parts["facts"]
-    origin = (
-        combined(made_by_of(read_step_records(folder).get("train", {}))) if folder.is_dir() else {}
-    )
+    origin = {}
+    if folder.is_dir():
+        origin = combined(made_by_of(read_step_records(folder).get("train", {})))
     if recipe:
         facts += [
             ["recipe", recipe.get("experiment")],
@@ -293,23 +298,23 @@ def result(
     run: dict[str, Any] = {}
     if (folder / "result.json").is_file():
         comparison = load_comparison(default_results(), [folder / "result.json"])
-        rows = [(table, row) for table in comparison.tables for row in table.rows]
-        run = next(iter([*comparison.other, *(run for _, row in rows for run in row.runs)]))
-        for table, row in rows:
-            where = f"{table.name}, Table {table.table}"
-            parts["paper"] += [
-                {"where": where, **line} for cell in row.cells for line in lines_of(row, cell)
-            ]
+        measured = list(comparison.other)
+        for table in comparison.tables:
+            where = {"where": f"{table.name}, Table {table.table}"}
+            for row in table.rows:
+                measured += row.runs
+                for cell in row.cells:
+                    parts["paper"] += [where | line for line in lines_of(row, cell)]
+        run = measured[0]
         metrics = run["metrics"]
         names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
-        parts["scores"] = [
-            [names[key], metrics[key]] for key in names if metrics.get(key) is not None
-        ]
+        for key, name in names.items():
+            if metrics.get(key) is not None:
+                parts["scores"].append([name, metrics[key]])
         parts["differences"] = run.get("differences") or []
-        origin = {
-            **origin,
-            **{key: run[key] for key in ("hardware", "commit", "date", "command") if run.get(key)},
-        }
+        for key in _ORIGIN:
+            if run.get(key):
+                origin[key] = run[key]
     else:
         notes.append(
             "This run has no result.json yet, so there are no scores of the whole test set."
@@ -324,6 +329,6 @@ def result(
     facts += [[key.replace("_", " "), run.get(key)] for key in keys]
     if origin.get("commit"):
         origin["commit"] = HASH.sub(r"\1", origin["commit"])
-    facts += [[key, origin.get(key)] for key in ("hardware", "commit", "date", "command")]
+    facts += map(list, selected(origin, _ORIGIN).items())
     parts["facts"] = [fact for fact in facts if fact[1] is not None]
     return parts

@@ -159,16 +159,15 @@ def _longest(recipe: Recipe, data: Path | None) -> int | None:
     if data is None:
         size = known_size(recipe)
         return size.longest if size else None
-    positions = (
-        int(flags.get(f"max-{side}-positions") or MAX_POSITIONS) for side in ("source", "target")
-    )
-    limit = min(recipe.train.max_tokens, *positions)
+    limit = recipe.train.max_tokens
+    for side in ("source", "target"):
+        limit = min(limit, int(flags.get(f"max-{side}-positions") or MAX_POSITIONS))
     class_token = flags.get("init-token") is not None  # before every sentence of a classifier
-    pairs = [
-        numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token
-        for split in ("train", "valid")
-    ]
-    return max(int(sizes[sizes <= limit].max(initial=0)) for sizes in pairs) or None
+    longest = 0
+    for split in ("train", "valid"):
+        sizes = numpy.maximum(*sentence_sizes(recipe, data, split)) + class_token
+        longest = max(longest, int(sizes[sizes <= limit].max(initial=0)))
+    return longest or None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -279,11 +278,10 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
 
 def known_size(recipe: Recipe) -> CorpusSize | None:
     """The entry of corpus_sizes.json for the recipe's experiment, by the longest matching prefix."""
-    names = (recipe.experiment, recipe.data.recipe)
     entries: dict[str, dict[str, Any]] = {}
     for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]:
         for prefix in entry.pop("experiments"):
-            if any(name.startswith(prefix) for name in names):
+            if recipe.experiment.startswith(prefix) or recipe.data.recipe.startswith(prefix):
                 entries[prefix] = entry
     if entries:
         return CorpusSize(**entries[max(entries, key=len)])
@@ -362,7 +360,7 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
     """
     from fairseq.data.indexed_dataset import MMapIndexedDataset
 
-    languages = [language for language in (recipe.data.source, recipe.data.target) if language]
+    languages = list(filter(None, (recipe.data.source, recipe.data.target)))
     stems = list(subset_stems(folder, languages, split).values())
     sizes = []
     for stem in stems if languages else stems[:1]:

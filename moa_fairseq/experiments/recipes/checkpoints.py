@@ -32,7 +32,8 @@ def trained_checkpoint(folder: Path) -> Path:
     For a --save-dir of fairseq-train it is also the best checkpoint.
     """
     names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
-    return next((folder / name for name in names if (folder / name).is_file()), folder / names[0])
+    paths = list(map(folder.joinpath, names))
+    return next(filter(Path.is_file, paths), paths[0])
 
 
 def pretrained_checkpoint(pretrained: str) -> Path:
@@ -57,11 +58,11 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
     Raises:
         UserError: if there are checkpoints but none is readable.
     """
-    numbered = [path for _, path in numbered_checkpoints(folder, by_updates=False)]
-    numbered += [path for _, path in numbered_checkpoints(folder, by_updates=True)]
-    numbered.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
-    candidates = [folder / LAST, *numbered, folder / BEST]
-    candidates = [path for path in candidates if path.exists()]
+    numbered = numbered_checkpoints(folder, by_updates=False)
+    numbered += numbered_checkpoints(folder, by_updates=True)
+    paths = [path for _, path in numbered]
+    paths.sort(key=lambda path: path.stat().st_mtime_ns, reverse=True)
+    candidates = list(filter(Path.exists, (folder / LAST, *paths, folder / BEST)))
     for path in candidates:
         try:
             with zipfile.ZipFile(path) as archive, open(path, "rb") as stream:
@@ -163,11 +164,9 @@ def finetuned(recipe: Recipe) -> Recipe:
         checkpoint = pretrained_checkpoint(recipe.pretrained)
         flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
     if recipe.finetune == "ftg":
-        flags = {
-            name: value
-            for name, value in flags.items()
-            if not name.startswith(("adam-", "warmup-"))
-        }
+        for name in list(flags):
+            if name.startswith(("adam-", "warmup-")):
+                del flags[name]
         flags.update({"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0)})
         flags.update({"lr-scheduler": "fixed", "weight-decay": 0.0})
     folder = prepared_data(Path(recipe.pretrained))
@@ -232,7 +231,8 @@ def check_pretrained(recipe: Recipe, data: Path) -> None:
                 f"there are no BPE merges with {original}: give those of the model by --set data.codes=FILE"
             )
     for language in (recipe.data.source, recipe.data.target):
-        trained, current = (folder / f"dict.{language}.txt" for folder in (original, data))
+        trained = original / f"dict.{language}.txt"
+        current = data / f"dict.{language}.txt"
         if not trained.is_file():
             continue
         if not current.is_file() or current.read_bytes() != trained.read_bytes():

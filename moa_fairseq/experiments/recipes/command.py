@@ -49,9 +49,9 @@ from moa_fairseq.experiments.recipes.loading import (
     load_recipe,
     row_overrides,
 )
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import STAGES, run_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.process import environment_of_a_child, flags
 
 ALL_ROWS = "all"  # of --row
@@ -191,15 +191,16 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json if it was scored."""
     recipe = load_recipe(config, args.overrides)
+    overrides = row_overrides(recipe, recipe.row) if recipe.row else []
     # The file determines the row of a paper, with any seed, and with any pretrained model
     # unless the rows differ in it.
     free = ["train.seed"]
     if not any("pretrained" in values for values in recipe.rows.values()):
         free.append("pretrained")
-    row_overrides_only = [text for text in args.overrides if text.partition("=")[0].strip() in free]
-    row = load_recipe(
-        config, [*(row_overrides(recipe, recipe.row) if recipe.row else ()), *row_overrides_only]
-    )
+    for text in args.overrides:
+        if text.partition("=")[0].strip() in free:
+            overrides.append(text)
+    row = load_recipe(config, overrides)
     stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
     if recipe.reproduces and not stands:
         log.warning(
@@ -229,6 +230,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     if args.record is not None:
         record = _place_of_record(args, config)
     cwd = str(Path.cwd()) + os.sep  # scripts/ give configs by full paths
+    words = [word.removeprefix(cwd) for word in sys.argv[1:]]
     options = Options(
         stage=args.stage,
         data=data,
@@ -236,9 +238,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         restart=args.restart,
         user_dir=plugin,
         record=record,
-        command_line=shlex.join(
-            ["moa-fairseq", *(word.removeprefix(cwd) for word in sys.argv[1:])]
-        ),
+        command_line=shlex.join(["moa-fairseq", *words]),
         preparation=_preparation(args, config, folder, plugin),
         published=row if stands else None,
         training=training,
@@ -273,10 +273,10 @@ def _hardware(args: argparse.Namespace) -> Hardware:
 def _results_of(config: Path) -> Path:
     """results/ next to configs/, or next to a recipe in another place."""
     folders = config.resolve().parents
-    return (
-        next((folder.parent for folder in folders if folder.name == "configs"), folders[0])
-        / "results"
-    )
+    for folder in folders:
+        if folder.name == "configs":
+            return folder.parent / "results"
+    return folders[0] / "results"
 
 
 def _print_plan(
@@ -287,9 +287,10 @@ def _print_plan(
 
     machines = [hardware]
     if not hardware.gpus and args.gpus is None:
-        machines = [
-            assumed_hardware(name, n) for name, device in DEVICES.items() for n in device.counts
-        ]
+        machines = []
+        for name, device in DEVICES.items():
+            for number in device.counts:
+                machines.append(assumed_hardware(name, number))
     if data and not is_binarised(data):
         data = None
     report = planner.plan(recipe, data, machines, results)
@@ -315,7 +316,9 @@ def _preparation(args: argparse.Namespace, config: Path, folder: Path, plugin: P
     """The command line that makes only the data, for commands.sh."""
     values = {"data": args.data and args.data.absolute(), "save-dir": folder, "gpus": args.gpus}
     words = ["moa-fairseq", *flags({"user-dir": plugin}), "recipe", str(config.absolute())]
-    words += [*flags(values | {"stage": "prepare"}), *(f"--set={text}" for text in args.overrides)]
+    words += flags(values | {"stage": "prepare"})
+    for text in args.overrides:
+        words.append(f"--set={text}")
     return shlex.join(words)
 
 

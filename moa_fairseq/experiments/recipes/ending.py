@@ -104,8 +104,11 @@ def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | 
         return (updates // interval - before // interval) - max(0, at_ends)
 
     if written(interval) < count:
-        widths = [updates // (count + more) for more in range(3)]
-        enough = next((width for width in widths if width and written(width) >= count), None)
+        enough = 0
+        for number in (count, count + 1, count + 2):
+            width = updates // number
+            if not enough and width and written(width) >= count:
+                enough = width
         problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
         problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
         oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""

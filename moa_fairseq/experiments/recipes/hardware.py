@@ -7,6 +7,7 @@ that a printed command works without this program.
 from __future__ import annotations
 
 import argparse
+import contextlib
 import dataclasses
 import importlib.util
 import os
@@ -167,10 +168,11 @@ def detect_hardware() -> Hardware:
     if not count:
         cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
         return _cpu(f"{cores} CPU cores")
-    capability = min(torch.cuda.get_device_capability(index) for index in range(count))
+    devices = range(count)
+    capability = min(map(torch.cuda.get_device_capability, devices))
     visible = os.environ.get("CUDA_VISIBLE_DEVICES")
-    identifiers = visible.split(",") if visible else [str(index) for index in range(count)]
-    names = dict.fromkeys(torch.cuda.get_device_name(index) for index in range(count))
+    identifiers = visible.split(",") if visible else list(map(str, devices))
+    names = dict.fromkeys(map(torch.cuda.get_device_name, devices))
     return Hardware(count, " or ".join(names), capability, tuple(identifiers[:count]))
 
 
@@ -187,7 +189,7 @@ def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
     count = 1 if gpus is None else gpus
     if count < 1:
         raise UserError(f"--gpus {count} --device-name {device_name} needs at least one GPU.")
-    visible = tuple(str(index) for index in range(count))
+    visible = tuple(map(str, range(count)))
     return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
 
@@ -271,7 +273,7 @@ def find_world(
 
 def _world_of_a_job(gpus: int, environment: Mapping[str, str]) -> World | None:
     """The world by torchrun's or Slurm's environment variables; None without them."""
-    if all(name in environment for name in _TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
+    if environment.keys() >= set(_TORCHRUN) and int(environment["WORLD_SIZE"]) > 1:
         size, rank, local, local_size = (int(environment[name]) for name in _TORCHRUN[:4])
         if gpus and local_size > gpus:
             problem = f"torchrun started {local_size} processes on this machine for {gpus} GPU(s)"
@@ -326,12 +328,13 @@ def _inputs_and_width(model: Model) -> tuple[bool, int]:
     """Whether an architecture has adaptive inputs, and its model dimension."""
     from fairseq.models import ARCH_CONFIG_REGISTRY
 
-    args = argparse.Namespace(
-        **{name.replace("-", "_"): value for name, value in model.flags.items()}
-    )
+    args = argparse.Namespace()
+    for name, value in model.flags.items():
+        setattr(args, name.replace("-", "_"), value)
     ARCH_CONFIG_REGISTRY.get(model.arch, lambda _: None)(args)
-    widths = (getattr(args, f"{side}_embed_dim", 0) or 0 for side in ("encoder", "decoder"))
-    return getattr(args, "adaptive_input", False), max(widths)
+    encoder = getattr(args, "encoder_embed_dim", 0) or 0
+    decoder = getattr(args, "decoder_embed_dim", 0) or 0
+    return getattr(args, "adaptive_input", False), max(encoder, decoder)
 
 
 def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
@@ -375,12 +378,12 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
 
 def _cpu(cores: str) -> Hardware:
     """This machine's CPU. cores: the prefix of its name."""
-    try:
-        with open("/proc/cpuinfo", encoding="utf-8") as lines:
-            pairs = [line.partition(":") for line in lines]
-    except OSError:  # the file exists only on Linux; the name of the processor is for people
-        pairs = []
-    facts = {key.strip(): value.strip() for key, _, value in reversed(pairs)}
+    facts: dict[str, str] = {}
+    # The file exists only on Linux; the name of the processor is for people
+    with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:
+        for line in lines:
+            key, _, value = line.partition(":")
+            facts.setdefault(key.strip(), value.strip())
     model = facts.get("model name") or platform.processor() or platform.machine()
     if "cpu family" in facts:  # clouds call processors of several years "AMD EPYC"
         model += f", family {facts['cpu family']} model {facts['model']}"

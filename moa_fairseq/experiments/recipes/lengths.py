@@ -111,11 +111,11 @@ def _limits(
         if recipe.kind == CLASSIFICATION:
             names = ["max_positions"] * 2
         source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
-        words = [name.replace("_", "-") for name in dict.fromkeys(names)]
-        flags = [
-            f"{'train' if name in recipe.train.flags else 'model'}.flags.{name}={{0}}"
-            for name in words
-        ]
+        flags = []
+        for name in dict.fromkeys(names):
+            word = name.replace("_", "-")
+            section = "train" if word in recipe.train.flags else "model"
+            flags.append(f"{section}.flags.{word}={{0}}")
         if getattr(training, "truncate_source", False):
             source = LARGEST
         set_hint = f"set {' and '.join(flags)} before the training"

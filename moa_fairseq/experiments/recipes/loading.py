@@ -78,18 +78,12 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     # A row matches if its values change nothing but the printed number.
     names = recipe.rows if recipe.reproduces else ()
     row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
-    for name in sorted(
-        row_values, key=lambda name: len(row_values[name])
-    ):  # the row with the most values wins
-        cell = ["reproduces.value=null", *row_values[name]]
-        variant = _built(
-            Recipe,
-            [*layers, explicit, _parse_overrides([*cell, f"reproduces.row={json.dumps(name)}"])],
-            file,
-        )
-        if dataclasses.replace(variant, reproduces=None) == dataclasses.replace(
-            recipe, reproduces=None
-        ):
+    plain = dataclasses.replace(recipe, reproduces=None)
+    # The row with the most values wins
+    for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
+        cell = ["reproduces.value=null", *values, f"reproduces.row={json.dumps(name)}"]
+        variant = _built(Recipe, [*layers, explicit, _parse_overrides(cell)], file)
+        if dataclasses.replace(variant, reproduces=None) == plain:
             recipe = variant
     if "recipe" in (explicit.get("data") or ()):
         recipe.summary += f", on other data ({recipe.data.recipe})"
@@ -129,11 +123,11 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
     values = recipe.rows[name]
     if not isinstance(values, dict) or not values.keys() - {"reproduces.value"}:
         fail(file, f"rows.{name}", "must be a mapping of section.key to the values that differ.")
-    return [
-        f"{key}={json.dumps(value)}"
-        for key, value in values.items()
-        if cell or not str(key).startswith("reproduces.")
-    ]
+    overrides = []
+    for key, value in values.items():
+        if cell or not str(key).startswith("reproduces."):
+            overrides.append(f"{key}={json.dumps(value)}")
+    return overrides
 
 
 def _layers(
@@ -247,9 +241,11 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
             kind = typing.get_type_hints(holder).get(str(error.key))
         # Of an Optional
         parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)
-        kinds = [typing.get_origin(part) or part for part in parts]
-        type_in_words = next((_IN_WORDS[part] for part in kinds if part in _IN_WORDS), "")
-        expectation = f"must be {type_in_words}. " if type_in_words else ""
+        expectation = ""
+        for part in parts:
+            words = _IN_WORDS.get(typing.get_origin(part) or part)
+            if words and not expectation:
+                expectation = f"must be {words}. "
         fail(
             file,
             f"{dot}{error.full_key}" if error.full_key else location,
@@ -308,9 +304,9 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     for section, program in programs.items():
         actions = program._option_string_actions
         values = getattr(recipe, section)
-        for name in (
-            (name for name, value in values.flags.items() if value is not None) if values else ()
-        ):
+        for name, value in values.flags.items() if values else ():
+            if value is None:
+                continue
             if f"--{name}" not in actions:
                 near = near_or_all(name, [word[2:] for word in actions if word.startswith("--")])
                 raise UserError(
@@ -324,9 +320,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
         check_blocks(
             recipe, args, parse_training_flags(["DATA", "--path", "MODEL", *words], refusal, parser)
         )
-    per_token, experts = (
-        getattr(args, name, None) for name in ("experts_per_token", "num_experts")
-    )
+    per_token = getattr(args, "experts_per_token", None)
+    experts = getattr(args, "num_experts", None)
     if per_token and experts and per_token > experts:
         raise UserError(
             f"model.experts_per_token: K = {per_token} experts per token exceed E = {experts} "

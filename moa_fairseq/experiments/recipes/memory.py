@@ -64,8 +64,10 @@ def disk(
     flags = recipe.training_flags
     parameters = dict(model.named_parameters())
     tied = dict(model.named_parameters(remove_duplicate=False)).keys() - parameters.keys()
-    state = [values for name, values in model.state_dict().items() if on_gpu or name not in tied]
-    weights = sum(values.numel() * values.element_size() for values in state)
+    weights = 0
+    for name, values in model.state_dict().items():
+        if on_gpu or name not in tied:
+            weights += values.numel() * values.element_size()
     remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
     size = weights * (2 if flags.get("store-ema") else 1)
     if not flags.get("no-save-optimizer-state"):

@@ -91,18 +91,15 @@ class Workload(NamedTuple):
             precision: see `precision_name`.
             masked: for a masked language model, which has outputs for some tokens only.
         """
-        parts = self.cost.macs
-        macs = {
-            "attention": sum(n for part, n in parts.items() if part.endswith("attention")),
-            "feed_forward": parts["feed_forward"],
-            "output": parts["output"] * (MASKED if masked else 1),
-        }
+        macs = {"attention": 0.0}
+        for part, number in self.cost.macs.items():
+            if part.endswith("attention"):
+                macs["attention"] += number
+        macs["feed_forward"] = self.cost.macs["feed_forward"]
+        macs["output"] = self.cost.macs["output"] * (MASKED if masked else 1)
+        per_token = sum(BATCH_BYTES[part] * number for part, number in macs.items())
         width = next(m.embedding_dim for m in self.model.modules() if isinstance(m, nn.Embedding))
-        per_symbol = (
-            sum(BATCH_BYTES[part] * number for part, number in macs.items())
-            / width
-            / max(self.lengths)
-        )
+        per_symbol = per_token / width / max(self.lengths)
         return per_symbol * (2 if precision == "fp32" else 1)
 
 
@@ -125,9 +122,8 @@ def workload(recipe: Recipe, data: Path | None) -> Workload:
     sample = recipe.training_flags.get("tokens-per-sample")
     lengths = [int(sample or 512)] * 2
     if not sample and size and size.sentences:
-        lengths = [
-            max(1, round(n / size.sentences)) for n in (size.source_tokens, size.target_tokens)
-        ]
+        source = max(1, round(size.source_tokens / size.sentences))
+        lengths = [source, max(1, round(size.target_tokens / size.sentences))]
     return Workload(model, count(model, *lengths), vocabulary, lengths, size)
 
 
@@ -245,11 +241,11 @@ def _estimated_seconds(
 
 
 def _layers(model: nn.Module) -> int:
-    return sum(
-        len(part)
-        for name, part in model.named_modules()
-        if name.endswith("layers") and isinstance(part, nn.ModuleList)
-    )
+    layers = 0
+    for name, part in model.named_modules():
+        if name.endswith("layers") and isinstance(part, nn.ModuleList):
+            layers += len(part)
+    return layers
 
 
 def _is_of(row: Mapping[str, Any], recipe: Recipe, work: Workload) -> bool:
@@ -270,9 +266,9 @@ def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str,
 
 def _sizes(cost: Cost) -> dict[str, Any]:
     """Parameters and MACs, without the parameters of embeddings, which may be shared or not."""
-    parameters = {
-        part: n for part, n in cost.parameters.items() if part not in ("embedding", "output")
-    }
+    parameters = dict(cost.parameters)
+    for part in ("embedding", "output"):
+        parameters.pop(part, None)
     return {"parameters": parameters, "macs": cost.macs}
 
 
@@ -293,45 +289,55 @@ def as_text(report: dict[str, Any]) -> str:
     missing = ""
     if report["not_counted"]:
         missing = f"; not those of {', '.join(report['not_counted'])}"
-    table = [
-        {
-            "devices": f"{entry['count']}×{entry['device']}",
-            "precision": entry["precision"],
-            "tokens/update": f"{entry['tokens_per_update']:,}",
-            "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
-            "GB at rest": _gigabytes(entry["memory"]),
-            "batch": f"{_gigabytes(entry['batch_memory'])}{'!' if entry['fits'] is False else ''}",
-            "fits": "?"
-            if entry["most_tokens"] is None
-            else f"{_two_digits(entry['most_tokens']):,}",
-            "disk, GB": _gigabytes(entry["disk"]["total"]),
-            "hours": " to ".join(f"{hours:,g}" for hours in dict.fromkeys(entry.get("hours") or []))
-            or "?",
-        }
-        for entry in entries
-    ]
     unknown = "speed unknown: --stage train --record measures it"
-    notes = [note for entry in entries for note in entry.get("speed_assumptions", [])]
+    table = list(map(_row, entries))
+    origins: dict[str, None] = {}
+    assumptions: dict[str, None] = {}
     left_out: dict[str, list[str]] = {}
+    advice = []
     for row, entry in zip(table, entries):
+        origins[entry.get("speed_origin", unknown)] = None
+        for note in entry.get("speed_assumptions", []):
+            assumptions[f"assumed: {note}"] = None
         if entry["left_out"]:
             left_out.setdefault(entry["left_out"], []).append(row["devices"])
+        if entry["fits"] is False:
+            advice = ["! does not fit: lower train.max_tokens."]
+    columns = [Column(key, key, ">" * (key != "devices")) for key in table[0]]
     return "\n".join(
         [
             f"parameters    {report['parameters']:,}",
             f"MACs          {macs}{missing}",
             f"training set  {size}",
-            Table([Column(key, key, ">" * (key != "devices")) for key in table[0]], table).text(),
-            *dict.fromkeys(entry.get("speed_origin", unknown) for entry in entries),
-            *(f"assumed: {note}" for note in dict.fromkeys(notes)),
+            Table(columns, table).text(),
+            *origins,
+            *assumptions,
             *(f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()),
             "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
             "fits: about the largest train.max_tokens that does.",
-            *["! does not fit: lower train.max_tokens."]
-            * any(entry["fits"] is False for entry in entries),
+            *advice,
             f"A checkpoint has {_gigabytes(entries[0]['disk']['checkpoint'])} GB.",
         ]
     )
+
+
+def _row(entry: dict[str, Any]) -> dict[str, str]:
+    """The line of the table of one machine."""
+    most = "?"
+    if entry["most_tokens"] is not None:
+        most = f"{_two_digits(entry['most_tokens']):,}"
+    hours = dict.fromkeys(entry.get("hours") or [])
+    return {
+        "devices": f"{entry['count']}×{entry['device']}",
+        "precision": entry["precision"],
+        "tokens/update": f"{entry['tokens_per_update']:,}",
+        "updates": f"{entry['updates']:,}" if "updates" in entry else "?",
+        "GB at rest": _gigabytes(entry["memory"]),
+        "batch": f"{_gigabytes(entry['batch_memory'])}{'!' if entry['fits'] is False else ''}",
+        "fits": most,
+        "disk, GB": _gigabytes(entry["disk"]["total"]),
+        "hours": " to ".join(f"{each:,g}" for each in hours) or "?",
+    }
 
 
 def _two_digits(number: int) -> int:

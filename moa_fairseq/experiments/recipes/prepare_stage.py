@@ -12,6 +12,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.make import (
     COMMANDS,
     Step,
@@ -22,7 +23,7 @@ from moa_fairseq.experiments.make import (
     write_step_record,
 )
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
-from moa_fairseq.experiments.recipes.steps import Run
+from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.process import Executor, to_shell
 
 # Data recipes that do not need --data: `moa-fairseq corpus` makes it.
@@ -62,7 +63,7 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         "sentences": prepared.sentences,
         "fingerprint": prepared.fingerprint,
         "source": str(job.source.resolve()) if job.source else None,
-        "settings": {key: job.settings[key] for key in depends_on},
+        "settings": selected(job.settings, depends_on),
     }
     write_step_record(run.folder, "prepare", inputs={}, facts=facts)
     return prepared
@@ -104,8 +105,8 @@ def load_prepared_data(run: Run) -> Prepared:
     if "recipe" in settings:
         settings = LATER | settings
     sentences = facts["sentences"]
-    changed = changes(settings, {key: current.get(key) for key in settings}, "data.")
-    differences = [f"{key}: {change}" for key, change in changed.items()]
+    changed = changes(settings, selected(current, settings), "data.")
+    differences = list(map(": ".join, changed.items()))
     differences += [f"subset {name} is new" for name in run.recipe.splits if name not in sentences]
     if differences:
         problem = (

@@ -18,12 +18,13 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.json_files import is_number, write_json
+from moa_fairseq.experiments.json_files import is_number, selected, write_json
 from moa_fairseq.experiments.make import changes, made_by_of, read_step_records
 from moa_fairseq.experiments.provenance import combined
+from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
-from moa_fairseq.experiments.recipes.steps import LEFT_OUT, Run, steps
+from moa_fairseq.experiments.recipes.steps import LEFT_OUT, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
 from moa_fairseq.experiments.scoring.zero_shot import result_in
 
@@ -91,12 +92,12 @@ def _settings(
     section: Any,
     scoring: Mapping[str, Any],
 ) -> dict[str, Any]:
-    # Only an additional number
-    flags = {key: value for key, value in scoring.items() if key != "also"}
     finished: dict[str, Any] = {}
     if inputs:
         finished.update(model=inputs["model"], train=_without_free(inputs["train"]))
         finished["train"].update(goal)
+    flags = dict(scoring)
+    flags.pop("also", None)  # only an additional number
     finished.update(averaged=count, evaluation=_without_free(section), scoring=flags)
     if interval:  # of checkpoints of updates
         finished["averaged_every"] = interval
@@ -138,17 +139,16 @@ def data_differences(
             for file, sums in manifest.get("published", {}).items():
                 expected[f"md5 of {file}"] = sums["published"]
                 actual[f"md5 of {file}"] = sums["md5"]
-    unread = {*(dataset.subsets if dataset else ())} - {*recipe.splits}
-    needed = [key for key in expected if key.rpartition(" of ")[2] not in unread]
-    common = [key for key in needed if key in actual]
-    differ = changes(
-        {key: expected[key] for key in common}, {key: actual[key] for key in common}, "data."
-    )
+    unread = set(dataset.subsets if dataset else ()) - set(recipe.splits)
+    for key in list(expected):
+        if key.rpartition(" of ")[2] in unread:
+            del expected[key]
+    unknown = expected.keys() - actual.keys()
+    common = [key for key in expected if key in actual]
+    differ = changes(selected(expected, common), selected(actual, common), "data.")
     if claim:
-        unknown = sorted(
-            set(needed) - set(common), key=lambda key: (key != "recipe", "steps" not in key, key)
-        )
-        differ.update({f"data.{key}": f"{expected[key]} → cannot be told" for key in unknown})
+        for key in sorted(unknown, key=lambda key: (key != "recipe", "steps" not in key, key)):
+            differ[f"data.{key}"] = f"{expected[key]} → cannot be told"
     elif dataset and name != "parallel" and not actual:
         differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
     return differ
@@ -215,7 +215,8 @@ def _text_facts(section: Mapping[str, Any]) -> dict[str, Any]:
     if facts:
         flags = section.get("flags") or {}
         fraction = section.get("train_fraction") or 1
-        facts["flags"] = {key: flags[key] for key in flags if key != "workers"}
+        facts["flags"] = dict(flags)
+        facts["flags"].pop("workers", None)
         facts["codes"] = section.get("codes")
         facts["train_fraction"] = [fraction, section.get("train_fraction_seed", 1)]
         if fraction == 1:
@@ -235,7 +236,7 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
         'key: row → run' for each difference.
     """
     differ = [*data.items(), *changes(settings(published), done).items()]
-    return [f"{key}: {change}" for key, change in differ]
+    return list(map(": ".join, differ))
 
 
 def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
@@ -270,6 +271,7 @@ def record(run: Run, started: float) -> Path | None:
         UserError: for damaged scores or a damaged log.
     """
     recipe = run.recipe
+    train = recipe.train
     folder = run.folder
     options = run.options
     summary = summarise(folder / "train.jsonl")
@@ -279,15 +281,15 @@ def record(run: Run, started: float) -> Path | None:
     made_by.setdefault("hardware", trained.get("hardware"))  # of an earlier version
     if options.stage == "train" and options.record:
         _record_speed(run, summary, trained, made_by)
-    outputs = {}
-    for step in steps(run):
-        if step.name.startswith("score-"):
-            outputs[step.name.removeprefix("score-")] = step.output
+    outputs = _score_files(run)
     if not options.includes_stage("score") or not outputs:
         return None
     data = run.prepared.folder
-    scores = {name: scores_in(path, recipe, data, name) for name, path in outputs.items()}
-    metrics = {name: flat_metrics(values) for name, values in scores.items()}
+    scores = {}
+    metrics = {}
+    for name, path in outputs.items():
+        scores[name] = scores_in(path, recipe, data, name)
+        metrics[name] = flat_metrics(scores[name])
     subset = recipe.subsets[0]
     finished = settings_made(folder, recipe)
     left_out = _left_out(records, outputs)
@@ -318,23 +320,36 @@ def record(run: Run, started: float) -> Path | None:
     if updated is not None:
         values["updated_parameters"] = updated
     values.update(summary)
-    values["effective_batch_tokens"] = (
-        recipe.train.effective_batch_tokens or recipe.train.max_tokens
-    )
+    values["effective_batch_tokens"] = train.effective_batch_tokens or train.max_tokens
     values["checkpoints_averaged"] = finished["averaged"]
-    beam = _chosen(finished["evaluation"], ("beam", "lenpen"))
+    beam = selected(finished["evaluation"], ("beam", "lenpen"))
     values["generation"] = beam if recipe.generate else None
     values["evaluation"] = scores[subset].get("meta", {}).get("evaluation")
-    values["seed"] = recipe.train.seed
-    values.update(_chosen(made_by, ("hardware", *_MAKER)))
-    values["commits"] = {
-        step.name: combined(made_by_of(records.get(step.name, {}))).get("commit")
-        for step in steps(run)
-    }
+    values["seed"] = train.seed
+    values.update(selected(made_by, ("hardware", *_MAKER)))
+    values["commits"] = _commits(run, records)
     result = folder / "result.json"
     write_json(result, values)
     log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
     return result
+
+
+def _score_files(run: Run) -> dict[str, Path]:
+    """Subset → file with its scores."""
+    outputs = {}
+    for step in steps(run):
+        if step.name.startswith("score-"):
+            outputs[step.name.removeprefix("score-")] = step.output
+    return outputs
+
+
+def _commits(run: Run, records: Mapping[str, Any]) -> dict[str, str | None]:
+    """Step → the commit that made it."""
+    commits = {}
+    for step in steps(run):
+        made_by = combined(made_by_of(records.get(step.name, {})))
+        commits[step.name] = made_by.get("commit")
+    return commits
 
 
 def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, int]:
@@ -347,10 +362,6 @@ def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, i
     return numbers
 
 
-def _chosen(values: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    return {key: values.get(key) for key in keys}
-
-
 def _record_speed(
     run: Run, summary: Mapping[str, Any], trained: Mapping[str, Any], made_by: Mapping[str, Any]
 ) -> None:
@@ -359,15 +370,14 @@ def _record_speed(
 
     assert run.options.record
     row: dict[str, Any] = {"experiment": run.recipe.experiment}
-    row.update(_chosen(made_by, ("hardware", "precision")))
+    row.update(selected(made_by, ("hardware", "precision")))
     row["tokens_per_second"] = summary["tokens_per_second"]
-    row["macs_per_target_token"] = round(
-        workload(run.recipe, run.prepared.folder).macs_per_target_token
-    )
+    work = workload(run.recipe, run.prepared.folder)
+    row["macs_per_target_token"] = round(work.macs_per_target_token)
     row["parameters"] = trained.get("parameters")
-    row.update(_chosen(made_by, ("max_tokens", "update_freq")))
+    row.update(selected(made_by, ("max_tokens", "update_freq")))
     row["updates"] = summary["updates"]
-    row.update(_chosen(made_by, _MAKER))
+    row.update(selected(made_by, _MAKER))
     write_json(run.options.record, row)
     log.info("speed recorded as %s", run.options.record)
 
@@ -385,7 +395,6 @@ def _differences_from_the_row(
     if headline != requested:
         data["score.headline"] = f"{requested} → {headline}"
     differ = differences(published, finished, data)
-    differ += [
-        f"left out of {name}: {count:,} of its sentences" for name, count in left_out.items()
-    ]
+    for name, count in left_out.items():
+        differ.append(f"left out of {name}: {count:,} of its sentences")
     return differ

@@ -45,23 +45,12 @@ REFUSED = (
 )
 # Flags that the runner sets itself, and the key to use instead.
 OWN = (
-    *(
-        "user-dir",
-        "save-dir",
-        "destdir",
-        "path",
-        "gen-subset",
-        "subset",
-        "data",
-        "json",
-        "masked-lm",
-    ),
+    *("user-dir", "save-dir", "destdir", "path", "gen-subset", "subset", "data", "json"),
+    "masked-lm",
     *("classifier", "cpu", "log-format", "no-progress-bar", "update-freq", "fp16", "bf16", "amp"),
     *("device-id", "joined-dictionary", "source-lang", "target-lang"),
-    *(
-        f"distributed-{x}"
-        for x in ("world-size", "rank", "init-method", "port", "no-spawn", "num-procs")
-    ),
+    *("distributed-world-size", "distributed-rank", "distributed-init-method", "distributed-port"),
+    *("distributed-no-spawn", "distributed-num-procs"),
 )
 _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "update-freq": "it follows from train.effective_batch_tokens",
@@ -161,11 +150,10 @@ def _names(recipe: Recipe) -> Problems:
     """Languages, subsets and tasks, which are parts of file names."""
     names = [("data.source", recipe.data.source), ("data.target", recipe.data.target)]
     for section in ("generate", "score"):
-        names += [
-            (f"{section}.subsets", name)
-            for name in getattr(getattr(recipe, section), "subsets", ())
-        ]
-    names += [("zero_shot", name) for name in recipe.zero_shot or ()]
+        for name in getattr(getattr(recipe, section), "subsets", ()):
+            names.append((f"{section}.subsets", name))
+    for name in recipe.zero_shot or ():
+        names.append(("zero_shot", name))
     for key, name in names:
         if name in ("True", "False"):
             yield key, "must be text. Quote it: YAML takes no, yes, on and off for truth values."
@@ -254,7 +242,8 @@ def _average(recipe: Recipe) -> Problems:
         )
     if epochs and train.max_epoch and epochs > train.max_epoch:
         yield "average.epochs", f"{cannot} of the {train.max_epoch} that train.max_epoch allows."
-    interval, num_saved = (train.flags.get(f"{verb}-interval-updates") for verb in ("save", "keep"))
+    interval = train.flags.get("save-interval-updates")
+    num_saved = train.flags.get("keep-interval-updates")
     if updates and (interval is None or (num_saved is not None and 0 <= num_saved < updates)):
         needs = (
             "needs train.flags.save-interval-updates, and keep-interval-updates must not be below"
@@ -300,11 +289,11 @@ def _not_a_translation(recipe: Recipe, name: str) -> Problems:
     keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
     if data.recipe != "text_sp":
         keys.append("bpe")
-    unused = {f"data.{key}": getattr(data, key) for key in keys}
-    unused["generate"] = recipe.generate
-    for key, value in unused.items():
-        if value:
-            yield key, f"has no meaning for {name}. Leave it out."
+    for key in keys:
+        if getattr(data, key):
+            yield f"data.{key}", f"has no meaning for {name}. Leave it out."
+    if recipe.generate:
+        yield "generate", f"has no meaning for {name}. Leave it out."
     if recipe.score and not recipe.score.subsets:
         yield "score.subsets", "is empty. Give at least one subset, such as [test]."
 
@@ -342,9 +331,8 @@ def _flags(recipe: Recipe) -> Problems:
                 for problem in _flag(section, name, value):
                     yield f"{section}.flags.{name}", problem
     for name in recipe.model.flags.keys() & recipe.train.flags.keys():
-        model, train = (
-            reprlib.repr(values[name]) for values in (recipe.model.flags, recipe.train.flags)
-        )
+        model = reprlib.repr(recipe.model.flags[name])
+        train = reprlib.repr(recipe.train.flags[name])
         if model != train:
             conflict = f"is {model}, but train.flags.{name}, which has precedence, is {train}"
             yield f"model.flags.{name}", f"{conflict}. Set the flag in one of the two."

@@ -31,8 +31,9 @@ from moa_fairseq.experiments.recipes.prepare_stage import (
     show_preparation,
 )
 from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
+from moa_fairseq.experiments.recipes.run import Options, Run
 from moa_fairseq.experiments.recipes.schema import Recipe
-from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, Options, Run, steps
+from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, steps
 from moa_fairseq.experiments.scoring.zero_shot import require_lm_eval
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
@@ -135,11 +136,9 @@ def _check_record(run: Run) -> None:
     if not options.record or options.stage == "train" or scores:
         return
     has_section = run.recipe.score is not None
-    reason = (
-        f"--stage {options.stage} does not score"
-        if has_section
-        else "the recipe has no score section"
-    )
+    reason = "the recipe has no score section"
+    if has_section:
+        reason = f"--stage {options.stage} does not score"
     raise UserError(f"--record copies a scored result, but {reason}. Leave --record out.")
 
 
@@ -147,12 +146,10 @@ def _move_aside(folder: Path) -> None:
     """For --restart: rename the run folder to an unused name."""
     with locked(folder):  # no other process may be using it
         pass
-    number = next(
-        n for n in range(1, 10_000) if not folder.with_name(f"{folder.name}.old-{n}").exists()
-    )
-    log.info(
-        "%s moved to %s", folder, folder.rename(folder.with_name(f"{folder.name}.old-{number}"))
-    )
+    number = 1
+    while (aside := folder.with_name(f"{folder.name}.old-{number}")).exists():
+        number += 1
+    log.info("%s moved to %s", folder, folder.rename(aside))
 
 
 def _kept(run: Run) -> contextlib.AbstractContextManager[object]:

@@ -312,9 +312,10 @@ class Recipe:
     def kind(self) -> str:
         """MASKED_LM, CAUSAL_LM, CLASSIFICATION or TRANSLATION, which determines the stages."""
         task = self.train.task
-        return next(
-            (kind for beginning, kind in KINDS.items() if task.startswith(beginning)), TRANSLATION
-        )
+        for beginning, kind in KINDS.items():
+            if task.startswith(beginning):
+                return kind
+        return TRANSLATION
 
     @property
     def task_flags(self) -> Dict[str, Any]:

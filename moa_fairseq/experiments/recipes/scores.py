@@ -133,11 +133,16 @@ def read_scores(path: Path) -> dict[str, Any]:
 
 def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
-    metrics = {name: scores[name]["score"] for name in HEADLINE_METRICS if name in scores}
-    spreads = {f"{name}_sd": scores[name].get("sd") for name in metrics}
-    # JSON has neither infinity nor NaN, the scores of a diverged model.
-    metrics = {name: value if is_number(value) else None for name, value in metrics.items()}
-    metrics.update({name: sd for name, sd in spreads.items() if is_number(sd)})
+    metrics = {}
+    for name in HEADLINE_METRICS:
+        if name in scores:
+            value = scores[name]["score"]
+            # JSON has neither infinity nor NaN, the scores of a diverged model.
+            metrics[name] = value if is_number(value) else None
+    for name in list(metrics):
+        deviation = scores[name].get("sd")
+        if is_number(deviation):
+            metrics[f"{name}_sd"] = deviation
     signature = scores.get("sacrebleu", {}).get("signature") or scores.get("sacrebleu_signature")
     if signature:
         metrics["sacrebleu_signature"] = signature
@@ -196,13 +201,13 @@ def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | No
         scores: subset → its scores, see `scores_in`.
         paper: the number of the reproduced row.
     """
-    names = [CHAINS[name].key for name in CHAINS if name not in DEFAULT_CHAINS]
-    names.insert(0, headline)
+    names = [headline]
+    for name in CHAINS:
+        if name not in DEFAULT_CHAINS and CHAINS[name].key != headline:
+            names.append(CHAINS[name].key)
     parts = []
     for subset, values in scores.items():
-        texts = [
-            f"{name} {values[name]['score']:.2f}" for name in dict.fromkeys(names) if name in values
-        ]
+        texts = [f"{name} {values[name]['score']:.2f}" for name in names if name in values]
         share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
         unknown = f" ({share:.2%} of its symbols are <unk>)" if is_number(share) else ""
         parts.append(f"{', '.join(texts)} on {subset}{unknown}" if texts else f"{subset} scored")

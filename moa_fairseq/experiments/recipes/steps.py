@@ -12,9 +12,7 @@ from typing import Any
 
 import torch
 
-import moa_fairseq
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.binarised import Prepared
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.text_files import KEPT, keep_text, text_files
 from moa_fairseq.experiments.make import OUT, Step, file_signature, made_by_of, read_step_records
@@ -24,9 +22,9 @@ from moa_fairseq.experiments.recipes.checkpoints import (
     check_pretrained,
     complete_the_last,
     is_whole,
-    pretrained_checkpoint,
 )
-from moa_fairseq.experiments.recipes.hardware import Hardware, precision_name
+from moa_fairseq.experiments.recipes.hardware import precision_name
+from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import (
     CAUSAL_LM,
     CLASSIFICATION,
@@ -37,7 +35,6 @@ from moa_fairseq.experiments.recipes.schema import (
     TRANSLATION,
     Average,
     Generate,
-    Recipe,
     Score,
     as_of_today,
 )
@@ -51,99 +48,7 @@ from moa_fairseq.process import flags, positional
 
 LEFT_OUT = "left_out"  # number of sentences without a translation
 ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
-UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
 log = logging.getLogger(__name__)
-
-
-@dataclasses.dataclass(frozen=True)
-class Options:
-    """The command line's settings outside the recipe.
-
-    Args:
-        stage: the requested stage, or "all".
-        data: the user's folder of raw or binarised text.
-        save_dir: the run folder, if it is not runs/<experiment>.
-        restart: whether the run folder is moved aside first.
-        record: a further file for the result, or for the speed of a training.
-        command_line: for result.json.
-        preparation: the command line that makes only the data.
-        user_dir: the user's own plugin, which imports this package.
-        data_root: the folder of data sets.
-        published: the recipe without any --set, which may reproduce a row of a paper.
-        training: fairseq's parsed flags of the training, for a look at its schedule.
-    """
-
-    stage: str = "all"
-    data: Path | None = None
-    save_dir: Path | None = None
-    restart: bool = False
-    record: Path | None = None
-    command_line: str = ""
-    preparation: str = ""
-    user_dir: Path | None = None
-    data_root: Path = Path("data")
-    published: Recipe | None = None
-    training: Any = None
-
-    def includes_stage(self, stage: str) -> bool:
-        """True if --stage includes this stage."""
-        return self.stage in (stage, "all")
-
-
-@dataclasses.dataclass(frozen=True)
-class Run:
-    """One recipe in one run folder.
-
-    Args:
-        recipe: the experiment.
-        hardware: devices that can share its updates.
-        folder: the run folder.
-        options: the command line's other settings.
-        prepared: its binarised data.
-    """
-
-    recipe: Recipe
-    hardware: Hardware
-    folder: Path
-    options: Options
-    prepared: Prepared = UNKNOWN
-
-    @property
-    def checkpoints(self) -> Path:
-        """fairseq's --save-dir."""
-        return self.folder / "checkpoints"
-
-    @property
-    def model(self) -> Path:
-        """The checkpoint to evaluate."""
-        if self.recipe.pretrained and self.recipe.finetune == "noft":
-            return pretrained_checkpoint(self.recipe.pretrained)
-        if self.recipe.average:
-            return self.folder / "average.pt"
-        return self.checkpoints / "checkpoint_best.pt"
-
-    @property
-    def conditions(self) -> dict[str, Any]:
-        """Provenance of every step in addition to commit and versions."""
-        return {"hardware": self.hardware.describe(), "command": self.options.command_line}
-
-    def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
-        """A fairseq program on the data, with the plugin, the task, its languages and the given flags.
-
-        Args:
-            program: its name, such as "fairseq-train".
-            values: flag → value: None and False leave a flag out, True gives it without a value.
-
-        Raises:
-            UserError: for a value that looks like a flag.
-        """
-        line: dict[str, Any] = {
-            "user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)
-        }
-        line.update(self.recipe.task_flags)
-        line.update(values)
-        line["cpu"] = not self.hardware.gpus
-        return [program, positional(self.prepared.folder), *flags(line)]
 
 
 def steps(run: Run) -> list[Step]:

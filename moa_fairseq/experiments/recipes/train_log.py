@@ -49,7 +49,10 @@ def parse_record(line: str) -> dict[str, Any] | None:
 
 def wrong_number(record: dict[str, Any]) -> str | None:
     """The key of an epoch or a number of updates that is not a number; None if all is well."""
-    return next((key for key in _NUMBERS if key in record and finite(record[key]) is None), None)
+    for key in _NUMBERS:
+        if key in record and finite(record[key]) is None:
+            return key
+    return None
 
 
 def finite(value: Any) -> float | None:
@@ -83,8 +86,10 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
 
 def updates_of(record: dict[str, Any]) -> int:
     """Number of updates at which a record was written."""
-    keys = ("num_updates", "train_num_updates", "valid_num_updates")
-    return next((int(finite(record[key]) or 0) for key in keys if key in record), 0)
+    for key in ("num_updates", "train_num_updates", "valid_num_updates"):
+        if key in record:
+            return int(finite(record[key]) or 0)
+    return 0
 
 
 def prune(path: Path, updates: int) -> None:
@@ -98,7 +103,8 @@ def prune(path: Path, updates: int) -> None:
     retained = [record for record in records if updates_of(record) <= updates]
     if len(retained) < len(records):
         with atomic_write(path) as stream:
-            stream.writelines(json.dumps(record) + "\n" for record in retained)
+            for record in retained:
+                stream.write(f"{json.dumps(record)}\n")
 
 
 def summarise(path: Path) -> dict[str, Any]:
@@ -132,9 +138,11 @@ def summarise(path: Path) -> dict[str, Any]:
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
         "tokens_per_second": None if pace is None else round(pace, 1),
     }
-    valid = [record for record in records if "valid_loss" in record]
-    if valid and "valid_accuracy" not in valid[-1]:
-        summary["valid_ppl"] = finite(valid[-1].get("valid_ppl", 0) or 0)
+    for record in reversed(records):
+        if "valid_loss" in record:
+            if "valid_accuracy" not in record:
+                summary["valid_ppl"] = finite(record.get("valid_ppl", 0) or 0)
+            break
     return summary
 
 

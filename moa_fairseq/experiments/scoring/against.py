@@ -47,11 +47,13 @@ def against(
     for name, metric in metrics.items():
 
         def score(total: NDArray[np.float64], metric: Any = metric) -> float:
-            return float(metric._compute_score_from_stats([int(count) for count in total]).score)
+            return float(metric._compute_score_from_stats(list(map(int, total))).score)
 
         ours, theirs = _statistics(metric, first), _statistics(metric, second)
-        scores = [[score(run) for run in runs.sum(axis=1)] for runs in (ours, theirs)]
-        mean, baseline = (float(np.mean(system)) for system in scores)
+        scores = list(map(score, ours.sum(axis=1)))
+        their_scores = list(map(score, theirs.sum(axis=1)))
+        mean = float(np.mean(scores))
+        baseline = float(np.mean(their_scores))
         row: dict[str, Any] = {
             "metric": name,
             "first": mean,
@@ -60,7 +62,7 @@ def against(
         }
         row["p"] = approximate_randomisation(ours, theirs, score, trials=trials)
         if len(first) == len(second) > 1:
-            test = paired([x - y for x, y in zip(*scores)], 0)
+            test = paired([x - y for x, y in zip(scores, their_scores)], 0)
             row.update(low=test.low, high=test.high, p_seeds=test.p)
         row["signature"] = f"{name}|{metric.get_signature()}"
         rows.append(row)

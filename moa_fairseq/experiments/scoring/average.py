@@ -126,8 +126,11 @@ def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[i
         (epoch, file) or (update, file) of each.
     """
     pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
-    matches = [(pattern.fullmatch(path.name), path) for path in folder.glob("checkpoint*.pt")]
-    return sorted((int(match.group(1)), path) for match, path in matches if match)
+    numbered = []
+    for path in folder.glob("checkpoint*.pt"):
+        if match := pattern.fullmatch(path.name):
+            numbered.append((int(match[1]), path))
+    return sorted(numbered)
 
 
 def last_checkpoints(
@@ -148,18 +151,19 @@ def last_checkpoints(
         raise UserError(
             f"--inputs {folder} is not a folder, which --num-epoch-checkpoints and the like need."
         )
-    numbered = numbered_checkpoints(folder, by_updates)
-    if upper_bound is not None:
-        numbered = [(position, path) for position, path in numbered if position <= upper_bound]
-    if len(numbered) < number:
+    paths = []
+    for position, path in numbered_checkpoints(folder, by_updates):
+        if upper_bound is None or position <= upper_bound:
+            paths.append(path)
+    if len(paths) < number:
         kind = "update" if by_updates else "epoch"
         bound = "" if upper_bound is None else f" up to {kind} {upper_bound}"
-        names = ", ".join(path.name for _, path in numbered) or "none"
+        names = ", ".join(path.name for path in paths) or "none"
         raise UserError(
-            f"{folder} holds {len(numbered)} {kind} checkpoints{bound} ({names}), but {number} are to be "
+            f"{folder} holds {len(paths)} {kind} checkpoints{bound} ({names}), but {number} are to be "
             f"averaged. Train longer, ask for fewer, or keep more (--keep-last-epochs)."
         )
-    return [path for _, path in numbered[len(numbered) - number :]]
+    return paths[len(paths) - number :]
 
 
 def shared_storage(model: State) -> dict[str, str]:
@@ -219,7 +223,7 @@ def run(args: argparse.Namespace) -> int:
     else:
         number = args.num_epoch_checkpoints
         flag = "--num-epoch-checkpoints"
-    folders = [path for path in args.inputs if path.is_dir()]
+    folders = list(filter(Path.is_dir, args.inputs))
     if number is None and args.checkpoint_upper_bound is not None:
         raise UserError(
             f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}."

@@ -49,13 +49,11 @@ def branch_size(
                 if isinstance(module, (Attention, MultiheadAttention)):
                     module.register_forward_hook(measure, with_kwargs=True)
             tokens = torch.randint(4, vocab_size, (8, 20))
-            pair = (
-                (torch.full((8,), 20), tokens)
-                if isinstance(model, FairseqEncoderDecoderModel)
-                else ()
-            )
+            inputs = [tokens]
+            if isinstance(model, FairseqEncoderDecoderModel):
+                inputs += [torch.full((8,), 20), tokens]
             try:
-                model(tokens, *pair)
+                model(*inputs)
             except (TypeError, IndexError) as error:
                 raise UserError(
                     f"--branch: {arch} does not run on 20 random tokens ({error}). Leave the flag out, or "

@@ -174,11 +174,11 @@ def multi_bleu(
     if not result.ref_len:
         line = "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)"
         return _plain(result) | {"score": 0.0, "bp": 0.0, "line": line}
-    # rounded as Perl does, which divides first
-    precisions = [
-        100 * (matches / max(total, 1)) for matches, total in zip(result.counts, result.totals)
-    ]
-    orders = "/".join(f"{precision:.1f}" for precision in precisions)
+    precisions = []
+    for matches, total in zip(result.counts, result.totals):
+        # Rounded as Perl does, which divides first
+        precisions.append(f"{100 * (matches / max(total, 1)):.1f}")
+    orders = "/".join(precisions)
     lengths = f"ratio={result.ratio:.3f}, hyp_len={result.sys_len}, ref_len={result.ref_len}"
     line = f"BLEU = {result.score:.2f}, {orders} (BP={result.bp:.3f}, {lengths})"
     return _plain(result) | {"line": line}
@@ -186,8 +186,8 @@ def multi_bleu(
 
 def _plain(result: Any) -> dict[str, object]:
     """sacreBLEU's score as plain data, unrounded."""
-    scores = {name: getattr(result, name) for name in ("score", "precisions", "bp")}
-    return scores | {"hyp_len": result.sys_len, "ref_len": result.ref_len}
+    lengths = {"hyp_len": result.sys_len, "ref_len": result.ref_len}
+    return {"score": result.score, "precisions": result.precisions, "bp": result.bp} | lengths
 
 
 @functools.cache
@@ -272,7 +272,7 @@ def running_text(texts: Texts) -> RunningText:
     references = texts.raw_references or texts.references
     is_given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
     lowercase = all("\n".join(lines).islower() for lines in references)
-    lowercase = lowercase and not any(line != line.lower() for line in hypotheses)
+    lowercase = lowercase and "\n".join(hypotheses).lower() == "\n".join(hypotheses)
     # A few Latin letters say nothing of the text
     lowercase = lowercase and not writes_no_spaces(texts.lang)
     as_tokens = lowercase and not any(is_given) and not texts.tokenizer
@@ -282,15 +282,14 @@ def running_text(texts: Texts) -> RunningText:
             hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased"
         )
     to_text = functools.partial(detokenize, lang=texts.lang)
+    forms = ["as given", "as given"]
     if not is_given[0]:
         hypotheses = [*map(to_text, hypotheses)]
+        forms[0] = f"Moses detokenizer -l {texts.lang}"
     if not is_given[1]:
         references = [[*map(to_text, lines)] for lines in references]
-    forms = "/".join(
-        "as given" if is_running else f"Moses detokenizer -l {texts.lang}"
-        for is_running in is_given
-    )
+        forms[1] = f"Moses detokenizer -l {texts.lang}"
     case = "lower-cased" if lowercase else "cased"
-    chain = f"sacreBLEU {tokenizer}, {case}; hypotheses/references: {forms}"
+    chain = f"sacreBLEU {tokenizer}, {case}; hypotheses/references: {'/'.join(forms)}"
     settings = {"lowercase": lowercase, "tokenize": tokenizer}
     return RunningText(hypotheses, references, settings, chain, warning)

@@ -45,9 +45,8 @@ def score(
     device = device_for(cpu)
     model = model.to(device).eval()
     head = next(iter(heads))
-    by_place: dict[
-        int, bool
-    ] = {}  # of a sentence in the data: whether its class is predicted correctly
+    # Of a sentence in the data: whether its class is predicted correctly
+    by_place: dict[int, bool] = {}
     for sample in batches(task, model, subset, max_tokens, device):
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
         hits = logits.argmax(1).eq(sample["target"].view(-1))
@@ -69,10 +68,13 @@ def score(
     total["by"] = {}
     evaluation: dict[str, Any] = {"sentences": count}
     for name, groups in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items():
-        values = {value: accuracy(places) for value, places in sorted(groups.items())}
+        values = {}
+        scores = {}
+        for value, places in sorted(groups.items()):
+            values[value] = accuracy(places)
+            scores[str(value)] = round(values[value]["score"], 2)
         total["by"][name] = values
         if len(values) <= _FEW:
-            scores = {str(value): round(row["score"], 2) for value, row in values.items()}
             evaluation[f"accuracy_by_{name}"] = scores
     meta: dict[str, Any] = {
         "checkpoint": str(checkpoint),
@@ -95,7 +97,7 @@ def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
     groups: dict[str, dict[int, list[int]]] = {name: {} for name in names}
     for number, line in enumerate(lines):
         values = line.split("\t")
-        if len(values) != len(names) or not all(value.isdecimal() for value in values):
+        if len(values) != len(names) or not all(map(str.isdecimal, values)):
             raise UserError(
                 f"{path}, line {number + 2}: {len(names)} whole numbers are expected. Prepare the data again."
             )

@@ -24,6 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.scoring.comparison import (
     COMPUTED,
     FACTS,
@@ -34,7 +35,7 @@ from moa_fairseq.experiments.scoring.comparison import (
     Row,
     load_comparison,
 )
-from moa_fairseq.experiments.tables import Column, Table, page
+from moa_fairseq.experiments.tables import Column, Table, page, values_of
 from moa_fairseq.files import shipped
 
 SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # of --json: results/FORMAT.md
@@ -77,7 +78,8 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
     """
     blocks: list[str | Table] = []
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
-    columns += [Column(head.lower(), head, ">") for head in ("Paper", "Ours", "Difference")]
+    columns += [Column("paper", "Paper", ">"), Column("ours", "Ours", ">")]
+    columns += [Column("difference", "Difference", ">")]
     for table in comparison.tables:
         if f"### {table.title}" not in blocks:
             blocks += [f"### {table.title}", f"{table.citation}.", _LEGEND if markdown else ""]
@@ -110,21 +112,24 @@ def _line_per_row(table: PaperTable) -> list[str | Table]:
     for row in table.rows:
         line = {"row": row.row, "arch": f"`{row.arch}`" if row.arch else ""}
         ours = defaultdict(list)  # column of the paper → ours, of each metric
-        further = {}
+        further: dict[str, str] = {}
         for cell in row.cells:
             first, *more = lines_of(row, cell)
             heads.setdefault(cell.column, cell.column)
             line[cell.column] = first["paper"]
             if cell.status != NO_RECIPE:
                 ours[cell.column].append((first["measure"], first["ours"]))
-            further.update({count["measure"]: count["ours"] for count in more})
+            further.update(zip(values_of(more, "measure"), values_of(more, "ours")))
         for column, scores in ours.items():
-            texts = [_NOT_RUN if text == "not run" else text for _, text in scores]
+            texts = []
+            chains = []
+            for measure, text in scores:
+                texts.append(_NOT_RUN if text == "not run" else text)
+                chains.append(measure.removeprefix(f"{column} (").rstrip(")"))
             if len(scores) > 1:
-                chains = [measure.removeprefix(f"{column} (").rstrip(")") for measure, _ in scores]
                 heads[column] = f"{column} ({', '.join(chains)})"
             line[column] += f" ({', '.join(texts if set(texts) != {_NOT_RUN} else texts[:1])})"
-        heads.update((measure, measure) for measure in further)
+        heads.update(zip(further, further))
         lines.append(line | further)
     columns = []
     shared = []
@@ -138,13 +143,19 @@ def _line_per_row(table: PaperTable) -> list[str | Table]:
 
 def _without_recipe(table: PaperTable) -> list[str | Table]:
     """The numbers of a paper's table for which there is no recipe."""
-    heads = dict.fromkeys(cell.column for row in table.rows for cell in row.cells)
+    columns = {"model": Column("model", "Model")}
     lines = []
     for row in table.rows:
-        if printed := {cell.column: cell.printed for cell in row.cells if cell.status == NO_RECIPE}:
+        printed = {}
+        for cell in row.cells:
+            columns[cell.column] = Column(cell.column, cell.column, ">")
+            if cell.status == NO_RECIPE:
+                printed[cell.column] = cell.printed
+        if printed:
             lines.append({"model": row.row} | printed)
-    columns = [Column("model", "Model"), *(Column(head, head, ">") for head in heads)]
-    return ["Printed there, without a recipe here:", Table(columns, lines)] if lines else []
+    if not lines:
+        return []
+    return ["Printed there, without a recipe here:", Table(list(columns.values()), lines)]
 
 
 def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
@@ -190,18 +201,17 @@ def _other(runs: list[dict]) -> list[Table]:
         keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
         command = _OF_ONE_RUN.sub("", run.get("command") or "")
         command = _FILE_OF_A_RECIPE.sub(r"\1", command)
-        group = alike[(run["experiment"], command, *(str(run.get(key)) for key in keys))]
+        facts = map(str, selected(run, keys).values())
+        group = alike[(run["experiment"], command, *facts)]
         seeds = {None, *(run.get("seed") for run in group)} if group else {}
         (alike[(id(run),)] if run.get("seed") in seeds else group).append(run)
     tables: dict[tuple[str, ...], list[dict[str, Any]]] = defaultdict(list)
     for group in alike.values():
         first = group[0]
-        line = {
-            "run": first["name"]
-            if len(group) == 1
-            else f"{first['experiment']} ({len(group)} seeds)"
-        }
-        line["status"] = first.get("status")
+        name = first["name"]
+        if len(group) > 1:
+            name = f"{first['experiment']} ({len(group)} seeds)"
+        line = {"run": name, "status": first.get("status")}
         metrics = []
         for metric in SCORES:
             scores = [run["metrics"].get(metric) for run in group]
@@ -230,7 +240,8 @@ def _evidence(runs: list[dict]) -> str:
     for run in runs:
         metrics = run["metrics"]
         headline = run.get("headline") or ""
-        facts = {key: run.get(key) for key in FACTS if key != "seed"}
+        facts = selected(run, FACTS)
+        facts.pop("seed")
         facts["commit"] = re.sub(r"^(\w{10})\w+", r"\1", run.get("commit") or "")
         facts.update((run.get("generation") or {}) | (run.get("evaluation") or {}))
         facts["sacreBLEU"] = metrics.get("sacrebleu_signature")

@@ -13,6 +13,7 @@ from tqdm import tqdm
 
 from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
+from moa_fairseq.experiments.tables import values_of
 
 # What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.
 STATUSES = ("not run", "running", "OOM", "diverged")
@@ -143,21 +144,19 @@ def load_comparison(
         raise UserError(
             f"--results {results}: there is no folder {printed} with the papers' tables."
         )
-    papers = [
-        _read(path, "paper", "title", "citation", "tables")
-        for path in sorted(printed.glob("*.json"))
-    ]
+    papers = []
+    for path in sorted(printed.glob("*.json")):
+        papers.append(_read(path, "paper", "title", "citation", "tables"))
     if paper is not None:
-        check_choice("--paper", paper, [content["paper"] for content in papers])
+        check_choice("--paper", paper, values_of(papers, "paper"))
         papers = [content for content in papers if content["paper"] == paper]
-    runs = [_read_run(path) for path in run_files or sorted((results / "measured").glob("*.json"))]
+    runs = list(map(_read_run, run_files or sorted((results / "measured").glob("*.json"))))
     counted: list[tuple[Cell, tuple]] = []
     tables = []
     for content in papers:
-        about = {
-            key: content.get(key, content["paper"])
-            for key in ("paper", "name", "title", "citation")
-        }
+        about = {}
+        for key in ("paper", "name", "title", "citation"):
+            about[key] = content.get(key, content["paper"])
         for table in content["tables"]:
             rows = []
             for row in table["rows"]:

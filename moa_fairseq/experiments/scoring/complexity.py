@@ -39,6 +39,7 @@ from fairseq.modules import MultiheadAttention
 from torch import nn
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.published_cost import published_cost
 from moa_fairseq.experiments.tables import Column, Table
@@ -353,7 +354,7 @@ def run(args: argparse.Namespace) -> int:
         branch = branch_size(args.arch, args.vocab_size, args.embeddings, model_flags)
     if args.json:
         names = ("arch", "vocab_size", "src_len", "tgt_len", "embeddings")
-        report: dict[str, Any] = {name: getattr(args, name) for name in names}
+        report = selected(vars(args), names)
         report["model_flags"] = model_flags
         report.update(as_json(cost))
         if branch is not None:

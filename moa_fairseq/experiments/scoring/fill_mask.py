@@ -8,6 +8,7 @@ import json
 import sys
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
@@ -57,7 +58,7 @@ def run(args: argparse.Namespace) -> int:
     if not saved:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
-    before, after = (side.rstrip() for side in args.text.split("<mask>"))
+    before, after = map(str.rstrip, args.text.split("<mask>"))
     tokens = symbols_of([before, after], encoder, dictionary)
     if len(tokens) > (limit := model.max_positions()):
         raise UserError(
@@ -66,10 +67,14 @@ def run(args: argparse.Namespace) -> int:
     logits = model.eval()(tokens[None], masked_tokens=tokens[None].eq(task.mask_idx))[0][0]
     probabilities, order = logits.detach().float().softmax(-1).sort(descending=True)
     ranked = zip(map(dictionary.symbols.__getitem__, order), probabilities.tolist())
-    texts = [(encoder.decode([int(symbol)]), p) for symbol, p in ranked if symbol.isdigit()][
-        : args.top
-    ]
-    rows = [{"token": t, "probability": p, "text": (before + t + after).strip()} for t, p in texts]
+    rows: list[dict[str, Any]] = []
+    for symbol, probability in ranked:
+        if len(rows) == args.top:
+            break
+        if symbol.isdigit():
+            token = encoder.decode([int(symbol)])
+            text = (before + token + after).strip()
+            rows.append({"token": token, "probability": probability, "text": text})
     lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
     if sys.stdout is None:  # `>&-`
         raise UserError("Standard output is closed: redirect it with `> FILE`.")

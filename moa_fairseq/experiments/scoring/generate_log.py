@@ -127,19 +127,21 @@ def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
     recipe: Any
     recipe = read_yaml(file, remedy) if file.is_file() else {}
     check_kinds(recipe, {"data": MAPPING, "generate": MAPPING}, str(file), remedy)
-    data, generate = (recipe.get(section) or {} for section in ("data", "generate"))
+    data = recipe.get("data") or {}
+    generate = recipe.get("generate") or {}
     check_kinds(data, {"target": TEXT}, f"{file}: data", remedy)
     check_kinds(generate, {"subsets": LIST}, f"{file}: generate", remedy)
     language = data.get("target")
     if not path_given.is_dir():
         return path_given, language
     logs = sorted(folder.glob("generate-*.txt"))
-    first = [f"generate-{subset}.txt" for subset in (generate.get("subsets") or [])[:1]]
-    logs = [log for log in logs if log.name in first] or logs
     if not logs:
         raise UserError(
             f"{path} holds no generate-SUBSET.txt: run its generate stage, or name a log."
         )
+    for subset in (generate.get("subsets") or [])[:1]:
+        if (first := folder / f"generate-{subset}.txt") in logs:
+            return first, language
     return logs[0], language
 
 

@@ -55,10 +55,10 @@ class Masking:
             words: white-space words of the text.
             lines: its line ends, each counted as one more word, as in WikiText's own perplexities.
         """
-        means = {kind: self.nll[kind] / max(self.masked[kind], 1) for kind in (TEXT, LINE_END)}
-        return math.exp(
-            sum(mean * self.tokens[kind] for kind, mean in means.items()) / (words + lines)
-        )
+        total = 0.0
+        for kind in (TEXT, LINE_END):
+            total += self.nll[kind] / max(self.masked[kind], 1) * self.tokens[kind]
+        return math.exp(total / (words + lines))
 
 
 @torch.no_grad()
@@ -159,9 +159,9 @@ def score(
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
     values = {
-        "masked_lm_ppl": ([r.perplexity() for r in results], "all masked tokens"),
+        "masked_lm_ppl": (list(map(Masking.perplexity, results)), "all masked tokens"),
         "masked_lm_text_ppl": (
-            [r.text_perplexity() for r in results],
+            list(map(Masking.text_perplexity, results)),
             "masked tokens but <s>, </s>",
         ),
     }

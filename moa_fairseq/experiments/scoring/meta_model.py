@@ -174,9 +174,11 @@ def parse_training_flags(
             r"\(choose from (.{200}).*\)", r"(choose from \1 ...)", lines[-1].split("error: ")[-1]
         )
         _, _, unknown = reason.partition("unrecognized arguments: ")
-        words = (word for word in unknown.split() if word.startswith("--"))
-        hints = (did_you_mean(word, parser._option_string_actions) for word in words)
-        raise UserError(f"{refusal}: {reason}{''.join(hints)}") from error
+        hints = ""
+        for word in unknown.split():
+            if word.startswith("--"):
+                hints += did_you_mean(word, parser._option_string_actions)
+        raise UserError(f"{refusal}: {reason}{hints}") from error
     except (ValueError, KeyError, AssertionError) as error:  # fairseq's checks of flags
         raise UserError(f"{refusal}: {error}") from error
     finally:

@@ -95,7 +95,7 @@ from moa_fairseq.experiments.scoring.text_marks import (
     score_warnings,
     subword_kind,
 )
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, values_of
 from moa_fairseq.text.subwords import join_subwords
 
 _GERMAN = "does not name its language, so German is assumed: say --target-lang"
@@ -201,9 +201,10 @@ def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -
     meta["warnings"] += _form_warnings(texts, references, chains)
     words = [len(line.split()) for line in references if line.strip()]
     meta["without_spaces"] = lacks_spaces(meta.pop("known_lang"), sum(words), len(words))
-    by_words = [
-        name for name in chains if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]
-    ]
+    by_words = []
+    for name in chains:
+        if name != SACREBLEU or "tok:13a" in scores[KEYS[name]]["signature"]:
+            by_words.append(name)
     if meta["without_spaces"] and by_words:
         meta["warnings"].append(
             f"{', '.join(by_words)}: spaces do not part the words of the references, so n-grams of words say "
@@ -260,7 +261,7 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
     columns += [Column("p_seeds", "p, seeds", ".4f")]
     rows = [dict(row, interval=interval_of(row)) for row in content["metrics"]]
     print(Table(columns, rows).text())
-    print(*(row["signature"] for row in content["metrics"]), sep="\n")
+    print(*values_of(content["metrics"], "signature"), sep="\n")
     print(
         f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}"
     )
@@ -295,11 +296,9 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
             "--reference"
         )
     if skipped := log.ids[-1] + 1 - len(log.ids):
-        number = (
-            "1 sentence of the test set is"
-            if skipped == 1
-            else f"{skipped} sentences of the test set are"
-        )
+        number = "1 sentence of the test set is"
+        if skipped > 1:
+            number = f"{skipped} sentences of the test set are"
         problem = (
             f"{path}: {number} missing. fairseq leaves out "
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
@@ -342,7 +341,7 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
     hypotheses = texts[path]
     joining = args.remove_bpe or "none"
     for file, lines in texts.items():
-        if not any(line.strip() for line in lines):
+        if not "".join(lines).strip():
             raise UserError(f"{file} is empty: there is nothing to score.")
         if len(lines) != len(hypotheses):
             raise UserError(
@@ -354,7 +353,7 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
     references, reference_kinds = zip(*(_joined(texts[file], joining) for file in args.reference))
     meta: dict[str, Any] = {
         "input": str(path),
-        "references": [str(file) for file in args.reference],
+        "references": list(map(str, args.reference)),
         "lines": len(hypotheses),
         "subwords_joined": {"hypotheses": kind, "references": list(reference_kinds)},
         "target_lang": language or "de",

@@ -161,7 +161,7 @@ def approximate_randomisation(
     random = np.random.default_rng(seed)
 
     def difference(dealt: NDArray[np.float64]) -> float:
-        totals = [score(run) for run in dealt.sum(axis=1)]
+        totals = list(map(score, dealt.sum(axis=1)))
         return abs(float(np.mean(totals[:ours]) - np.mean(totals[ours:])))
 
     real = difference(pooled)

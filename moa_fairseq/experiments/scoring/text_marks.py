@@ -30,7 +30,7 @@ def lacks_spaces(lang: str | None, words: int, lines: int) -> bool:
 
 def subword_kind(lines: Sequence[str]) -> str:
     """The kind of subwords in `lines`: "subword_nmt", "sentencepiece" or "none"."""
-    if any(_SUBWORD.search(line) for line in lines):
+    if any(map(_SUBWORD.search, lines)):
         return "subword_nmt"
     # A stray ▁ is a character of the text: sentencepiece begins every line with one.
     marks = [line.lstrip().startswith(_PIECE) for line in lines if line.strip()]

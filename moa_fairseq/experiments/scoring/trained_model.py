@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 from fairseq import checkpoint_utils, utils
-from torch import nn
+from torch import Tensor, nn
 
 import moa_fairseq  # noqa: F401  (registers the models; makes fairseq load checkpoints safely)
 from moa_fairseq.errors import UserError
@@ -66,6 +66,16 @@ def load_masked_lm(checkpoint: Path, data: Path | None) -> tuple[Any, Any]:
             f"{checkpoint} is not a masked language model: it was trained for {type(task).__name__}."
         )
     return model, task
+
+
+def symbols_at(dictionary: Any, ids: Tensor) -> list[str]:
+    """The symbols of a sentence.
+
+    Args:
+        dictionary: the one that it was binarised with.
+        ids: [T].
+    """
+    return [dictionary[index] for index in ids.tolist()]
 
 
 def device_for(cpu: bool) -> torch.device:

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import is_number, saved_json
+from moa_fairseq.experiments.json_files import is_number, saved_json, selected
 from moa_fairseq.files import checksum
 
 OUTPUT = "zero_shot.json"
@@ -59,9 +59,7 @@ def result_of(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, An
                 scores[metric] = round(100 * value, 4)
     if not scores:
         return {}, {}
-    return scores, {
-        key: record.get(key) for key in ("lm_eval", "tokens_per_sample", "carried_chunks")
-    }
+    return scores, selected(record, ("lm_eval", "tokens_per_sample", "carried_chunks"))
 
 
 def result_in(folder: Path, checkpoint: Path) -> tuple[dict[str, float], dict[str, Any]]:

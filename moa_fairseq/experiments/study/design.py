@@ -7,6 +7,7 @@ import dataclasses
 import itertools
 import json
 import logging
+import math
 import shlex
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.make import changes
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
@@ -171,9 +173,9 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
             if dataclasses.is_dataclass(value):
                 yield from values(value, f"{key}.")
             elif field.name == "flags":
-                yield from (
-                    (f"{key}.{flag}", item) for flag, item in value.items() if item is not None
-                )
+                for flag, item in value.items():
+                    if item is not None:
+                        yield f"{key}.{flag}", item
             elif value != field.default:
                 yield key, value
 
@@ -229,7 +231,8 @@ def fitting_records(
             now = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
             recorded = _settings_in(record.get("command") or "")
         if differ := changes(_without_free(recorded), _without_free(now)):
-            reason = "; ".join(": ".join(change)[:200] for change in list(differ.items())[:5])
+            reasons = itertools.islice(map(": ".join, differ.items()), 5)
+            reason = "; ".join(text[:200] for text in reasons)
             unfit[location] = reason, remedy
         else:
             fitting[run.name] = record
@@ -286,7 +289,7 @@ def losses_of(
             elif pairs := pairs_of(record):
                 train, valid = np.transpose(sorted(pairs.values()))
                 losses[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
-    worst = max(itertools.chain(*(row.values() for row in losses.values())), default=float("nan"))
+    worst = max(itertools.chain(*map(dict.values, losses.values())), default=float("nan"))
     for run in diverged:
         losses[run.system][run.seed] = worst
     return losses
@@ -305,10 +308,15 @@ def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.flo
     Returns:
         The levels; none where no training loss lies between the lowest and the highest of every record.
     """
-    curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
-    trained = [[train for train, _ in pairs.values()] for pairs in curves if pairs]
-    lowest = max(map(min, trained), default=0.0)
-    highest = min([lowest + 1, *map(max, trained)])
+    lowest = 0.0
+    highest = math.inf
+    for record in records:
+        pairs = pairs_of(record)
+        if record["end"] != DIVERGED and pairs:
+            train, _ = zip(*pairs.values())
+            lowest = max(lowest, min(train))
+            highest = min(highest, max(train))
+    highest = min(highest, lowest + 1)
     if highest < lowest:
         return np.empty(0)
     return np.linspace(lowest, highest, study.levels)
@@ -325,7 +333,7 @@ def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
     """
     pairs = {}
     for row in record["curve"]:
-        updates, train, valid = (row.get(key) for key in ("updates", "train", "valid"))
+        updates, train, valid = selected(row, ("updates", "train", "valid")).values()
         if None not in (updates, train, valid):
             pairs[updates] = (train, valid)
     return pairs

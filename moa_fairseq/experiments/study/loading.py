@@ -70,13 +70,18 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         row = build(System, mapping, file, f"systems.{key}")
         rows[key] = dataclasses.replace(row, set=study.set | row.set)
     if tuning:
-        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
+        grids = {}
+        systems = {}
+        for key, row in rows.items():
+            grids[key] = _grid(key, row, tuning, file)
+            for name, (system, _) in grids[key].items():
+                systems[name] = system
         trial = dataclasses.replace(
             study,
             study=f"{study.study}_tuning",
             seeds=tuning.seeds,
             first_seed=tuning.first_seed,
-            systems={name: trial[0] for grid in grids.values() for name, trial in grid.items()},
+            systems=systems,
             contrasts={},
             stage="train",
         )
@@ -136,9 +141,9 @@ def _with_base(path: Path) -> dict[str, Any]:
         fail(str(path), "base", f"is {name}, which has a base itself, but a study has only one.")
     for key, value in below.items():
         above = mapping.get(key, value)
-        mapping[key] = (
-            value | above if isinstance(value, dict) and isinstance(above, dict) else above
-        )
+        if isinstance(value, dict) and isinstance(above, dict):
+            above = value | above
+        mapping[key] = above
     return mapping
 
 
@@ -154,12 +159,13 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
                 fail(file, key + name, f"must be between {low} and {high:,}, not {value}.")
     if study.stage not in STAGES:
         fail(file, "stage", f"{study.stage[:80]!r} is not one of {', '.join(STAGES)}.")
-    names = {"study": study.study} | {f"systems.{key}": key for key in study.systems}
-    if bad := next((key for key, name in names.items() if not _NAME.fullmatch(name)), None):
-        rule = (
-            "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
-        )
-        fail(file, bad, rule)
+    names = {"study": study.study}
+    for key in study.systems:
+        names[f"systems.{key}"] = key
+    for key, name in names.items():
+        if not _NAME.fullmatch(name):
+            rule = "must start with a letter or digit, and have at most 64 letters, digits, and ._+- only."
+            fail(file, key, rule)
     if not study.systems:
         fail(file, "systems", "is empty. Give at least one.")
     runs = {"seeds": study.seeds * len(study.systems)}
@@ -176,11 +182,8 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
             fail(file, "tuning.first_seed", f"is {tuning.first_seed}, which {rule}. {remedy}")
     for key, number in runs.items():
         if number > MOST_RUNS:
-            fail(
-                file,
-                key,
-                f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer.",
-            )
+            problem = f"makes {number:,} runs, but a study has at most {MOST_RUNS:,}. Give fewer."
+            fail(file, key, problem)
 
 
 def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
@@ -188,15 +191,15 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
     trials: Grid = {}
     for values in itertools.product(*tuning.grid.values()):
         point = dict(zip(tuning.grid, values))
-        texts = [(name.rpartition(".")[2], str(value)) for name, value in point.items()]
-        name = key + "".join(f" {_file_name(flag)}={_file_name(text)}" for flag, text in texts)
+        name = key
+        label = row.label
+        for path, value in point.items():
+            flag = path.rpartition(".")[2]
+            name += f" {_file_name(flag)}={_file_name(str(value))}"
+            label += f" {flag}={value}"
         if name in trials:
-            fail(
-                file,
-                "tuning.grid",
-                f"has {name.partition(' ')[2]} twice, so its runs would share a record.",
-            )
-        label = row.label + "".join(f" {flag}={text}" for flag, text in texts)
+            problem = f"has {name.partition(' ')[2]} twice, so its runs would share a record."
+            fail(file, "tuning.grid", problem)
         trials[name] = (
             dataclasses.replace(row, label=label, set=row.set | tuning.set | point),
             point,

@@ -25,6 +25,7 @@ from moa_fairseq.experiments.scoring.significance import (
 )
 from moa_fairseq.experiments.study.design import Study
 from moa_fairseq.experiments.study.report import difference_to_baseline
+from moa_fairseq.experiments.tables import values_of
 
 WIDTH = 5.6  # inches; at 400 pixels a text of 9 points has letters of 9 pixels
 SMALL = 9  # points
@@ -65,8 +66,9 @@ def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
     Returns:
         Name of a file without its ending → the picture.
     """
-    families = list(dict.fromkeys(row["family"] for row in content["systems"]))
-    looks = {family: ((GREY, *COLOURS)[n % 8], MARKERS[n % 8]) for n, family in enumerate(families)}
+    families = dict.fromkeys(values_of(content["systems"], "family"))
+    styles = itertools.cycle(zip((GREY, *COLOURS), MARKERS))
+    looks = dict(zip(families, styles))
     figures = {"branch": _loss_against_start(study, content, looks)}
     if len(content["systems"]) > 1:
         figures["differences"] = _differences(study, content, looks)
@@ -91,8 +93,12 @@ def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
     panel.grid(False, axis="y")
     panel.axvspan(-band, band, color="#eeeeee", zorder=0)
     panel.axvline(0, color=GREY, linewidth=0.8)
-    heights = [0.9 + row.label.count("\n") for row in rows]
-    places = [sum(heights[:number]) + height / 2 for number, height in enumerate(heights)]
+    places: list[float] = []
+    bottom = 0.0
+    for row in rows:
+        height = 0.9 + row.label.count("\n")
+        places.append(bottom + height / 2)
+        bottom += height
     for place, row in zip(places, rows):
         colour, marker = row.look
         panel.plot(row.dots, [place] * len(row.dots), ".", color=colour, alpha=0.4, markersize=5)
@@ -104,7 +110,7 @@ def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
             )
     panel.set_yticks(places, [row.label for row in rows], fontsize=SMALL)
     panel.tick_params(axis="y", length=0)
-    panel.set_ylim(sum(heights), 0)
+    panel.set_ylim(bottom, 0)
     panel.margins(x=0.06)
 
 
@@ -115,17 +121,16 @@ def title(figure: Figure, text: str) -> None:
 
 def verdict_key(figure: Figure, verdicts: Sequence[str]) -> None:
     """Explain the marks of verdicts below a picture."""
-    present = [verdict for verdict in VERDICTS if verdict in verdicts]
-    _key(figure, [(VERDICTS[verdict], verdict) for verdict in present])
+    _key(figure, [(VERDICTS[verdict], verdict) for verdict in VERDICTS if verdict in verdicts])
 
 
 def _key(figure: Figure, entries: Sequence[tuple[tuple[str, str], str]]) -> None:
     """Marks with their meaning below the picture, in as many columns as there is space for."""
-    handles = [
-        Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6)
-        for (colour, marker), _ in entries
-    ]
-    texts = [text for _, text in entries]
+    handles = []
+    texts = []
+    for (colour, marker), text in entries:
+        handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6))
+        texts.append(text)
     columns = max(1, min(len(texts), 84 // (max(map(len, texts)) + 7)))
     figure.legend(
         handles,
@@ -157,14 +162,15 @@ def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
     """Each contrast with its interval; colours and marks are verdicts."""
     rows = []
     for row in content["contrasts"]:
-        first, second = (study.systems[row[side]].label for side in ("first", "second"))
+        first = study.systems[row["first"]].label
+        second = study.systems[row["second"]].label
         label = f"{_wrapped(first)}\n{_wrapped(f'vs {second}')}"
         rows.append(Interval(label, VERDICTS[row["verdict"]], [], row))
     figure, panel = _figure(1.6 + height_of(rows))
     forest(panel, rows, study.margin)
     panel.set_xlabel("difference in validation loss (bits)\n← system better        system worse →")
     title(figure, study.question)
-    verdict_key(figure, [row["verdict"] for row in content["contrasts"]])
+    verdict_key(figure, values_of(content["contrasts"], "verdict"))
     return figure
 
 
@@ -183,7 +189,7 @@ def _differences(
         "difference in validation loss (bits)\n← better        worse →\ngrey: ± 2 SD of the reference's seeds"
     )
     title(figure, f"How does each system compare with “{base['label']}”?")
-    _key(figure, [(look, family) for family, look in looks.items()])
+    _key(figure, list(zip(looks.values(), looks)))
     return figure
 
 
@@ -197,14 +203,17 @@ def _points(
         looks: family → colour and marker.
         points: each has system, x, y, and low and high, if it has an interval.
     """
-    labels = {row["system"]: row["label"] for row in content["systems"]}
-    family = {row["system"]: row["family"] for row in content["systems"]}
-    entries = [(looks[family[system]], f"{system}: {label}") for system, label in labels.items()]
+    systems = {}
+    entries = []
+    for row in content["systems"]:
+        look = looks[row["family"]]
+        systems[row["system"]] = look
+        entries.append((look, f"{row['system']}: {row['label']}"))
     columns = max(1, 84 // (max(len(text) for _, text in entries) + 7))
     figure, panel = _figure(4.6 + 0.19 * math.ceil(len(entries) / columns))
     style(panel)
     for point in points:
-        colour, marker = looks[family[point["system"]]]
+        colour, marker = systems[point["system"]]
         panel.plot([point["x"]], [point["y"]], marker, color=colour, markersize=6)
         if "low" in point:
             panel.vlines(point["x"], point["low"], point["high"], color=colour, linewidth=1.2)
@@ -213,14 +222,14 @@ def _points(
 
 
 def _name_points(panel: Axes, points: Sequence[dict[str, Any]], lines: Sequence[Any] = ()) -> None:
-    bars = [
-        ((point["x"], point["low"]), (point["x"], point["high"]))
-        for point in points
-        if "low" in point
-    ]
-    label_points(
-        panel, [(point["x"], point["y"], point["system"]) for point in points], [*bars, *lines]
-    )
+    names = []
+    bars = []
+    for point in points:
+        x = point["x"]
+        names.append((x, point["y"], point["system"]))
+        if "low" in point:
+            bars.append(((x, point["low"]), (x, point["high"])))
+    label_points(panel, names, [*bars, *lines])
 
 
 def _loss_against_start(
@@ -233,11 +242,8 @@ def _loss_against_start(
         ratio = row["branch"] / base["branch"] if base["branch"] else math.nan
         point = {"system": row["system"], "x": ratio, "y": row["loss"]}
         if row["deviation"] is not None:
-            half = (
-                float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1))
-                * row["deviation"]
-                / math.sqrt(row["n"])
-            )
+            t = float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1))
+            half = t * row["deviation"] / math.sqrt(row["n"])
             point.update(low=row["loss"] - half, high=row["loss"] + half)
         points.append(point)
     figure, panel = _points(content, looks, points)
@@ -262,14 +268,16 @@ def _loss_against_cache(
     """The difference to the first system against bytes of cache, and a line along the Pareto front."""
     base = content["systems"][0]
     points = []
+    front = []
     for row in content["cache"]:
-        point = {"system": row["system"], "x": row["cache_bytes"], "y": row["loss"] - base["loss"]}
+        difference = row["loss"] - base["loss"]
+        point = {"system": row["system"], "x": row["cache_bytes"], "y": difference}
         if "low" in row:
             point.update(low=row["low"], high=row["high"])
         points.append(point)
+        if row["is_pareto_optimal"]:
+            front.append((row["cache_bytes"], difference))
     figure, panel = _points(content, looks, points)
-    optimal = [row for row in content["cache"] if row["is_pareto_optimal"]]
-    front = [(row["cache_bytes"], row["loss"] - base["loss"]) for row in optimal]
     panel.step(*zip(*front), where="post", color=GREY, linewidth=0.8, zorder=0)
     lines = []
     for (left_edge, above), (right, below) in itertools.pairwise(front):

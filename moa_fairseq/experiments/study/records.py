@@ -73,7 +73,10 @@ def records_of(folder: Path) -> dict[tuple[str, int], Record]:
     with contextlib.suppress(FileNotFoundError):
         for number, content in read_json_lines(path, REMEDY).items():
             packed.append(_checked(content, f"{path}, line {number}"))
-    return {(each.content["system"], each.content["seed"]): each for each in (*packed, *single)}
+    records = {}
+    for record in (*packed, *single):
+        records[record.content["system"], record.content["seed"]] = record
+    return records
 
 
 def append_record(folder: Path, content: dict[str, Any]) -> None:
@@ -161,9 +164,8 @@ def pack_study(folder: Path) -> tuple[int, int]:
     if outputs:
         pack(folder / ARCHIVE, texts)
         with atomic_write(folder / CHECKSUMS) as stream:
-            stream.writelines(
-                f"{hashlib.sha256(texts[name]).hexdigest()}  {name}\n" for name in sorted(texts)
-            )
+            for name in sorted(texts):
+                stream.write(f"{hashlib.sha256(texts[name]).hexdigest()}  {name}\n")
         for path in outputs:
             path.unlink()
         if not any((folder / SINGLE_OUTPUTS).iterdir()):
@@ -173,7 +175,9 @@ def pack_study(folder: Path) -> tuple[int, int]:
 
 def _single_records(folder: Path) -> list[Record]:
     records = []
-    for path in sorted(path for path in folder.glob("*.json") if _SINGLE.fullmatch(path.name)):
+    for path in sorted(folder.glob("*.json")):
+        if not _SINGLE.fullmatch(path.name):
+            continue
         refuse_link_out(path, folder)
         with contextlib.suppress(FileNotFoundError):  # packed in the meantime
             records.append(_checked(read_json(path, REMEDY), str(path)))
@@ -186,7 +190,7 @@ def _checked(content: Any, where: str) -> Record:
         content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve")
     )
     # null if the training ended too early for them
-    if missing := [key for key in ("parameters", "tokens_per_second") if key not in content]:
+    if missing := sorted({"parameters", "tokens_per_second"} - content.keys()):
         raise UserError(f"{where} lacks {', '.join(missing)}. {REMEDY}")
     if content["end"] not in (FINISHED, DIVERGED):
         raise UserError(
@@ -200,7 +204,7 @@ def _checked(content: Any, where: str) -> Record:
 
 
 def _single_outputs(folder: Path) -> list[Path]:
-    files = sorted(path for path in (folder / SINGLE_OUTPUTS).glob("*.txt") if path.is_file())
+    files = sorted(filter(Path.is_file, (folder / SINGLE_OUTPUTS).glob("*.txt")))
     for path in files:
         refuse_link_out(path, folder)
     return files

@@ -14,7 +14,14 @@ import numpy as np
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
+from moa_fairseq.experiments.json_files import (
+    MAPPING,
+    NUMBER,
+    TEXT,
+    check_kinds,
+    read_json,
+    selected,
+)
 from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against
 from moa_fairseq.experiments.scoring.branch import branch_size
@@ -31,6 +38,7 @@ from moa_fairseq.experiments.study.design import (
     pairs_of,
 )
 from moa_fairseq.experiments.study.records import DIVERGED, outputs_of
+from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
@@ -110,7 +118,7 @@ def _systems(
         row = {"system": name, "label": system.label, "family": system.family, "n": len(rows)}
         row["loss"] = float(np.mean(bits))
         row["deviation"] = float(np.std(bits, ddof=1)) if len(rows) > 1 else None
-        row["diverged"] = sum(record["end"] == DIVERGED for record in rows)
+        row["diverged"] = values_of(rows, "end").count(DIVERGED)
         row["parameters"] = rows[0]["parameters"]
         row.update(_attention(of_system[0]))
         row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
@@ -136,7 +144,7 @@ def _at_equal_training_loss(
     study: Study, runs: list[Run], records: dict[str, dict[str, Any]], systems: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
     """The contrasts of systems with equal dropout, at training losses that all of their runs have."""
-    dropout = {row["system"]: row["dropout"] for row in systems}
+    dropout = dict(zip(values_of(systems, "system"), values_of(systems, "dropout")))
     losses = {}
     for name, contrast in study.contrasts.items():
         if dropout[contrast.first] != dropout[contrast.second]:
@@ -172,8 +180,11 @@ def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]
     The median, because some runs share the machine with other work.
     """
     base = {row["seed"]: row["tokens_per_second"] for row in all_rows if row["system"] == first}
-    pairs = [(row["tokens_per_second"], base.get(row["seed"])) for row in rows]
-    ratios = [speed / base_speed for speed, base_speed in pairs if speed and base_speed]
+    ratios = []
+    for row in rows:
+        base_speed = base.get(row["seed"])
+        if row["tokens_per_second"] and base_speed:
+            ratios.append(row["tokens_per_second"] / base_speed)
     return float(np.median(ratios)) if ratios else None
 
 
@@ -199,10 +210,9 @@ def _contrasts(
     for name, of_system in losses.items():
         first = of_system[study.contrasts[name].first]
         second = of_system[study.contrasts[name].second]
-        if len(seeds := first.keys() & second.keys()) > 1:
-            judged[name] = paired(
-                [first[seed] - second[seed] for seed in sorted(seeds)], study.margin
-            )
+        differences = _by_seed(first, second)
+        if len(differences) > 1:
+            judged[name] = paired(differences, study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
     p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
     rows = []
@@ -214,12 +224,16 @@ def _contrasts(
     return rows
 
 
+def _by_seed(first: dict[int, float], second: dict[int, float]) -> list[float]:
+    """First minus second, of the seeds that both have."""
+    return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
+
+
 def difference_to_baseline(
     row: dict[str, Any], base: dict[str, Any], margin: float
 ) -> tuple[list[float], dict[str, Any] | None]:
     """A system's differences to the first one, a seed each, and what `paired` says of two or more."""
-    seeds = row["by_seed"].keys() & base["by_seed"].keys()
-    differences = [row["by_seed"][seed] - base["by_seed"][seed] for seed in seeds]
+    differences = _by_seed(row["by_seed"], base["by_seed"])
     if len(differences) > 1:
         return differences, paired(differences, margin)._asdict()
     return differences, None
@@ -232,7 +246,7 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
     is not float32 on a CPU, and texts at a time → seconds a token ÷ those of the first system.
     """
     base = systems[0]
-    names = [row["system"] for row in systems]
+    names = values_of(systems, "system")
     kinds = {"device": TEXT, "dtype": TEXT, "seconds_per_token": MAPPING}
     remedy = "Run benchmarks/decoding.py again, or remove the file."
     measured = {}
@@ -245,15 +259,15 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
         for texts, seconds in content["seconds_per_token"].items():
             location = f"{path}: seconds_per_token.{texts[:20]}"
             check_kinds(seconds, dict.fromkeys(names, NUMBER), location, remedy, required=names)
-            if wrong := next((name for name in names if seconds[name] <= 0), None):
-                raise UserError(
-                    f"{location}: {wrong} must be above 0, not {seconds[wrong]}. {remedy}"
-                )
+            for name in names:
+                if seconds[name] <= 0:
+                    problem = f"{name} must be above 0, not {seconds[name]}"
+                    raise UserError(f"{location}: {problem}. {remedy}")
             measured[f"{device}, {texts}"] = seconds
     rows = []
     least = math.inf
     for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
-        line = {key: row[key] for key in ("system", "cache_bytes", "loss")}
+        line = selected(row, ("system", "cache_bytes", "loss"))
         line["is_pareto_optimal"] = row["loss"] < least
         least = min(least, row["loss"])
         if row is not base:
@@ -292,10 +306,10 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
         second = texts[contrast.second]
         if seeds := sorted(first.keys() & second.keys()):
             log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
-            metrics = against([first[seed] for seed in seeds], [second[seed] for seed in seeds])[
-                "metrics"
-            ]
-            rows += [{"contrast": name, "n": len(seeds)} | row for row in metrics]
+            ours = [first[seed] for seed in seeds]
+            theirs = [second[seed] for seed in seeds]
+            for row in against(ours, theirs)["metrics"]:
+                rows.append({"contrast": name, "n": len(seeds)} | row)
     rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
         judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}

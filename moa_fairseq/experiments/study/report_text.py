@@ -103,7 +103,7 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
         if rows := content.get(key):
             lines = []
             for row in rows:
-                names = {side: labels[row[side]] for side in ("first", "second")}
+                names = {"first": labels[row["first"]], "second": labels[row["second"]]}
                 lines.append(dict(row, interval=interval_of(row, 4)) | names)
             blocks += [
                 HEADINGS[key],
@@ -113,12 +113,10 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
     if rows := content.get("cache"):
         lines = []
         for row in rows:
-            line = dict(
-                row,
-                label=labels[row["system"]],
-                interval=interval_of(row, 4),
-            )
-            ratios = [f"{ratio:.2f} ({condition})" for condition, ratio in row["decoding"].items()]
+            line = dict(row, label=labels[row["system"]], interval=interval_of(row, 4))
+            ratios = []
+            for condition, ratio in row["decoding"].items():
+                ratios.append(f"{ratio:.2f} ({condition})")
             line["decoding"] = "; ".join(ratios)
             line["pareto"] = "yes" if row["is_pareto_optimal"] else ""
             lines.append(line)

@@ -16,7 +16,7 @@ from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.unknown import count_symbols
-from moa_fairseq.experiments.json_files import saved_json
+from moa_fairseq.experiments.json_files import saved_json, selected
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.provenance import commit
 from moa_fairseq.experiments.recipes.batch import fit
@@ -93,25 +93,25 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     found before the first is trained.
     """
     prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
-    binarised = (
-        place.data
-        if place.data and is_binarised(place.data)
-        else prepared and prepared / "binarised"
-    )
+    binarised = prepared and prepared / "binarised"
+    if place.data and is_binarised(place.data):
+        binarised = place.data
     if prepared and (prepared / "manifest.json").is_file():
         _check_values(runs, place, prepared)
     records = fitting_records(place.study, runs, strict=True)
-    started = [(run, records.get(run.name) or place.trained(run)) for run in runs]
-    finished = [(run, made_by) for run, made_by in started if made_by is not None]
+    finished = []
+    for run in runs:
+        made_by = records.get(run.name) or place.trained(run)
+        if made_by is not None:
+            finished.append((run, made_by))
     now = commit()
     digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
     for run, made_by in finished:
         _check_commit(run, made_by, place, now)
         _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
-    elsewhere = _made_elsewhere(
-        [(run, made) for run, made in finished if run.block in incomplete], place
-    )
+    incomplete_runs = [(run, made) for run, made in finished if run.block in incomplete]
+    elsewhere = _made_elsewhere(incomplete_runs, place)
     remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in remaining}.values():
         try:
@@ -125,7 +125,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
 
 def _made_by(made: dict[str, Any]) -> dict[str, Any]:
     """The part of a record that says what made the run, as of `maker`."""
-    record = {key: made.get(key) for key in ("precision", "data", "versions", "commit", "date")}
+    record = selected(made, ("precision", "data", "versions", "commit", "date"))
     if made.get("hardware"):
         record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
     return {key: value for key, value in record.items() if value is not None}
@@ -245,7 +245,7 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
         before = {key: record.get(key, current[key]) for key in current}
         if before != current:
             elsewhere.add(run.block)
-            words = [", ".join(values.values()) for values in (before, current)]
+            words = (", ".join(before.values()), ", ".join(current.values()))
             log.warning(
                 "seed %d %s was started on %s and is not continued on %s", *run.block, *words
             )
@@ -298,18 +298,17 @@ def _carry_out(run: Run, place: Place) -> None:
     record: dict[str, Any] = {"study": place.study.study, "system": run.system, "seed": run.seed}
     record["settings"] = settings
     record["end"] = DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED
-    record["metrics"] = (
-        {scores["subset"]: scores["metrics"]} | scores["other_subsets"] if scores else {}
-    )
+    record["metrics"] = {}
+    if scores:
+        record["metrics"] = {scores["subset"]: scores["metrics"]} | scores["other_subsets"]
     record["curve"] = curve
-    record["parameters"] = (read_step_records(folder).get("train", {}).get("facts") or {}).get(
-        "parameters"
-    )
+    training = read_step_records(folder).get("train", {}).get("facts") or {}
+    record["parameters"] = training.get("parameters")
     record.update(summarise(folder / "train.jsonl"))
     record.update(made_by)
     if data:
         record["unknown"] = _unknown(run, data)
-    record["command"] = to_shell([_without_machine(word) for word in command], environment)
+    record["command"] = to_shell(list(map(_without_machine, command)), environment)
     append_record(run.records, record)
 
 
@@ -330,7 +329,7 @@ def _without_machine(word: str) -> str:
 def _unknown(run: Run, data: Path) -> float:
     """The share of <unk> in the validation text of the losses."""
     section = run.load().data
-    languages = tuple(language for language in (section.source, section.target) if language)
+    languages = tuple(filter(None, (section.source, section.target)))
     *_, target = count_symbols(data, languages, ["valid"]).values()
     return round(target.share, 6)
 
@@ -347,7 +346,9 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
             row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
             if train:
                 row["train"] = round(sum(train) / len(train), 4)
-            rows = [*(r for r in rows if r["updates"] < row["updates"]), row]
+            while rows and rows[-1]["updates"] >= row["updates"]:
+                rows.pop()
+            rows.append(row)
             train = []
         elif "num_updates" in record and (loss := finite(record.get(name))) is not None:
             train.append(loss)

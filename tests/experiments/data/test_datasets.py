@@ -16,8 +16,8 @@ from moa_fairseq.experiments.data.manifest import read_manifest, summary
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.text.steps import STEPS
 
 

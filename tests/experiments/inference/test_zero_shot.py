@@ -21,8 +21,8 @@ from moa_fairseq.experiments.data.prepare import Preparation
 from moa_fairseq.experiments.inference import text_model, zero_shot
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.process import Executor
 
 lm_eval = pytest.importorskip(

@@ -11,8 +11,8 @@ import yaml
 from moa_fairseq.cli import Console, reporting_to
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.steps import Options
 
 SMALL = {
     "experiment": "small",

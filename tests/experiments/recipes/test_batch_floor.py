@@ -12,9 +12,9 @@ from moa_fairseq.experiments.recipes import batch as batch_module
 from moa_fairseq.experiments.recipes.batch import fit, plan_batch
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, find_world
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Train
-from moa_fairseq.experiments.recipes.steps import Options
 
 
 def gpus(count):

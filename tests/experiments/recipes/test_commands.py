@@ -21,9 +21,9 @@ from moa_fairseq.experiments.recipes.hardware import (
 )
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.prepare_stage import show_of_corpus
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.schema import Model, Train
-from moa_fairseq.experiments.recipes.steps import Options
 
 CPU = Hardware()
 AMX = Hardware(bfloat16_units=True)

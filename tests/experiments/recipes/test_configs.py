@@ -23,8 +23,8 @@ from moa_fairseq.experiments.recipes.loading import (
     row_overrides,
     shipped_recipes,
 )
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.zero_shot import RESULT_TASKS
 

@@ -17,8 +17,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_to_resume, prepared_data
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.recipes.train_log import read_records
 
 pytestmark = pytest.mark.usefixtures("forked_commands")

@@ -11,8 +11,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.checkpoints import check_pretrained, finetuned, prepared_data
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.steps import Options
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 

@@ -29,9 +29,9 @@ from moa_fairseq.experiments.recipes.planner import (
     plan,
     workload,
 )
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.speeds import nearest_speed, read_speeds
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.process import flags
 

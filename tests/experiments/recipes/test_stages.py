@@ -24,10 +24,10 @@ from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes import checkpoints, command, running
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.scores import headline_of
 from moa_fairseq.experiments.recipes.speeds import read_speeds
-from moa_fairseq.experiments.recipes.steps import Options
 from moa_fairseq.files import checksum
 from moa_fairseq.process import Executor
 

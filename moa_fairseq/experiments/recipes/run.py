@@ -1,0 +1,108 @@
+"""A recipe with the devices, the folder and the options of its run."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import moa_fairseq
+from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.recipes.checkpoints import pretrained_checkpoint
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.process import flags, positional
+
+UNKNOWN = Prepared(Path(), {}, "")  # before the prepare stage
+
+
+@dataclasses.dataclass(frozen=True)
+class Options:
+    """The command line's settings outside the recipe.
+
+    Args:
+        stage: the requested stage, or "all".
+        data: the user's folder of raw or binarised text.
+        save_dir: the run folder, if it is not runs/<experiment>.
+        restart: whether the run folder is moved aside first.
+        record: a further file for the result, or for the speed of a training.
+        command_line: for result.json.
+        preparation: the command line that makes only the data.
+        user_dir: the user's own plugin, which imports this package.
+        data_root: the folder of data sets.
+        published: the recipe without any --set, which may reproduce a row of a paper.
+        training: fairseq's parsed flags of the training, for a look at its schedule.
+    """
+
+    stage: str = "all"
+    data: Path | None = None
+    save_dir: Path | None = None
+    restart: bool = False
+    record: Path | None = None
+    command_line: str = ""
+    preparation: str = ""
+    user_dir: Path | None = None
+    data_root: Path = Path("data")
+    published: Recipe | None = None
+    training: Any = None
+
+    def includes_stage(self, stage: str) -> bool:
+        """True if --stage includes this stage."""
+        return self.stage in (stage, "all")
+
+
+@dataclasses.dataclass(frozen=True)
+class Run:
+    """One recipe in one run folder.
+
+    Args:
+        recipe: the experiment.
+        hardware: devices that can share its updates.
+        folder: the run folder.
+        options: the command line's other settings.
+        prepared: its binarised data.
+    """
+
+    recipe: Recipe
+    hardware: Hardware
+    folder: Path
+    options: Options
+    prepared: Prepared = UNKNOWN
+
+    @property
+    def checkpoints(self) -> Path:
+        """fairseq's --save-dir."""
+        return self.folder / "checkpoints"
+
+    @property
+    def model(self) -> Path:
+        """The checkpoint to evaluate."""
+        if self.recipe.pretrained and self.recipe.finetune == "noft":
+            return pretrained_checkpoint(self.recipe.pretrained)
+        if self.recipe.average:
+            return self.folder / "average.pt"
+        return self.checkpoints / "checkpoint_best.pt"
+
+    @property
+    def conditions(self) -> dict[str, Any]:
+        """Provenance of every step in addition to commit and versions."""
+        return {"hardware": self.hardware.describe(), "command": self.options.command_line}
+
+    def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
+        """A fairseq program on the data, with the plugin, the task, its languages and the given flags.
+
+        Args:
+            program: its name, such as "fairseq-train".
+            values: flag → value: None and False leave a flag out, True gives it without a value.
+
+        Raises:
+            UserError: for a value that looks like a flag.
+        """
+        line: dict[str, Any] = {
+            "user-dir": str(self.options.user_dir or Path(moa_fairseq.__file__).parent)
+        }
+        line.update(self.recipe.task_flags)
+        line.update(values)
+        line["cpu"] = not self.hardware.gpus
+        return [program, positional(self.prepared.folder), *flags(line)]
