@@ -123,14 +123,14 @@ MEASURES = (
     ("cpu", "the same, " + " / ".join(_MIXED), "attention", _smallest_share(_MIXED)),
     (
         "cpu",
-        "share of the GEMM rate ÷ that of fairseq's dense attention, " + " / ".join(_SIZES),
+        "share of the GEMM rate ÷ that of fairseq's dense attention",
         "attention",
         _share_over_dense(_SIZES),
     ),
     *(
         (
             "cpu",
-            f"time of forward + backward ÷ dense attention of equal MACs, {dtype}, {' / '.join(_SIZES)}",
+            f"time of forward + backward ÷ dense attention of equal MACs, {dtype}",
             benchmark,
             _ratios("time_over_dense", _SIZES),
         )
@@ -183,7 +183,7 @@ MEASURES = (
     ),
     (
         "cuda",
-        "the same with the host's share (eager), " + " / ".join(_SIZES),
+        "the same with the host's share (eager)",
         "attention",
         _ratios("time_over_dense", _SIZES),
     ),
@@ -271,30 +271,6 @@ def table() -> list[str]:
     return lines
 
 
-_WAYS = ("growing", "static", "compiled")
-
-
-def decoding_steps() -> list[str]:
-    """What benchmarks/decoding_step.py counted, as Markdown lines."""
-    path = RESULTS / "decoding_step-cpu.json"
-    if not path.exists():
-        return []
-    found = json.loads(path.read_text(encoding="utf-8"))
-    calls = found["python_calls"]
-    lines = [
-        f"Python calls of one decoding step of a Llama of {found['layers']} layers with each attention: the "
-        "cache grows, or has one size, or the whole decoder is compiled. MoA, settings: with rotary "
-        "settings, norms and windows.",
-        "",
-        "| attention | growing | one size | compiled |",
-        "| --- | --- | --- | --- |",
-    ]
-    for name in dict.fromkeys(key.rpartition(", ")[0] for key in calls):
-        cells = [calls.get(f"{name}, {way}", NOT_RUN) for way in _WAYS]
-        lines.append(f"| {name} | {' | '.join(map(str, cells))} |")
-    return [*lines, ""]
-
-
 def document() -> str:
     """results/benchmarks/README.md: what is written by hand above the heading, and all measurements."""
     by_hand = (RESULTS / "README.md").read_text(encoding="utf-8").partition(HEADING)[0]
@@ -304,12 +280,13 @@ def document() -> str:
         "",
         "`python benchmarks/summary.py` writes this from the JSON files here. Each ratio is that of two",
         "measurements in one run. A range covers the batch shapes, or the sizes of MoA, that the file lists.",
-        "The last column was measured on an EPYC of family 26. Each file names its machine, command,",
-        "threads, precision, versions and date. [launches.json](launches.json) counts kernels of a layer.",
+        f"Sizes of MoA are {' / '.join(_SIZES)} unless they are named. The last column was measured on an",
+        "EPYC of family 26. Each file names its machine, command, threads, precision, versions and date.",
+        "[launches.json](launches.json) counts kernels of a layer, and",
+        "[decoding_step-cpu.json](decoding_step-cpu.json) Python calls of a decoding step.",
         "",
         *table(),
         "",
-        *decoding_steps(),
         *pictures,
         "",
     ]

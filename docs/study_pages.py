@@ -194,15 +194,12 @@ def set_up(name: str) -> str:
     rows = [
         [
             "Systems",
-            f"{len(recipes)}, of {_range([f'{size / 1e6:.2f}' for size in sizes])} million parameters",
+            f"{len(recipes)}, of {_range([f'{size / 1e6:.2f}' for size in sizes])} million parameters, "
+            f"with {report['runs'] // len(recipes)} seeds each",
         ],
         ["Data", _text([f"`{recipe.data.recipe}`" for recipe in recipes.values()])],
         ["Budget of a run", _text([_budget(recipe) for recipe in recipes.values()])],
         ["Learning rate", _rates(study, recipes)],
-        [
-            "Seeds",
-            f"{report['runs'] // len(recipes)} of {report['planned'] // len(recipes)} planned",
-        ],
     ]
     return grid(["", ""], rows)
 

@@ -1,6 +1,6 @@
 """Parameters of MoH's models outside of fairseq, in millions, and those that the paper prints; Markdown.
 
-    python benchmarks/integrations/parameters.py > results/benchmarks/moh-parameters.md
+    python benchmarks/integrations/parameters.py > results/tables/moh-parameters.md
 
 Needs timm and transformers (bash scripts/setup.sh --integrations). No weights are made.
 """

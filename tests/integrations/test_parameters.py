@@ -20,7 +20,7 @@ def test_the_page_has_todays_counts(monkeypatch):
     monkeypatch.syspath_prepend(str(ROOT / "benchmarks" / "integrations"))
     import parameters
 
-    recorded = ROOT / "results" / "benchmarks" / "moh-parameters.md"
+    recorded = ROOT / "results" / "tables" / "moh-parameters.md"
     assert parameters.page() + "\n" == recorded.read_text(encoding="utf-8")
     for name, counted, printed in parameters.rows():
         if printed is not None:

@@ -33,7 +33,6 @@ CONTRAST_COLUMNS = (
 )
 CACHE_COLUMNS = (
     Column("system", ""),
-    Column("label", "system"),
     Column("cache_bytes", "cache, bytes", ","),
     Column("loss", "bits", ".4f"),
     Column("mean", "difference", "+.4f"),
@@ -113,7 +112,7 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
     if rows := content.get("cache"):
         lines = []
         for row in rows:
-            line = dict(row, label=labels[row["system"]], interval=interval_of(row, 4))
+            line = dict(row, interval=interval_of(row, 4))
             ratios = []
             for condition, ratio in row["decoding"].items():
                 ratios.append(f"{ratio:.2f} ({condition})")
