@@ -218,10 +218,14 @@ class Dataset:
                     out[split].append(part._replace(members=members))
         return out
 
-    def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
-        """The public files that its parts are taken from, in order, without repetitions."""
-        names = dict.fromkeys(part.source for part in _flat(self.parts(languages)))
-        return [public_files()[name] for name in names if name]
+    def files(self) -> list[PublicFile]:
+        """The public files that its parts are taken from in any of its languages, without repetitions."""
+        names: dict[str, None] = {}
+        for language in self.languages or ("",):
+            for part in _flat(self.parts((language,) if language else ())):
+                if part.source:
+                    names[part.source] = None
+        return [public_files()[name] for name in names]
 
     @property
     def subsets(self) -> list[str]:

@@ -253,7 +253,7 @@ def before_download(
         "including downloads"
     )
     present = _size_of(root.rglob("*"))
-    present += _size_of(downloads / file.name for file in dataset.files(dataset.languages))
+    present += _size_of(downloads / file.name for file in dataset.files())
     _check_disk(dataset.name, ((downloads, size), (root, max(needed - size - present, 0))))
 
 

@@ -226,6 +226,15 @@ def test_a_full_disk_is_noticed_before_the_download(enwik8, monkeypatch):
     assert len(enwik8.said) == 1
 
 
+@pytest.mark.parametrize("name", [name for name in datasets() if datasets()[name].files()])
+def test_every_data_set_can_say_what_a_download_needs(name, tmp_path, monkeypatch):
+    """Also those of three languages."""
+    dataset = datasets()[name]
+    room = int(dataset.disk * 1e9) + sum(file.bytes for file in dataset.files())
+    monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(2 * room, 0, 2 * room))
+    before_download(dataset, tmp_path / "out", tmp_path / "downloads", dataset.files())
+
+
 def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
     monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(10**9, 0, 300_000_000))
     dataset = datasets()["enwik8"]
