@@ -218,10 +218,14 @@ class Dataset:
                     out[split].append(part._replace(members=members))
         return out
 
-    def files(self) -> list[PublicFile]:
-        """The public files that its parts are taken from in any of its languages, without repetitions."""
+    def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
+        """The public files that its parts are taken from, without repetitions.
+
+        Args:
+            languages: of the texts; (): all that the data set has.
+        """
         names: dict[str, None] = {}
-        for language in self.languages or ("",):
+        for language in languages or self.languages or ("",):
             for part in _flat(self.parts((language,) if language else ())):
                 if part.source:
                     names[part.source] = None
