@@ -12,7 +12,8 @@ from typing import Any
 
 from _bench import RESULTS
 
-from moa_fairseq.files import atomic_write, use_utf8
+from moa_fairseq.files import atomic_write
+from moa_fairseq.utf8 import use_utf8
 
 Found = dict[str, Any] | None
 NOT_RUN = "not run"

@@ -1,21 +1,17 @@
 """Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
 
-import codecs
 import contextlib
 import errno
 import fcntl
 import glob
 import hashlib
-import io
-import locale
 import os
 import shutil
 import stat
-import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 
 from moa_fairseq.errors import UserError
 
@@ -27,9 +23,8 @@ NOT_WRITABLE = (
 )
 
 _LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
-_LOCK_TRIES = (
-    100  # of new files, each with a name of its own, that another process would have to lock first
-)
+# Of new files, each with a name of its own, that another process would have to lock first
+_LOCK_TRIES = 100
 
 _IRREGULAR = {
     stat.S_IFDIR: "a folder",
@@ -72,22 +67,14 @@ def atomic_write(
         raise UserError(
             f"Cannot write {path}: it exists and is not an ordinary file. Choose another name."
         )
-    if "b" in mode:
-        encoding = None
-        newline = None
-    else:
-        encoding = "utf-8"
-        newline = "\n"
+    options: dict[str, Any] = {"encoding": "utf-8", "newline": "\n"} if mode == "w" else {}
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        lock = -1
         if temporary is None:
             remove_leftovers(path.parent, f".{glob.escape(path.name)}.????????.tmp")
         for _ in range(_LOCK_TRIES):
             if temporary is None:
-                handle, written = tempfile.mkstemp(
-                    prefix=f".{path.name}.", suffix=".tmp", dir=path.parent
-                )
+                handle, written = tempfile.mkstemp(".tmp", f".{path.name}.", path.parent)
             else:
                 written = str(temporary)
                 with contextlib.suppress(FileNotFoundError):
@@ -104,7 +91,7 @@ def atomic_write(
     except OSError as error:  # any: what is none of the user's stays as it is
         raise as_user_error(error, path) from error
     try:
-        with os.fdopen(handle, mode, encoding=encoding, newline=newline) as stream:
+        with os.fdopen(handle, mode, **options) as stream:
             yield stream
             stream.flush()
             os.fsync(stream.fileno())
@@ -305,9 +292,8 @@ def sync_folder(folder: Path) -> None:
             os.fsync(handle)
         finally:
             os.close(handle)
-    except (
-        OSError
-    ) as error:  # some file systems cannot, and some folders may be written and not read
+    # Some file systems cannot, and some folders may be written and not read
+    except OSError as error:
         if error.errno in (errno.EIO, *DISK_FULL):
             raise
 
@@ -354,32 +340,6 @@ def disk_errors(folder: Path) -> Iterator[None]:
         yield
     except OSError as error:  # any: what is none of the user's stays as it is
         raise as_user_error(error, folder) from error
-
-
-def utf8_environment() -> dict[str, str]:
-    """The environment of a Python that reads and writes UTF-8 whatever the locale says, and its children."""
-    environment = os.environ | {"PYTHONUTF8": "1"}
-    environment.pop("PYTHONIOENCODING", None)
-    return environment
-
-
-def use_utf8() -> None:
-    """Begin this program anew in Python's UTF-8 mode, unless it is in it or the locale's encoding is UTF-8.
-
-    Python takes the names of files and the standard streams in the locale's encoding, and so do its children
-    and libraries. To be called first of all: what was done before is done again.
-    """
-    standard = (sys.stdin, sys.stdout, sys.stderr)  # None where it is closed
-    streams = [stream for stream in standard if isinstance(stream, io.TextIOWrapper)]
-    encodings = {stream.encoding for stream in streams}
-    encodings |= {sys.getfilesystemencoding(), locale.getpreferredencoding(False)}
-    if {codecs.lookup(encoding).name for encoding in encodings} == {"utf-8"}:
-        return
-    environment = utf8_environment()
-    if environment != os.environ:
-        os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    for stream in streams:  # of a Python that ignores its environment (-E, -I)
-        stream.reconfigure(encoding="utf-8")
 
 
 def checksum(path: PathLike, algorithm: str = "sha256") -> str:

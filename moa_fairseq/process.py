@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import ctypes
 import errno
 import logging
 import os
@@ -12,7 +11,6 @@ import shlex
 import signal
 import subprocess
 import sys
-import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import IO, Any
@@ -21,7 +19,9 @@ import portalocker
 
 import moa_fairseq
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.files import disk_errors, refuse_irregular, refuse_link, utf8_environment
+from moa_fairseq.files import disk_errors, refuse_irregular, refuse_link
+from moa_fairseq.signals import die_with_parent, handled_by, signals_held
+from moa_fairseq.utf8 import utf8_environment
 
 MODULES = {
     "fairseq-preprocess": "fairseq_cli.preprocess",
@@ -38,7 +38,6 @@ TAIL_LINES = 12
 STOP_SECONDS = 10
 SAVE_SECONDS = 240  # fairseq-train ends an update and saves; slurm.sh tells it 300 before the end
 PATIENCE_SECONDS = 5.0
-PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 _held: dict[Path, IO[str]] = {}
 logger = logging.getLogger(__name__)
 
@@ -350,55 +349,6 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
     return files.enter_context(open(path, mode, buffering=buffering))
 
 
-def die_with_parent() -> Callable[[], None] | None:
-    """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
-    if not sys.platform.startswith("linux"):
-        return None
-    prctl = ctypes.CDLL(None).prctl
-    parent = os.getpid()
-
-    def arrange() -> None:
-        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before the line above
-            os._exit(1)
-
-    return arrange
-
-
-def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does."""
-    return _signals_handled_by(signal.default_int_handler, signal.SIGTERM)
-
-
-@contextlib.contextmanager
-def _signals_handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Inside the block, `handler` gets these signals; outside of the main thread nothing changes."""
-    if threading.current_thread() is not threading.main_thread():
-        yield
-        return
-    before = {number: signal.signal(number, handler) for number in numbers}
-    try:
-        yield
-    finally:
-        for number, previous in before.items():
-            signal.signal(number, previous)
-
-
-@contextlib.contextmanager
-def signals_held() -> Iterator[list[int]]:
-    """Around the start of a child: gives the signals that came meanwhile, to be raised again.
-
-    Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
-    of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
-    """
-    received: list[int] = []
-    numbers = [
-        n for n in (signal.SIGINT, signal.SIGTERM) if signal.getsignal(n) is not signal.SIG_IGN
-    ]
-    with _signals_handled_by(lambda number, _: received.append(number), *numbers):
-        yield received
-
-
 @contextlib.contextmanager
 def _ended_with_us(
     process: subprocess.Popen[bytes], take: Callable[[bytes], None], saves: bool
@@ -414,7 +364,7 @@ def _ended_with_us(
     finally:
         if process.poll() is None:
             # A second Ctrl-C (or `timeout`, which signals twice) must not leave the child running.
-            with _signals_handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+            with handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
                 # A job started in the background of a script has Ctrl-C switched off, hence the next signals.
                 signals = [(signal.SIGTERM, SAVE_SECONDS)] * saves + [(signal.SIGINT, STOP_SECONDS)]
                 signals += [(signal.SIGTERM, STOP_SECONDS), (signal.SIGKILL, STOP_SECONDS)]

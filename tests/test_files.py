@@ -232,7 +232,7 @@ def test_what_will_be_run_lies_where_nobody_else_writes(tmp_path, monkeypatch):
 
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from moa_fairseq.files import use_utf8; use_utf8(); "
+BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from moa_fairseq.utf8 import use_utf8; use_utf8(); "
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-X", "utf8=0")])

@@ -207,12 +207,12 @@ def test_a_second_interrupt_does_not_save_the_child(tmp_path):
 def test_a_signal_while_the_child_is_started_is_not_lost(tmp_path):
     """What a handler raises while Python forks is printed and ignored: the child then ran to its end."""
     parent = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom moa_fairseq import process\n"
+        "import os, signal, sys\nfrom pathlib import Path\nfrom moa_fairseq import process, signals\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         "os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))\n"
         "process.STOP_SECONDS = 0.2  # a child that ignores Ctrl-C, as in the background\n"
         "command = ['program', 'import time; time.sleep(60)']\n"
-        "with process.terminate_as_interrupt():\n"
+        "with signals.terminate_as_interrupt():\n"
         f"    process.Executor().run(command, Path({str(tmp_path / 'log')!r}))\n"
     )
     ended = subprocess.run(

@@ -17,7 +17,7 @@ PACKAGE = ROOT / "moa_fairseq"
 # From the ground up. Those on one line do not know each other. A room is a folder of a wing, or a file of
 # `experiments`; `layers` and `plugin` are the files of these wings themselves.
 WINGS = (
-    ("errors",),
+    ("errors", "signals", "utf8"),
     ("files",),
     ("layers", "process", "text"),
     ("integrations", "plugin"),
@@ -25,7 +25,7 @@ WINGS = (
     ("cli",),
 )
 ROOMS = (
-    ("errors",),
+    ("errors", "signals", "utf8"),
     ("files",),
     ("layers.experts", "process", "text"),
     ("layers",),

@@ -220,8 +220,8 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
             data = stream.read(MOST_BYTES[language] + 1)
         if len(data) > MOST_BYTES[language]:
             raise ValueError(f"more than {MOST_BYTES[language]:,} bytes")
-        content = parse(data.decode("utf-8"))
-        json.dumps(content, ensure_ascii=False).encode("utf-8")
+        content = parse(data.decode())
+        json.dumps(content, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise
     except OSError as error:  # of the open and the read; it says why

@@ -331,7 +331,7 @@ def keep_command(line: str, commands: Path) -> None:
     refuse_link(commands)
     lines = []
     if commands.is_file():
-        lines = commands.read_text(encoding="utf-8").splitlines()
+        lines = commands.read_text("utf-8").splitlines()
     lines = lines or [
         "#!/usr/bin/env bash",
         "# What was executed here, in order.",
@@ -345,7 +345,7 @@ def keep_command(line: str, commands: Path) -> None:
 def fingerprint_of(*values: Any) -> str:
     """16 hexadecimal digits that change when any of the JSON values does."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
-    return hashlib.sha256(text.encode("utf-8")).hexdigest()[:16]
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def file_signature(path: Path) -> list[Any]:
@@ -382,7 +382,7 @@ def remove(path: Path) -> None:
 
 def replace(new: Path, old: Path) -> None:
     """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
-    aside = old.with_name(old.name + ".old")
+    aside = old.with_name(f"{old.name}.old")
     remove(aside)
     if old.is_dir() or (new.is_dir() and old.exists()):
         os.replace(old, aside)

@@ -137,9 +137,9 @@ class DiT(nn.Module):
         for sizes in by_depth:
             attention: Attention = DenseAttention(width, num_heads, self_attention=True)
             if sizes:
-                own: Any = {"moh_shared_heads": sizes[1], "experts_per_token": sizes[2]}
-                own = {"moh_scaling": "released", "head_dim": width // num_heads, **own, **settings}
-                attention = MixtureOfHeads(width, sizes[0], self_attention=True, **own)
+                options: Any = {"moh_scaling": "released", "head_dim": width // num_heads}
+                options |= {"moh_shared_heads": sizes[1], "experts_per_token": sizes[2]} | settings
+                attention = MixtureOfHeads(width, sizes[0], self_attention=True, **options)
             self.blocks.append(Block(width, attention))
         self.condition = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, 2 * channels * PATCH**2)
@@ -175,8 +175,8 @@ class DiT(nn.Module):
         condition = self.level(waves(level, FREQUENCIES).to(x.dtype)) + self.label(classes)
         routings: list[Routing] = []
         for block in self.blocks:
-            x, found = block(x, condition)
-            routings.extend(found)
+            x, routed = block(x, condition)
+            routings.extend(routed)
         rows = self.out(_normed(x, self.condition(F.silu(condition)).unsqueeze(1))).transpose(1, 2)
         out = F.pixel_shuffle(rows.unflatten(2, (self.side, self.side)), PATCH)
         return (out, routings) if with_routing else out

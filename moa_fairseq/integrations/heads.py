@@ -34,6 +34,7 @@ from moa_fairseq.layers.torch_compat import full_precision
 OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
 QUERIES = "q_proj"  # the projection of queries
 FUSED = "qkv"  # that of [q | k | v], as timm has it
+_OF_KEYS = "w?[kv]|.*_[kv]$"  # names of projections to keys and values
 
 
 @dataclass
@@ -129,8 +130,8 @@ class MixtureSettings:
         check(
             "output", isinstance(settings.output, (str, type(None))), "give a name, or leave it out"
         )
-        named = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
-        check("queries", named, "name what query-norm shall read, or leave it out")
+        has_name = settings.queries == QUERIES or (norms and isinstance(settings.queries, str))
+        check("queries", has_name, "name what query-norm shall read, or leave it out")
         return settings
 
 
@@ -211,12 +212,8 @@ class HeadMixture(nn.Module):
         if settings.router == "query-norm":
             queries = getattr(attention, settings.queries, None)
             wide = self.width * (1 + 2 * (settings.queries == FUSED))
-            other = re.match("w?[kv]|.*_[kv]$", settings.queries, re.I)
-            if (
-                other
-                or settings.queries == output
-                or getattr(queries, "out_features", None) != wide
-            ):
+            is_key = settings.queries == output or re.match(_OF_KEYS, settings.queries, re.I)
+            if is_key or getattr(queries, "out_features", None) != wide:
                 raise UserError(
                     f"queries={settings.queries!r} does not fit: {kind} has no such projection to queries, "
                     f'{self.width} wide. Give its name, or take router="learned".'
@@ -225,8 +222,11 @@ class HeadMixture(nn.Module):
                 num_heads, shared, active - shared, settings.straight_through
             )
         else:
-            own: dict[str, Any] = {"moh_shared_heads": shared, "experts_per_token": active - shared}
-            options = MoHSettings(moh_scaling=settings.scaling, **own)
+            options = MoHSettings(
+                moh_scaling=settings.scaling,
+                moh_shared_heads=shared,
+                experts_per_token=active - shared,
+            )
             learned = SharedAndRoutedRouter(model_dim, num_heads, options)
             learned.projection = RouterWeight(learned.projection.weight)  # type: ignore[assignment]
             self.router = learned
@@ -238,7 +238,7 @@ class HeadMixture(nn.Module):
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
-        saved = state_dict.get(prefix + "sizes")
+        saved = state_dict.get(f"{prefix}sizes")
         if (
             saved is not None
             and not saved.is_meta
@@ -290,10 +290,11 @@ def install(
         )
     for (attention, output, width, heads), sizes in zip(attentions, by_layer):
         if sizes is not None:
-            made = HeadMixture(attention, width, heads, sizes, output, settings)
-            mixtures.append((attention, made.to(getattr(attention, output).weight.device, dtype)))
-    for attention, made in mixtures:
-        made.attach(attention)
+            mixture = HeadMixture(attention, width, heads, sizes, output, settings)
+            device = getattr(attention, output).weight.device
+            mixtures.append((attention, mixture.to(device, dtype)))
+    for attention, mixture in mixtures:
+        mixture.attach(attention)
     if "torch._dynamo" in sys.modules:
         torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
 
@@ -313,18 +314,15 @@ class _Routings:  # a list would be a guard of torch.compile, which would compil
     def __init__(self) -> None:
         self.backward = _backward()
         # (mixture, routing, whether its gradient is lost), and those before it
-        self.last: Any = (
-            (),
-            (),
-        )
+        self.last: Any = ((), ())
 
-    def add(self, found: Any) -> None:
+    def add(self, record: Any) -> None:
         if torch.compiler.is_dynamo_compiling():
-            self.last = (found, self.last)
+            self.last = (record, self.last)
         else:
             with _adding:
                 # the passes of one block may run in several threads
-                self.last = (found, self.last)
+                self.last = (record, self.last)
 
 
 @contextlib.contextmanager
@@ -351,13 +349,13 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
         with _COLLECTORS.block(collector):
             yield routings
     finally:
-        found, before = collector.last
+        record, before = collector.last
         while before:
-            mixture, routing, without_gradient = found
+            mixture, routing, without_gradient = record
             if mixture in mixtures:
                 routings.insert(0, routing)
                 lost = lost or (without_gradient and differentiates)
-            found, before = before
+            record, before = before
     if lost:
         raise UserError(
             "A pass in training mode ran without gradients inside a block of collect_routings, whose balance "

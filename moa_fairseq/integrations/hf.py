@@ -97,27 +97,28 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     if not attentions or heads is None:
         raise UserError(f"{kind} has no attention heads to route, so it cannot be converted.")
     names = (settings.output,) if settings.output else OUTPUTS
-    found = []
+    rows = []
     for module in attentions.values():
         # Laguna's differ; Bart's config has the encoder's
-        own = getattr(module, "num_heads", heads)
-        found += [
-            (module, name, config.hidden_size, own) for name in names if hasattr(module, name)
-        ][:1]
-    if not found:
+        number = getattr(module, "num_heads", heads)
+        for name in names:
+            if hasattr(module, name):
+                rows.append((module, name, config.hidden_size, number))
+                break
+    if not rows:
         parts = {name for m in attentions.values() for name, _ in m.named_children()}
         raise UserError(
             f"{kind} has no {' or '.join(names)} in its attentions, but {', '.join(sorted(parts))}: give the "
             "output projection's name as output. If none of these is it, the model cannot be converted."
         )
     depth = config.num_hidden_layers
-    count = len(found)
+    count = len(rows)
     if count != depth and settings.layers is None:
         raise UserError(
             f"{kind} has {depth} layers, but {count} attentions ({', '.join([*attentions][:2])} …): instead "
             f"of shared_heads and active give layers, {count} entries of (shared heads, active) or None."
         )
-    install(found, settings, model.dtype)
+    install(rows, settings, model.dtype)
 
 
 class _MixtureConfig:
@@ -150,7 +151,7 @@ def _mixture_class(base: Any) -> Any:
     names = list(inspect.signature(base.forward).parameters)[1:]
 
     class Config(_MixtureConfig, base_config):
-        model_type = "moh_" + base_config.model_type
+        model_type = f"moh_{base_config.model_type}"
         moh: dict[str, Any] | None = None  # the fields of MixtureSettings
 
     class Model(base):
@@ -170,8 +171,8 @@ def _mixture_class(base: Any) -> Any:
             beta = self.config.moh["balance"]
             if not (beta and self.training):
                 return super().forward(*args, **kwargs)
-            given = {**dict(zip(names, args)), **kwargs}
-            labels = given.get("labels")
+            inputs = dict(zip(names, args)) | kwargs
+            labels = inputs.get("labels")
             if labels is None:
                 if torch.is_grad_enabled() and not torch.compiler.is_dynamo_compiling():
                     warnings.warn(
@@ -184,8 +185,8 @@ def _mixture_class(base: Any) -> Any:
             if not routings:  # every head is shared
                 return out
             loss = out[0]
-            items = given.get("num_items_in_batch")
-            term = beta * balance_loss(routings, given.get("attention_mask"), loss.device)
+            items = inputs.get("num_items_in_batch")
+            term = beta * balance_loss(routings, inputs.get("attention_mask"), loss.device)
             # Trainer adds up micro-batches, each divided by the number of all labels
             if items is not None:
                 term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
@@ -221,7 +222,7 @@ def _register(model_type: str) -> None:
             base = CAUSAL[CONFIG_MAPPING[model_type]]
             return mixture_class(base).config_class.from_dict(config_dict, **kwargs)
 
-    AutoConfig.register("moh_" + model_type, Later, exist_ok=True)
+    AutoConfig.register(f"moh_{model_type}", Later, exist_ok=True)
 
 
 for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):

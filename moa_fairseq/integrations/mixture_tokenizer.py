@@ -66,30 +66,27 @@ class MixtureTokenizer(PreTrainedTokenizer):
         self._files = [vocab_file, merges_file, source_spm, target_spm, gpt2_encoder, gpt2_merges]
         with open(vocab_file, encoding="utf-8") as stream:
             symbols = json.load(stream)
-        # by id; a symbol that stands there twice has its last id, as in fairseq
-        self._symbols = {
-            side: symbols.get(side, symbols["source"]) for side in ("source", "target")
-        }
-        self._ids = {
-            side: {symbol: number for number, symbol in enumerate(found)}
-            for side, found in self._symbols.items()
-        }
+        self._symbols = {"target": symbols["source"]} | symbols
+        self._ids: dict[str, dict[str, int]] = {}
+        for side, names in self._symbols.items():
+            # by id; a symbol that stands there twice has its last id, as in fairseq
+            self._ids[side] = dict(zip(names, range(len(names))))
         self._side = "source"
         self._codec = _codec(segmentation, self._files[1:], steps, target_language)
         self.prefix, self.suffix = list(prefix), list(suffix)
-        named = {
+        settings = {
             "segmentation": segmentation,
             "steps": list(steps),
             "target_language": target_language,
         }
-        named |= {"prefix": self.prefix, "suffix": self.suffix}
+        settings |= {"prefix": self.prefix, "suffix": self.suffix}
         marks = {
             "bos_token": "<s>",
             "pad_token": "<pad>",
             "eos_token": "</s>",
             "unk_token": "<unk>",
         }
-        super().__init__(**{**marks, **options}, **named)
+        super().__init__(**{**marks, **options}, **settings)
 
     @property
     def vocab_size(self) -> int:
@@ -164,9 +161,9 @@ class MixtureTokenizer(PreTrainedTokenizer):
         written = []
         for name, path in zip(self.vocab_files_names.values(), self._files):
             if path is not None:
-                new = Path(
-                    save_directory, (filename_prefix + "-" if filename_prefix else "") + name
-                )
+                new = Path(save_directory, name)
+                if filename_prefix:
+                    new = new.with_name(f"{filename_prefix}-{name}")
                 if not (new.exists() and os.path.samefile(new, path)):
                     shutil.copyfile(path, new)
                 written.append(str(new))
@@ -199,12 +196,9 @@ def _codec(
         from sentencepiece import SentencePieceProcessor
 
         source = PieceCodec(SentencePieceProcessor(model_file=source_spm))
-        pair = (
-            source,
-            source
-            if target_spm is None
-            else PieceCodec(SentencePieceProcessor(model_file=target_spm)),
-        )
+        pair = (source, source)
+        if target_spm is not None:
+            pair = (source, PieceCodec(SentencePieceProcessor(model_file=target_spm)))
     else:
         pair = (ByteCodec() if segmentation == "bytes" else WordCodec(),) * 2
     if target_language is None:

@@ -59,7 +59,10 @@ def to_mixture_of_heads(
             "Attention can be converted (vit_*, deit* and others); not Swin, MaxViT, EVA, or "
             "parallel blocks, which have no attention module."
         )
-    found: Any = [module for module in modules if type(module) is Attention]
-    sizes = [(each, "proj", each.qkv.in_features, each.num_heads) for each in found]
-    install(sizes, replace(chosen, queries=FUSED), found[0].proj.weight.dtype)
+    sizes = []
+    module: Any
+    for module in modules:
+        if type(module) is Attention:
+            sizes.append((module, "proj", module.qkv.in_features, module.num_heads))
+    install(sizes, replace(chosen, queries=FUSED), sizes[0][0].proj.weight.dtype)
     return model

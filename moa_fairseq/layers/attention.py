@@ -52,12 +52,10 @@ class Attention(nn.Module, abc.ABC):
     """
 
     family: ClassVar[str | None] = None  # of its routings, for `losses_for`; None: it has none
-    keys_by_expert = (
-        False  # whether `compute` has to know which experts made keys, those of a cache included
-    )
+    # Whether `compute` has to know which experts made keys, those of a cache included
+    keys_by_expert = False
     reads: frozenset[str] = frozenset()  # further keywords of the call
-    # Which a family gives itself
-    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
+    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})  # a family's own
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
     is_non_causal = (
@@ -165,11 +163,7 @@ class Attention(nn.Module, abc.ABC):
         """
 
     def scaled(self, call: Call) -> Computed:
-        """What `compute` returns, its output [B, T, C] multiplied by `output_scale`.
-
-        Args:
-            call: the pass, as `compute` takes it.
-        """
+        """What `compute` returns of a pass, its output [B, T, C] multiplied by `output_scale`."""
         out, weights, routings = self.compute(call)
         if self.output_scale != 1.0:
             out = out * self.output_scale
@@ -177,21 +171,17 @@ class Attention(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence by part; `macs` adds scores, head gates and positions.
+        """Multiply-accumulates of one sequence, of "router" and "projections"; `macs` adds all else.
 
         Args:
             queries, keys: how many tokens of the sequence have queries, and how many keys.
-
-        Returns:
-            The numbers of "router" and of "projections".
         """
 
     @property
     def dropout_now(self) -> float:
         """The probability with which attention weights are dropped in this pass."""
-        module = self.dropout_module
-        drops = self.training or vars(module).get("apply_during_inference", False)
-        return float(getattr(module, "p", 0.0)) if drops else 0.0
+        drops = self.training or vars(self.dropout_module).get("apply_during_inference", False)
+        return float(getattr(self.dropout_module, "p", 0.0)) if drops else 0.0
 
     @overload
     def forward(
@@ -239,8 +229,7 @@ class Attention(nn.Module, abc.ABC):
             causal: no query sees a later position.
             cache: of `new_cache`: x continues what it holds, which is extended.
             query_padding: of cross-attention's queries, [B, T]: keeps them out of statistics and losses.
-            with_routing: return the routings, too. A flag, and no method, because it works through wrappers
-                (torch.compile, DistributedDataParallel, checkpointing), which forward calls alone.
+            with_routing: return the routings, too; not a method, as wrappers (torch.compile) forward calls.
             inputs: token_ids [B, T] where a router chooses by a hash; draw where MAE draws experts.
 
         Returns:
@@ -257,7 +246,7 @@ class Attention(nn.Module, abc.ABC):
     def with_weights(
         self, x: Tensor, memory: Tensor | None = None, **inputs: "Unpack[Options]"
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, and the attention weights.
+        """As `forward`, errors included, and the attention weights.
 
         Args:
             x, memory, inputs: those of `forward`.
@@ -265,9 +254,6 @@ class Attention(nn.Module, abc.ABC):
         Returns:
             The output [B, T, C]; the weights [B, H, T, S] from before the dropout, in float32 (float64 of
             float64), H being the heads that work for a token, slot by slot where they are chosen.
-
-        Raises:
-            ValueError, TypeError: as `forward`.
         """
         call = Inputs.of(x, memory, dict(inputs)).call(self)
         call.need_weights = True
@@ -285,31 +271,22 @@ class Attention(nn.Module, abc.ABC):
         Raises:
             UserError: for one of the two without the other, and where an attention cannot have such a cache.
         """
-        if batch is not None or max_length is not None:
-            if not (batch and max_length and min(batch, max_length) > 0):
-                raise UserError(
-                    f"batch={batch}, max_length={max_length}: give two positive numbers, or none."
-                )
-            if not self.can_trim_cache or self.keys_by_expert:
-                held = (
-                    "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
-                )
-                raise UserError(
-                    f"max_length={max_length}: a cache of {type(self).__name__} also holds {held}, which has "
-                    "no place in a cache of one size. Take new_cache() without arguments."
-                )
+        if batch is None and max_length is None:
+            needed = None if self.window is None else self.window - 1
+            return KVCache(self._instance, self.can_trim_cache, needed)
+        if not (batch and max_length and min(batch, max_length) > 0):
+            sizes = f"batch={batch}, max_length={max_length}"
+            raise UserError(f"{sizes}: give two positive numbers, or none.")
+        if self.can_trim_cache and not self.keys_by_expert:
             return StaticCache(self._instance, batch, max_length)
-        return KVCache(
-            self._instance, self.can_trim_cache, None if self.window is None else self.window - 1
+        content = "the heads that tokens chose" if self.keys_by_expert else "a sum over positions"
+        raise UserError(
+            f"max_length={max_length}: a cache of {type(self).__name__} also holds {content}, which has no "
+            "place in a cache of one size. Take new_cache() without arguments."
         )
 
     def attend(
-        self,
-        call: Call,
-        q: Tensor,
-        k: Tensor | None,
-        v: Tensor | None,
-        masks: Masks | None = None,
+        self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
 
@@ -352,20 +329,20 @@ class Attention(nn.Module, abc.ABC):
         """
         bias = None
         cache = call.cache
-        held = dropped = first_query = 0
+        length = dropped = first_query = 0
         if cache is not None and k is not None:
             if cache.needed is not None:
                 cache.slide()
-            held = cache.length
+            length = cache.length
             dropped = cache.dropped
         if k is not None:
-            first_query = held + (k.size(2) - q.size(2))  # an int; of a cache in place a new tensor
+            first_query = length + (k.size(2) - q.size(2))  # an int; in a static cache a new tensor
         norm = self.query_key_norm
         if norm is not None and not norm.after_rotation:
             q, k = norm(q, k)
         if self.positions is not None and k is not None:
             static = None if cache is None else cache.max_length
-            keys = held + k.size(2) - dropped if static is None else static
+            keys = length + k.size(2) - dropped if static is None else static
             bias = self.positions.bias(q, keys, first_query - dropped)
             q, k = self.positions.rotate(q, k, first_query)
         if norm is not None and norm.after_rotation:
@@ -387,18 +364,13 @@ class Attention(nn.Module, abc.ABC):
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """All multiply-accumulates of one sequence by part, "scores" (q·kᵀ and weights·v) included.
+        """All multiply-accumulates of a sequence, of "router", "projections" and "scores" (q·kᵀ, weights·v).
 
         Args:
             queries, keys: how many tokens of the sequence have queries, and how many keys.
-
-        Returns:
-            The numbers of "router", "projections" and "scores", those of head gates and positions among them.
         """
-        macs = {
-            **self.projection_macs(queries, keys),
-            "scores": 2 * queries * keys * self.num_heads * self.head_dim,
-        }
+        macs = dict(self.projection_macs(queries, keys))
+        macs["scores"] = 2 * queries * keys * self.num_heads * self.head_dim
         if self.head_gate is not None:
             macs["projections"] += queries * self.head_gate.projection.weight.numel()
         if self.positions is not None:

@@ -307,10 +307,10 @@ class Inputs:
 
 
 def _unread(attention: "Attention", name: str) -> str:
-    here = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
+    alias = f" It is {_ELSEWHERE[name]} here." if name in _ELSEWHERE else ""
     takes = ["x", "memory", "padding", "mask", "causal", "cache", "query_padding", "with_routing"]
     names = ", ".join([*takes, *sorted(attention.reads)])
-    return f"{type(attention).__name__}'s call does not read {name}.{here} It takes {names}."
+    return f"{type(attention).__name__}'s call does not read {name}.{alias} It takes {names}."
 
 
 def _check_dtypes(dtype: torch.dtype | None, **tensors: Tensor | None) -> None:

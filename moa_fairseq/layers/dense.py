@@ -73,9 +73,9 @@ class DenseHeadsAttention(Attention):
                 "Leave it out."
             )
         if num_heads < 1 or (head_dim is None and embed_dim % num_heads):
-            instead = (
-                " Or set the head dimension (attention_head_dim)." if self.has_head_dim else ""
-            )
+            instead = ""
+            if self.has_head_dim:
+                instead = " Or set the head dimension (attention_head_dim)."
             raise UserError(
                 f"The model width {embed_dim} is not a multiple of the {num_heads} attention heads: change "
                 f"one of the two.{instead}"

@@ -76,10 +76,8 @@ def _rows(x: Tensor, padding: Tensor | None) -> Tensor:
         real = x.new_ones(x.shape[:2])
     else:
         real = (~padding).to(x.dtype)
-    real = real.unsqueeze(-1)
-    return torch.cat(
-        [x if padding is None else x.masked_fill(padding.unsqueeze(-1), 0.0), real], dim=-1
-    )
+        x = x.masked_fill(padding.unsqueeze(-1), 0.0)
+    return torch.cat([x, real.unsqueeze(-1)], dim=-1)
 
 
 def _divide(sums: Tensor) -> Tensor:

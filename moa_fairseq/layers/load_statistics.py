@@ -19,9 +19,8 @@ def load_statistics(routed: Routing | RoutingSums) -> dict[str, Tensor]:
         dead_experts: how many got no token of this batch.
     """
     if isinstance(routed, Routing):
-        return {
-            key: value.squeeze(0) for key, value in load_statistics(RoutingSums([routed])).items()
-        }
+        statistics = load_statistics(RoutingSums([routed]))
+        return {key: value.squeeze(0) for key, value in statistics.items()}
     share = routed.load.flatten(1)
     if routed.groups > 1:  # all groups have the same number of slots
         share = share / routed.groups

@@ -196,9 +196,8 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
             logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
         if self.causal:
-            mean = running_mean(
-                x, padding, self.gate_window, None if call.cache is None else call.cache.sums
-            )
+            sums = None if call.cache is None else call.cache.sums
+            mean = running_mean(x, padding, self.gate_window, sums)
             length = tgt_len
             real = None
             if padding is not None:

@@ -346,14 +346,14 @@ def positions_of(
                 f"positions={kind!r} is for self-attention: build the layer with self_attention=True, or "
                 "leave positions out."
             )
-        scaling = common.rope_scaling
-        rotary: dict[str, Any] = {
-            "base": common.rope_base,
-            "rotary_dim": common.rotary_dim,
-            "scaling": None if scaling is None else RopeScaling.of(scaling),
-        }
-        given = {name: value for name, value in rotary.items() if value is not None}
-        positions = POSITIONS_IN_ATTENTION[kind].of_attention(embed_dim, *sizes, **given)
+        rotary: dict[str, Any] = {}
+        if common.rope_base is not None:
+            rotary["base"] = common.rope_base
+        if common.rotary_dim is not None:
+            rotary["rotary_dim"] = common.rotary_dim
+        if common.rope_scaling is not None:
+            rotary["scaling"] = RopeScaling.of(common.rope_scaling)
+        positions = POSITIONS_IN_ATTENTION[kind].of_attention(embed_dim, *sizes, **rotary)
     if not isinstance(positions, RotaryPositions):
         for name in ("rope_base", "rope_scaling", "rotary_dim"):
             if (value := getattr(common, name)) is not None:

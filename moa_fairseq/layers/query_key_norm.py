@@ -31,10 +31,8 @@ class QueryKeyNorm(nn.Module):
         self.after_rotation = kind == "rotated"
         if not self.over_all_heads:
             heads = key_heads = 1
-        self.queries, self.keys = (
-            nn.RMSNorm(number * head_dim, eps=1e-6, elementwise_affine=weighted)
-            for number in (heads, key_heads)
-        )
+        self.queries = nn.RMSNorm(heads * head_dim, eps=1e-6, elementwise_affine=weighted)
+        self.keys = nn.RMSNorm(key_heads * head_dim, eps=1e-6, elementwise_affine=weighted)
 
     def forward(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
         """Both normalised.
@@ -43,9 +41,9 @@ class QueryKeyNorm(nn.Module):
             q: [B, H, T, D].
             k: [B, G, S, D], or None where the cache has them.
         """
-        return self._normalised(self.queries, q), None if k is None else self._normalised(
-            self.keys, k
-        )
+        if k is not None:
+            k = self._normalised(self.keys, k)
+        return self._normalised(self.queries, q), k
 
     def _normalised(self, norm: nn.Module, x: Tensor) -> Tensor:
         if not self.over_all_heads:

@@ -47,39 +47,37 @@ class RopeScaling:
     truncate: bool = True
 
     @classmethod
-    def of(cls, given: Mapping[str, Any] | str) -> "RopeScaling":
+    def of(cls, mapping: Mapping[str, Any] | str) -> "RopeScaling":
         """The scaling that a mapping, or its JSON, describes.
 
         Args:
-            given: a value for "rope_type" and for each field that this type has.
+            mapping: a value for "rope_type" and for each field that this type has.
 
         Raises:
             UserError: for an unknown, missing or impossible value.
         """
-        if isinstance(given, str):
+        if isinstance(mapping, str):
             try:
-                given = json.loads(given)
+                mapping = json.loads(mapping)
             except json.JSONDecodeError as error:
                 raise UserError(
-                    f"rope_scaling={given} is not JSON ({error}): give a value such as "
+                    f"rope_scaling={mapping} is not JSON ({error}): give a value such as "
                     '\'{"rope_type": "linear", "factor": 2}\'.'
                 ) from None
-        if not isinstance(given, Mapping):
-            raise UserError(f"rope_scaling={given!r}: give a mapping with rope_type and factor.")
-        kind = given.get("rope_type")
+        if not isinstance(mapping, Mapping):
+            raise UserError(f"rope_scaling={mapping!r}: give a mapping with rope_type and factor.")
+        kind = mapping.get("rope_type")
         check_choice("rope_scaling: rope_type", kind, _NEEDED)
         needed = _NEEDED[str(kind)]
         allowed = {"rope_type", *needed, *(_OF_YARN if kind == "yarn" else ())}
-        for name in given:
+        for name in mapping:
             if name not in allowed:
-                hint = (
-                    " (it is rope_base here)"
-                    if name == "rope_theta"
-                    else did_you_mean(str(name), allowed)
-                )
+                hint = did_you_mean(str(name), allowed)
+                if name == "rope_theta":
+                    hint = " (it is rope_base here)"
                 raise UserError(f"rope_scaling: {kind} has no {name}{hint}: leave it out.")
         for name in sorted(needed):
-            value = given.get(name)
+            value = mapping.get(name)
             if (
                 isinstance(value, bool)
                 or not isinstance(value, (int, float))
@@ -88,7 +86,9 @@ class RopeScaling:
                 raise UserError(
                     f"rope_scaling: {kind} needs {name}, a number of at least 1, not {value!r}."
                 )
-        return cls(**{each.name: given[each.name] for each in fields(cls) if each.name in given})
+        return cls(
+            **{each.name: mapping[each.name] for each in fields(cls) if each.name in mapping}
+        )
 
     @property
     def magnitude(self) -> float:

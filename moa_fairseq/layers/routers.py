@@ -34,6 +34,11 @@ OTHER_CHOICES: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
 }
 CHOICES = (*MOST_PROBABLE, *OTHER_CHOICES)
 GATES = ("learned", "uniform", "straight-through")
+_CONSTANT = (
+    "With router_renormalize full and one expert per token, every gate is p/p = 1, so the task would not "
+    "train the router. Choose router_renormalize detached (the same values, with a gradient) or none, or "
+    "raise experts_per_token."
+)
 _HALF = (torch.float16, torch.bfloat16)
 _INIT_STD = 0.02
 
@@ -128,13 +133,10 @@ class TopKRouter(RunningStatistics):
                 f"experts_per_token {experts_per_token} must be between 1 and num_experts "
                 f"{num_experts}: give at most the number of experts."
             )
-        for flag, known in (
-            ("renormalize", RENORMALIZATIONS),
-            ("activation", ACTIVATIONS),
-            ("choice", CHOICES),
-            ("gates", GATES),
-        ):
-            check_choice(f"router_{flag}", getattr(settings, f"router_{flag}"), known)
+        check_choice("router_renormalize", settings.router_renormalize, RENORMALIZATIONS)
+        check_choice("router_activation", settings.router_activation, ACTIVATIONS)
+        check_choice("router_choice", choice, CHOICES)
+        check_choice("router_gates", settings.router_gates, GATES)
         if choice == "frozen" and settings.routing_noise:
             raise UserError(
                 "routing_noise is learned, but router_choice frozen trains no router: leave one of the "
@@ -178,13 +180,13 @@ class TopKRouter(RunningStatistics):
             self.register_buffer("selection_bias", torch.zeros(every))
             self.register_buffer("pending", torch.zeros(every), persistent=False)
         # Whether the kernel that routes at once does all that is asked for; noise is asked for in training.
-        is_known = (
-            self.activation == "softmax"
-            and self.gate_values == "learned"
-            and choice in MOST_PROBABLE
-        )
         self.may_fuse = (
-            is_known and groups == 1 and not bias_rate and self.backend in ("auto", "triton")
+            groups == 1
+            and not bias_rate
+            and choice in MOST_PROBABLE
+            and self.activation == "softmax"
+            and self.gate_values == "learned"
+            and self.backend in ("auto", "triton")
         )
         self.reset_parameters()
 
@@ -215,11 +217,7 @@ class TopKRouter(RunningStatistics):
             UserError: in training, where the task cannot train the router (`is_constant`).
         """
         if self.training and self.is_constant:
-            raise UserError(
-                "With router_renormalize full and one expert per token, every gate is p/p = 1, so the task "
-                "would not train the router. Choose router_renormalize detached (the same values, with a "
-                "gradient) or none, or raise experts_per_token."
-            )
+            raise UserError(_CONSTANT)
         x = x.reshape(-1, x.size(-1))
         if padding is not None:
             padding = padding.reshape(-1)
@@ -250,9 +248,7 @@ class TopKRouter(RunningStatistics):
                 else:
                     # Ordered as the probabilities, which may underflow to ties
                     scores = logits.detach()
-                expert_ids = (
-                    self._largest(scores) if self.groups > 1 else scores.topk(per_token).indices
-                )
+                expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token)[1]
             gates = probs  # all of them stay as they are where nothing is chosen
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
@@ -269,13 +265,12 @@ class TopKRouter(RunningStatistics):
                 gates = even if self.gate_values == "uniform" else even + (gates - gates.detach())
             if padding is not None:
                 gates = gates.masked_fill(padding.unsqueeze(1), 0.0)
-        every = self.groups * self.num_experts
         routing = Routing(
             expert_ids,
             gates,
             probs,
             logits,
-            every,
+            self.groups * self.num_experts,
             groups=self.groups,
             padding=padding,
             family=self.family,

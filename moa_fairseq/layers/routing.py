@@ -220,10 +220,12 @@ class RoutingSums:
         """The padding of all decisions: [ΣN] bool, or None where there is none."""
         if all(d.padding is None for d in self._decisions):
             return None
-        masks = [
-            d.probs.new_zeros(d.probs.size(0), dtype=torch.bool) if d.padding is None else d.padding
-            for d in self._decisions
-        ]
+        masks = []
+        for decision in self._decisions:
+            mask = decision.padding
+            if mask is None:
+                mask = decision.probs.new_zeros(decision.probs.size(0), dtype=torch.bool)
+            masks.append(mask)
         return _cat(masks)
 
     def _rows(self, name: str) -> Tensor:

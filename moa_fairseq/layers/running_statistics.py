@@ -87,9 +87,8 @@ def update_running_statistics(
     flat = torch.cat([statistics.pending for statistics in running_statistics])
     if all_reduce is not None:
         all_reduce(flat)
-    for statistics, sums in zip(
-        running_statistics, flat.split([o.pending.numel() for o in running_statistics])
-    ):
+    sizes = [statistics.pending.numel() for statistics in running_statistics]
+    for statistics, sums in zip(running_statistics, flat.split(sizes)):
         statistics.update(sums)
         statistics.forget()
 

@@ -1,5 +1,6 @@
 """MAE's gate: how responsible each expert is for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
 
+import itertools
 from collections.abc import Callable
 
 import torch
@@ -177,3 +178,8 @@ class SequenceGate(nn.Module):
 def gates_of(model: nn.Module) -> list[SequenceGate]:
     """Every learned gate of a model, in order."""
     return [module for module in model.modules() if isinstance(module, SequenceGate)]
+
+
+def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
+    """Those of every learned gate of a model, in order."""
+    return list(itertools.chain.from_iterable(gate.parameters() for gate in gates_of(model)))

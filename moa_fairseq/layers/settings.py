@@ -35,9 +35,10 @@ def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any
         help: what `--help` says about the flag.
         choices: all values that the flag takes; None: every value of the field's type.
     """
-    return field(
-        default=default, metadata={"help": help, **({"choices": choices} if choices else {})}
-    )
+    metadata: dict[str, Any] = {"help": help}
+    if choices:
+        metadata["choices"] = choices
+    return field(default=default, metadata=metadata)
 
 
 @dataclass(kw_only=True)
@@ -92,16 +93,19 @@ class FamilySettings:
         """
         # And not that of a class between, which has checked them
         is_users = "common" not in options
-        own = {each.name: options.pop(each.name) for each in fields(cls) if each.name in options}
+        values = {}
+        for each in fields(cls):
+            if each.name in options:
+                values[each.name] = options.pop(each.name)
         if settings is None:
-            settings = cls(**own)
+            settings = cls(**values)
         elif not isinstance(settings, cls):
             raise TypeError(
                 f"settings is {settings!r}: give {cls.__name__}, or its fields as keywords"
             )
-        elif own:
+        elif values:
             raise TypeError(
-                f"{', '.join(own)} would be ignored: give either settings or its fields as keywords"
+                f"{', '.join(values)} would be ignored: give either settings or its fields as keywords"
             )
         if is_users:
             cls._check_keywords(options)
@@ -114,13 +118,14 @@ class FamilySettings:
         attention = getattr(cls, "attention", None)
         if attention is None:
             return
-        known = {each.name for each in fields(cls)} | attention.keywords()
+        keywords = {each.name for each in fields(cls)} | attention.keywords()
         for name in options:
-            if name not in known:
-                here = _ELSEWHERE.get(name)
-                hint = f" (here {here})" if here in known else did_you_mean(name, known)
+            if name not in keywords:
+                alias = _ELSEWHERE.get(name)
+                hint = f" (here {alias})" if alias in keywords else did_you_mean(name, keywords)
+                takes = ", ".join(sorted(keywords))
                 raise TypeError(
-                    f"{attention.__name__} does not take {name}{hint}. It takes {', '.join(sorted(known))}"
+                    f"{attention.__name__} does not take {name}{hint}. It takes {takes}"
                 )
 
     def _check_numbers(self) -> None:

@@ -73,11 +73,10 @@ class StaticCache(KVCache):
             causal: no query sees a later one; otherwise all of them see the last.
             device: of the queries.
         """
-        last = (
-            torch.arange(queries, device=device)
-            if causal
-            else torch.full((queries,), queries - 1, device=device)
-        )
+        if causal:
+            last = torch.arange(queries, device=device)
+        else:
+            last = torch.full((queries,), queries - 1, device=device)
         return torch.arange(self.max_length, device=device) > (self.length + last)[:, None]
 
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
@@ -107,9 +106,8 @@ class StaticCache(KVCache):
                 )
             self._written += self._step
         if self.keys is None or self.values is None or self._filled is None:
-            self.keys, self.values = (
-                each.new_zeros(*each.shape[:2], self.max_length, each.size(3)) for each in (k, v)
-            )
+            self.keys = k.new_zeros(*k.shape[:2], self.max_length, k.size(3))
+            self.values = v.new_zeros(*v.shape[:2], self.max_length, v.size(3))
             self._filled = torch.zeros((), dtype=torch.int64, device=k.device)
             self._keep_in_place(self.keys, self.values, self._filled)
         place = self._filled + torch.arange(self._step, device=k.device)

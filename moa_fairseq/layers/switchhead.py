@@ -242,19 +242,17 @@ class SwitchHeadAttention(Attention):
             ("v", self.v_proj, keys),
             ("o", self.out_proj, queries),
         ):
-            model_dim = module.weight.size(
-                0 if module is self.out_proj and letter not in self.experts else -1
-            )
+            model_dim = module.weight.size(-1)
+            if module is self.out_proj and letter not in self.experts:
+                model_dim = module.weight.size(0)
             used = 1
             if letter in self.experts:
                 used = self.experts_per_token
             projections += tokens * model_dim * self.num_heads * self.head_dim * used
-        routers = ((self.router, queries), (self.source_router, keys))
-        macs = sum(
-            tokens * router.projection.weight.numel()
-            for router, tokens in routers
-            if router is not None
-        )
+        macs = 0
+        for router, tokens in ((self.router, queries), (self.source_router, keys)):
+            if router is not None:
+                macs += tokens * router.projection.weight.numel()
         return {"router": macs, "projections": projections}
 
 

@@ -41,9 +41,8 @@ class TransformerStack(nn.Module):
         super().__init__()
         self.settings = settings
         width = settings.embed_dim
-        self.gradient_checkpointing = (
-            False  # with _gradient_checkpointing_func, set by transformers
-        )
+        # With _gradient_checkpointing_func, set by transformers
+        self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
         input_dim = settings.input_dim or width
         output_dim = settings.output_dim or width
@@ -59,12 +58,12 @@ class TransformerStack(nn.Module):
         check_choice("position_embedding", settings.position_embedding, POSITION_EMBEDDINGS)
         if settings.position_embedding == "learned":
             self.embed_positions = _embedding(settings.position_rows, width, settings.padding_idx)
-        self.project_in_dim = (
-            nn.Linear(input_dim, width, bias=False) if input_dim != width else None
-        )
-        self.project_out_dim = (
-            nn.Linear(width, output_dim, bias=False) if output_dim != width else None
-        )
+        self.project_in_dim: nn.Linear | None = None
+        if input_dim != width:
+            self.project_in_dim = nn.Linear(input_dim, width, bias=False)
+        self.project_out_dim: nn.Linear | None = None
+        if output_dim != width:
+            self.project_out_dim = nn.Linear(width, output_dim, bias=False)
         self.layernorm_embedding = nn.LayerNorm(width) if settings.embedding_norm else None
         self.layers = nn.ModuleList(TransformerLayer(settings) for _ in range(settings.layers))
         self.layer_norm = settings.norm() if settings.final_norm else None
@@ -108,9 +107,8 @@ class TransformerStack(nn.Module):
         if self.project_in_dim is not None:
             x = self.project_in_dim(x)
         if settings.position_embedding != "none":
-            x = x + self._positions(
-                ids, padding, caches[0].self_attn.length if caches else 0, x.dtype
-            )
+            length = caches[0].self_attn.length if caches else 0
+            x = x + self._positions(ids, padding, length, x.dtype)
         if self.layernorm_embedding is not None:
             x = self.layernorm_embedding(x)
         if self.training:
@@ -120,9 +118,8 @@ class TransformerStack(nn.Module):
             run: Callable[..., Any] = layer
             if self.gradient_checkpointing and self.training and self._gradient_checkpointing_func:
                 run = functools.partial(self._gradient_checkpointing_func, layer.__call__)
-            x, routed = run(
-                x, padding, memory, memory_padding, ids, caches[number] if caches else None
-            )
+            cache = caches[number] if caches else None
+            x, routed = run(x, padding, memory, memory_padding, ids, cache)
             routings.extend(routed)
         if self.layer_norm is not None:
             x = self.layer_norm(x)

@@ -170,9 +170,9 @@ class LayerCache:
     @property
     def all(self) -> tuple[KVCache, ...]:
         """One for each attention of the layer."""
-        return (
-            (self.self_attn,) if self.encoder_attn is None else (self.self_attn, self.encoder_attn)
-        )
+        if self.encoder_attn is None:
+            return (self.self_attn,)
+        return (self.self_attn, self.encoder_attn)
 
 
 class TransformerLayer(nn.Module):

@@ -135,11 +135,10 @@ def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | N
     shapes = [shape[::2] for shape in first[1]]
     inputs = []
     for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
-        parts = [
-            context.inputs[layer]
-            for context in contexts
-            if context is not None and fits(context.sizes())
-        ]
+        parts = []
+        for context in contexts:
+            if context is not None and fits(context.sizes()):
+                parts.append(context.inputs[layer])
         if rank:
             for part in parts:
                 dist.send(part.contiguous(), 0, group=group)

@@ -67,29 +67,26 @@ class FairseqCall(Attention):
         """
         context = current_context()
         tgt_len, batch, _ = query.shape
+        size = (batch, tgt_len)
         if attn_mask is not None and not attn_mask.is_floating_point():
             attn_mask = attn_mask.bool()
         padding = None if key_padding_mask is None else key_padding_mask.bool()
         self_padding = padding if self.self_attention else None
-        query_padding = _query_padding(
-            query_padding_mask, context.padding, self_padding, batch, tgt_len
-        )
+        query_padding = _query_padding(query_padding_mask, context.padding, self_padding, size)
         # Batch first from here on: queries and attention results then change shape without a copy.
         rows = query.transpose(0, 1).contiguous()
         x = without_padding(rows, query_padding)
         cache = self.cache_in(incremental_state)
         is_causal = attn_mask is not None and attn_mask is context.causal_mask
-        is_carried = False
+        carried = None
         memory = values = None
         if cache is not None and static_kv and cache.length:
             padding = None  # the cache has it
         elif self.self_attention:
             memory = x if query_padding is self_padding else without_padding(rows, self_padding)
-            if context.carried is not None:
-                is_carried = True
-                memory, attn_mask, padding = _after_context(
-                    context.carried, memory, attn_mask, padding
-                )
+            carried = context.carried
+            if carried is not None:
+                memory, attn_mask, padding = _after_context(carried, memory, attn_mask, padding)
             values = memory
         else:
             assert key is not None, "no keys are given, and none are cached"
@@ -102,10 +99,10 @@ class FairseqCall(Attention):
                 values,
                 Masks(attn_mask, padding, is_causal=is_causal, right_padded=context.right_padded),
                 query_padding,
-                same_tokens=self.self_attention and not is_carried,
+                same_tokens=self.self_attention and carried is None,
                 cache=cache,
                 need_weights=need_weights or need_head_weights,
-                token_ids=_latest_token_ids(context.token_ids, batch, tgt_len),
+                token_ids=_latest_token_ids(context.token_ids, size),
                 draw=context.draw,
             )
         )
@@ -166,18 +163,17 @@ def _query_padding(
     query_padding_mask: Tensor | None,
     of_context: Tensor | None,
     of_keys: Tensor | None,
-    batch: int,
-    tgt_len: int,
+    size: tuple[int, int],
 ) -> Tensor | None:
-    """The first of the three that there is, [B, T] bool; one of another shape is of another pass."""
-    if query_padding_mask is not None and query_padding_mask.shape != (batch, tgt_len):
+    """The first of the three that there is, bool of this size, [B, T]; one of another is of another pass."""
+    if query_padding_mask is not None and query_padding_mask.shape != size:
         raise ValueError(
             f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
-            f"{[batch, tgt_len]}"
+            f"{list(size)}"
         )
     for mask in (query_padding_mask, of_context, of_keys):
         if mask is not None:
-            return mask.bool() if mask.shape == (batch, tgt_len) else None
+            return mask.bool() if mask.shape == size else None
     return None
 
 
@@ -192,12 +188,12 @@ def _after_context(
     return memory, mask, padding
 
 
-def _latest_token_ids(token_ids: Tensor | None, batch: int, tgt_len: int) -> Tensor | None:
+def _latest_token_ids(token_ids: Tensor | None, size: tuple[int, int]) -> Tensor | None:
     """The ids of the queries, [B, T]; None where there are none, or only those of another pass."""
     if token_ids is None:
         return None
-    latest = token_ids[:, -tgt_len:]
-    return latest if latest.shape == (batch, tgt_len) else None
+    latest = token_ids[:, -size[1] :]
+    return latest if latest.shape == size else None
 
 
 def with_fairseq_call(attention: type[Attention]) -> type[FairseqCall]:
@@ -218,12 +214,9 @@ class FairseqSigmaMoE(SigmaMoE):
     def forward(self, x: Tensor) -> Tensor:  # type: ignore[override]
         context = current_context()
         tgt_len, batch, _ = x.shape
-        padding = context.padding
-        padding = (
-            padding.bool().t()
-            if padding is not None and padding.shape == (batch, tgt_len)
-            else None
-        )
+        padding = _query_padding(None, context.padding, None, (batch, tgt_len))
+        if padding is not None:
+            padding = padding.t()
         out, (routing,) = super().forward(x, padding, with_routing=True)
         context.record(self, routing)
         return out

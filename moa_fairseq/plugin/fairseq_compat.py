@@ -27,6 +27,7 @@ try:
         saved_numbers,
         table,
         training,
+        user_errors,
     )
 except ImportError as error:
     raise ImportError(
@@ -40,16 +41,8 @@ load_checkpoint = checkpoint_files.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(
-        saved_numbers,
-        lengths,
-        training,
-        adaptive_loss,
-        malformed_checkpoints,
-        save_on_sigterm,
-        generation,
-    ),
-    *(kernel_check, host_tokens, compiled_layers, pieces),
+    *(saved_numbers, lengths, training, user_errors, adaptive_loss, malformed_checkpoints),
+    *(save_on_sigterm, generation, kernel_check, host_tokens, compiled_layers, pieces),
 )
 PATCHES = tuple(
     row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__

@@ -37,7 +37,7 @@ def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
     gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
     for field in dataclasses.fields(settings):
         if field.default is False:  # an architecture may switch it on
-            flag = "--no-" + field.name.replace("_", "-")
+            flag = f"--no-{field.name.replace('_', '-')}"
             parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
 
 
@@ -102,7 +102,7 @@ def naming_flags() -> Iterator[None]:
     names = dict(_FLAGS)
     for settings in (*FAMILIES.values(), SigmaMoESettings):
         for field in dataclasses.fields(settings):
-            names[field.name] = "--" + field.name.replace("_", "-")
+            names[field.name] = f"--{field.name.replace('_', '-')}"
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()

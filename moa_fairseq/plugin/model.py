@@ -126,11 +126,11 @@ class MixtureModel(Extended):
         args.attention_family = cls.attention_family
         _set_positions(args)
         if args.initialization == "admin":
-            names_of_sides = ("normalize-before", "layerdrop")
-            names = [
-                f"--{side}-{name}" for name in names_of_sides for side in ("encoder", "decoder")
-            ]
-            conflicts = [name for name in names if getattr(args, name[2:].replace("-", "_"), None)]
+            conflicts = []
+            for name in ("normalize-before", "layerdrop"):
+                for side in ("encoder", "decoder"):
+                    if getattr(args, f"{side}_{name}".replace("-", "_"), None):
+                        conflicts.append(f"--{side}-{name}")
             fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
             if conflicts or not fits:
                 subject = " and ".join(conflicts)
@@ -142,7 +142,7 @@ class MixtureModel(Extended):
                 )
         for name, off in cls.refused.items():
             if getattr(args, name, None) not in (off, None):
-                flag = "--" + name.replace("_", "-") + _HINTS.get(name, "")
+                flag = f"--{name.replace('_', '-')}{_HINTS.get(name, '')}"
                 raise UserError(
                     f"{flag} is not supported by mixtures of attention heads: leave it out."
                 )

@@ -217,10 +217,12 @@ def finish_layer(layer: nn.Module, cfg: Any, layers: int) -> nn.Module:
     use_rms_norms(layer, cfg)
     initialize(layer, cfg, layers)
     if getattr(cfg, "initialization", None) == "admin":
-        norms: list[Any] = [
-            norm for name, norm in layer.named_children() if name.endswith("layer_norm")
-        ]
-        layer.shortcuts = nn.ModuleList(Shortcut(norm.normalized_shape[0]) for norm in norms)
+        shortcuts = []
+        norm: Any
+        for name, norm in layer.named_children():
+            if name.endswith("layer_norm"):
+                shortcuts.append(Shortcut(norm.normalized_shape[0]))
+        layer.shortcuts = nn.ModuleList(shortcuts)
     if cfg.checkpoint_activations:
         layer.forward = functools.partial(
             torch.utils.checkpoint.checkpoint,

@@ -66,12 +66,12 @@ class ByteCodec(NamedTuple):
 
     def encode(self, line: str) -> str:
         """Text as the numbers of its UTF-8 bytes."""
-        return " ".join(str(byte) for byte in line.encode("utf-8"))
+        return " ".join(map(str, line.encode()))
 
     def decode(self, symbols: str) -> str:
         """Numbers as text; bytes that are not UTF-8 are shown as such."""
-        found = [int(symbol) for symbol in symbols.split() if symbol.isdigit()]
-        return bytes(byte for byte in found if byte < 256).decode("utf-8", errors="replace")
+        numbers = map(int, filter(str.isdigit, symbols.split()))
+        return bytes(byte for byte in numbers if byte < 256).decode("utf-8", errors="replace")
 
 
 class Gpt2Codec:
@@ -104,10 +104,11 @@ class Gpt2Codec:
 
     def decode(self, symbols: str) -> str:
         """Ids as running text; other symbols as they are."""
-        runs = itertools.groupby(symbols.split(), str.isdigit)
-        return "".join(
-            self.bpe.decode([*map(int, run)]) if ids else "".join(run) for ids, run in runs
-        )
+        text = ""
+        for is_ids, run in itertools.groupby(symbols.split(), str.isdigit):
+            words = list(run)
+            text += self.bpe.decode(list(map(int, words))) if is_ids else "".join(words)
+        return text
 
 
 class WordCodec(NamedTuple):
@@ -141,10 +142,11 @@ class TranslationCodec(NamedTuple):
 
     def encode_target(self, line: str) -> str:
         """The same of the target language, by the same line functions."""
-        steps = [
-            (name, options | {"lang": self.target} if "lang" in options else options)
-            for name, options in self.steps
-        ]
+        steps = []
+        for name, options in self.steps:
+            if "lang" in options:
+                options = options | {"lang": self.target}
+            steps.append((name, options))
         return self.segmentations[1].encode(words_of(line, steps))
 
     def decode(self, symbols: str) -> str:

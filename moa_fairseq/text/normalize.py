@@ -95,7 +95,7 @@ def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str
         UserError: for another edition.
     """
     # The Perl script sees the line end, and one of its rules matches it: `."` at the end is rewritten.
-    text = line + "\n"
+    text = f"{line}\n"
     for needed, pattern, replacement in _normalization_rules(lang, edition):
         if needed in text:
             if pattern:
@@ -152,7 +152,8 @@ def _normalization_rules(lang: str, edition: str) -> list[Rule]:
     if lang in ("de", "es", "cz", "cs", "fr"):
         mark = ","
     rows = [*rows, ("\u00a0", "(\\d)\u00a0(\\d)", rf"\g<1>{mark}\g<2>")]
-    return [
-        (needed, re.compile(pattern, re.ASCII) if pattern else None, replacement)
-        for needed, pattern, replacement in rows
-    ]
+    rules = []
+    for needed, pattern, replacement in rows:
+        compiled = re.compile(pattern, re.ASCII) if pattern else None
+        rules.append((needed, compiled, replacement))
+    return rules

@@ -34,11 +34,10 @@ def ordered_map(
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
     batches = itertools.chain(first, batches)
-    alone = workers <= 1 or len(first) < FEW
+    results: Iterator[tuple[int, Any]] = ((len(batch), work(batch)) for batch in batches)
+    if workers > 1 and len(first) >= FEW:
+        results = _in_processes(work, batches, workers)
     with tqdm(unit=" lines", desc=label, disable=None, leave=False) as bar:
-        results = (
-            ((len(b), work(b)) for b in batches) if alone else _in_processes(work, batches, workers)
-        )
         for size, result in results:
             yield result
             bar.update(size)

@@ -174,10 +174,10 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 import test_make
-from moa_fairseq import process
+from moa_fairseq import process, signals
 from moa_fairseq.experiments import make
 process.to_argv = lambda command: [sys.executable, "-c", *command[1:]]
-with process.terminate_as_interrupt():
+with signals.terminate_as_interrupt():
     make.make(test_make.chain(Path({folder!r})), Path({folder!r}), patience={patience})
 """
 

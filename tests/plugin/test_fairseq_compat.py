@@ -20,11 +20,8 @@ import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin import fairseq_compat
 from moa_fairseq.plugin.patches import table
-from moa_fairseq.plugin.patches.training import (
-    print_user_errors,
-    refuse_half_precision_on_a_cpu,
-    take_bf16_for_a_gpu,
-)
+from moa_fairseq.plugin.patches.training import refuse_half_precision_on_a_cpu, take_bf16_for_a_gpu
+from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
 

@@ -303,8 +303,8 @@ def draw_map(
         1 + bool(tall),
         1 + bool(wide),
         squeeze=False,
-        width_ratios=[*([wide * unit] if wide else []), len(columns)],
-        height_ratios=[len(rows), *([tall * unit] if tall else [])],
+        width_ratios=[wide * unit] * bool(wide) + [len(columns)],
+        height_ratios=[len(rows)] + [tall * unit] * bool(tall),
     )
     for panel in panels.flat:
         panel.set_axis_off()

@@ -305,7 +305,9 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
 def _lists(report: dict[str, Any]) -> list[str]:
     unit = "words" if report["words"] else "tokens"
     hidden = report["masked_out"]
-    masked = "" if hidden is None else f", {hidden:,} masked positions left out"
+    masked = ""
+    if hidden is not None:
+        masked = f", {hidden:,} masked positions left out"
     lines = [f"{report['name']}, {report['tokens_counted']:,} {unit}{masked}; (PMI in nats)"]
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         texts = []

@@ -227,4 +227,4 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _flag(name: str) -> str:
-    return "--" + name.replace("_", "-")
+    return f"--{name.replace('_', '-')}"

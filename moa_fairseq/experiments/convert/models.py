@@ -63,9 +63,9 @@ class Checkpoint:
     def settings(self) -> argparse.Namespace:
         """A copy of the model's settings, whether the checkpoint has them as a namespace or a dict."""
         group = self.cfg["model"]
-        return argparse.Namespace(
-            **copy.deepcopy(group if isinstance(group, dict) else vars(group))
-        )
+        if not isinstance(group, dict):
+            group = vars(group)
+        return argparse.Namespace(**copy.deepcopy(group))
 
 
 def read(path: Path) -> Checkpoint:

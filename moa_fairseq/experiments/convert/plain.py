@@ -67,10 +67,11 @@ def plain_model(model: Any) -> MixtureTransformer:
     else:
         raise UserError(f"{type(model).__name__} is no translation model and no language model.")
     _refuse(stacks[0].cfg)
-    settings = {
-        "encoder": None if len(stacks) == 1 and stacks[0] is decoder else _settings(stacks[0]),
-        "decoder": None if decoder is None else _settings(decoder),
-    }
+    settings: dict[str, Any] = {"encoder": None, "decoder": None}
+    if stacks[0] is not decoder:
+        settings["encoder"] = _settings(stacks[0])
+    if decoder is not None:
+        settings["decoder"] = _settings(decoder)
     shared = len(stacks) == 2 and stacks[0].embed_tokens.weight is decoder.embed_tokens.weight
     plain = MixtureTransformer(**settings, shared_embedding=shared, own_output=own_output)
     _load(plain, model)
@@ -82,7 +83,7 @@ def _refuse(cfg: Any) -> None:
     for name, off in _REFUSED.items():
         value = getattr(cfg, name, off)
         if value not in (off, None):
-            flag = "--" + name.replace("_", "-")
+            flag = f"--{name.replace('_', '-')}"
             raise UserError(
                 f"{flag} {value}: models with it are not exported to transformers. Export the run without "
                 "--transformers, or train without the flag."

@@ -73,7 +73,7 @@ class SourcedPair(NamedTuple):
 
 def load_packages() -> list[Package]:
     """The pinned wheels, in the order that decides ties between equally good translations."""
-    entries = json.loads(PACKAGES.read_text(encoding="utf-8"))["packages"]
+    entries = json.loads(PACKAGES.read_text("utf-8"))["packages"]
     return [Package(**entry) for entry in entries]
 
 
@@ -243,7 +243,7 @@ def split_pairs(pairs: Sequence[SourcedPair]) -> dict[str, list[SourcedPair]]:
         "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
     }
     splits: dict[str, list[SourcedPair]] = {name: [] for name in SPLITS}
-    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode("utf-8")).hexdigest()):
+    for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode()).hexdigest()):
         group = sorted(groups[key])
         for name in ("test", "valid"):
             if len(splits[name]) + len(group) <= room[name]:

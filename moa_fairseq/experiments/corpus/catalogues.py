@@ -86,7 +86,7 @@ def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile
         charset = _CHARSET.search(data[:4096])
         text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
         # For the same reason the text is preceded by a line break.
-        return polib.pofile("\n" + text)
+        return polib.pofile(f"\n{text}")
     # polib's OSError is a syntax error, as the bytes are in memory; one catalogue of thousands is no loss
     except (OSError, ValueError, LookupError, struct.error):
         return []

@@ -107,9 +107,9 @@ def is_translation(english: str, german: str) -> bool:
         return False
     # Mostly the same words in both: untranslated, or a list of names.
     words = _words(english)
-    others = _words(german)
-    shared = (Counter(words) & Counter(others)).total()
-    return shared <= 0.5 * max(len(words), len(others))
+    german_words = _words(german)
+    shared = (Counter(words) & Counter(german_words)).total()
+    return shared <= 0.5 * max(len(words), len(german_words))
 
 
 def _words(text: str) -> list[str]:

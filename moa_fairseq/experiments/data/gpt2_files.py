@@ -98,7 +98,7 @@ def obtain_gpt2_files(
         path = numeric
         with atomic_write(path) as stream:
             stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
-    entries = [line.rpartition(" ")[0] for line in path.read_text(encoding="utf-8").splitlines()]
+    entries = [line.rpartition(" ")[0] for line in path.read_text("utf-8").splitlines()]
     if sorted(entries) != sorted(ENTRIES):
         if path == fetched:
             path.unlink()
@@ -159,7 +159,7 @@ def encode_texts(
         with open(folder / split, "w", encoding="utf-8", newline="\n") as stream:
             batches = chunks(read_lines(text), CHUNK)
             for encoded, counted in ordered_map(work, batches, workers, f"GPT-2 BPE, {split}"):
-                stream.writelines(line + "\n" for line in encoded)
+                stream.writelines(f"{line}\n" for line in encoded)
                 counts.update(counted)
         if not counts["words"]:
             raise no_text([text])

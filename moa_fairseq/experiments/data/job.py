@@ -124,7 +124,7 @@ class PreparationJob:
         if codes in pieces:
             # The merges of text that was segmented elsewhere: fine-tuning a model on it needs them.
             with atomic_write(self.root / CODES) as stream:
-                stream.writelines(line + "\n" for line in read_lines(pieces[codes].path))
+                stream.writelines(f"{line}\n" for line in read_lines(pieces[codes].path))
         return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
 
     def piece(self, part: Part) -> Piece:

@@ -46,9 +46,9 @@ class LanguageModelPreparation:
         self.job = job
         self.data = job.data
         self.model = job.root / "model"
-        self.learning = dict(
-            pieces.RELEASED if self.data.released_pieces else pieces.LANGUAGE_MODEL
-        )
+        self.learning = dict(pieces.LANGUAGE_MODEL)
+        if self.data.released_pieces:
+            self.learning = dict(pieces.RELEASED)
         if job.settings.get("character_coverage"):
             self.learning["character_coverage"] = job.settings["character_coverage"]
         self.count = job.settings.get("bpe") or self.data.pieces

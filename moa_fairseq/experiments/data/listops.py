@@ -220,5 +220,5 @@ def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> 
     }
     for path, lines in contents.items():
         with atomic_write(path) as stream:
-            stream.writelines(line + "\n" for line in lines)
+            stream.writelines(f"{line}\n" for line in lines)
     return {"lines": len(expressions), "tokens": tokens}

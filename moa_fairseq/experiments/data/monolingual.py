@@ -203,9 +203,8 @@ def grow_pieces(
             write(row, ends=True)
             log.info("%s: %s of %s pieces", part.name, f"{progress['tokens']:,}", f"{most:,}")
     if progress["tokens"] < most:
-        problem = (
-            f"The text of {path.name} has {progress['tokens']:,} pieces, but {most:,} are requested"
-        )
+        count = f"{progress['tokens']:,} pieces"
+        problem = f"The text of {path.name} has {count}, but {most:,} are requested"
         raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
     return selected(progress, ("lines", "longest", "tokens", "parts", "files"))
 
@@ -263,7 +262,7 @@ def _write(path: Path, lines: Iterable[str], pieces: Iterable[Piece]) -> dict[st
     facts = {"lines": 0, "tokens": 0}
     with atomic_write(path) as stream:  # which also creates the folder
         for line in lines:
-            stream.write(line + "\n")
+            stream.write(f"{line}\n")
             facts["lines"] += 1
             facts["tokens"] += len(line.split())
     if not facts["tokens"]:

@@ -111,15 +111,12 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                 yield BAD + reason
             if number < _LOOKED_AT:
                 check()
-    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
-        place = f" after line {number:,}" if number else ""
-        problem = f"{path} is a damaged gzip file{place} ({error})"
-        raise UserError(f"{problem}. Copy or fetch it again.") from error
-    except Exception as error:  # of a package that may be missing
-        if type(error).__name__ != "ZstdError":
+    except Exception as error:  # also of a package that may be missing
+        kind = "zstandard" if type(error).__name__ == "ZstdError" else "gzip"
+        if kind == "gzip" and not isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
             raise
         place = f" after line {number:,}" if number else ""
-        problem = f"{path} is a damaged zstandard file{place} ({error})"
+        problem = f"{path} is a damaged {kind} file{place} ({error})"
         raise UserError(f"{problem}. Copy or fetch it again.") from error
 
 

@@ -162,7 +162,7 @@ def _write_split(
             name = names[bool(every and retained % every == 0)]
             counts[name]["lines"] += 1
             for text, language in zip(result, languages):
-                streams[name, language].write(text + "\n")
+                streams[name, language].write(f"{text}\n")
                 counts[name][f"tokens_{language}"] += len(text.split())
     files = " and ".join(str(piece.path) for piece in split.files[0])
     _refuse_bad_lines(split, files, read, dropped)
@@ -288,11 +288,9 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
             f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0."
         )
     # subword-nmt draws its own progress bar, which is only noise in a log file.
-    quiet = (
-        contextlib.nullcontext()
-        if sys.stderr.isatty()
-        else contextlib.redirect_stderr(io.StringIO())
-    )
     vocabulary = [f"{word} {count}" for word, count in words.items()]
-    with atomic_write(codes) as stream, quiet:
+    with contextlib.ExitStack() as stack:
+        stream = stack.enter_context(atomic_write(codes))
+        if not sys.stderr.isatty():
+            stack.enter_context(contextlib.redirect_stderr(io.StringIO()))
         learn_bpe(vocabulary, stream, merges, is_dict=True)

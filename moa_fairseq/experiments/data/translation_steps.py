@@ -307,6 +307,6 @@ def sample_pairs(
         with open(new.path, "w", encoding="utf-8", newline="\n") as stream:
             for number, line in enumerate(read_lines(old.path)):
                 if number in chosen:
-                    stream.write(line + "\n")
+                    stream.write(f"{line}\n")
     log.info("sample: %s of %s training pairs", f"{len(chosen):,}", f"{total:,}")
     return {"lines": len(chosen), "of": total}

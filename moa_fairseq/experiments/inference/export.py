@@ -143,7 +143,7 @@ def run(args: argparse.Namespace) -> int:
             if result:
                 write_json(new / _RESULT, result)
         card = _card(args.folder.name, recipe, result, parameters, args.transformers)
-        (new / "README.md").write_text(card, encoding="utf-8")
+        (new / "README.md").write_text(card, "utf-8")
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
     return 0
@@ -177,9 +177,9 @@ def _card(
         "Terms of use of the data": dataset and dataset.licence,
     }
     for metric, value in (result.get("metrics") or {}).items():
-        rows[f"{metric}, {result.get('subset')} set"] = (
-            round(value, 2) if is_number(value) else value
-        )
+        if is_number(value):
+            value = round(value, 2)
+        rows[f"{metric}, {result.get('subset')} set"] = value
     for key in ("updates", "train_seconds", "hardware", "seed", "commit", "date"):
         rows[key.replace("_", " ").capitalize()] = result.get(key)
     versions = (result.get("versions") or {}).items()

@@ -111,9 +111,9 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
     data = saved if saved and not args.data else data
     if data is None or not data.is_dir():
         missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
-        problem = (
-            f"{missing} is not a folder" if missing else f"{args.run_dir} has no record of its data"
-        )
+        problem = f"{args.run_dir} has no record of its data"
+        if missing:
+            problem = f"{missing} is not a folder"
         raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
     warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
     data = saved or data.resolve()
@@ -201,7 +201,7 @@ def hypotheses(
         if not line.strip():
             continue
         try:
-            line.encode("utf-8")
+            line.encode()
         except UnicodeEncodeError:
             log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
             left_out[number] = torch.empty(0, dtype=torch.long)

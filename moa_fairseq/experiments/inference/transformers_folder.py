@@ -8,6 +8,7 @@ import shutil
 from pathlib import Path
 from typing import Any
 
+import torch
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
@@ -121,7 +122,7 @@ def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, leng
     """
     pair = codec.segmentations if isinstance(codec, TranslationCodec) else (codec, codec)
     if isinstance(pair[0], MergeCodec):
-        (folder / "merges.codes").write_text(pair[0].text(), encoding="utf-8")
+        (folder / "merges.codes").write_text(pair[0].text(), "utf-8")
     elif isinstance(codec, Gpt2Codec):
         for path in codec.files:
             shutil.copy(path, folder)
@@ -225,4 +226,4 @@ def write_model(
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
     # safetensors lets only the owner read it; a server may run as somebody else
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
-    return sum(tensor.numel() for tensor in weights.values())
+    return sum(map(torch.numel, weights.values()))

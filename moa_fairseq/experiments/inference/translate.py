@@ -175,7 +175,7 @@ def _experts(
         words = [model.tgt_dict[index] for index in shifted.tolist()]
         if name.startswith("encoder") or (routing.side == "keys" and "encoder_attn" in name):
             words = [model.src_dict[index] for index in source.tolist()]
-        yield f"  {name}: " + " ".join(_marked(words, routing, coloured))
+        yield f"  {name}: {' '.join(_marked(words, routing, coloured))}"
 
 
 def _layer(name: str) -> int:

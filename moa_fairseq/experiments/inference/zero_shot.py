@@ -227,18 +227,13 @@ def _shown(record: dict[str, Any]) -> str:
             if metric.endswith("_stderr"):
                 continue
             error = task["metrics"].get(f"{metric}_stderr")
-            lines.append(
-                {
-                    "task": name,
-                    "metric": metric,
-                    "value": f"{value:.4f}",
-                    "error": "" if error is None else f"{error:.4f}",
-                    "documents": "" if text is None else f"{task['documents']:,}",
-                    "unknown": ""
-                    if text is None
-                    else f"{text['unknown'] / max(1, text['symbols']):.2%}",
-                }
-            )
+            line = {"task": name, "metric": metric, "value": f"{value:.4f}"}
+            if error is not None:
+                line["error"] = f"{error:.4f}"
+            if text is not None:
+                line["documents"] = f"{task['documents']:,}"
+                line["unknown"] = f"{text['unknown'] / max(1, text['symbols']):.2%}"
+            lines.append(line)
         if text and text["unknown_targets"]:
             log.warning(
                 "%s: %s of %s answers have a word or letter that the dictionary lacks",

@@ -76,8 +76,8 @@ def write(data: dict[str, Any], path: Path) -> int:
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
     )
     environment.policies["json.dumps_kwargs"] = {"separators": (",", ":"), "allow_nan": False}
-    style = (HERE / "page.css").read_text(encoding="utf-8")
-    program = (HERE / "page.js").read_text(encoding="utf-8")
+    style = (HERE / "page.css").read_text("utf-8")
+    program = (HERE / "page.js").read_text("utf-8")
     text = environment.get_template("page.html").render(
         data=data,
         title=" and ".join(values_of(data["runs"], "name")),

@@ -144,9 +144,8 @@ def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel
     kind = kind_of_model(model)
     if kind != "masked" and text is not None:
         try:
-            model.codec = codec_of(
-                text, TRANSLATION if kind == "translation" else LANGUAGE_MODELING
-            )
+            job = TRANSLATION if kind == "translation" else LANGUAGE_MODELING
+            model.codec = codec_of(text, job)
         except UserError as error:  # data of another origin
             log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
     # The text that the model was loaded with may be the run's copy, without the sets
@@ -300,11 +299,11 @@ def result(
         comparison = load_comparison(default_results(), [folder / "result.json"])
         measured = list(comparison.other)
         for table in comparison.tables:
-            where = {"where": f"{table.name}, Table {table.table}"}
+            location = {"where": f"{table.name}, Table {table.table}"}
             for row in table.rows:
                 measured += row.runs
                 for cell in row.cells:
-                    parts["paper"] += [where | line for line in lines_of(row, cell)]
+                    parts["paper"] += [location | line for line in lines_of(row, cell)]
         run = measured[0]
         metrics = run["metrics"]
         names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}

@@ -279,7 +279,7 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
 def known_size(recipe: Recipe) -> CorpusSize | None:
     """The entry of corpus_sizes.json for the recipe's experiment, by the longest matching prefix."""
     entries: dict[str, dict[str, Any]] = {}
-    for entry in json.loads(TABLE.read_text(encoding="utf-8"))["corpora"]:
+    for entry in json.loads(TABLE.read_text("utf-8"))["corpora"]:
         for prefix in entry.pop("experiments"):
             if recipe.experiment.startswith(prefix) or recipe.data.recipe.startswith(prefix):
                 entries[prefix] = entry
@@ -364,7 +364,7 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
     stems = list(subset_stems(folder, languages, split).values())
     sizes = []
     for stem in stems if languages else stems[:1]:
-        if not stem.with_name(stem.name + ".idx").is_file():
+        if not stem.with_name(f"{stem.name}.idx").is_file():
             raise UserError(
                 f"{stem}.idx is missing, so fairseq-preprocess did not make this folder."
             )

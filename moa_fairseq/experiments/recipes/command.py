@@ -140,7 +140,7 @@ def run(args: argparse.Namespace) -> int:
     runs = ([row] if row.seeds is None else _with_seeds(row, config.stem) for row in rows)
     for row_args in itertools.chain.from_iterable(runs):
         if result := _run_once(row_args, config):
-            values = json.loads(result.read_text(encoding="utf-8"))
+            values = json.loads(result.read_text("utf-8"))
             headlines.append(values["metrics"][values["headline"]])
     of_one_row = args.seeds and args.row != ALL_ROWS
     if of_one_row and len(headlines) > 1 and None not in headlines:  # None: a model that diverged

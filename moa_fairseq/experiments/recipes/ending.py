@@ -85,11 +85,15 @@ def _too_few_epochs(
         problem = f"no epoch would leave a checkpoint, but average.epochs needs {count}"
         yield "train.flags.no-epoch-checkpoints", f"{problem}. Leave the flag out; {_BEST}."
     elif saved < count:
-        size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if updates and per_epoch else ""
+        size = ""
+        if updates and per_epoch:
+            size = f" ({updates:,} updates, {per_epoch:,} in an epoch)"
         problem = (
             f"the average needs {count} checkpoints, but the training would leave {saved}{size}"
         )
-        fewer = f"--set average.epochs={saved} averages those; " if saved > 1 else ""
+        fewer = ""
+        if saved > 1:
+            fewer = f"--set average.epochs={saved} averages those; "
         yield "average.epochs", f"{problem}. Train longer; {fewer}{_BEST}."
 
 
@@ -111,7 +115,9 @@ def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | 
                 enough = width
         problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
         problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
-        oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
+        oftener = ""
+        if enough:
+            oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; "
         yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
 
 

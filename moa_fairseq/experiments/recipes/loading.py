@@ -223,7 +223,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
             for key, value in layer.items():  # one by one, so that an error has its key
                 location = f"{dot}{key}"[:100]
                 text = json.dumps(value, ensure_ascii=False, default=str)
-                text.encode("utf-8")  # a lone surrogate is an error
+                text.encode()  # a lone surrogate is an error
                 if "${" in text:
                     fail(file, location, "`${...}` is not expanded: write the value itself.")
                 config.merge_with({key: value})

@@ -32,9 +32,9 @@ def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> i
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
     weight = 2 if half else 4
     adam = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
-    per_parameter = (
-        2 * weight + adam + (8 if half and not efficient else 0) + 2 * (precision == "amp")
-    )
+    per_parameter = 2 * weight + adam + 2 * (precision == "amp")
+    if half and not efficient:
+        per_parameter += 8
     if flags.get("ddp-backend") == "fully_sharded":
         return -(-per_parameter // devices)
     sharded = 0
@@ -71,7 +71,7 @@ def disk(
     remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
     size = weights * (2 if flags.get("store-ema") else 1)
     if not flags.get("no-save-optimizer-state"):
-        size += remembered * sum(parameter.numel() for parameter in parameters.values())
+        size += remembered * sum(map(nn.Parameter.numel, parameters.values()))
 
     def number(most: float, done: int | None, interval: int) -> float:
         return min(most, math.inf if done is None else done // interval)

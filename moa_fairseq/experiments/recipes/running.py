@@ -36,7 +36,8 @@ from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, steps
 from moa_fairseq.experiments.scoring.zero_shot import require_lm_eval
 from moa_fairseq.files import atomic_write
-from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, terminate_as_interrupt, to_shell
+from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, to_shell
+from moa_fairseq.signals import terminate_as_interrupt
 
 STAGES = ("prepare", "train", "average", "generate", "score", "zero-shot")
 # After a restart of torchrun, the previous owner of the run folder may need time to exit.
@@ -113,7 +114,7 @@ def run_recipe(
             make(steps(run), folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
         if result and options.record:
             with atomic_write(options.record) as stream:
-                stream.write(result.read_text(encoding="utf-8"))
+                stream.write(result.read_text("utf-8"))
             log.info("recorded as %s", options.record)
         return result
 

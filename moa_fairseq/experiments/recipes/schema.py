@@ -374,9 +374,9 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
         return dict(mark)
     inputs = dict(mark["inputs"])
     # a damaged file may hold anything in their place
-    facts, goal = (
-        dict(mark[name]) if isinstance(mark.get(name), dict) else {} for name in ("facts", "goal")
-    )
+    facts: Dict[str, Any] = {}
+    if isinstance(mark.get("facts"), dict):
+        facts.update(mark["facts"])
     stops = {}
     for name in ("model", "train"):
         if isinstance(section := inputs.get(name), dict) and isinstance(
@@ -388,4 +388,6 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
             inputs[name] = section | {"flags": retained}
             if INTERVAL in flags:
                 facts.setdefault(INTERVAL, flags[INTERVAL])
-    return dict(mark, inputs=inputs, facts=facts, goal=stops | goal)
+    if isinstance(mark.get("goal"), dict):
+        stops.update(mark["goal"])
+    return dict(mark, inputs=inputs, facts=facts, goal=stops)

@@ -209,6 +209,8 @@ def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | No
     for subset, values in scores.items():
         texts = [f"{name} {values[name]['score']:.2f}" for name in names if name in values]
         share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
-        unknown = f" ({share:.2%} of its symbols are <unk>)" if is_number(share) else ""
+        unknown = ""
+        if is_number(share):
+            unknown = f" ({share:.2%} of its symbols are <unk>)"
         parts.append(f"{', '.join(texts)} on {subset}{unknown}" if texts else f"{subset} scored")
     return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")

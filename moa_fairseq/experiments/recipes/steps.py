@@ -92,8 +92,7 @@ def _train(run: Run) -> Step:
     # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
     # unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
     # with the training's large memory, every page that the training writes to is then copied.
-    values = recipe.model.as_flags()
-    values["criterion"] = train.criterion
+    values = recipe.model.as_flags() | {"criterion": train.criterion}
     if not hardware.gpus:
         values["num-workers"] = 0
     if not hardware.gpus and world:
@@ -119,10 +118,8 @@ def _train(run: Run) -> Step:
 
     def facts(checkpoints: Path) -> dict[str, Any]:
         if not (checkpoints / LAST).is_file():
-            log_file = run.folder / "train.log"
-            raise UserError(
-                f"fairseq-train wrote no checkpoint into {checkpoints}; its output is in {log_file}."
-            )
+            problem = f"fairseq-train wrote no checkpoint into {checkpoints}"
+            raise UserError(f"{problem}; its output is in {run.folder / 'train.log'}.")
         parameters = sum(train_log.parameters) or None
         interval = train.flags.get(INTERVAL)
         return {"parameters": parameters, "updated": train_log.updated, INTERVAL: interval}
@@ -139,10 +136,8 @@ def _train(run: Run) -> Step:
             )
         else:
             complete_the_last(run.checkpoints)
-            if (
-                recipe.training_flags.get("no-save-optimizer-state")
-                and (run.checkpoints / LAST).exists()
-            ):
+            resumes = (run.checkpoints / LAST).exists()
+            if resumes and recipe.training_flags.get("no-save-optimizer-state"):
                 reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
                 remedy = "Start over with --restart; without the flag a run can resume."
         if reason:

@@ -177,7 +177,7 @@ class TrainLog:
             return  # not fairseq's; a line of the log never ends a training
         if record is not None:
             with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(json.dumps(record) + "\n")
+                stream.write(f"{json.dumps(record)}\n")
             self._show(record)
         elif match := _PARAMETERS.search(line):
             self.parameters.append(int(match.group(1).replace(",", "")))

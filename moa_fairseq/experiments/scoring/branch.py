@@ -30,7 +30,7 @@ def branch_size(
     from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
     meta_model = build_meta_model(arch, vocab_size, embeddings, model_flags)
-    needed = 4 * sum(weights.numel() for weights in meta_model.parameters())
+    needed = 4 * sum(map(torch.numel, meta_model.parameters()))
     if needed > (memory := os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")):
         raise UserError(
             f"--branch: the weights of {arch} need {needed / 2**30:.0f} GiB, and this machine has "

@@ -39,7 +39,7 @@ def split_compounds(line: str) -> str:
 
     Matches do not overlap, and work on bytes as in Perl: a no-break space is not a space.
     """
-    return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", line.encode("utf-8")).decode("utf-8")
+    return _HYPHEN.sub(rb"\1 ##AT##-##AT## \2", line.encode()).decode()
 
 
 def _moa_release(line: str) -> str:
@@ -164,7 +164,7 @@ def multi_bleu(
     def words(line: str) -> str:
         # The script reads bytes: only ASCII white space separates words and only ASCII letters are lowered.
         # sacreBLEU splits at any white space, such as a no-break space, so it is given each word in hex.
-        data = line.encode("utf-8")
+        data = line.encode()
         return " ".join(word.hex() for word in (data.lower() if lowercase else data).split())
 
     metric = BLEU(tokenize="none", smooth_method="none", force=True)

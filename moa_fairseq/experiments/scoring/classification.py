@@ -92,7 +92,7 @@ def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
     """Name → value → the sentences that have it; empty if the data has no groups."""
     if not path.is_file():
         return {}
-    head, *lines = path.read_text(encoding="utf-8").splitlines() or [""]
+    head, *lines = path.read_text("utf-8").splitlines() or [""]
     names = head.split("\t")
     groups: dict[str, dict[int, list[int]]] = {name: {} for name in names}
     for number, line in enumerate(lines):

@@ -263,7 +263,10 @@ def _evidence(runs: list[dict]) -> str:
                 details.append(f"{score:.2f}")
             if len(set(seeds)) > 1:
                 details.append(f"seed {seed}")
-            names.append(f"`{run['name']}`" + (f" ({', '.join(details)})" if details else ""))
+            name = f"`{run['name']}`"
+            if details:
+                name += f" ({', '.join(details)})"
+            names.append(name)
         if len(set(seeds)) == 1 and seeds[0] is not None:
             notes.append(f"seed {seeds[0]}")
         lines.append(f"- {', '.join(names)}: {', '.join(notes) or 'nothing else is recorded'}")

@@ -34,6 +34,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+import torch
 from fairseq.models import FairseqLanguageModel
 from fairseq.modules import MultiheadAttention
 from torch import nn
@@ -155,7 +156,7 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         from moa_fairseq.plugin.coordinate_descent.finetuning import updated_by
 
         for method in ("ftg", "ftg_plus", "ftall"):
-            cost.updated[method] = sum(parameter.numel() for parameter in updated_by(model, method))
+            cost.updated[method] = sum(map(torch.numel, updated_by(model, method)))
     return cost
 
 
@@ -329,7 +330,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "for target and output only (decoder); three (separate)",
     )
     for name in FORWARDED:
-        flag = "--" + name.replace("_", "-")
+        flag = f"--{name.replace('_', '-')}"
         add(flag, type=int, metavar="N", help="overrides the architecture's value")
     add(
         "--branch",
@@ -345,7 +346,7 @@ def run(args: argparse.Namespace) -> int:
     model_flags = list(args.model_flags)
     for name in FORWARDED:
         if (value := getattr(args, name)) is not None:
-            model_flags += ["--" + name.replace("_", "-"), str(value)]
+            model_flags += [f"--{name.replace('_', '-')}", str(value)]
     cost = complexity(
         args.arch, args.vocab_size, args.src_len, args.tgt_len, args.embeddings, model_flags
     )

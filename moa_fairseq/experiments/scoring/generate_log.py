@@ -187,7 +187,7 @@ def lines_of(data: bytes, path: str | Path) -> list[str]:
     lines = []
     for number, row in enumerate(rows, 1):
         try:
-            lines.append(row.decode("utf-8"))
+            lines.append(row.decode())
         except UnicodeDecodeError as error:
             remedy = "Unpack the archive, mend the file, and pack it again."
             if Path(path).is_file():

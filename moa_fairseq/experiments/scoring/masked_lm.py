@@ -158,13 +158,9 @@ def score(
     device = device_for(cpu)
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
-    values = {
-        "masked_lm_ppl": (list(map(Masking.perplexity, results)), "all masked tokens"),
-        "masked_lm_text_ppl": (
-            list(map(Masking.text_perplexity, results)),
-            "masked tokens but <s>, </s>",
-        ),
-    }
+    values = {"masked_lm_ppl": (list(map(Masking.perplexity, results)), "all masked tokens")}
+    of_text = list(map(Masking.text_perplexity, results))
+    values["masked_lm_text_ppl"] = (of_text, "masked tokens but <s>, </s>")
     spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
     if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
@@ -239,7 +235,9 @@ def run(args: argparse.Namespace) -> int:
         return 0
     for name, summary in scores.items():
         if name != "meta":
-            spread = "" if summary["sd"] is None else f" ± {summary['sd']:.3f}"
+            spread = ""
+            if summary["sd"] is not None:
+                spread = f" ± {summary['sd']:.3f}"
             print(f"{name:<19} {summary['score']:.3f}{spread}  [{summary['over']}]")
     evaluation = ", ".join(f"{key} {value}" for key, value in scores["meta"]["evaluation"].items())
     print(f"{args.subset}: {evaluation}; base: e^(nats per token)")

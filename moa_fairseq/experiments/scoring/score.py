@@ -223,8 +223,10 @@ def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -
         return 0
     for name in chains:
         result = scores[KEYS[name]]
-        signature = f", {result['signature']}" if "signature" in result else ""
-        print(f"{name:<15} {result['line']}  [{result['chain']}{signature}]")
+        chain = result["chain"]
+        if "signature" in result:
+            chain += f", {result['signature']}"
+        print(f"{name:<15} {result['line']}  [{chain}]")
     return 0
 
 

@@ -39,7 +39,8 @@ from moa_fairseq.experiments.study.report import report
 from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
 from moa_fairseq.files import atomic_write
-from moa_fairseq.process import die_with_parent, terminate_as_interrupt, to_argv
+from moa_fairseq.process import to_argv
+from moa_fairseq.signals import die_with_parent, terminate_as_interrupt
 
 log = logging.getLogger(__name__)
 

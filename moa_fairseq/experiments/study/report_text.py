@@ -154,6 +154,8 @@ def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
     for key in ("commit", "hardware", "precision"):
         of_value = values[key]
         for value, seeds in of_value.items():
-            seeds_text = f" (seeds {', '.join(map(str, seeds))})" if len(of_value) > 1 else ""
-            lines.append(f"- {key}: {value}{seeds_text}")
+            line = f"- {key}: {value}"
+            if len(of_value) > 1:
+                line += f" (seeds {', '.join(map(str, seeds))})"
+            lines.append(line)
     return "\n".join(lines)

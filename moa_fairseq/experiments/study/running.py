@@ -37,13 +37,8 @@ from moa_fairseq.experiments.study.records import (
     write_output,
 )
 from moa_fairseq.files import disk_errors
-from moa_fairseq.process import (
-    Executor,
-    flags,
-    refuse_without_locks,
-    terminate_as_interrupt,
-    to_shell,
-)
+from moa_fairseq.process import Executor, flags, refuse_without_locks, to_shell
+from moa_fairseq.signals import terminate_as_interrupt
 
 log = logging.getLogger(__name__)
 

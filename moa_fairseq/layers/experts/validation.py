@@ -81,7 +81,7 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
     """
     file, holder = file or path(), "another machine of this kind" if file else "this machine"
     try:
-        record: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))
+        record: dict[str, Any] = json.loads(file.read_text("utf-8"))
         is_this_machine = all(record[key] == value for key, value in machine().items())
         outcome = CheckResult(
             dict(record["groups"]),

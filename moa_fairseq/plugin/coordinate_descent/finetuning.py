@@ -4,7 +4,7 @@ from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
-from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.layers.sequence_gate import gate_parameters, gates_of
 
 # Choices of --finetune. all: every parameter, as without fine-tuning.
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
@@ -19,13 +19,12 @@ def updated_by(model: nn.Module, method: str) -> list[Tensor]:
     """
     if method in ("all", "ftall"):
         return [*model.parameters()]
-    gates: list[Tensor] = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
-    if method == "ftg":
-        return gates
-    modules = (
-        module for module in model.modules() if isinstance(module, MixtureOfAttentiveExperts)
-    )
-    return gates + [module.out_proj.weight for module in modules]
+    parameters: list[Tensor] = [*gate_parameters(model)]
+    if method != "ftg":
+        for module in model.modules():
+            if isinstance(module, MixtureOfAttentiveExperts):
+                parameters.append(module.out_proj.weight)
+    return parameters
 
 
 def freeze_rest(model: nn.Module, method: str) -> None:

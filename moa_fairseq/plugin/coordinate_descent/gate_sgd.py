@@ -30,7 +30,7 @@ class GateGradients:
 
     def __init__(self, parameters: Sequence[Parameter]):
         self.parameters = list(parameters)
-        count = sum(parameter.numel() for parameter in self.parameters)
+        count = sum(map(torch.numel, self.parameters))
         self.flat = torch.zeros(count + 2, dtype=torch.float32, device=self.parameters[0].device)
 
     def add(self, loss: Tensor, sample_size: float, scale: float = 1.0) -> None:
@@ -77,7 +77,7 @@ class GateGradients:
     def mean(self) -> list[Tensor]:
         """The gradient of the mean loss, one tensor per parameter."""
         flat = self.flat[:-2] / self.flat[-1].clamp_min(1e-8)
-        parts = flat.split([parameter.numel() for parameter in self.parameters])
+        parts = flat.split(list(map(torch.numel, self.parameters)))
         return [part.view_as(parameter) for part, parameter in zip(parts, self.parameters)]
 
 

@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import Parameter
 
 from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
-from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.layers.sequence_gate import gate_parameters
 from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, GateSGD
 from moa_fairseq.plugin.model import sum_over_workers
 
@@ -48,7 +48,7 @@ class GStep:
             return
         self._done = samples
         model = self.trainer.get_model()
-        parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        parameters = gate_parameters(model)
         scale = loss_scale(self.trainer.optimizer)
         while True:
             gradients = self._gradients(samples, parameters, scale)
@@ -105,7 +105,7 @@ class JointStep:
     """
 
     def __init__(self, model: nn.Module, lr: float, clip_norm: float):
-        self.parameters = [parameter for gate in gates_of(model) for parameter in gate.parameters()]
+        self.parameters = gate_parameters(model)
         self.sgd = GateSGD(lr, clip_norm)
         self.sample_size = 0.0
 

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import torch
 from fairseq.dataclass import ChoiceEnum
 from fairseq.logging import metrics
 from torch import nn
@@ -27,7 +28,7 @@ from torch import nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
-from moa_fairseq.layers.sequence_gate import gates_of
+from moa_fairseq.layers.sequence_gate import gate_parameters, gates_of
 from moa_fairseq.layers.settings import flag
 from moa_fairseq.plugin.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.plugin.coordinate_descent.gate_log import GateEntropyLog
@@ -158,11 +159,11 @@ class BlockCoordinateDescent(Extended):
         """fairseq's hook; logs which steps the epoch takes."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
-            total = sum(parameter.numel() for parameter in model.parameters())
-            updated = sum(parameter.numel() for parameter in updated_by(model, self.finetune))
+            total = sum(map(torch.numel, model.parameters()))
+            updated = sum(map(torch.numel, updated_by(model, self.finetune)))
             logger.info(f"{updated:,} of {total:,} parameters are updated")
         self._epoch = epoch
-        parameters = sum(p.numel() for gate in gates_of(model) for p in gate.parameters())
+        parameters = sum(map(torch.numel, gate_parameters(model)))
         if self.finetune == "ftg":
             steps = "G steps by fairseq's optimizer (FTG)"
         elif not self.alternates:

@@ -81,7 +81,7 @@ class RoutingLossMixin(Extended):
         """
         for name in ("load_balance_coef", "z_loss_coef"):
             if not 0 <= getattr(cfg, name) < math.inf:
-                flag = "--" + name.replace("_", "-")
+                flag = f"--{name.replace('_', '-')}"
                 raise UserError(f"{flag} is {getattr(cfg, name)}: give 0 or a positive number.")
         criterion = super().build_criterion(cfg, task)
         names = RoutingLossConfig.__dataclass_fields__
@@ -95,9 +95,9 @@ class RoutingLossMixin(Extended):
             return loss, sample_size, logging_output
         auxiliary, entries = self.terms(routings)
         if model.training:
-            loss = loss + auxiliary * (
-                sample_size if str(self.routing.aux_loss_scale) == "sample-size" else 1
-            )
+            if str(self.routing.aux_loss_scale) == "sample-size":
+                auxiliary = auxiliary * sample_size
+            loss = loss + auxiliary
         logging_output.update(entries)
         return loss, sample_size, logging_output
 
@@ -116,19 +116,19 @@ class RoutingLossMixin(Extended):
         """
         name = str(self.routing.balance_loss)
         kinds = RoutingSums.by_kind([routing for _, routing in routings])
-        balance = [BALANCE_LOSSES[name](sums) for sums in kinds]
-        z = [OF_ANY_FAMILY["z_loss"](sums) for sums in kinds]
+        balance = list(map(BALANCE_LOSSES[name], kinds))
+        z = list(map(OF_ANY_FAMILY["z_loss"], kinds))
         weights = self.routing.load_balance_coef, self.routing.z_loss_coef
         auxiliary = weighted_loss(kinds, balance, z, *weights, str(self.routing.aux_loss_reduce))
         with torch.no_grad():
             rows: dict[str, list[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
             if name != "moa":
                 rows["balance_loss"] = balance
-                rows["load_balance_loss"] = [BALANCE_LOSSES["moa"](sums) for sums in kinds]
-            statistics = [load_statistics(sums) for sums in kinds]
+                rows["load_balance_loss"] = list(map(BALANCE_LOSSES["moa"], kinds))
+            statistics = list(map(load_statistics, kinds))
             rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
             # [statistics, modules]
-            values = torch.stack([one_row(parts) for parts in rows.values()])
+            values = torch.stack(list(map(one_row, rows.values())))
             names = list(rows)
             means = values.mean(1)
             means[names.index("dead_experts")].mul_(len(routings))

@@ -25,7 +25,7 @@ _EPOCHS = "plugin/patches/test_epochs.py::"
 _ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
 
 
-@patch("fairseq.data.data_utils:batch_by_size", _COMPAT + "test_the_last_batch_is_kept")
+@patch("fairseq.data.data_utils:batch_by_size", f"{_COMPAT}test_the_last_batch_is_kept")
 def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **options: Any) -> Any:
     """fairseq's main branch drops the last batch of a data set if its size is not a multiple of
     --required-batch-size-multiple (8), also in validation and generation.
@@ -33,7 +33,7 @@ def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **opt
     if not hasattr(indices, "__len__"):
         indices = list(indices)
     batches = batch_by_size(indices, *args, **options)
-    batched = sum(len(batch) for batch in batches)
+    batched = sum(map(len, batches))
     if options.get("fixed_shapes") is None and batched < len(indices):
         batches = [*batches, indices[batched:]]
     return batches
@@ -68,7 +68,7 @@ def group_as_in_the_first_epoch(
 
 @patch(
     "fairseq.trainer:Trainer.get_valid_iterator",
-    _EPOCHS + "test_a_training_set_is_validated_on_apart",
+    f"{_EPOCHS}test_a_training_set_is_validated_on_apart",
 )
 def validate_on_a_copy_of_the_training_set(
     get_valid_iterator: Callable, trainer: Any, subset: str, *args: Any, **options: Any
@@ -89,20 +89,20 @@ def validate_on_a_copy_of_the_training_set(
     return get_valid_iterator(trainer, subset, *args, **options)
 
 
-@patch("fairseq.data.bucket_pad_length_dataset:get_buckets", _COMPAT + "test_batches_in_buckets")
+@patch("fairseq.data.bucket_pad_length_dataset:get_buckets", f"{_COMPAT}test_batches_in_buckets")
 def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
     """--num-batch-buckets calls NumPy with a keyword, `interpolation`, that it no longer has."""
     percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
     return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
 
 
-@patch("numpy:compat", _COMPAT + "test_a_sentence_is_a_block_of_a_language_model", made_of)
+@patch("numpy:compat", f"{_COMPAT}test_a_sentence_is_a_block_of_a_language_model", made_of)
 def old_names_of_numpy(compat: Any) -> Any:
     """--sample-break-mode eos needs numpy.compat.long, which NumPy 2 no longer has."""
     return compat or types.SimpleNamespace(long=int)
 
 
-@patch(_ITERATOR + ".state_dict", _EPOCHS + "test_converted_place")
+@patch(f"{_ITERATOR}.state_dict", f"{_EPOCHS}test_converted_place")
 def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict[str, Any]:
     """The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see
     part of the epoch twice, and one on more GPUs would skip part of it.
@@ -111,7 +111,7 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict
     return state_dict(iterator) | numbers
 
 
-@patch(_ITERATOR + ".load_state_dict", _EPOCHS + "test_converted_place")
+@patch(f"{_ITERATOR}.load_state_dict", f"{_EPOCHS}test_converted_place")
 def restore_the_place_of_all_processes(
     load_state_dict: Callable, iterator: Any, state: dict[str, Any]
 ) -> None:
@@ -155,7 +155,7 @@ def converted_place(
 
 
 @patch(
-    "fairseq.data.iterators:GroupedIterator.__init__", _EPOCHS + "test_groups_go_on_from_any_place"
+    "fairseq.data.iterators:GroupedIterator.__init__", f"{_EPOCHS}test_groups_go_on_from_any_place"
 )
 def group_from_any_place(
     init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
@@ -169,7 +169,7 @@ def group_from_any_place(
         groups.total = groups.n + math.ceil((len(iterable) - place) / chunk_size)
 
 
-@patch(_ITERATOR + ".next_epoch_itr", _EPOCHS + "test_workers_load_the_epoch_that_is_trained")
+@patch(f"{_ITERATOR}.next_epoch_itr", f"{_EPOCHS}test_workers_load_the_epoch_that_is_trained")
 def start_new_data_workers(
     next_epoch_itr: Callable,
     iterator: Any,
@@ -191,7 +191,7 @@ def start_new_data_workers(
 
 @patch(
     "fairseq.data.iterators:BufferedIterator._create_consumer",
-    _EPOCHS + "test_a_reader_ends_with_the_process",
+    f"{_EPOCHS}test_a_reader_ends_with_the_process",
 )
 def end_readers_with_the_process(create_consumer: Callable, iterator: Any) -> None:
     """A training that ends inside an epoch leaves a thread that reads batches. If that is inside torch when
@@ -216,7 +216,7 @@ def _end_readers() -> None:
 
 @patch(
     "fairseq.data:LRUCacheDataset.set_epoch",
-    _EPOCHS + "test_no_masks_of_the_last_epoch_are_remembered",
+    f"{_EPOCHS}test_no_masks_of_the_last_epoch_are_remembered",
 )
 def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
     """A caching data set returns items of the previous epoch."""

@@ -80,9 +80,8 @@ class TimedDist(Proxy):
         """
         try:
             return dist.init_process_group(*args, **({"timeout": self.limit} | options))
-        except (
-            RuntimeError
-        ) as error:  # torch's only kind: by its text, and raised again if it is another
+        # Torch's only kind: by its text, and raised again if it is another
+        except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
             place = options.get("init_method")
@@ -120,9 +119,8 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
         fairseqs_distributed_main(i, main, cfg, kwargs)
-    except (
-        RuntimeError
-    ) as error:  # torch's only kind: by its text, and raised again if it is another
+    # Torch's only kind: by its text, and raised again if it is another
+    except RuntimeError as error:
         if not dist.is_initialized():
             raise
         silent = _silent_ranks()
@@ -192,7 +190,7 @@ def refuse_separate_trainings(
     Raises:
         UserError: for processes that would train apart, and for backends that do not work on CPUs.
     """
-    size = int(os.environ["WORLD_SIZE"]) if all(name in os.environ for name in _TORCHRUN) else 1
+    size = int(os.environ["WORLD_SIZE"]) if os.environ.keys() >= set(_TORCHRUN) else 1
     if cfg.distributed_init_method is not None or cfg.tpu or size == 1:
         return infer_init_method(cfg, force_distributed)
     on_cpu = not torch.cuda.is_available()

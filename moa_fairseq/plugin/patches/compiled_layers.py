@@ -56,7 +56,7 @@ _REFUSED = {
 
 @patch(
     "fairseq.options:add_optimization_args",
-    _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
+    f"{_TEST}test_the_flag_reaches_the_trainer_of_any_model",
 )
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
     """fairseq cannot compile a model (this plugin is imported while the parser is built)."""
@@ -67,7 +67,7 @@ def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any
 
 @patch(
     "fairseq.dataclass.utils, fairseq_cli.*:convert_namespace_to_omegaconf",
-    _TEST + "test_the_flag_reaches_the_trainer_of_any_model",
+    f"{_TEST}test_the_flag_reaches_the_trainer_of_any_model",
 )
 def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
     """fairseq's settings have no place for a flag that belongs to neither fairseq nor a model."""
@@ -78,7 +78,7 @@ def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
     return cfg
 
 
-@patch("fairseq.trainer:Trainer.__init__", _TEST + "test_the_flag_reaches_the_trainer_of_any_model")
+@patch("fairseq.trainer:Trainer.__init__", f"{_TEST}test_the_flag_reaches_the_trainer_of_any_model")
 def compile_for_training(
     begin: Callable, trainer: Any, cfg: Any, task: Any, model: nn.Module, *args: Any, **options: Any
 ) -> None:
@@ -93,7 +93,7 @@ def compile_for_training(
 
 @patch(
     "fairseq.incremental_decoding_utils:FairseqIncrementalState.get_incremental_state",
-    _TEST + "test_compiled_layers_compute_the_same_in_few_graphs",
+    f"{_TEST}test_compiled_layers_compute_the_same_in_few_graphs",
 )
 def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, key: str) -> Any:
     """fairseq makes a key per layer even without a state: layers would not share compiled code."""
@@ -116,15 +116,13 @@ def check(cfg: Any, task: Any, model: nn.Module) -> None:
     reasons: dict[str, str] = {}
     for (section, name), reason in _REFUSED.items():
         if getattr(getattr(cfg, section), name, None):
-            reasons["--" + name.replace("_", "-")] = reason
+            reasons[f"--{name.replace('_', '-')}"] = reason
     if cfg.distributed_training.ddp_backend == "fully_sharded":
-        reasons["--ddp-backend fully_sharded"] = (
-            "it takes a layer's weights away between two passes"
-        )
+        flag = "--ddp-backend fully_sharded"
+        reasons[flag] = "it takes a layer's weights away between two passes"
     if getattr(task, "alternates", False):
-        reasons["--bcd alternate"] = (
-            "experts are drawn for each layer by its name (--bcd none draws none)"
-        )
+        reason = "experts are drawn for each layer by its name (--bcd none draws none)"
+        reasons["--bcd alternate"] = reason
     layers = [module for module in model.modules() if isinstance(module, LAYERS)]
     foreign = any("forward" in vars(layer) and not hasattr(layer, "whole") for layer in layers)
     if foreign and getattr(cfg.model, "checkpoint_activations", False):
@@ -169,8 +167,10 @@ def can_compile(device: torch.device) -> bool:
 
 
 def _warn(what: str, error: Exception) -> None:
-    lines = [line.strip()[:200] for line in str(error).splitlines() if line.strip()]
-    lines = [line for line in lines if not line.startswith("Set TORCHDYNAMO_VERBOSE")]
+    lines = []
+    for line in map(str.strip, str(error).splitlines()):
+        if line and not line.startswith("Set TORCHDYNAMO_VERBOSE"):
+            lines.append(line[:200])
     # A compiler's, below its long command
     at_fault = [line for line in lines if "error:" in line.lower()]
     reason = " ".join((lines[:2] + at_fault[:2]) if at_fault else lines[:3])

@@ -19,7 +19,7 @@ _HERE = "plugin/patches/test_cpu_autocast.py::"
 
 
 @patch(
-    "fairseq.tasks.fairseq_task:FairseqTask.train_step", _HERE + "test_amp_on_the_cpu_is_bfloat16"
+    "fairseq.tasks.fairseq_task:FairseqTask.train_step", f"{_HERE}test_amp_on_the_cpu_is_bfloat16"
 )
 def autocast_on_the_cpu(
     train_step: Callable,
@@ -39,9 +39,8 @@ def autocast_on_the_cpu(
     if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
         return train_step(task, sample, model, criterion, optimizer, *args, **options)
 
-    inputs = sample.get(
-        "net_input", {}
-    ).values()  # not every task of fairseq has tokens, or one input
+    # Not every task of fairseq has tokens, or one input
+    inputs = sample.get("net_input", {}).values()
     lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
     short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
 
@@ -59,7 +58,7 @@ def autocast_on_the_cpu(
 
 @patch(
     "fairseq.optim:AMPOptimizer.clip_grad_norm",
-    _HERE + "test_nan_on_the_cpu_ends_a_training_as_without_amp",
+    f"{_HERE}test_nan_on_the_cpu_ends_a_training_as_without_amp",
 )
 def stop_at_what_is_not_finite(
     clip_grad_norm: Callable, optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any

@@ -33,7 +33,7 @@ def forget_outputs(state: Any) -> Any:
     for part in (state.get("args"), *groups):
         settings = vars(part) if isinstance(part, argparse.Namespace) else part
         if isinstance(settings, dict):
-            settings.update({name: None for name in OUTPUTS if name in settings})
+            settings.update(dict.fromkeys(settings.keys() & set(OUTPUTS)))
     return state
 
 

@@ -31,7 +31,7 @@ class ManySearches(UserError, ValueError):
 
 @patch(
     "fairseq.checkpoint_utils:prune_state_dict",
-    _HERE + "test_layers_of_one_side_leave_the_other_whole",
+    f"{_HERE}test_layers_of_one_side_leave_the_other_whole",
 )
 def keep_the_other_side(
     prune: Callable, state: dict[str, Any], model_cfg: Any = None
@@ -42,10 +42,10 @@ def keep_the_other_side(
     Raises:
         UserError: unless the named layers are some of that side's, each named once.
     """
-    layers_to_keep = {side: getattr(model_cfg, f"{side}_layers_to_keep", None) for side in _SIDES}
-    texts = {
-        side: "" if layers is None else str(layers) for side, layers in layers_to_keep.items()
-    }  # may be a number
+    texts = {}
+    for side in _SIDES:
+        layers = getattr(model_cfg, f"{side}_layers_to_keep", None)
+        texts[side] = "" if layers is None else str(layers)  # may be a number
     if not any(texts.values()):
         return prune(state, model_cfg)
     for side, text in texts.items():
@@ -66,7 +66,7 @@ def keep_the_other_side(
 
 @patch(
     "fairseq.tasks.fairseq_task:FairseqTask.build_generator",
-    _HERE + "test_flags_that_do_not_go_together",
+    f"{_HERE}test_flags_that_do_not_go_together",
 )
 def check_flags_of_search(
     build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
@@ -82,9 +82,10 @@ def check_flags_of_search(
     def said(name: str) -> Any:
         return getattr(args, name, None)
 
-    chosen = [
-        f"--{name.replace('_', '-')}" for name, on in _SEARCHES.items() if on(said(name) or 0)
-    ]
+    chosen = []
+    for name, on in _SEARCHES.items():
+        if on(said(name) or 0):
+            chosen.append(f"--{name.replace('_', '-')}")
     if len(chosen) > 1:
         raise ManySearches(f"{' and '.join(chosen)} are different searches: give only one.")
     beam = said("beam") or 5
@@ -113,11 +114,11 @@ def check_flags_of_search(
 
 @patch(
     "fairseq.sequence_generator:SequenceGeneratorWithAlignment.generate",
-    _HERE + "test_diverse_groups_of_any_sentences",
+    f"{_HERE}test_diverse_groups_of_any_sentences",
 )
 @patch(
     "fairseq.sequence_generator:SequenceGenerator.generate",
-    _HERE + "test_diverse_groups_of_any_sentences",
+    f"{_HERE}test_diverse_groups_of_any_sentences",
 )
 def count_rows_not_sentences(
     generate: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
@@ -133,7 +134,7 @@ def count_rows_not_sentences(
 
 @patch(
     "fairseq.search:LexicallyConstrainedBeamSearch.init_constraints",
-    _HERE + "test_constraints_need_a_program_that_reads_them",
+    f"{_HERE}test_constraints_need_a_program_that_reads_them",
 )
 def ask_for_constraints(
     init: Callable, search: Any, batch_constraints: Any, beam_size: int

@@ -69,11 +69,11 @@ class _Sums(ast.NodeTransformer):
     items = MAX_ITEMS
 
     def visit_BinOp(self, node: ast.BinOp) -> ast.Constant:
-        first, second = (ast.literal_eval(self.visit(side)) for side in (node.left, node.right))
-        lengths = [
-            len(side) if isinstance(side, (list, tuple, str, bytes)) else 0
-            for side in (first, second)
-        ]
+        first = ast.literal_eval(self.visit(node.left))
+        second = ast.literal_eval(self.visit(node.right))
+        lengths = []
+        for side in (first, second):
+            lengths.append(len(side) if isinstance(side, (list, tuple, str, bytes)) else 0)
         if isinstance(node.op, ast.Mult):
             if any(lengths):
                 self.items -= max(lengths) * max(first if lengths[1] else second, 0)

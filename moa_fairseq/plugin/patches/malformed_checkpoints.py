@@ -279,7 +279,7 @@ def explain_models(load: Callable, filenames: list[str], *args: Any, **options: 
         _check_use(task, models)
         with open_dict(cfg):
             # Commands read them
-            cfg.update({group: cfg.get(group) for group in ("task", "criterion")})
+            cfg.update(task=cfg.get("task"), criterion=cfg.get("criterion"))
     return models, cfg, task
 
 
@@ -364,9 +364,8 @@ def explain_resumption(
 def _check_place(updates: Any, extra: dict[str, Any]) -> None:
     """Raises ValueError for a count or a best loss that would end the training only when it is used."""
     place = extra["train_iterator"]
-    counts = {"num_updates": updates} | {
-        key: place.get(key, 0) for key in ("epoch", "iterations_in_epoch")
-    }
+    counts = {"num_updates": updates, "epoch": place.get("epoch", 0)}
+    counts["iterations_in_epoch"] = place.get("iterations_in_epoch", 0)
     for name, value in counts.items():
         if not isinstance(value, int) or not 0 <= value < 2**31:
             raise ValueError(f"{name} is {value!r:.80}")

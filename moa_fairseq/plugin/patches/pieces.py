@@ -11,7 +11,7 @@ from moa_fairseq.text.subwords import with_letters
 _HERE = "plugin/patches/test_pieces.py::"
 
 
-@patch("fairseq.data.data_utils:post_process", _HERE + "test_bytes_become_letters")
+@patch("fairseq.data.data_utils:post_process", f"{_HERE}test_bytes_become_letters")
 def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str:
     """--remove-bpe sentencepiece prints the bytes of a model with byte fallback as text, such as <0xE3>."""
     if symbol == "sentencepiece":
@@ -21,7 +21,7 @@ def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str
 
 @patch(
     "fairseq.data.encoders.sentencepiece_bpe:SentencepieceBPE.decode",
-    _HERE + "test_the_encoder_of_pieces_undoes_bytes",
+    f"{_HERE}test_the_encoder_of_pieces_undoes_bytes",
 )
 def decode_bytes(decode: Callable, encoder: Any, x: str) -> str:
     """--bpe sentencepiece also prints the bytes of a model with byte fallback as text."""

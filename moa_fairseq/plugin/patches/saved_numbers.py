@@ -18,7 +18,7 @@ import numpy as np
 from moa_fairseq.plugin.patches.table import patch
 
 MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens
-_TYPES = {"b1", "f2", "f4", "f8", *(f"{kind}{size}" for kind in "iu" for size in (1, 2, 4, 8))}
+_TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
 
 
 def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
@@ -127,13 +127,10 @@ def numpy_stand_ins() -> list[type]:
 )
 def restore_arrays(load: Callable, meters: Any, state: Any) -> None:
     """A meter's array, such as the counts of --eval-bleu, is saved as a list, which cannot be summed."""
-    load(
-        meters,
-        [
-            (
-                *meter,
-                {name: np.asarray(x) if isinstance(x, list) else x for name, x in values.items()},
-            )
-            for *meter, values in state
-        ],
-    )
+    rows = []
+    for *meter, values in state:
+        restored = {}
+        for name, value in values.items():
+            restored[name] = np.asarray(value) if isinstance(value, list) else value
+        rows.append((*meter, restored))
+    load(meters, rows)

@@ -10,21 +10,17 @@ import logging
 import math
 import os
 import sys
-import types
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import torch
 from fairseq import checkpoint_utils
 from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
-from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.files import DISK_FULL, as_user_error
 from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
-from moa_fairseq.plugin.patches.checkpoint_files import AFTER_DIVERGENCE, load_checkpoint
-from moa_fairseq.plugin.patches.table import made_of, patch
+from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint
+from moa_fairseq.plugin.patches.table import patch
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +35,7 @@ _CONTEXT = (
 
 @patch(
     "fairseq.dataclass.utils:override_module_args",
-    _COMPAT + "test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
+    f"{_COMPAT}test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
 )
 def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
     """fairseq's command line takes --bf16 to mean a TPU.
@@ -51,7 +47,7 @@ def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace
     return override_module_args(args)
 
 
-@patch("fairseq.dataclass.utils:override_module_args", _COMPAT + "test_half_precision_needs_a_gpu")
+@patch("fairseq.dataclass.utils:override_module_args", f"{_COMPAT}test_half_precision_needs_a_gpu")
 def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
     """--fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
 
@@ -118,7 +114,7 @@ def observe_no_fillers(
 
 @patch(
     "fairseq.nan_detector:NanDetector.add_hooks",
-    _COMPAT + "test_the_module_that_made_a_nan_is_named",
+    f"{_COMPAT}test_the_module_that_made_a_nan_is_named",
 )
 def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any) -> None:
     """The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors,
@@ -132,7 +128,7 @@ def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any)
 
 @patch(
     "fairseq.modules.dynamic_convolution:DynamicConv_scripatable.reset_parameters",
-    _COMPAT + "test_dynamic_convolutions_leave_no_weight_unfilled",
+    f"{_COMPAT}test_dynamic_convolutions_leave_no_weight_unfilled",
 )
 def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
     """A dynamic convolution without a bias has an uninitialised weight of that name: arbitrary memory is
@@ -142,7 +138,7 @@ def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
     reset_parameters(convolution)
 
 
-@patch("fairseq.models.ema:EMA.__init__", _COMPAT + "test_a_moving_average_of_a_model_with_counts")
+@patch("fairseq.models.ema:EMA.__init__", f"{_COMPAT}test_a_moving_average_of_a_model_with_counts")
 def average_no_counts(
     init: Callable, ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None
 ) -> None:
@@ -151,9 +147,11 @@ def average_no_counts(
 
     They are copied.
     """
-    tensors = {key: value for key, value in model.state_dict().items() if torch.is_tensor(value)}
-    integers = {key for key, value in tensors.items() if not value.is_floating_point()}
-    init(ema, model, config, device, integers.union(skip_keys or ()))
+    integers = set(skip_keys or ())
+    for key, value in model.state_dict().items():
+        if torch.is_tensor(value) and not value.is_floating_point():
+            integers.add(key)
+    init(ema, model, config, device, integers)
 
 
 @patch("fairseq.checkpoint_utils:save_checkpoint", _CONTEXT)
@@ -170,7 +168,7 @@ def announce_saves(
     return save(cfg, trainer, epoch_itr, *args, **options)
 
 
-@patch("fairseq.checkpoint_utils:save_checkpoint", _BEST + "test_nan_is_no_best")
+@patch("fairseq.checkpoint_utils:save_checkpoint", f"{_BEST}test_nan_is_no_best")
 def nan_is_no_best(
     save: Callable,
     cfg: Any,
@@ -192,7 +190,7 @@ def nan_is_no_best(
 
 
 @patch(
-    "fairseq.checkpoint_utils:load_checkpoint", _BEST + "test_a_best_value_of_nan_is_not_restored"
+    "fairseq.checkpoint_utils:load_checkpoint", f"{_BEST}test_a_best_value_of_nan_is_not_restored"
 )
 def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
     """Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt."""
@@ -208,7 +206,7 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
     return result
 
 
-@patch("fairseq_cli.*:should_stop_early", _BEST + "test_nan_does_not_end_a_training_early")
+@patch("fairseq_cli.*:should_stop_early", f"{_BEST}test_nan_does_not_end_a_training_early")
 def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
     """If the first validation is NaN, no later one is better: --patience ends the training."""
     if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
@@ -240,7 +238,7 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
 
 @patch(
     "fairseq.trainer:Trainer.load_checkpoint",
-    _RESUME + "test_another_architecture_is_refused_and_overwrites_nothing",
+    f"{_RESUME}test_another_architecture_is_refused_and_overwrites_nothing",
 )
 def name_other_settings(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
@@ -252,9 +250,8 @@ def name_other_settings(
     """
     try:
         return load(trainer, filename, *args, **options)
-    except (
-        Exception
-    ) as error:  # fairseq raises bare ones: by the text, and raised again if it is another
+    # Fairseq raises bare ones: by the text, and raised again if it is another
+    except Exception as error:
         if "ensure that the architectures match" not in str(error):
             raise
         differences = _differences(load_checkpoint(filename), trainer.cfg.model)
@@ -271,13 +268,15 @@ def name_other_settings(
 
 def _program() -> dict[str, Any]:
     """The names of fairseq-train, called as a program or as a module; {} in another program."""
-    modules = (sys.modules.get(name) for name in ("__main__", "fairseq_cli.train"))
-    functions = (getattr(module, "should_stop_early", None) for module in modules)
-    return next((inspect.unwrap(function).__globals__ for function in functions if function), {})
+    for name in ("__main__", "fairseq_cli.train"):
+        function = getattr(sys.modules.get(name), "should_stop_early", None)
+        if function:
+            return inspect.unwrap(function).__globals__
+    return {}
 
 
 @patch(
-    "fairseq_cli.train:train", _RESUME + "test_a_training_at_its_goal_makes_no_further_update", None
+    "fairseq_cli.train:train", f"{_RESUME}test_a_training_at_its_goal_makes_no_further_update", None
 )
 def end_at_the_goal() -> None:
     """A training that resumes at its last update (--max-update) makes one more update before it ends."""
@@ -294,7 +293,7 @@ def end_at_the_goal() -> None:
     program["train"] = train
 
 
-_PATIENCE = _RESUME + "test_patience_goes_on_where_it_was"
+_PATIENCE = f"{_RESUME}test_patience_goes_on_where_it_was"
 
 
 @patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
@@ -325,23 +324,27 @@ def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any
 
 def _differences(state: dict[str, Any], model: Any) -> list[str]:
     """Each of the model's own flags whose value in the checkpoint is not that of this command."""
-    before, now = (
-        dict(settings.items()) if hasattr(settings, "items") else vars(settings)
-        for settings in ((state.get("cfg") or {}).get("model") or state.get("args") or {}, model)
-    )
+    saved = (state.get("cfg") or {}).get("model") or state.get("args") or {}
+    before = _by_name(saved)
+    now = _by_name(model)
     parser = argparse.ArgumentParser()
     ARCH_MODEL_REGISTRY[now.get("arch") or now["_name"]].add_args(parser)
     names = ["arch", *(action.dest for action in parser._actions if "drop" not in action.dest)]
-    return [
-        f"--{name.replace('_', '-')} was {before[name]} and is {now[name]}"
-        for name in dict.fromkeys(names)
-        if name in before and name in now and str(before[name]) != str(now[name])
-    ]
+    differences = []
+    for name in dict.fromkeys(names):
+        if name in before and name in now and str(before[name]) != str(now[name]):
+            flag = f"--{name.replace('_', '-')}"
+            differences.append(f"{flag} was {before[name]} and is {now[name]}")
+    return differences
+
+
+def _by_name(settings: Any) -> dict[str, Any]:
+    return dict(settings.items()) if hasattr(settings, "items") else vars(settings)
 
 
 @patch(
     "fairseq.trainer:Trainer.load_checkpoint",
-    _RESUME + "test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
+    f"{_RESUME}test_a_joint_run_that_gave_its_gates_to_adam_goes_on_so",
 )
 def name_other_optimizers(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
@@ -374,52 +377,14 @@ def _state_fits(optimizer: torch.optim.Optimizer) -> bool:
     for parameter, state in optimizer.state.items():
         for name, value in state.items():
             shape = value.shape if torch.is_tensor(value) else None
-            if isinstance(value, str) or (
-                name in moments and value is not None and shape != parameter.shape
-            ):
+            is_moment = name in moments and value is not None
+            if isinstance(value, str) or (is_moment and shape != parameter.shape):
                 return False
             # flattened parameters (--fp16) have whatever length the model's have together
-            if (
-                shape is not None
-                and parameter.dim() == 1
-                and shape.numel() not in (1, parameter.numel())
-            ):
+            sizes = (1, parameter.numel())
+            if shape is not None and parameter.dim() == 1 and shape.numel() not in sizes:
                 return False
     numbers = ("lr", "betas", "eps", "weight_decay", "momentum")
     return not any(
         isinstance(group.get(name), str) for group in optimizer.param_groups for name in numbers
     )
-
-
-@patch("sys:excepthook", _COMPAT + "test_user_errors_of_fairseq_train_are_one_paragraph", made_of)
-def one_paragraph(hook: Callable) -> Callable:
-    """An error that the user can fix ends in a traceback: now it is one paragraph."""
-    if hook is sys.__excepthook__:
-        return print_user_errors
-    return hook
-
-
-def print_user_errors(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """In place of `sys.excepthook`."""
-    if isinstance(error, OSError) and error.errno in DISK_FULL:
-        error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
-    # Fairseq's own messages are enough: Dataset not found: …
-    if isinstance(error, FileNotFoundError):
-        error = UserError(str(error))
-    if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
-        ending = f"ended with {error.exit_code}"
-        if error.signal_name:
-            ending = f"was killed ({error.signal_name})"
-        remedy = "Look at this machine's memory, and start the same training again; it goes on from the last"
-        error = UserError(
-            f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint."
-        )
-    # Fairseq's checks of its flags
-    if isinstance(error, AssertionError) and str(error).startswith("--"):
-        error = UserError(f"{error}.")
-    if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):
-        error = UserError(f"The training has diverged: {error}. {AFTER_DIVERGENCE}")
-    if isinstance(error, UserError):
-        print(f"{os.path.basename(sys.argv[0])}: error: {error}", file=sys.stderr)
-    else:
-        sys.__excepthook__(kind, error, trace)

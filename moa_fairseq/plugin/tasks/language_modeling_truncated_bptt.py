@@ -1,5 +1,6 @@
 """`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the one before it."""
 
+import itertools
 import logging
 from dataclasses import dataclass
 from typing import Any
@@ -63,15 +64,13 @@ class OrderedChunks(BaseWrapperDataset):
         steps = self.parts // num_shards
         total = len(self.dataset)
         first_blocks = range(0, self.rows * self.chunks, self.chunks)
-        texts = [
-            first_blocks[part * per_part : (part + 1) * per_part] for part in range(self.parts)
-        ]
-        return [
-            [first + chunk for first in texts[shard * steps + step] if first + chunk < total]
-            for chunk in range(self.chunks)
-            for step in range(steps)
-            for shard in range(num_shards)
-        ]
+        numbers = itertools.product(range(self.chunks), range(steps), range(num_shards))
+        batches = []
+        for chunk, step, shard in numbers:
+            part = shard * steps + step
+            texts = first_blocks[part * per_part : (part + 1) * per_part]
+            batches.append([first + chunk for first in texts if first + chunk < total])
+        return batches
 
     def collater(self, samples: list[dict[str, Any]]) -> dict[str, Any]:
         batch = self.dataset.collater(samples)
@@ -145,9 +144,9 @@ class TruncatedBPTTTask(LanguageModelingTask):
     ) -> Any:
         """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
         if ignore_grad:
-            inputs = {
-                key: x for key, x in sample["net_input"].items() if key not in ("chunk", "part")
-            }
+            inputs = dict(sample["net_input"])
+            inputs.pop("chunk", None)
+            inputs.pop("part", None)
             sample = sample | {"net_input": inputs}
         return super().train_step(sample, model, criterion, optimizer, update_num, ignore_grad)
 
@@ -193,10 +192,10 @@ class TruncatedBPTTTask(LanguageModelingTask):
         parts = self._own_parts(epoch_itr)
         texts = self._texts(epoch_itr)
         position = texts | {"chunk": place / len(parts) - 1}
-        if not isinstance(carried, dict) or {key: carried.get(key) for key in position} != position:
-            state = (
-                "holds none" if carried is None else "holds that of texts which were cut otherwise"
-            )
+        if not isinstance(carried, dict) or not position.items() <= carried.items():
+            state = "holds none"
+            if carried is not None:
+                state = "holds that of texts which were cut otherwise"
             logger.warning(
                 f"the next chunk is read without the --carried-chunks before it: the checkpoint {state}. The "
                 "training will differ a little from one that was not interrupted"

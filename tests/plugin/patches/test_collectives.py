@@ -10,7 +10,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches import collectives
-from moa_fairseq.plugin.patches.training import print_user_errors
+from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 LIMIT = 6  # seconds
 

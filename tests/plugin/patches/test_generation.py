@@ -11,7 +11,7 @@ from fairseq.sequence_generator import SequenceGenerator, SequenceGeneratorWithA
 from fairseq.tasks.fairseq_task import FairseqTask
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.training import print_user_errors
+from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 
 def words(count=8):

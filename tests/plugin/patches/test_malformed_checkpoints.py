@@ -19,7 +19,7 @@ from plugin.patches import malformed
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.malformed_checkpoints import _check_place
-from moa_fairseq.plugin.patches.training import print_user_errors
+from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
 

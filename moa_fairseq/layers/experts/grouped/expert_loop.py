@@ -196,9 +196,8 @@ def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:
     """[rows, columns] to write to, or zeros to add to, in float32 at least: sums would lose bits."""
     if slots_each == 1:
         return like.new_empty(rows, columns)
-    return like.new_zeros(
-        rows, columns, dtype=like.dtype if like.dtype == torch.float64 else torch.float32
-    )
+    dtype = torch.promote_types(like.dtype, torch.float32)
+    return like.new_zeros(rows, columns, dtype=dtype)
 
 
 def _put(target: Tensor, row: Tensor, values: Tensor, slots_each: int) -> None:
