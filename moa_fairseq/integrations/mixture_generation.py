@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
-from transformers.modeling_outputs import BaseModelOutput, Seq2SeqLMOutput
+from transformers.modeling_outputs import Seq2SeqLMOutput
 from transformers.utils import ModelOutput
 
 from moa_fairseq.errors import UserError
@@ -23,6 +23,13 @@ CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
 MixtureOutput = dataclasses.make_dataclass(
     "MixtureOutput",
     [(name, Any, None) for name in ("loss", "logits", CACHE, "encoder_last_hidden_state")],
+    bases=(ModelOutput,),
+    namespace={"__module__": __name__},
+)
+# What the encoder returns to `generate`; transformers 5 gives the decoder no mask that the user left out.
+MemoryOutput = dataclasses.make_dataclass(
+    "MemoryOutput",
+    [(name, Any, None) for name in ("last_hidden_state", "padding")],
     bases=(ModelOutput,),
     namespace={"__module__": __name__},
 )
@@ -81,6 +88,12 @@ class GenerationCache:
 _SEARCHED: ContextVar[GenerationCache | None] = ContextVar("_SEARCHED", default=None)
 
 
+def _symbols(ids: Any, vocabulary: int) -> list[int]:
+    """Those of the ids, one or several or None, that are in the vocabulary."""
+    symbols = torch.as_tensor([] if ids is None else ids).flatten().tolist()
+    return [symbol for symbol in symbols if 0 <= symbol < vocabulary]
+
+
 class FairseqRules:
     """fairseq's rules of a search, in one pass over the scores.
 
@@ -89,17 +102,18 @@ class FairseqRules:
     hypotheses, and its other rules read and copy all scores five times a step.
 
     Args:
-        generation_config: suppress_tokens, min_length and max_length, with the prompt, and eos_token_id.
-        forces_end: whether the last symbol is the end.
+        generation_config: suppress_tokens, min_length and max_length, with the prompt, and eos_token_id. Ids
+            outside of the vocabulary forbid nothing.
+        vocabulary: V.
+        forces_end: whether the last symbol is the end, where there is one end.
     """
 
-    def __init__(self, generation_config: Any, forces_end: bool):
-        self.suppressed: list[int] = list(generation_config.suppress_tokens or [])
-        ends = generation_config.eos_token_id
-        self.ends: list[int] = [ends] if isinstance(ends, int) else list(ends or [])
+    def __init__(self, generation_config: Any, vocabulary: int, forces_end: bool):
+        self.suppressed = _symbols(generation_config.suppress_tokens, vocabulary)
+        self.ends = _symbols(generation_config.eos_token_id, vocabulary)
         self.min_length: int = generation_config.min_length or 0
         self.last_length: int | None = None
-        if forces_end and generation_config.max_length:
+        if forces_end and len(self.ends) == 1 and generation_config.max_length:
             self.last_length = generation_config.max_length - 1
         self._masks: dict[str, Tensor] = {}
 
@@ -129,13 +143,23 @@ class FairseqRules:
 
 
 class Processors(LogitsProcessorList):
-    """transformers' list, which does not inspect the signature of every processor at every step."""
+    """transformers' list, which does not inspect the signature of every processor at every step.
+
+    FairseqRules come first: what they forbid must not be all that a warper of samples leaves. At the longest
+    length the others may change the end's score, but not forbid it, as no other symbol is left.
+    """
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
         """The scores [B, V] that the processors make of them, one after the other."""
         if kwargs:
             changed: Tensor = super().__call__(input_ids, scores, **kwargs)
             return changed
+        rules = self[0]
+        if input_ids.size(1) == rules.last_length:
+            for processor in self:
+                changed = processor(input_ids, scores)
+                scores = torch.where(changed[:, rules.ends].isfinite(), changed, scores)
+            return scores
         for processor in self:
             scores = processor(input_ids, scores)
         return scores
@@ -217,6 +241,8 @@ class MixtureGenerationMixin(GenerationMixin):
             raise UserError(
                 f"cache_implementation={name!r}: these models have a cache of their own only."
             )
+        if generation_config.prefill_chunk_size is not None:
+            raise UserError("prefill_chunk_size: these models read a prompt in one pass.")
         if generation_config.use_cache and model_kwargs.get(CACHE) is None:
             beam = max(
                 generation_config.num_beams or 1, generation_config.num_return_sequences or 1
@@ -231,11 +257,9 @@ class MixtureGenerationMixin(GenerationMixin):
     ) -> LogitsProcessorList:
         rest = copy.copy(generation_config)
         rest.min_length = rest.min_new_tokens = rest.suppress_tokens = None
-        end = generation_config.eos_token_id
         rules = FairseqRules(
-            generation_config, forces_end=self.config.is_encoder_decoder and isinstance(end, int)
+            generation_config, self.config.vocab_size, forces_end=self.config.is_encoder_decoder
         )
-        # First, so that what is forbidden is not all that a warper of samples leaves
         return Processors([rules, *super()._get_logits_processor(rest, *args, **kwargs)])
 
     def _reorder_cache(self, cache: GenerationCache, beam_idx: Tensor) -> GenerationCache:
@@ -257,10 +281,12 @@ class EncoderCall:
 
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
-    ) -> BaseModelOutput:
-        """The encoder's output [B, S, C]."""
-        memory, _ = self.model.encode(input_ids, attention_mask)
-        return BaseModelOutput(last_hidden_state=memory)
+    ) -> Any:
+        """The encoder's output [B, S, C], and where it is padding, [B, S]."""
+        stack = self.model.model.source_stack
+        padding = self.model._padding(input_ids, attention_mask, stack)
+        memory, _ = stack(input_ids, padding)
+        return MemoryOutput(last_hidden_state=memory, padding=padding)
 
     __call__ = forward
 

@@ -23,6 +23,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.mixture_generation import (
     CACHE,
     EncoderCall,
+    GenerationCache,
     MixtureGenerationMixin,
     MixtureOutput,
     cache_of,
@@ -102,6 +103,7 @@ class MixtureTransformerModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
+    _is_stateful = True  # for transformers: its cache cannot go back, so no assistant may draft
     stacks: tuple[bool, bool]  # whether it has an encoder, and a decoder
 
     def __init__(self, config: MixtureTransformerConfig):
@@ -239,6 +241,14 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         ids = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1)
         return ids.masked_fill(labels.eq(IGNORED), self.config.pad_token_id)
 
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """With a mask of prompts that have padding: later steps see their last symbol alone."""
+        ids, inputs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        symbols = ids.ne(self.model.decoder.settings.padding_idx)
+        if inputs.get("decoder_attention_mask") is None and not symbols.all():
+            inputs["decoder_attention_mask"] = symbols.long()
+        return ids, inputs
+
     def prepare_inputs_for_generation(
         self,
         decoder_input_ids: Tensor,
@@ -298,6 +308,8 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
             padding = self._padding(input_ids, attention_mask, self.model.source_stack)
         elif attention_mask is not None and not attention_mask.all():
             padding = attention_mask.eq(0)
+        else:
+            padding = getattr(encoder_outputs, "padding", None)
         beam = 1 if cache is None else cache.layers[0].all[-1].beam_size
         if beam > 1 and attended is not None:  # the hypotheses of a sentence share its keys
             attended = attended[::beam]
@@ -347,6 +359,8 @@ class MixtureTransformerForCausalLM(MixtureTransformerModel, MixtureGenerationMi
             MixtureOutput with the logits [B, T, V].
         """
         cache = cache_of(kwargs)
+        if cache is None and kwargs.get("use_cache"):
+            cache = GenerationCache(self.model.decoder.new_caches())
         logits, routings = self._decode(input_ids, attention_mask, cache)
         if shift_labels is None and labels is not None:
             shift_labels = F.pad(labels[:, 1:], (0, 1), value=IGNORED)

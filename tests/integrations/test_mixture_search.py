@@ -104,7 +104,8 @@ def test_the_rules_forbid_symbols_by_the_length_so_far(length):
     config.min_length, config.max_length = 2, 5
     scores = torch.randn(2, 5)
     before = scores.clone()
-    ruled = FairseqRules(config, forces_end=True)(torch.zeros(2, length, dtype=torch.long), scores)
+    rules = FairseqRules(config, vocabulary=5, forces_end=True)
+    ruled = rules(torch.zeros(2, length, dtype=torch.long), scores)
     allowed = {1: [0, 3, 4], 4: [2]}.get(length, [0, 2, 3, 4])
     assert ruled.isfinite().nonzero()[:, 1].unique().tolist() == allowed
     torch.testing.assert_close(ruled[:, allowed], before[:, allowed])
@@ -117,3 +118,85 @@ def test_a_sample_is_never_left_without_a_symbol():
     sample = {"do_sample": True, "top_k": 1, "min_new_tokens": 6, "max_new_tokens": 6}
     ids = model.generate(**batch(SENTENCES), **sample)
     assert ids.size(1) == 11 and 2 not in ids[:, 5:]
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        ({"eos_token_id": [2]}, {"eos_token_id": 2}),
+        ({"eos_token_id": torch.tensor(2)}, {"eos_token_id": 2}),
+        ({"eos_token_id": -1}, {"eos_token_id": VOCABULARY}),
+        ({"suppress_tokens": [1, -1, VOCABULARY]}, {"suppress_tokens": [1]}),
+    ],
+)
+def test_rules_read_ids_as_transformers_does(one, other):
+    model = translation_model(4)
+    search = SEARCH | {"max_new_tokens": 5, "min_new_tokens": 2}
+    ids, ids_of_other = (
+        model.generate(**batch(SENTENCES), **(search | kind)) for kind in (one, other)
+    )
+    assert torch.equal(ids, ids_of_other)
+
+
+def test_without_a_valid_end_no_symbol_is_forced_or_forbidden():
+    config = MixtureTransformerConfig()
+    config.suppress_tokens, config.eos_token_id = None, -1
+    config.min_length, config.max_length = 2, 5
+    scores = torch.randn(2, 5)
+    rules = FairseqRules(config, vocabulary=5, forces_end=True)
+    for length in (1, 4):
+        assert torch.equal(rules(torch.zeros(2, length, dtype=torch.long), scores), scores)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+@pytest.mark.parametrize(
+    "rule",
+    [{"prefix_allowed_tokens_fn": lambda row, ids: [5, 6]}, {"no_repeat_ngram_size": 1}],
+    ids=["prefix", "ngram"],
+)
+def test_the_last_symbol_is_the_end_whatever_else_forbids_it(rule, beams):
+    model = translation_model(4)
+    search = SEARCH | {"num_beams": beams, "max_new_tokens": 3}
+    ids = model.generate(**batch(SENTENCES), **search, **rule)
+    assert ids[:, -1].eq(2).all()
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padding_of_the_source_needs_no_mask(beams):
+    model = translation_model(4)
+    inputs = batch(SENTENCES)
+    search = SEARCH | {"num_beams": beams}
+    ids = model.generate(**inputs, **search)
+    assert torch.equal(model.generate(inputs["input_ids"], **search), ids)
+    memory = model.get_encoder()(**inputs)
+    assert torch.equal(model.generate(encoder_outputs=memory, **search), ids)
+
+
+@pytest.mark.parametrize("beams", [1, 3])
+def test_padding_of_the_decoder_s_prompts_needs_no_mask(beams):
+    model = translation_model(4)
+    prompts = ([2], [2, 5, 6], [2, 7], [2, 8, 9])
+    search = SEARCH | {"num_beams": beams}
+    inputs = batch(SENTENCES)
+    together = model.generate(**inputs, **search, decoder_input_ids=batch(prompts)["input_ids"])
+    for sentence, prompt, row in zip(SENTENCES, prompts, together):
+        prompt_ids = torch.tensor([prompt])
+        alone = model.generate(**batch([sentence]), **search, decoder_input_ids=prompt_ids)
+        assert words_of(row) == words_of(alone[0])
+
+
+def test_a_pass_makes_the_cache_that_guidance_asks_for():
+    model = language_model(4)
+    ids = torch.tensor([[4, 5, 6, 7], [8, 9, 10, 11]])
+    first = model(ids[:, :2], use_cache=True)
+    second = model(ids[:, 2:], **{CACHE: first[CACHE]})
+    torch.testing.assert_close(second.logits, model(ids).logits[:, 2:])
+
+
+def test_what_the_cache_cannot_do_is_refused_by_name():
+    model = language_model(4)
+    inputs = batch(SENTENCES[:1])
+    with pytest.raises(UserError, match="prefill_chunk_size"):
+        model.generate(**inputs, prefill_chunk_size=2)
+    with pytest.raises(ValueError, match="stateful"):
+        model.generate(**inputs, prompt_lookup_num_tokens=2)
