@@ -249,6 +249,14 @@ class MixtureGenerationMixin(GenerationMixin):
             )
             model_kwargs[CACHE] = GenerationCache(self.model.decoder.new_caches(beam))
 
+    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
+        """With a mask of prompts that have padding: later steps see their last symbol alone."""
+        ids, inputs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
+        symbols = ids.ne(self.model.decoder.settings.padding_idx)
+        if inputs.get("decoder_attention_mask") is None and not symbols.all():
+            inputs["decoder_attention_mask"] = symbols.long()
+        return ids, inputs
+
     def _supports_default_dynamic_cache(self) -> bool:
         return False
 

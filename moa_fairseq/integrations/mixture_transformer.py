@@ -241,14 +241,6 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         ids = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1)
         return ids.masked_fill(labels.eq(IGNORED), self.config.pad_token_id)
 
-    def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """With a mask of prompts that have padding: later steps see their last symbol alone."""
-        ids, inputs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
-        symbols = ids.ne(self.model.decoder.settings.padding_idx)
-        if inputs.get("decoder_attention_mask") is None and not symbols.all():
-            inputs["decoder_attention_mask"] = symbols.long()
-        return ids, inputs
-
     def prepare_inputs_for_generation(
         self,
         decoder_input_ids: Tensor,
