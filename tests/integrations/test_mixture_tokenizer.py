@@ -8,6 +8,7 @@ import pytest
 from integrations.conftest import PYTHON, ROOT
 from transformers import AutoTokenizer
 
+import moa_fairseq.integrations.mixture_transformer  # noqa: F401  (AutoTokenizer knows the folders by it)
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.mixture_tokenizer import MixtureTokenizer
 
