@@ -1,10 +1,48 @@
 """Attention for the (token, head) pairs that were chosen, and for no others."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
 from moa_fairseq.layers.experts import ExpertPermutation
 from moa_fairseq.layers.sdpa import NO_MASKS, Masks, fused_attention, merge_masks
+
+
+class _Blocks(NamedTuple):
+    """Where the chosen queries stand: a block of B·M rows for each head, M rows for each sequence.
+
+    Example: two sequences of two tokens, K = 1. The four slots choose heads 0, 1 and 0, 0. Head 0 has M = 2
+    and the slots 0, –, 2, 3 in its rows; head 1 has M = 1 and the slots 1, –. A row marked – has no slot.
+
+    Args:
+        widths: M of each of the H heads, its largest number of slots in one sequence; here [2, 1].
+        slot_of_row: [R] with R = B·ΣM; 0 in a row without a slot; here [0, 0, 2, 3, 1, 0].
+        row_of_slot: [N·K]; here [0, 4, 2, 3].
+    """
+
+    widths: list[int]
+    slot_of_row: Tensor
+    row_of_slot: Tensor
+
+
+def _blocks_of_heads(order: ExpertPermutation, batch: int, heads: int) -> _Blocks:
+    slot = order.order  # [N·K]: sorted by head, and then by token
+    ranks = torch.arange(slot.numel(), device=slot.device)
+    sequence = slot // (slot.numel() // batch)
+    head_and_sequence = order.expert.index_select(0, slot) * batch + sequence
+    counts = torch.bincount(head_and_sequence, minlength=heads * batch)  # [H·B]
+    widths = counts.view(heads, batch).amax(1)  # [H]
+    block_start = batch * (widths.cumsum(0) - widths)  # [H], a row
+    sequences = torch.arange(batch, device=slot.device)
+    sequence_start = block_start.unsqueeze(1) + sequences * widths.unsqueeze(1)  # [H, B], a row
+    slots_before = counts.cumsum(0) - counts  # [H·B]
+    row = sequence_start.view(-1).index_select(0, head_and_sequence)
+    row = row + ranks - slots_before.index_select(0, head_and_sequence)  # [N·K], as `slot`
+    row_of_slot = torch.empty_like(row).index_copy_(0, slot, row)
+    width_list = widths.tolist()  # the one place that waits for a GPU
+    slot_of_row = slot.new_zeros(batch * sum(width_list)).index_copy_(0, row, slot)
+    return _Blocks(width_list, slot_of_row, row_of_slot)
 
 
 def attend_selected(
@@ -31,32 +69,50 @@ def attend_selected(
     Returns:
         [N·K, D], token by token.
     """
-    (batch, heads, _, dim) = k.shape
-    (_, columns, tgt_len, _) = q.shape
+    batch, heads, _, dim = k.shape
+    _, columns, tgt_len, _ = q.shape
     per_token = order.per_token
-    slots = order.expert.numel()
-    token = order.order // per_token  # of each sorted slot
-    cell = order.expert.index_select(0, order.order) * batch + token // tgt_len
-    counts = torch.bincount(cell, minlength=heads * batch)
-    longest = counts.view(heads, batch).amax(1)  # M of each head
-    first = torch.arange(batch, device=q.device) * longest.unsqueeze(1)
-    first = (first + ((longest.cumsum(0) - longest) * batch).unsqueeze(1)).view(-1)
-    rank = torch.arange(slots, device=q.device) - (counts.cumsum(0) - counts).index_select(0, cell)
-    place = first.index_select(0, cell) + rank  # of each sorted slot among the blocks' rows
-    widths = longest.tolist()  # the one place that waits for a GPU
-    rows = batch * sum(widths)
-    # Rows without a slot point to token 0
-    owner = token.new_zeros(rows).index_copy_(0, place, token)
-    column = order.order % per_token + (columns - per_token)
-    source = token.new_zeros(rows).index_copy_(0, place, token * columns + column)
-    # [B, A, T, D] → [N·A, D] → [rows, D]
-    blocks = q.transpose(1, 2).reshape(-1, dim).index_select(0, source)
-
+    blocks = _blocks_of_heads(order, batch, heads)
+    token = blocks.slot_of_row // per_token  # [R]
+    column = blocks.slot_of_row % per_token + (columns - per_token)
+    # [B, A, T, D] → [N·A, D] → [R, D]
+    queries = q.transpose(1, 2).reshape(-1, dim).index_select(0, token * columns + column)
     mask, fully_masked = merge_masks(masks.mask, masks.padding, q.dtype)
+    out = _attend_blocks(queries, token, blocks.widths, k, v, mask, dropout)
+    out = out.index_select(0, blocks.row_of_slot)
+    if fully_masked is None:
+        return out
+    fully_masked = fully_masked.expand(batch, 1, tgt_len, 1).reshape(-1, 1)
+    return out.masked_fill(fully_masked.repeat_interleave(per_token, 0), 0.0)
+
+
+def _attend_blocks(
+    queries: Tensor,
+    token: Tensor,
+    widths: list[int],
+    k: Tensor,
+    v: Tensor,
+    mask: Tensor | None,
+    dropout: float,
+) -> Tensor:
+    """Attention of each head's block with the keys of this head.
+
+    Args:
+        queries: [R, D], block by block.
+        token: [R], the token of each query.
+        widths: M of each head.
+        k, v: [B, H, S, D].
+        mask: [B or 1, 1, T or 1, S].
+        dropout: as in `attend_selected`.
+
+    Returns:
+        [R, D].
+    """
+    batch, _, _, dim = k.shape
     mask_rows = None
-    if mask is not None and mask.size(2) > 1:  # a row of the mask for each row of the blocks
+    if mask is not None and mask.size(2) > 1:  # a row of the mask for each query
         if mask.size(0) <= 1:
-            owner = owner % tgt_len
+            token = token % mask.size(2)
         mask_rows = mask.reshape(-1, mask.size(-1))
     parts = []
     start = 0
@@ -65,21 +121,14 @@ def attend_selected(
             end = start + batch * width
             block_mask = mask
             if mask_rows is not None:
-                block_mask = mask_rows.index_select(0, owner[start:end]).view(batch, 1, width, -1)
-            block = blocks[start:end].view(batch, 1, width, dim)  # [B·M, D] → [B, 1, M, D]
+                block_mask = mask_rows.index_select(0, token[start:end]).view(batch, 1, width, -1)
+            block = queries[start:end].view(batch, 1, width, dim)
             keys = k[:, head : head + 1]
             values = v[:, head : head + 1]
             out = fused_attention(block, keys, values, block_mask, dropout)
             parts.append(out.reshape(-1, dim))
             start = end
-    place_of_slot = torch.empty_like(place).index_copy_(0, order.order, place)
-    out = torch.cat(parts).index_select(0, place_of_slot)
-    if fully_masked is None:
-        return out
-    fully_masked = (
-        fully_masked.expand(batch, 1, tgt_len, 1).reshape(-1, 1).repeat_interleave(per_token, 0)
-    )
-    return out.masked_fill(fully_masked, 0.0)
+    return torch.cat(parts)
 
 
 # How many keys' scores must be saved for each head that a token chooses, whose queries have to be gathered.
@@ -109,7 +158,9 @@ def skipping_pays(keys: int, unchosen: float, causal: bool, device: str) -> tupl
 class HeadBlocks:
     """The slots of each head side by side: B·E rows of M slots, in the order of their tokens.
 
-    Its `position` [B·E, M] is of which token the slot in a place is, `empty` [B·E, M] whether there is none.
+    Its `position` [B·E, M] is the position of the token whose slot stands there, `empty` [B·E, M] is True
+    where no slot stands. Example: in one sequence, three tokens choose heads 1, 0, 1 of E = 2. If `compact`,
+    M is 2, `position` is [[1, 0], [0, 2]] and `empty` is [[False, True], [False, False]].
 
     Args:
         index: [B, T, K] int64, the head of each slot.
@@ -124,38 +175,39 @@ class HeadBlocks:
         real = index.new_ones(batch, length, 1, dtype=torch.bool)
         if padding is not None:
             real = ~padding.view(batch, length, 1).bool()
-        tokens = torch.arange(length, device=index.device).view(1, length, 1)
-        place = tokens.expand_as(index)
+        positions = torch.arange(length, device=index.device).view(1, length, 1).expand_as(index)
+        column = positions  # [B, T, K]
         width = length
         if compact and index.numel():
             chosen = torch.zeros(batch, length, heads, dtype=torch.bool, device=index.device)
-            rank = chosen.scatter_(2, index, real.expand_as(index)).cumsum(1)
-            place = rank.gather(2, index) - 1
-            width = max(1, int(rank[:, -1].max()))
-        first = torch.arange(batch, device=index.device).view(batch, 1, 1) * heads + index
-        self._rows = batch * heads * width
-        self._slots = index.shape
+            counts = chosen.scatter_(2, index, real.expand_as(index)).cumsum(1)  # [B, T, E], so far
+            column = counts.gather(2, index) - 1
+            width = max(1, int(counts[:, -1].max()))
+        row = torch.arange(batch, device=index.device).view(batch, 1, 1) * heads + index
         self._shape = (batch * heads, width)
-        # of each slot, token by token; those of padding share one that is left out
-        self._place = torch.where(real, first * width + place, self._rows).flatten()
-        self.position = self._placed(tokens.expand_as(index).reshape(-1, 1)).view(self._shape)
-        self.empty = ~self._placed(torch.ones_like(self._place, dtype=torch.bool)[:, None]).view(
-            self._shape
-        )
+        self._cells = batch * heads * width
+        self._slots = index.shape
+        # [B·T·K], token by token; the slots of padding share one cell that is left out
+        self._cell_of_slot = torch.where(real, row * width + column, self._cells).flatten()
+        self.position = self._placed(positions.reshape(-1, 1)).view(self._shape)
+        occupied = torch.ones_like(self._cell_of_slot, dtype=torch.bool)[:, None]
+        self.empty = ~self._placed(occupied).view(self._shape)
 
     def _placed(self, rows: Tensor) -> Tensor:
         """rows [B·T·K, D] → [B·E·M, D]; zeros where no slot stands."""
-        return rows.new_zeros(self._rows + 1, rows.size(1)).index_copy(0, self._place, rows)[:-1]
+        cells = rows.new_zeros(self._cells + 1, rows.size(1))
+        return cells.index_copy(0, self._cell_of_slot, rows)[:-1]
 
     def gather(self, x: Tensor) -> Tensor:
         """x [B, K, T, D] → [B·E, 1, M, D]"""
-        rows = x.transpose(1, 2).reshape(self._place.numel(), x.size(3))
+        rows = x.transpose(1, 2).reshape(self._cell_of_slot.numel(), x.size(3))
         return self._placed(rows).view(*self._shape, x.size(3)).unsqueeze(1)
 
     def scatter(self, x: Tensor) -> Tensor:
         """x [B·E, 1, M, D] → [B, K, T, D]; zeros for padding"""
-        rows = x.reshape(self._rows, x.size(3))
-        rows = torch.cat([rows, rows.new_zeros(1, x.size(3))]).index_select(0, self._place)
+        cells = x.reshape(self._cells, x.size(3))
+        cells = torch.cat([cells, cells.new_zeros(1, x.size(3))])
+        rows = cells.index_select(0, self._cell_of_slot)
         return rows.view(*self._slots, x.size(3)).transpose(1, 2)
 
     def spread(self, weights: Tensor) -> Tensor:
@@ -168,7 +220,6 @@ class HeadBlocks:
             [B·E, 1, M', T]; zeros for tokens that did not choose the head.
         """
         length = self._slots[1]
-        place = self.position.masked_fill(self.empty, length)[:, None, None].expand_as(weights)
-        return weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, place, weights)[
-            ..., :-1
-        ]
+        position = self.position.masked_fill(self.empty, length)[:, None, None].expand_as(weights)
+        spread = weights.new_zeros(*weights.shape[:3], length + 1).scatter(3, position, weights)
+        return spread[..., :-1]
