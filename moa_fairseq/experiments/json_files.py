@@ -351,3 +351,21 @@ def check_kinds(
             raise UserError(
                 f"{where}: {str(key)[:80]} must be {kind}, not {reprlib.repr(value)}. {remedy}"
             )
+
+
+def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
+    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values.
+
+    Args:
+        before, now: mappings, which may hold further ones.
+        prefix: what the keys begin with.
+    """
+    differences: dict[str, str] = {}
+    for key in sorted(before.keys() | now.keys()):
+        old = before.get(key, "not set")
+        new = now.get(key, "not set")
+        if isinstance(old, dict) and isinstance(new, dict):
+            differences.update(changes(old, new, f"{prefix}{key}."))
+        elif old != new:
+            differences[f"{prefix}{key}"] = f"{old} → {new}"
+    return differences

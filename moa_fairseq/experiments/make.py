@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.json_files import changes, saved_json, write_json
 from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
@@ -31,6 +31,7 @@ PARTIAL = ".partial"
 COMMENT = "#   "
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
+Record = dict[str, Any]  # of a step in STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +73,7 @@ class Step:
     goal: Mapping[str, Any] = dataclasses.field(default_factory=dict)
     ready: Callable[[], None] = lambda: None
     conditions: Inputs = dataclasses.field(default_factory=dict)
-    as_of_today: Callable[[Mapping[str, Any]], Mapping[str, Any]] = lambda mark: mark
+    as_of_today: Callable[[Record], Record] = lambda record: record
 
     @property
     def begun(self) -> bool:
@@ -124,6 +125,7 @@ def make(
             program keeps the folder.
     """
     executor = executor or Executor()
+    commands = commands or folder / COMMANDS
     facts = {}
     prefix = COMMENT if whole else ""
     if dry_run:
@@ -135,95 +137,120 @@ def make(
     with locked(folder, patience), disk_errors(folder):
         remove_leftovers(folder, ".*.tmp")
         if whole:
-            keep_command(whole, commands or folder / COMMANDS)
+            keep_command(whole, commands)
         for step in steps:
             if wanted(step):
-                facts[step.name] = _make_one(
-                    step, folder, executor, commands or folder / COMMANDS, prefix
-                )
+                facts[step.name] = _make_one(step, folder, executor, commands, prefix)
             elif step.in_place:
                 records = read_step_records(folder)
-                mark = step.as_of_today(records.get(step.name, {}))
-                _refuse_others(step, mark, _resolved(step, records))
+                record = step.as_of_today(records.get(step.name, {}))
+                _refuse_others(step, record, _resolved(step, records))
     return facts
 
 
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
+    """Make the output of a step, unless it is done. Returns its facts.
+
+    Crash safety rests on the order of writes. A step in place: a record without a fingerprint, the output,
+    the whole record. Any other step: NAME.partial, the removal of the old record, the rename to NAME, the new
+    record. So no record ever has the fingerprint of another output.
+    """
     records = read_step_records(folder)
     inputs = _resolved(step, records)
-    mark = step.as_of_today(records.get(step.name, {}))
-    fingerprint = fingerprint_of(inputs | dict(step.used(mark.get("facts"), True)), dict(step.goal))
-    if (
-        mark.get("fingerprint")
-        and fingerprint_of(mark["inputs"], mark.get("goal", {})) == fingerprint
-    ):
-        files = mark["files"]
-        if (
-            step.begun
-            if step.in_place
-            else files and files.items() <= _sizes(step.output, folder).items()
-        ):
-            log.info("%s: done before (%s)", step.name, step.output)
-            return mark["facts"]
+    record = step.as_of_today(records.get(step.name, {}))
+    if _is_done(step, record, inputs, folder):
+        log.info("%s: done before (%s)", step.name, step.output)
+        return record["facts"]
     conditions = step.conditions() if callable(step.conditions) else step.conditions
     made_by = [provenance(**conditions)]
-    before: dict[str, Any] = {}  # facts of what is gone on with
+    files = {}
     if step.in_place:
-        partial = step.output
-        _refuse_others(step, mark, inputs)
-        if step.begun:
-            before = mark.get("facts") or {}
-            made_by = [*made_by_of(mark, step.output), *made_by]
-            step.ready()
-        made_by[-1]["from"] = _contents(step.output)
-        # Said before it begins, so that an interrupted one is known for what it is.
-        write_step_record(folder, step.name, inputs=inputs, facts=before, made_by=made_by)
+        earlier_facts, made_by = _begin_in_place(step, record, inputs, made_by[0], folder)
+        facts = _execute(step, step.output, folder, executor, commands, prefix)
+        new_facts = {key: value for key, value in (facts or {}).items() if value is not None}
+        facts = earlier_facts | new_facts
+        made_by = made_by_of({"made_by": made_by}, step.output) or made_by
     else:
         partial = step.output.with_name(step.output.name + PARTIAL)
         step.output.parent.mkdir(parents=True, exist_ok=True)
         remove(partial)
-    if callable(step.argv):
-        facts = step.argv(partial)
-    else:
-        command = step.command
-        line = to_shell(command, executor.environment)
-        log.info("$ %s", line)
-        keep_command(prefix + line, commands)
-        executor.run(
-            command if step.in_place else [word.replace(OUT, str(partial)) for word in step.argv],
-            folder / f"{step.name}.log",
-            output=partial if step.captured else None,
-            on_line=step.watch,
-            errors_too=step.captured == "both",
-        )
-        facts = step.finish(partial)
-    if not partial.exists() or (partial.is_dir() and not any(partial.iterdir())):
-        raise UserError(
-            f"{step.name} ended without writing {step.output}; see {folder / step.name}.log."
-        )
-    files = {}
-    if step.in_place:
-        facts = before | {key: value for key, value in (facts or {}).items() if value is not None}
-        made_by = made_by_of({"made_by": made_by}, step.output) or made_by
-    else:
-        write_step_record(folder, step.name)  # from here on the old output is gone
+        facts = _execute(step, partial, folder, executor, commands, prefix)
+        write_step_record(folder, step.name)
         replace(partial, step.output)
         files = _sizes(step.output, folder)
+    goal = dict(step.goal)
     inputs.update(step.used(facts, False))
-    fingerprint = fingerprint_of(inputs, dict(step.goal))
-    values = {
-        "inputs": inputs,
-        "goal": dict(step.goal),
-        "facts": facts,
-        "files": files,
-        "made_by": made_by,
-    }
-    write_step_record(folder, step.name, fingerprint=fingerprint, **values)
+    fingerprint = fingerprint_of(inputs, goal)
+    outcome = {"inputs": inputs, "goal": goal, "facts": facts, "files": files, "made_by": made_by}
+    write_step_record(folder, step.name, fingerprint=fingerprint, **outcome)
     return facts
 
 
-def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any]) -> None:
-    before = mark.get("inputs")
+def _is_done(step: Step, record: Record, inputs: dict[str, Any], folder: Path) -> bool:
+    """True if the record is of these inputs and this goal, and the output is as it was then."""
+    used = dict(step.used(record.get("facts"), True))
+    fingerprint = fingerprint_of(inputs | used, dict(step.goal))
+    if not record.get("fingerprint"):
+        return False
+    if fingerprint_of(record["inputs"], record.get("goal", {})) != fingerprint:
+        return False
+    if step.in_place:
+        return step.begun
+    files = record["files"]
+    return bool(files) and files.items() <= _sizes(step.output, folder).items()
+
+
+def _begin_in_place(
+    step: Step, record: Record, inputs: dict[str, Any], session: dict[str, Any], folder: Path
+) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    """Record that a step in place begins. Returns the earlier facts, and all sessions with this one.
+
+    The record is written before the command starts, so that an interrupted step is known by its inputs.
+    """
+    facts: dict[str, Any] = {}
+    made_by = [session]
+    _refuse_others(step, record, inputs)
+    if step.begun:
+        facts = record.get("facts") or {}
+        made_by = [*made_by_of(record, step.output), session]
+        step.ready()
+    session["from"] = _contents(step.output)
+    write_step_record(folder, step.name, inputs=inputs, facts=facts, made_by=made_by)
+    return facts, made_by
+
+
+def _execute(
+    step: Step, output: Path, folder: Path, executor: Executor, commands: Path, prefix: str
+) -> Any:
+    """Run the command or function that writes `output`. Returns its facts.
+
+    Raises:
+        UserError: if it fails, or `output` is missing or empty.
+    """
+    if callable(step.argv):
+        facts = step.argv(output)
+    else:
+        line = to_shell(step.command, executor.environment)
+        log.info("$ %s", line)
+        keep_command(prefix + line, commands)
+        words = [word.replace(OUT, str(output)) for word in step.argv]
+        executor.run(
+            step.command if step.in_place else words,
+            folder / f"{step.name}.log",
+            output=output if step.captured else None,
+            on_line=step.watch,
+            errors_too=step.captured == "both",
+        )
+        facts = step.finish(output)
+    if not output.exists() or (output.is_dir() and not any(output.iterdir())):
+        raise UserError(
+            f"{step.name} ended without writing {step.output}; see {folder / step.name}.log."
+        )
+    return facts
+
+
+def _refuse_others(step: Step, record: Record, inputs: dict[str, Any]) -> None:
+    before = record.get("inputs")
     if before == inputs or not step.begun:
         return
     remedy = "Use another --save-dir, or --restart to move this one aside and start again."
@@ -232,9 +259,8 @@ def _refuse_others(step: Step, mark: Mapping[str, Any], inputs: Mapping[str, Any
             f"{step.output} holds files of which {STATE} beside it says nothing: this version of this recipe "
             f"did not make them, or {STATE} was damaged. {remedy}"
         )
-    listed = "; ".join(
-        f"{key}: {change}" for key, change in list(changes(before, inputs).items())[:5]
-    )
+    differences = list(changes(before, inputs).items())[:5]
+    listed = "; ".join(f"{key}: {change}" for key, change in differences)
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
@@ -277,47 +303,49 @@ def _sizes(output: Path, folder: Path) -> dict[str, int]:
     return {os.path.relpath(path, folder): path.stat().st_size for path in files}
 
 
-def read_step_records(folder: Path) -> dict[str, dict[str, Any]]:
+def read_step_records(folder: Path) -> dict[str, Record]:
     """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
-    return {name: mark for name, mark in saved_json(folder / STATE).items() if _is_entry(mark)}
+    return {
+        name: record for name, record in saved_json(folder / STATE).items() if _is_entry(record)
+    }
 
 
-def _is_entry(mark: Any) -> bool:
-    if not isinstance(mark, dict) or "inputs" not in mark:
+def _is_entry(record: Any) -> bool:
+    if not isinstance(record, dict) or "inputs" not in record:
         return False
     kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}
-    has_kinds = all(isinstance(mark[key], kind) for key, kind in kinds.items() if key in mark)
-    return has_kinds and (mark.get("fingerprint") is None or {"files", "facts"} <= mark.keys())
+    has_kinds = all(isinstance(record[key], kind) for key, kind in kinds.items() if key in record)
+    return has_kinds and (record.get("fingerprint") is None or {"files", "facts"} <= record.keys())
 
 
-def made_by_of(mark: Mapping[str, Any], output: Path | None = None) -> list[dict[str, Any]]:
+def made_by_of(record: Record, output: Path | None = None) -> list[dict[str, Any]]:
     """What made the output of a step.
 
     Args:
-        mark: of the step, as `read_step_records` has it.
+        record: of the step, as `read_step_records` has it.
         output: of a step in place that has not ended: whether its last session left something is looked at.
 
     Returns:
         `provenance` of each session that left something, in order; none where an earlier version made it.
     """
-    sessions = [dict(session) for session in mark.get("made_by", []) if isinstance(session, dict)]
+    sessions = [dict(session) for session in record.get("made_by", []) if isinstance(session, dict)]
     if output and sessions and sessions[-1].get("from") == _contents(output):
         del sessions[-1]
     return sessions
 
 
-def write_step_record(folder: Path, name: str, **mark: Any) -> None:
+def write_step_record(folder: Path, name: str, **record: Any) -> None:
     """Replace the entry of a step in state.json.
 
     Args:
         folder: what the file lies in.
         name: of the step.
-        mark: the entry; an empty one is taken out.
+        record: the entry; an empty one is taken out.
     """
     records = read_step_records(folder)
     records.pop(name, None)
-    if mark:
-        records[name] = mark
+    if record:
+        records[name] = record
     write_json(folder / STATE, dict(sorted(records.items())))
 
 
@@ -352,24 +380,6 @@ def file_signature(path: Path) -> list[Any]:
     """Name, size and time of a file: enough to tell that it was made again."""
     stat = path.stat()
     return [path.name, stat.st_size, stat.st_mtime_ns]
-
-
-def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "") -> dict[str, str]:
-    """Dotted key → 'old → new' for every value that differs between two mappings of JSON values.
-
-    Args:
-        before, now: mappings, which may hold further ones.
-        prefix: what the keys begin with.
-    """
-    differences: dict[str, str] = {}
-    for key in sorted(before.keys() | now.keys()):
-        old = before.get(key, "not set")
-        new = now.get(key, "not set")
-        if isinstance(old, dict) and isinstance(new, dict):
-            differences.update(changes(old, new, f"{prefix}{key}."))
-        elif old != new:
-            differences[f"{prefix}{key}"] = f"{old} → {new}"
-    return differences
 
 
 def remove(path: Path) -> None:

@@ -12,11 +12,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
-from moa_fairseq.experiments.json_files import selected
+from moa_fairseq.experiments.json_files import changes, selected
 from moa_fairseq.experiments.make import (
     COMMANDS,
     Step,
-    changes,
     keep_command,
     make,
     read_step_records,

@@ -18,8 +18,8 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.json_files import is_number, selected, write_json
-from moa_fairseq.experiments.make import changes, made_by_of, read_step_records
+from moa_fairseq.experiments.json_files import changes, is_number, selected, write_json
+from moa_fairseq.experiments.make import made_by_of, read_step_records
 from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
