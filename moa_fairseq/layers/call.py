@@ -119,34 +119,28 @@ class Inputs:
             raise ValueError(
                 "this attention was built with self_attention=True and takes no memory: leave memory out"
             )
-        is_self = memory is None and not (cache is not None and cache.holds_memory)
+        keys_from_x = memory is None and not (cache is not None and cache.holds_memory)
         if self.more or self.causal or attention.window is not None:
             self._check_options(attention)
-        self._check_tensors(attention, is_self)
+        self._check_tensors(attention, keys_from_x)
         if cache is not None:
             self._check_cache(attention, cache)
             if memory is not None and cache.length:
                 memory = None  # its keys are there
-        masks = NO_MASKS
+        masks = self._masks(memory, keys_from_x)
         query_padding = self.query_padding
-        has_mask = self.mask is not None or self.padding is not None or query_padding is not None
-        has_future = self.causal and not (is_self and x.size(1) == 1)
-        if has_mask or has_future or isinstance(cache, StaticCache):
-            masks = self._masks(memory, is_self)
-            if is_self and masks.padding is not None:
-                if isinstance(cache, StaticCache):
-                    query_padding = cache.latest(masks.padding, x.size(1))
-                else:
-                    query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
+        if keys_from_x and masks.padding is not None:
+            if isinstance(cache, StaticCache):
+                query_padding = cache.latest(masks.padding, x.size(1))
+            else:
+                query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
         if query_padding is not None:
             x = without_padding(x, query_padding)
-        if is_self:
+        if keys_from_x:
             memory = x
         elif memory is not None:
             memory = without_padding(memory, self.padding)
-        return Call(
-            x, memory, memory, masks, query_padding, same_tokens=is_self, cache=cache, **self.more
-        )
+        return Call(x, memory, memory, masks, query_padding, keys_from_x, cache, **self.more)
 
     def _check_options(self, attention: "Attention") -> None:
         for name in self.more:
@@ -167,7 +161,7 @@ class Inputs:
         ):
             raise ValueError("this attention was built with a window: give causal=True")
 
-    def _check_tensors(self, attention: "Attention", is_self: bool) -> None:
+    def _check_tensors(self, attention: "Attention", keys_from_x: bool) -> None:
         """Check widths, dtypes and batches of x and memory."""
         x = self.x
         memory = self.memory
@@ -175,10 +169,9 @@ class Inputs:
         keys, values = attention.memory_projections
         k_proj = getattr(attention, keys, None)
         default = width if memory is None else memory.size(-1)
-        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
-        if is_self or memory is not None:
-            v_proj = getattr(attention, values, None)
-            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
+        kdim = _input_width(k_proj, default)
+        if keys_from_x or memory is not None:
+            vdim = _input_width(getattr(attention, values, None), default)
             if kdim != vdim:
                 raise ValueError(
                     f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
@@ -195,7 +188,7 @@ class Inputs:
         rows = x.size(0) if self.cache is None else x.size(0) // self.cache.beam_size
         if memory is not None and memory.size(0) != rows:
             raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with B = {rows}")
-        if is_self and kdim != width:
+        if keys_from_x and kdim != width:
             raise ValueError(
                 "this attention was built with kdim or vdim for a memory: give memory as well"
             )
@@ -233,58 +226,64 @@ class Inputs:
                 "the cache holds keys of x or of another memory: make a new cache for this memory"
             )
 
-    def _masks(self, memory: Tensor | None, is_self: bool) -> Masks:
+    def _masks(self, memory: Tensor | None, keys_from_x: bool) -> Masks:
         """What queries may not see.
 
         Args:
             memory: what keys are made of in this call; None: x, or the cache has them.
-            is_self: keys are made of x.
+            keys_from_x: keys are made of x, not of a memory.
         """
+        mask = self.mask
         cache = self.cache
         tgt_len = self.x.size(1)
+        is_given = not (mask is None and self.padding is None and self.query_padding is None)
+        hides_future = self.causal and not (keys_from_x and tgt_len == 1)
+        if not (is_given or hides_future or isinstance(cache, StaticCache)):
+            return NO_MASKS
         cached = 0 if cache is None else cache.length
         static = None if cache is None else cache.max_length
-        if not is_self:
+        if not keys_from_x:
             src_len = cached if memory is None else memory.size(1)
         elif static is None:
             src_len = cached + tgt_len
         else:
             src_len = static
-        mask = self.mask
-        if mask is not None or self.padding is not None or self.query_padding is not None:
-            mask = self._checked_mask(src_len, is_self)
-        is_causal = self.causal and mask is None and is_self and static is None and not cached
+        if is_given:
+            self._check_masks(src_len, keys_from_x)
+        # All places of a static cache
+        if mask is not None and mask.size(-1) < src_len:
+            mask = F.pad(mask, (0, src_len - mask.size(-1)))
+        is_causal = self.causal and mask is None and keys_from_x and static is None and not cached
         if isinstance(cache, StaticCache):
             hidden = cache.hidden(tgt_len, self.causal, self.x.device)
             mask = hidden if mask is None else block(mask, hidden)
-        elif self.causal and not (is_self and tgt_len == 1):
-            first = cached if is_self else 0
-            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device).triu(
-                1 + first
-            )
+        elif hides_future:
+            diagonal = 1 + (cached if keys_from_x else 0)  # the first position that is later
+            later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device)
+            later = later.triu(diagonal)
             mask = later if mask is None else block(mask, later)
         return Masks(mask, self.padding, is_causal)
 
-    def _checked_mask(self, src_len: int, is_self: bool) -> Tensor | None:
-        """The mask, of all places of a static cache, after a check of both paddings and of itself.
+    def _check_masks(self, src_len: int, keys_from_x: bool) -> None:
+        """Check both paddings and the mask.
 
         Args:
             src_len: S, with the keys of the cache.
-            is_self: keys are made of x.
+            keys_from_x: keys are made of x, not of a memory.
         """
         mask = self.mask
         padding = self.padding
         cache = self.cache
         batch, tgt_len, _ = self.x.shape
         if padding is not None:
-            if is_self:
+            if keys_from_x:
                 shapes = [(batch, size) for size in (tgt_len, *self._lengths(src_len, padding))]
             else:
                 shapes = [(batch if cache is None else batch // cache.beam_size, src_len)]
             if padding.dtype != torch.bool or padding.shape not in shapes:
                 _check_mask("padding", padding, shapes, False)
         queries = self.query_padding
-        if queries is not None and is_self:
+        if queries is not None and keys_from_x:
             raise ValueError(
                 "query_padding is for cross-attention; here padding is the padding of x: give padding"
             )
@@ -295,15 +294,18 @@ class Inputs:
         if mask is not None:
             pairs = [(tgt_len, size) for size in self._lengths(src_len, mask)]
             _check_mask("mask", mask, [*pairs, *((batch, *pair) for pair in pairs)], True)
-            if mask.size(-1) < src_len:
-                mask = F.pad(mask, (0, src_len - mask.size(-1)))
-        return mask
 
     def _lengths(self, src_len: int, given: Tensor) -> list[int]:
         """S of a mask or of self-attention's padding: those so far, and all places of a static cache."""
         if isinstance(self.cache, StaticCache):
             return sorted(self.cache.lengths(self.x.size(1), given.size(-1)))
         return [src_len]
+
+
+def _input_width(projection: object, default: int) -> int:
+    """C of a projection: `in_features` of Linear, `d_in` of ExpertLinear. Others accept any width."""
+    width: int = getattr(projection, "in_features", 0) or getattr(projection, "d_in", default)
+    return width
 
 
 def _unread(attention: "Attention", name: str) -> str:

@@ -1,8 +1,8 @@
 """How an update's tokens are spread over devices and accumulation steps, and how many updates there are.
 
-Each device gets at least as many tokens as the longest sentence or sample has: fairseq skips training
-    sentences
-that are longer than --max-tokens, stops at those of the validation set, and cuts language models' samples.
+Each device gets at least as many tokens as the longest sentence or sample has. Of those longer than
+--max-tokens, fairseq skips training sentences, stops at validation sentences, and cuts samples of language
+models.
 """
 
 from __future__ import annotations
@@ -88,8 +88,8 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
     The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that devices x
-    steps x max-tokens is the effective batch, or less by under devices x steps. If that would be
-    below train.min_tokens, fewer steps.
+    steps x max-tokens is the effective batch, or less by under devices x steps. If that would be below
+    train.min_tokens, fewer steps.
 
     Args:
         train: the recipe's section.
@@ -99,9 +99,9 @@ def plan_batch(train: Train, devices: int) -> BatchPlan:
     if requested is None:
         return BatchPlan(devices, 1, train.max_tokens, None)
     floor = min(train.min_tokens or 1, train.max_tokens, requested)
-    steps = max(
-        1, min(-(-requested // (devices * train.max_tokens)), requested // (devices * floor))
-    )
+    fewest_steps = -(-requested // (devices * train.max_tokens))  # rounded up
+    most_steps = requested // (devices * floor)
+    steps = max(1, min(fewest_steps, most_steps))
     share = min(train.max_tokens, requested // (devices * steps))
     return BatchPlan(devices, steps, max(floor, share), requested)
 

@@ -79,32 +79,32 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
         The outcome, empty where the file is missing, broken or about something else; and where and since when
         it is known, or why nothing is.
     """
-    file, holder = file or path(), "another machine of this kind" if file else "this machine"
+    holder = "another machine of this kind" if file else "this machine"
+    file = file or path()
     try:
         record: dict[str, Any] = json.loads(file.read_text("utf-8"))
         is_this_machine = all(record[key] == value for key, value in machine().items())
-        outcome = CheckResult(
-            dict(record["groups"]),
-            dict(record["failed"]),
-            list(record["dtypes"]),
-            list(record.get("refused", [])),
-        )
+        outcome = _outcome_of(record)
         since = f"on {holder} on {record['date']}"
-        _ = sum(outcome.groups.values())
     except FileNotFoundError:
         return CheckResult(), (
             f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
         )
-    except (
-        OSError,
-        ValueError,
-        KeyError,
-        TypeError,
-    ) as error:  # nothing is trusted; the text says why
+    # Nothing is trusted; the text says why
+    except (OSError, ValueError, KeyError, TypeError) as error:
         return CheckResult(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
     if not is_this_machine:
         return CheckResult(), f"{file} is about something else; {COMMAND} writes it anew"
     return outcome, since
+
+
+def _outcome_of(record: dict[str, Any]) -> CheckResult:
+    """The outcome in a record. Raises KeyError, TypeError or ValueError for a broken one."""
+    groups = dict(record["groups"])
+    outcome = CheckResult(groups, dict(record["failed"]), list(record["dtypes"]))
+    outcome.refused = list(record.get("refused", []))
+    sum(groups.values())  # a TypeError, unless all counts are numbers
+    return outcome
 
 
 def shipped_path() -> Path:
@@ -120,13 +120,15 @@ def known() -> tuple[CheckResult, str]:
         is known, or why nothing is.
     """
     local, since = read()
-    theirs, since_theirs = read(shipped_path())
-    if not theirs.groups:
+    other, other_since = read(shipped_path())
+    if not other.groups:
         return local, since
-    failed = {group: wrong for group, wrong in theirs.failed.items() if group not in local.groups}
-    dtypes = list(dict.fromkeys([*local.dtypes, *theirs.dtypes]))
-    both = CheckResult(theirs.groups | local.groups, failed | local.failed, dtypes, local.refused)
-    return both, f"{since}, and {since_theirs}" if local.groups or local.failed else since_theirs
+    failed = {group: wrong for group, wrong in other.failed.items() if group not in local.groups}
+    dtypes = list(dict.fromkeys([*local.dtypes, *other.dtypes]))
+    both = CheckResult(other.groups | local.groups, failed | local.failed, dtypes, local.refused)
+    if local.groups or local.failed:
+        return both, f"{since}, and {other_since}"
+    return both, other_since
 
 
 def _distrusted(outcome: CheckResult) -> tuple[str, ...]:
