@@ -58,9 +58,8 @@ class Attention(nn.Module, abc.ABC):
     inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})  # a family's own
     memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
     can_trim_cache = True
-    is_non_causal = (
-        False  # whether a position's result follows from later ones, which no mask hides
-    )
+    # Whether a position's result follows from later ones, which no mask hides
+    is_non_causal = False
     routes_heads = False  # whether tokens choose heads, so that no norm can go over all of them
 
     def __init__(

@@ -123,9 +123,8 @@ class GroupedQueryExperts(MixtureOfAttention):
             .view(batch, tgt_len, self.num_heads, self.expert_dim)
             .transpose(1, 2)
         )
-        q = self._transposed(
-            q, self.groups, -1
-        )  # the shared head, then one head of each group after the other
+        # The shared head, then one head of each group after the other
+        q = self._transposed(q, self.groups, -1)
         k, v = self.keys_values(call)
         if self.shared_heads and self.groups > 1:
             heads, weights = self._attend_with_shared_head(call, q, k, v)

@@ -24,9 +24,8 @@ class _Router(nn.Module):
     Raises UserError unless every head can work for some token, and each token has a head.
     """
 
-    reads_queries = (
-        False  # True: `forward` takes the queries of every head, not the attention's input
-    )
+    # True: `forward` takes the queries of every head, not the attention's input
+    reads_queries = False
     straight_through = ""  # one of STRAIGHT_THROUGH, where gates are 1 or 0
 
     def __init__(self, num_heads: int, shared_heads: int, routed_per_token: int):

@@ -24,9 +24,8 @@ class Masks(NamedTuple):
 
     mask: Tensor | None = None  # [T, S] or [B, T, S]: additive float, or bool, True = blocked
     padding: Tensor | None = None  # of the keys, [B, S] bool, True = padding
-    is_causal: bool = (
-        False  # the mask blocks the future and nothing else, so a kernel's flag may replace it
-    )
+    # The mask blocks the future and nothing else, so a kernel's flag may replace it
+    is_causal: bool = False
     right_padded: bool = False  # padding only follows real tokens
 
 

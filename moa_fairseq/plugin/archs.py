@@ -58,9 +58,8 @@ def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
 
     def architecture(args: Any) -> None:
         if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):
-            args.initialization = (
-                "own"  # complete settings, of a checkpoint from before there was a choice
-            )
+            # Complete settings, of a checkpoint from before there was a choice
+            args.initialization = "own"
         set_defaults(args, values)
         pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)

@@ -23,9 +23,8 @@ from moa_fairseq.plugin.transformer_layers import (
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
-_BEAM = (
-    "beam"  # a key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
-)
+# A key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+_BEAM = "beam"
 
 
 class MixtureEncoder(TransformerEncoderBase):

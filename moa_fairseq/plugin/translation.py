@@ -23,9 +23,8 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
                 profile(
                     self, functools.partial(super().forward, *args, **kwargs), sum_over_workers()
                 )
-            self._begun = (
-                True  # not before: the trainer goes on with the next batch where memory was short
-            )
+            # Not before: the trainer goes on with the next batch where memory was short
+            self._begun = True
         return super().forward(*args, **kwargs)
 
     @classmethod

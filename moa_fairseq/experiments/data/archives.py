@@ -128,14 +128,12 @@ def _damage_named(archive: Path) -> Iterator[None]:
     """Turn errors of reading an archive into errors for users."""
     try:
         yield
-    except (
-        RuntimeError
-    ) as error:  # also NotImplementedError: encrypted, or a compression unknown to Python
+    # Also NotImplementedError: encrypted, or a compression unknown to Python
+    except RuntimeError as error:
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
-        # A disk error is not the archive's fault. An error of gzip, bz2, or a seek before the file's start
-        # is.
+        # A disk error is not the archive's fault; one of gzip or bz2, or a seek before the start, is
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(

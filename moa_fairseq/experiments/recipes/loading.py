@@ -37,9 +37,8 @@ _OTHER_FOLDERS = (
     "parts",
     "studies",
 )  # of configs/: parts of several recipes; studies
-MOST_LAYERS = (
-    64  # files of one recipe: a base that is listed twice at every step would be read 2^n times
-)
+# Files of one recipe: a base that is listed twice at every step would be read 2^n times
+MOST_LAYERS = 64
 _IN_WORDS = {
     int: "a whole number",
     float: "a number",

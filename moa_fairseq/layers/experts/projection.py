@@ -217,9 +217,8 @@ class Way(NamedTuple):
     unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
     run: Callable[[Product], Tensor]
     adds_biases: bool = False  # those of a product down, too
-    keeps_less: Callable[[Product], Tensor] | None = (
-        None  # the same with a gradient of its own, for more
-    )
+    # The same with a gradient of its own, for more
+    keeps_less: Callable[[Product], Tensor] | None = None
 
 
 def _always(product: Product) -> str:

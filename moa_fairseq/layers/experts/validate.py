@@ -178,9 +178,8 @@ def _check_products(
                 if not all(torch.equal(first[key], repeated[key]) for key in first):
                     wrong.append("not the same each time")
                     break
-        except (
-            torch.OutOfMemoryError
-        ):  # of whoever else uses the GPU: it says nothing about the kernels
+        # Of whoever else uses the GPU: it says nothing about the kernels
+        except torch.OutOfMemoryError:
             raise
         except Exception as error:  # whatever the compiler or the kernel ends in is a failed check
             wrong = [f"{type(error).__name__}: {error}"]

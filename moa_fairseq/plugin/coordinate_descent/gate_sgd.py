@@ -91,9 +91,8 @@ class GateSGD:
         lr, clip_norm: as in `sgd_step`.
     """
 
-    MOST_SKIPPED = (
-        20  # in a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
-    )
+    # In a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+    MOST_SKIPPED = 20
 
     def __init__(self, lr: float, clip_norm: float):
         self.lr = lr

@@ -82,9 +82,8 @@ def _safe_load(stream: IO[bytes], name: str, **options: Any) -> Any:
                 "code; nothing was run. Use a checkpoint saved by fairseq, from a source that you trust."
             ) from error
         raise _damaged(name, "torch.save did not write it") from error
-    except (
-        Exception
-    ) as error:  # torch's reader lets any through, such as struct.error and IndexError
+    # torch's reader lets any through, such as struct.error and IndexError
+    except Exception as error:
         # damaged bytes may ask for a seek to nowhere (EINVAL); too many open files, say, is no damage
         if isinstance(error, MemoryError) or (
             isinstance(error, OSError) and error.errno not in _OF_DAMAGE

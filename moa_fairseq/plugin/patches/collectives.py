@@ -22,9 +22,8 @@ from fairseq.distributed.utils import distributed_main as fairseqs_distributed_m
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
-DEFAULT_SECONDS = (
-    1800  # one process writes a large checkpoint on a slow network disk, the others wait
-)
+# One process writes a large checkpoint on a slow network disk, the others wait
+DEFAULT_SECONDS = 1800
 ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
 _STOPPED = "plugin/patches/test_collectives.py::test_a_stopped_process_is_named"
 # What the collectives say of a process that is gone.

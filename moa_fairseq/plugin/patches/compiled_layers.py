@@ -187,9 +187,8 @@ def compile_layers(model: nn.Module, backend: str = "inductor", mode: str | None
     config: Any = torch._dynamo.config
     config.specialize_float = True  # a dropout is a number, not an input
     config.recompile_limit = max(config.recompile_limit, _MOST_GRAPHS)
-    config.optimize_ddp = (
-        False  # a layer is smaller than what DistributedDataParallel sends at once
-    )
+    # A layer is smaller than what DistributedDataParallel sends at once
+    config.optimize_ddp = False
     # a backward pass that cannot be compiled shows in the forward pass, where there is another way
     functorch: Any = torch._functorch.config
     if hasattr(functorch, "force_non_lazy_backward_lowering"):

@@ -42,9 +42,8 @@ def check_before(call_main: Callable, cfg: Any, main: Callable, **options: Any) 
     if takes_kernels(cfg) and validation.is_open(dtype := multiplied_dtype(cfg)):
         try:
             _check(dtype)
-        except (
-            UserError
-        ) as error:  # the cache folder cannot be written, or another check does not end
+        # The cache folder cannot be written, or another check does not end
+        except UserError as error:
             logger.warning(f"the Triton kernels were not checked and stay off: {error}")
     return call_main(cfg, main, **options)
 
