@@ -6,7 +6,7 @@ import contextlib
 import json
 import logging
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -31,6 +31,7 @@ from moa_fairseq.experiments.study.design import Run, Study, fitting_records, se
 from moa_fairseq.experiments.study.records import (
     DIVERGED,
     FINISHED,
+    Record,
     append_record,
     check_records,
     records_of,
@@ -99,10 +100,10 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
         made_by = records.get(run.name) or place.trained(run)
         if made_by is not None:
             finished.append((run, made_by))
-    now = commit()
+    current_commit = commit()
     digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
     for run, made_by in finished:
-        _check_commit(run, made_by, place, now)
+        _check_commit(run, made_by, place, current_commit)
         _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
     incomplete_runs = [(run, made) for run, made in finished if run.block in incomplete]
@@ -135,10 +136,12 @@ def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
             raise UserError(f"{problem}: {'; '.join(map(': '.join, differ.items()))}. {remedy}.")
 
 
-def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None) -> None:
+def _check_commit(
+    run: Run, made_by: dict[str, Any], place: Place, current_commit: str | None
+) -> None:
     """Raise UserError if a run's training is of another commit, by its record or folder."""
-    recorded = made.get("commit")
-    if recorded == now:
+    recorded = made_by.get("commit")
+    if recorded == current_commit:
         return
     folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
     remedy = "It cannot be resumed, because no single commit made it. "
@@ -149,20 +152,20 @@ def _check_commit(run: Run, made: dict[str, Any], place: Place, now: str | None)
         )
     raise UserError(
         f"{run.name} of {place.study.study} was trained at commit {recorded or 'unknown'}, but this is "
-        f"{now}: all runs of a study need one commit. {remedy}To start over, give other folders to --runs "
-        "and --records."
+        f"{current_commit}: all runs of a study need one commit. {remedy}To start over, give other folders "
+        "to --runs and --records."
     )
 
 
 def _check_text(
-    name: str, made: dict[str, Any], place: Place, now: str | None, remedy: str = ""
+    name: str, made_by: dict[str, Any], place: Place, digest: str | None, remedy: str = ""
 ) -> None:
-    """Raise UserError if a run, by its record or folder, was trained on other text than the digest `now`."""
-    recorded = made.get("data")
-    if recorded and now and recorded != now:
+    """Raise UserError if a run, by its record or folder, was trained on text of another digest."""
+    recorded = made_by.get("data")
+    if recorded and digest and recorded != digest:
         raise UserError(
             f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
-            f"--data {place.data} has {now}: all runs of a study need one text. Name the data of that run "
+            f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that run "
             f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
         )
 
@@ -194,20 +197,27 @@ def run_pending(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                finished = []
-                for other_run in runs:
-                    if record := records.get((other_run.system, other_run.seed)):
-                        finished.append((other_run, record.content))
-                if (trained := place.trained(run)) is not None:
-                    finished.append((run, trained))
-                now = commit()
-                for other_run, made in finished:
-                    _check_commit(other_run, made, place, now)
-                of_block = [(other, made) for other, made in finished if other.block == run.block]
-                elsewhere |= _made_elsewhere(of_block, place)
+                elsewhere |= _block_elsewhere(run, runs, records, place)
                 if run.block not in elsewhere:
                     log.info("%d of %d: %s", number, len(runs), run.name)
                     _carry_out(run, place)
+
+
+def _block_elsewhere(
+    run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], place: Place
+) -> set[tuple[int, str]]:
+    """The run's block, if it cannot be continued here. Raises UserError if a run is of another commit."""
+    finished = []
+    for other_run in runs:
+        if record := records.get((other_run.system, other_run.seed)):
+            finished.append((other_run, record.content))
+    if (trained := place.trained(run)) is not None:
+        finished.append((run, trained))
+    current_commit = commit()
+    for other_run, made_by in finished:
+        _check_commit(other_run, made_by, place, current_commit)
+    of_block = [(other, made_by) for other, made_by in finished if other.block == run.block]
+    return _made_elsewhere(of_block, place)
 
 
 @contextlib.contextmanager
@@ -248,44 +258,15 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
 
 
 def _carry_out(run: Run, place: Place) -> None:
-    """Train, and write the record. Raises UserError if training fails, unless it diverged.
-
-    Raises it also if runs with the same data settings have records of other text: the digest of raw text is
-    known only when the recipe has prepared it.
-    """
-    folder = place.folders / run.name
+    """Train, and write the record. Raises UserError if training fails, unless it diverged."""
+    command = _command(run, place)
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
-    values = {
-        "gpus": place.gpus,
-        "data": place.data,
-        "save-dir": str(folder),
-        "stage": place.study.stage,
-    }
-    command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
-    for key, value in (run.overrides | {"train.seed": run.seed}).items():
-        command += ["--set", f"{key}={json.dumps(value)}"]
-    diverged = False
     settings = settings_of(run, place.study.stage)
-    began = commit()
-    try:
-        Executor(environment).run(command, folder / "study.log")
-    except Diverged:
-        diverged = True
-    except UserError as error:  # of the recipe; a study adds the remedy for the run
-        remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
-        raise UserError(f"{error}\n{remedy}") from error
-    made_by = _made_by(maker(folder, run.load()))
-    _check_commit(run, made_by, place, began)
-    for (system, seed), before in records_of(run.records).items():
-        if _of_data(before.content.get("settings", {})) == _of_data(settings):
-            name = f"{system}-seed{seed}"
-            _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
-    curve = curve_of(folder / "train.jsonl")
-    if not (curve or diverged):
-        problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"
-        raise UserError(f"{problem}. Restore the file, or start this run over without {folder}.")
-    scored = place.study.stage == "all" and not diverged
-    scores = saved_json(folder / "result.json") if scored else {}
+    made_by, curve, diverged = _train(run, place, command, environment, settings)
+    folder = place.folders / run.name
+    scores = {}
+    if place.study.stage == "all" and not diverged:
+        scores = saved_json(folder / "result.json")
     data = prepared_data(folder)
     for path in folder.glob("generate-*.txt") if scores else ():
         subset = path.stem.removeprefix("generate-")
@@ -305,6 +286,60 @@ def _carry_out(run: Run, place: Place) -> None:
         record["unknown"] = _unknown(run, data)
     record["command"] = to_shell(list(map(_without_machine, command)), environment)
     append_record(run.records, record)
+
+
+def _command(run: Run, place: Place) -> list[str]:
+    values = {
+        "gpus": place.gpus,
+        "data": place.data,
+        "save-dir": str(place.folders / run.name),
+        "stage": place.study.stage,
+    }
+    command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
+    for key, value in (run.overrides | {"train.seed": run.seed}).items():
+        command += ["--set", f"{key}={json.dumps(value)}"]
+    return command
+
+
+def _train(
+    run: Run,
+    place: Place,
+    command: list[str],
+    environment: dict[str, str],
+    settings: dict[str, Any],
+) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
+    """Run the command, and check what it made.
+
+    The digest of raw text is known only when the recipe has prepared it.
+
+    Returns:
+        Provenance of the training, its validations, and whether it diverged.
+
+    Raises:
+        UserError: if training fails without diverging, the commit changed, runs with the same data settings
+            have records of other text, or no validation was logged.
+    """
+    folder = place.folders / run.name
+    diverged = False
+    start_commit = commit()
+    try:
+        Executor(environment).run(command, folder / "study.log")
+    except Diverged:
+        diverged = True
+    except UserError as error:  # of the recipe; a study adds the remedy for the run
+        remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
+        raise UserError(f"{error}\n{remedy}") from error
+    made_by = _made_by(maker(folder, run.load()))
+    _check_commit(run, made_by, place, start_commit)
+    for (system, seed), before in records_of(run.records).items():
+        if _of_data(before.content.get("settings", {})) == _of_data(settings):
+            name = f"{system}-seed{seed}"
+            _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
+    curve = curve_of(folder / "train.jsonl")
+    if not (curve or diverged):
+        problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"
+        raise UserError(f"{problem}. Restore the file, or start this run over without {folder}.")
+    return made_by, curve, diverged
 
 
 def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
