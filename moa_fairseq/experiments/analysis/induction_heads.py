@@ -25,8 +25,7 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import re
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -40,6 +39,12 @@ from moa_fairseq.experiments.analysis.attention_maps import (
     pass_with_weights,
     routings_of,
 )
+from moa_fairseq.experiments.analysis.direct_effects import (
+    Copying,
+    Places,
+    direct_effects,
+    value_routing,
+)
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.scoring.trained_model import device_for, symbols_at
 from moa_fairseq.experiments.tables import Column, Table
@@ -49,7 +54,7 @@ from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
-from moa_fairseq.plugin.forward_context import NamedRoutings, forward_context
+from moa_fairseq.plugin.forward_context import NamedRoutings
 
 NAME = "induction-heads"
 SUMMARY = "which heads find and copy what followed an earlier occurrence (SwitchHead Fig. 6)"
@@ -110,13 +115,13 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         experts = []
         for part in head.experts:
             if part.chosen:
-                experts.append(f"{part.label[7:]}: {part.prefix:.2f}")
-        listed.append(dict(vars(head), experts=", ".join(experts)))
+                experts.append(f"{part.number}: {part.prefix:.2f}")
+        listed.append(head.record() | {"experts": ", ".join(experts)})
     summary = {
         "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
         "even_copying": 1 / args.length,
         "predicted": predicted,
-        "heads": [dataclasses.asdict(dataclasses.replace(head, map=None)) for head in heads],
+        "heads": [head.record() for head in heads],
     }
     title = f"{args.model.name}: {args.length} random symbols, read twice"
     figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
@@ -135,7 +140,8 @@ class HeadScore:
 
     Args:
         name: the module's path in the model.
-        label: "head 3", or "expert 3" where an expert is a head; the first is 1.
+        kind: "head", or "expert" where an expert is a head.
+        number: the first is 1.
         prefix: prefix matching.
         copying: None where the module's output is not one sum over heads, and for an adaptive softmax.
         chosen: by which share of the symbols.
@@ -145,12 +151,24 @@ class HeadScore:
     """
 
     name: str
-    label: str
+    kind: str
+    number: int
     prefix: float
     copying: float | None
     chosen: float
     experts: list[HeadScore] = dataclasses.field(default_factory=list)
     map: tuple[Tensor, dict[str, Tensor]] | None = None
+
+    @property
+    def label(self) -> str:
+        """Such as "expert 3"."""
+        return f"{self.kind} {self.number}"
+
+    def record(self) -> dict[str, Any]:
+        """JSON values, without the map."""
+        keys = ("name", "label", "prefix", "copying", "chosen")
+        record = {key: getattr(self, key) for key in keys}
+        return record | {"experts": [part.record() for part in self.experts], "map": None}
 
 
 def measure_heads(
@@ -172,13 +190,13 @@ def measure_heads(
     model = model.to(device).eval()
     tokens = tokens.to(device)
     length = tokens.size(1) // 2
-    places = _Places(tokens, torch.arange(length + 1, 2 * length), torch.arange(2, length + 1))
-    written: dict[str, _Written] = {}
+    places = Places(tokens, torch.arange(length + 1, 2 * length), torch.arange(2, length + 1))
+    effects: dict[str, Copying] = {}
 
     def watch(name: str, module: nn.Module, call: dict[str, Any], routings: NamedRoutings) -> None:
         if isinstance(module, Attention):
             sides = dict(routings_of(name, routings))
-            written[name] = _direct_effects(model, module, call, places, sides)
+            effects[name] = direct_effects(model, module, call, places, sides)
 
     with torch.no_grad():
         weights_by_name, routings, _ = pass_with_weights(model, {"src_tokens": tokens}, watch)
@@ -187,104 +205,8 @@ def measure_heads(
     for name, weights in weights_by_name.items():
         module = model.get_submodule(name)
         sides = dict(routings_of(name, routings))
-        heads += _scores(name, module, weights, sides, written.get(name), places)
+        heads += _scores(name, module, weights, sides, effects.get(name, Copying()), places)
     return heads, (likeliest == tokens[:, places.keys]).double().mean().item()
-
-
-@dataclasses.dataclass
-class _Places:
-    """Where scores are taken: at place queries[i] the symbol to copy stands at keys[i], both [N − 1]."""
-
-    tokens: Tensor
-    queries: Tensor
-    keys: Tensor
-
-
-@dataclasses.dataclass
-class _Written:
-    """Copying of each head or slot at the queries, [H, B, N − 1]; of each value expert, [H·E, B, N − 1]."""
-
-    heads: list[Tensor] = dataclasses.field(default_factory=list)
-    value_experts: list[Tensor] = dataclasses.field(default_factory=list)
-
-
-def _value_routing(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
-    """What chose the experts of the values, of SwitchHead with any."""
-    if not isinstance(module, SwitchHeadAttention) or "v" not in module.experts:
-        return None
-    return routings["queries" if module.shares_selection else "keys"]
-
-
-def _direct_effects(
-    model: nn.Module,
-    module: Attention,
-    call: dict[str, Any],
-    places: _Places,
-    routings: dict[str, Routing],
-) -> _Written:
-    """The copying of each head, by passes of the module in which only that head has a result."""
-    decoder: Any = model.decoder
-    written = _Written()
-    if decoder.adaptive_softmax is not None:
-        return written
-    gain = getattr(decoder.layer_norm, "weight", 1.0)
-    zero = decoder.output_layer(torch.zeros_like(call["query"][:1, :1]))
-
-    def copying() -> Tensor:
-        with forward_context(routings=()):
-            out = type(module).forward(module, **call)[0] - nothing  # [T, B, C]
-        x = out.transpose(0, 1)[:, places.queries]
-        if isinstance(decoder.layer_norm, nn.LayerNorm):
-            x = x - x.mean(-1, keepdim=True)
-        logits = decoder.output_layer(x * gain) - zero  # [B, N − 1, V]
-        raised = (logits - logits.mean(-1, keepdim=True)).relu()
-        every = places.tokens[:, None, 1 : 1 + places.keys.numel() + 1].expand(-1, x.size(1), -1)
-        copied = places.tokens[:, places.keys, None]
-        total = raised.gather(2, every).sum(-1)
-        return torch.where(total > 0, raised.gather(2, copied)[..., 0] / total, 0.0).cpu()
-
-    nothing: Any = 0.0
-    with _ablate_all_but(module, None) as heads, forward_context(routings=()):
-        nothing = type(module).forward(module, **call)[0]  # biases
-    if len(heads) != 1:  # it attends in several parts
-        return written
-    for head in range(heads[0]):
-        with _ablate_all_but(module, head):
-            written.heads.append(copying())
-    values = _value_routing(module, routings)
-    if values is not None:
-        v_proj: Any = module.v_proj
-        for expert in range(values.num_experts):
-            chosen = values.expert_ids == expert
-
-            def keep(part: nn.Module, args: tuple, chosen: Tensor = chosen) -> tuple:
-                rows, permutation, gates, *options = args
-                return rows, permutation, gates * chosen, *options
-
-            hook = v_proj.register_forward_pre_hook(keep)
-            written.value_experts.append(copying())
-            hook.remove()
-    return written
-
-
-@contextmanager
-def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
-    """Inside the block the results of all heads but one are zero; fills the list with the number of heads."""
-    calls: list[int] = []
-
-    def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
-        heads, weights = type(module).attend(module, *args, **kwargs)
-        calls.append(heads.size(1))
-        results = torch.zeros_like(heads)
-        if head is not None:
-            results[:, head] = heads[:, head]
-        return results, weights
-
-    vars(module)["attend"] = attend
-    try:
-        yield calls
-    finally:
-        del vars(module)["attend"]
 
 
 def _scores(
@@ -292,74 +214,103 @@ def _scores(
     module: nn.Module,
     weights: Tensor,
     routings: dict[str, Routing],
-    written: _Written | None,
-    places: _Places,
+    effects: Copying,
+    places: Places,
 ) -> list[HeadScore]:
     """The scores of a module's heads from its weights, [H, B, T, S]."""
-    count, batch, length, _ = weights.shape
-    written = written or _Written()
-    copying = torch.stack(written.heads) if written.heads else None
-    chosen = torch.ones(count, batch, length, dtype=torch.bool)
-    word = "head"
+    copying = torch.stack(effects.heads) if effects.heads else None
+    chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
+    kind = "head"
     routing = routings.get("queries")
     # MAE's experts share all heads, SwitchHead's stand around them; elsewhere tokens choose the heads.
     shared = (MixtureOfAttentiveExperts, SwitchHeadAttention)
     if routing is not None and not isinstance(module, shared):
-        word = "expert"
-        index = routing.expert_ids
-        every = routing.num_experts
-        if isinstance(module, MixtureOfAttention):
-            index = module.head_index(routing)
-            every *= module.heads_per_expert
-        # [N, slots] → [slots, B, T]
-        slots = index.view(batch, length, count).permute(2, 0, 1).cpu()
-        index = slots[..., None].expand_as(weights)
-        weights = weights.new_zeros(every, *weights.shape[1:]).scatter(0, index, weights)
-        chosen = torch.zeros(every, batch, length, dtype=torch.bool).scatter(0, slots, True)
-        # NAMOH attends in packed rows
-        if copying is not None and len(copying) not in (count, every):
-            copying = None
-        # Whose results stand by head
-        if copying is not None and not isinstance(module, MixtureOfHeads):
-            place = slots[:, :, places.queries]
-            copying = copying.new_zeros(every, *copying.shape[1:]).scatter(0, place, copying)
-    at = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
+        kind = "expert"
+        weights, chosen, copying = _by_expert(module, routing, weights, copying, places)
+    attention = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
     chosen = chosen[:, :, places.queries]
     gates = {}
     if isinstance(module, SwitchHeadAttention):
-        gates = {side: gates_by_expert(each).cpu() for side, each in routings.items()}
+        for side, side_routing in routings.items():
+            by_expert = gates_by_expert(side_routing).cpu()
+            # [H, E, T] of the first sequence
+            gates[side] = by_expert.view(len(weights), -1, *places.tokens.shape)[:, :, 0]
         if module.shares_selection:
             gates["keys"] = gates["queries"]
-    values = _value_routing(module, routings)
+    values = value_routing(module, routings)
     scores = []
-    for head in range(weights.size(0)):
-        experts = []
+    for head, head_attention in enumerate(attention):
+        effect = None if copying is None else copying[head]
+        score = _head_score(name, kind, head + 1, head_attention, effect, chosen[head])
         if values is not None:
-            size = values.num_experts // values.groups
-            for expert in range(size):
-                number = head * size + expert
-                wrote = (values.expert_ids == number).any(1).view(batch, length)[:, places.keys]
-                effect = written.value_experts[number] if written.value_experts else None
-                label = f"expert {expert + 1}"
-                experts.append(_head_score(name, label, at[head], effect, wrote.cpu()))
-        head_copying = None if copying is None else copying[head]
-        score = _head_score(name, f"{word} {head + 1}", at[head], head_copying, chosen[head])
-        first = {}
-        for side, each in gates.items():
-            first[side] = each.view(len(weights), -1, batch, length)[head, :, 0]
-        scores.append(dataclasses.replace(score, experts=experts, map=(weights[head, 0], first)))
+            score.experts = _value_scores(name, head, values, head_attention, effects, places)
+        score.map = weights[head, 0], {side: gate[head] for side, gate in gates.items()}
+        scores.append(score)
+    return scores
+
+
+def _by_expert(
+    module: nn.Module, routing: Routing, weights: Tensor, copying: Tensor | None, places: Places
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """Weights, choice and copying of each expert that is a head, instead of each slot.
+
+    Args:
+        module: the attention.
+        routing: of its N = B·T queries.
+        weights: [K, B, T, S] of the K slots.
+        copying: [K or E, B, N − 1].
+        places: of the scores.
+
+    Returns:
+        Weights [E, B, T, S]; the tokens that chose the expert, [E, B, T]; copying [E, B, N − 1].
+    """
+    count, batch, length, _ = weights.shape
+    index = routing.expert_ids
+    experts = routing.num_experts
+    if isinstance(module, MixtureOfAttention):
+        index = module.head_index(routing)
+        experts *= module.heads_per_expert
+    # [N, slots] → [slots, B, T]
+    slots = index.view(batch, length, count).permute(2, 0, 1).cpu()
+    by_expert = weights.new_zeros(experts, *weights.shape[1:])
+    by_expert = by_expert.scatter(0, slots[..., None].expand_as(weights), weights)
+    chosen = torch.zeros(experts, batch, length, dtype=torch.bool).scatter(0, slots, True)
+    # NAMOH attends in packed rows
+    if copying is not None and len(copying) not in (count, experts):
+        copying = None
+    # MoH's results stand by head already
+    if copying is not None and not isinstance(module, MixtureOfHeads):
+        zeros = copying.new_zeros(experts, *copying.shape[1:])
+        copying = zeros.scatter(0, slots[:, :, places.queries], copying)
+    return by_expert, chosen, copying
+
+
+def _value_scores(
+    name: str, head: int, values: Routing, attention: Tensor, effects: Copying, places: Places
+) -> list[HeadScore]:
+    """The scores of the value experts of a head, where they wrote what is attended to."""
+    scores = []
+    size = values.num_experts // values.groups
+    for expert in range(size):
+        index = head * size + expert
+        is_chosen = (values.expert_ids == index).any(1).view_as(places.tokens)[:, places.keys]
+        effect = effects.value_experts[index] if effects.value_experts else None
+        score = _head_score(name, "expert", expert + 1, attention, effect, is_chosen.cpu())
+        scores.append(score)
     return scores
 
 
 def _head_score(
-    name: str, label: str, at: Tensor, copying: Tensor | None, chosen: Tensor
+    name: str, kind: str, number: int, attention: Tensor, copying: Tensor | None, chosen: Tensor
 ) -> HeadScore:
-    """Means where the head was chosen; at, copying, chosen: [B, N − 1]."""
+    """Means where the head was chosen; attention, copying, chosen: [B, N − 1]."""
     share = chosen.double().mean().item()
+    effect = None if copying is None else 0.0
     if not share:
-        return HeadScore(name, label, 0.0, None if copying is None else 0.0, share)
-    effect = None if copying is None else copying[chosen].double().mean().item()
-    return HeadScore(name, label, at[chosen].double().mean().item(), effect, share)
+        return HeadScore(name, kind, number, 0.0, effect, share)
+    if copying is not None:
+        effect = copying[chosen].double().mean().item()
+    return HeadScore(name, kind, number, attention[chosen].double().mean().item(), effect, share)
 
 
 def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -> Figure:
@@ -376,18 +327,18 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     top, bottom = parts
     names_of_modules = {head.name for head in heads}
     modules = sorted(names_of_modules, key=lambda name: list(map(int, re.findall(r"\d+", name))))
-    most = max(int(head.label.split()[1]) for head in heads)
+    most = max(head.number for head in heads)
     for panel, score in zip(top.subplots(1, 2), ("prefix", "copying")):
         values = torch.full((len(modules), most), torch.nan)
         for head in heads:
             value = getattr(head, score)
             if value is not None:
-                values[modules.index(head.name), int(head.label.split()[1]) - 1] = value
+                values[modules.index(head.name), head.number - 1] = value
         image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
         panel.set_xticks(range(most), list(map(str, range(1, most + 1))), fontsize=6)
         layers = range(len(modules))
         panel.set_yticks(layers, [str(layer + 1) for layer in layers], fontsize=6)
-        panel.set_xlabel(heads[0].label.split()[0], fontsize=7)
+        panel.set_xlabel(heads[0].kind, fontsize=7)
         panel.set_ylabel("layer", fontsize=7)
         panel.set_title({"prefix": "prefix matching", "copying": "copying"}[score], fontsize=8)
         top.colorbar(image, ax=panel).ax.tick_params(labelsize=6)

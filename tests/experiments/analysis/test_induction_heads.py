@@ -211,7 +211,7 @@ def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
 
 def test_layers_of_the_picture_are_in_order():
     heads = [
-        HeadScore(f"decoder.layers.{layer}.self_attn", "head 1", layer / 20, None, 1.0)
+        HeadScore(f"decoder.layers.{layer}.self_attn", "head", 1, layer / 20, None, 1.0)
         for layer in range(12)
     ]
     heads[-1].map = (torch.eye(3), {})
