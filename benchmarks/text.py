@@ -25,7 +25,7 @@ from typing import Any
 from subword_nmt.apply_bpe import BPE
 
 from moa_fairseq.experiments.data.catalogue import Cleaning
-from moa_fairseq.experiments.data.parallel_text import Piece, PiecePair, read_lines
+from moa_fairseq.experiments.data.parallel_text import TextFile, TextFilePair, read_lines
 from moa_fairseq.experiments.data.text_stages import (
     Split,
     Treatment,
@@ -94,7 +94,7 @@ def measure(
     raw.write_text("".join(line + "\n" for line in lines), encoding="utf-8")
     raw_pair = halves(lines, folder, "raw")
     token_pair = halves(tokens, folder, "tokens")
-    learn_codes([piece.path for piece in token_pair], MERGES, codes)
+    learn_codes([file.path for file in token_pair], MERGES, codes)
     rows: dict[str, float] = {}
 
     def rate(name: str, work: Callable[[], Any], count: int = len(lines)) -> None:
@@ -105,7 +105,7 @@ def measure(
             seconds.append(time.perf_counter() - begun)
         rows[name] = round(count / statistics.median(seconds), 1)
 
-    def stage(treatment: Treatment, pair: PiecePair, processes: int) -> None:
+    def stage(treatment: Treatment, pair: TextFilePair, processes: int) -> None:
         if treatment.codes:
             load_codes(
                 treatment.codes
@@ -135,14 +135,14 @@ def measure(
     return rows
 
 
-def halves(lines: list[str], folder: Path, name: str) -> PiecePair:
+def halves(lines: list[str], folder: Path, name: str) -> TextFilePair:
     """Two files of equal length: a stage handles pairs of lines."""
     middle = len(lines) // 2
     for half, part in (("a", lines[:middle]), ("b", lines[middle : 2 * middle])):
         (folder / f"{name}.{half}").write_text(
             "".join(line + "\n" for line in part), encoding="utf-8"
         )
-    return Piece(folder / f"{name}.a"), Piece(folder / f"{name}.b")
+    return TextFile(folder / f"{name}.a"), TextFile(folder / f"{name}.b")
 
 
 def perl(raw: Path, lang: str) -> None:

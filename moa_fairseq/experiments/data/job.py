@@ -25,7 +25,7 @@ from moa_fairseq.experiments.data.catalogue import (
 )
 from moa_fairseq.experiments.data.manifest import MANIFEST, manifest_of
 from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
-from moa_fairseq.experiments.data.parallel_text import Piece, find_file, read_lines
+from moa_fairseq.experiments.data.parallel_text import TextFile, find_file, read_lines
 from moa_fairseq.experiments.data.unknown import Symbols, check_unknown, count_symbols
 from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import OUT, Step, read_step_records
@@ -103,7 +103,7 @@ class PreparationJob:
         return self.store.parts(self.data, self.languages, self.subsets)
 
     @functools.cached_property
-    def texts(self) -> dict[str, list[Piece]]:
+    def texts(self) -> dict[str, list[TextFile]]:
         """split → its files, fetched and extracted if necessary; the files of two languages alternate.
 
         If only some tokens of the text are used: the files that these were taken from.
@@ -115,21 +115,21 @@ class PreparationJob:
                 number = facts.get(split, {"parts": None})["parts"]
                 if split == "train":
                     number = max(number or 0, self.data.learn_on)
-                texts[split] = list(map(self.piece, parts[:number]))
+                texts[split] = list(map(self.text_file, parts[:number]))
             return texts
         # All together, so that an archive is read once.
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
-        pieces = self.store.pieces(flat, [codes] if codes else [], self.data, self.root)
-        if codes in pieces:
+        files = self.store.text_files(flat, [codes] if codes else [], self.data, self.root)
+        if codes in files:
             # The merges of text that was segmented elsewhere: fine-tuning a model on it needs them.
             with atomic_write(self.root / CODES) as stream:
-                stream.writelines(f"{line}\n" for line in read_lines(pieces[codes].path))
-        return {split: [pieces[part] for part in parts] for split, parts in self.parts.items()}
+                stream.writelines(f"{line}\n" for line in read_lines(files[codes].path))
+        return {split: [files[part] for part in parts] for split, parts in self.parts.items()}
 
-    def piece(self, part: Part) -> Piece:
+    def text_file(self, part: Part) -> TextFile:
         """The file of one part, fetched if necessary."""
-        return self.store.pieces([part])[part]
+        return self.store.text_files([part])[part]
 
     @property
     def learnt(self) -> bool:
@@ -175,8 +175,8 @@ class PreparationJob:
     def read(self) -> dict[str, Any]:
         """split → markup and sha256 of each of its files."""
         read = {}
-        for split, pieces in self.texts.items():
-            read[split] = [[piece.markup, self.checksum(piece.path)] for piece in pieces]
+        for split, files in self.texts.items():
+            read[split] = [[file.markup, self.checksum(file.path)] for file in files]
         return read
 
     def binarise(

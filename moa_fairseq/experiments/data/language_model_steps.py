@@ -86,7 +86,7 @@ class LanguageModelPreparation:
         if data.tokens:
             self._announce()
             first = job.parts["train"][: data.learn_on]
-            texts = [*map(job.piece, first)]
+            texts = [*map(job.text_file, first)]
         else:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
@@ -136,7 +136,13 @@ class LanguageModelPreparation:
         facts = {}
         for split, parts in job.parts.items():
             facts[split] = monolingual.grow_pieces(
-                parts, job.piece, job.digest, model, growing / split, self.most[split], job.workers
+                parts,
+                job.text_file,
+                job.digest,
+                model,
+                growing / split,
+                self.most[split],
+                job.workers,
             )
         new.mkdir()
         for split in facts:

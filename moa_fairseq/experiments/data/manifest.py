@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.experiments.data.catalogue import Dataset
-from moa_fairseq.experiments.data.parallel_text import Piece
+from moa_fairseq.experiments.data.parallel_text import TextFile
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
 from moa_fairseq.experiments.make import made_by_of, read_step_records
@@ -23,7 +23,7 @@ def manifest_of(
     root: Path,
     settings: Mapping[str, Any],
     sources: Mapping[str, Any],
-    texts: Mapping[str, Sequence[Piece]],
+    texts: Mapping[str, Sequence[TextFile]],
     dataset: Dataset,
     counts: Mapping[str, Symbols],
 ) -> dict[str, Any]:
@@ -78,7 +78,7 @@ def manifest_of(
         "steps": {split: dataset.treatment(split, settings) for split in sorted(texts)},
         "licence": dataset.licence,
         "sources": dict(sorted(sources.items())),
-        "texts": {split: [piece.path.name for piece in pieces] for split, pieces in texts.items()},
+        "texts": {split: [file.path.name for file in files] for split, files in texts.items()},
         "stages": stages,
         "lines": numbers,
         "symbols": symbols_of(counts),

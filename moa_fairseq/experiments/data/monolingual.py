@@ -2,25 +2,26 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import itertools
 import logging
 import os
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, Literal
 
 from tqdm import tqdm
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
-from moa_fairseq.experiments.data.parallel_text import SYMBOLS, Piece, no_text, refuse_symbols
+from moa_fairseq.experiments.data.parallel_text import SYMBOLS, TextFile, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
 from moa_fairseq.experiments.json_files import saved_json, selected, write_json
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.text.workers import chunks
 
-Texts = Mapping[str, Sequence[Piece]]
+Texts = Mapping[str, Sequence[TextFile]]
 Facts = dict[str, dict[str, int]]
 CHUNK = 5000
 BATCH = 200  # lines, which may be whole documents
@@ -49,16 +50,16 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
     symbols = list(SYMBOLS)
     symbols.remove("<unk>")
 
-    def lines(pieces: Iterable[Piece], longest: _Longest) -> Iterator[str]:
-        for piece in pieces:
-            for number, line in enumerate(longest.of(piece.lines()), 1):
-                refuse_symbols(line, piece.path, number, symbols)
+    def lines(files: Iterable[TextFile], longest: _Longest) -> Iterator[str]:
+        for file in files:
+            for number, line in enumerate(longest.of(file.lines()), 1):
+                refuse_symbols(line, file.path, number, symbols)
                 yield line
 
     facts = {}
-    for split, pieces in texts.items():
+    for split, files in texts.items():
         longest = _Longest()
-        facts[split] = _write(folder / split, lines(pieces, longest), pieces)
+        facts[split] = _write(folder / split, lines(files, longest), files)
         facts[split]["longest"] = longest.bytes
     return facts
 
@@ -77,11 +78,11 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
     Raises:
         UserError: if the file's size is not the sum of all splits.
     """
-    (piece,) = texts["train"]
+    (file,) = texts["train"]
     total = sum(sizes.values())
-    size = piece.path.stat().st_size
+    size = file.path.stat().st_size
     if size != total:
-        raise UserError(f"{piece.path} has {size:,} bytes instead of {total:,}. Fetch it again.")
+        raise UserError(f"{file.path} has {size:,} bytes instead of {total:,}. Fetch it again.")
 
     def lines(stream: BinaryIO, budget: int) -> Iterator[str]:
         while budget:
@@ -90,9 +91,9 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
             yield "".join([_BYTES[value] for value in line.removesuffix(b"\n")])
 
     facts = {}
-    with open(piece.path, "rb") as stream:
+    with open(file.path, "rb") as stream:
         for split, size in sizes.items():
-            fact = _write(folder / split, lines(stream, size), [piece])
+            fact = _write(folder / split, lines(stream, size), [file])
             facts[split] = {"lines": fact["lines"], "bytes": size}
     return facts
 
@@ -114,22 +115,22 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
     """
     encoder = processor(str(model))
     facts = {}
-    for split, pieces in texts.items():
+    for split, files in texts.items():
         longest = _Longest()
-        read = longest.of(itertools.chain.from_iterable(map(Piece.lines, pieces)))
+        read = longest.of(itertools.chain.from_iterable(map(TextFile.lines, files)))
         encode = functools.partial(encoder.encode, num_threads=workers)
         batches = map(encode, chunks(map(plain, read), CHUNK))
         # By number, so that a letter without a piece becomes <unk> instead of a separate word.
         rows = map(encoder.id_to_piece, itertools.chain.from_iterable(batches))
         tokens = itertools.chain.from_iterable(rows)
-        facts[split] = _write(folder / split, map(" ".join, chunks(tokens, ROW)), pieces)
+        facts[split] = _write(folder / split, map(" ".join, chunks(tokens, ROW)), files)
         facts[split].update(lines=longest.lines, longest=longest.bytes)
     return facts
 
 
 def grow_pieces(
     parts: Sequence[Part],
-    fetch: Callable[[Part], Piece],
+    fetch: Callable[[Part], TextFile],
     digest: Callable[[Part], str | None],
     model: Path,
     path: Path,
@@ -159,54 +160,93 @@ def grow_pieces(
         UserError: if the text has fewer pieces.
     """
     encoder = processor(str(model))
-    notes = path.with_name(f"{path.name}.json")
+    progress_file = path.with_name(f"{path.name}.json")
     settings = {"model": checksum(model), "most": most, "parts": [part.name for part in parts]}
     progress = _saved_progress(path, settings, parts, digest)
-    longest = _Longest(progress.get("longest", 0))
+    longest = _Longest(progress.longest)
     path.parent.mkdir(parents=True, exist_ok=True)
-    mode = "r+b" if progress["bytes"] else "wb"
-    bar = tqdm(total=most, initial=progress["tokens"], unit=" pieces", disable=None, leave=False)
+    mode: Literal["r+b", "wb"] = "r+b" if progress.bytes else "wb"
+    bar = tqdm(total=most, initial=progress.tokens, unit=" pieces", disable=None, leave=False)
     with open(path, mode) as stream, bar:
-        stream.truncate(progress["bytes"])
-        stream.seek(progress["bytes"])
-
-        def write(row: list[int], ends: bool = False) -> None:
-            row = row[: most - progress["tokens"]]
-            # By number, so that a letter without a piece becomes <unk> instead of a separate word.
-            stream.write((" ".join(encoder.id_to_piece(row)) + "\n").encode() if row else b"")
-            progress["tokens"] += len(row)
-            bar.update(len(row))
-            if ends or stream.tell() - progress["bytes"] > SAVED:
-                stream.flush()
-                os.fsync(stream.fileno())
-                progress.update(bytes=stream.tell(), longest=longest.bytes)
-                write_json(notes, progress)
-
-        for part in parts[progress["parts"] :]:
-            if progress["tokens"] >= most:
+        stream.truncate(progress.bytes)
+        stream.seek(progress.bytes)
+        for part in parts[progress.parts :]:
+            if not progress.missing:
                 break
             row: list[int] = []
             lines = fetch(part).lines()
-            progress["files"][part.name] = digest(part)
-            texts = map(plain, longest.of(itertools.islice(lines, progress["in_part"], None)))
-            batches = (encoder.encode(some, num_threads=workers) for some in chunks(texts, BATCH))
+            progress.files[part.name] = digest(part)
+            texts = map(plain, longest.of(itertools.islice(lines, progress.in_part, None)))
+            batches = (encoder.encode(batch, num_threads=workers) for batch in chunks(texts, BATCH))
             for ids in itertools.chain.from_iterable(batches):
                 row += ids
-                progress["in_part"] += 1
-                progress["lines"] += 1
-                if len(row) >= min(ROW, most - progress["tokens"]):
-                    write(row)
+                progress.in_part += 1
+                progress.lines += 1
+                if len(row) >= min(ROW, progress.missing):
+                    bar.update(progress.write(row, encoder, stream))
                     row = []
-                    if progress["tokens"] >= most:
+                    if stream.tell() - progress.bytes > SAVED:
+                        progress.save(longest, stream, progress_file)
+                    if not progress.missing:
                         break
-            progress.update(parts=progress["parts"] + 1, in_part=0)
-            write(row, ends=True)
-            log.info("%s: %s of %s pieces", part.name, f"{progress['tokens']:,}", f"{most:,}")
-    if progress["tokens"] < most:
-        count = f"{progress['tokens']:,} pieces"
+            progress.parts += 1
+            progress.in_part = 0
+            bar.update(progress.write(row, encoder, stream))
+            progress.save(longest, stream, progress_file)
+            log.info("%s: %s of %s pieces", part.name, f"{progress.tokens:,}", f"{most:,}")
+    if progress.missing:
+        count = f"{progress.tokens:,} pieces"
         problem = f"The text of {path.name} has {count}, but {most:,} are requested"
         raise UserError(f"{problem}. Request fewer by --tokens N (data.tokens), or give more text.")
-    return selected(progress, ("lines", "longest", "tokens", "parts", "files"))
+    return selected(vars(progress), ("lines", "longest", "tokens", "parts", "files"))
+
+
+@dataclasses.dataclass
+class _Progress:
+    """How much of a growing text is written.
+
+    Args:
+        of: what the text follows from: the settings of the call, with the number of pieces `most`.
+        files: name of each part begun → its checksum.
+        parts: number of parts read.
+        in_part: lines read of the part after these.
+        lines: read in all.
+        tokens: pieces written.
+        bytes: of the file when this was saved.
+        longest: bytes of the longest line.
+    """
+
+    of: dict[str, Any]
+    files: dict[str, str | None] = dataclasses.field(default_factory=dict)
+    parts: int = 0
+    in_part: int = 0
+    lines: int = 0
+    tokens: int = 0
+    bytes: int = 0
+    longest: int = 0
+
+    @property
+    def missing(self) -> int:
+        """Number of pieces that are not written yet."""
+        missing: int = self.of["most"] - self.tokens
+        return missing
+
+    def write(self, row: list[int], encoder: Any, stream: BinaryIO) -> int:
+        """Write a line: the first pieces of the row, as far as they are missing. Returns their number."""
+        row = row[: self.missing]
+        if row:
+            # By number, so that a letter without a piece becomes <unk> instead of a separate word.
+            stream.write((" ".join(encoder.id_to_piece(row)) + "\n").encode())
+        self.tokens += len(row)
+        return len(row)
+
+    def save(self, longest: _Longest, stream: BinaryIO, file: Path) -> None:
+        """Record the progress, after what was written is on the disk."""
+        stream.flush()
+        os.fsync(stream.fileno())
+        self.bytes = stream.tell()
+        self.longest = longest.bytes
+        write_json(file, vars(self))
 
 
 def _saved_progress(
@@ -214,16 +254,13 @@ def _saved_progress(
     settings: dict[str, Any],
     parts: Sequence[Part],
     digest: Callable[[Part], str | None],
-) -> dict[str, Any]:
+) -> _Progress:
     """The progress of an interrupted call with the same settings on the same text, or none."""
-    progress = saved_json(path.with_name(f"{path.name}.json"))
-    if (
-        progress.get("of") != settings
-        or not path.is_file()
-        or path.stat().st_size < progress["bytes"]
-    ):
-        return _no_progress(settings)
-    read = progress["files"]
+    saved = saved_json(path.with_name(f"{path.name}.json"))
+    if saved.get("of") != settings or not path.is_file() or path.stat().st_size < saved["bytes"]:
+        return _Progress(settings)
+    progress = _Progress(**saved)
+    read = progress.files
     changed = []
     for part in parts:
         if part.name in read and digest(part) not in (None, read[part.name]):
@@ -232,14 +269,8 @@ def _saved_progress(
         log.warning(
             "%s has changed since it was read: %s starts over", ", ".join(changed), path.name
         )
-        return _no_progress(settings)
-    log.info("%s: resuming after %s pieces", path.name, f"{progress['tokens']:,}")
-    return progress
-
-
-def _no_progress(settings: dict[str, Any]) -> dict[str, Any]:
-    progress: dict[str, Any] = {"of": settings, "files": {}}
-    progress.update(dict.fromkeys(("parts", "in_part", "lines", "tokens", "bytes"), 0))
+        return _Progress(settings)
+    log.info("%s: resuming after %s pieces", path.name, f"{progress.tokens:,}")
     return progress
 
 
@@ -258,7 +289,7 @@ class _Longest:
             yield line
 
 
-def _write(path: Path, lines: Iterable[str], pieces: Iterable[Piece]) -> dict[str, int]:
+def _write(path: Path, lines: Iterable[str], files: Iterable[TextFile]) -> dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
     with atomic_write(path) as stream:  # which also creates the folder
         for line in lines:
@@ -266,5 +297,5 @@ def _write(path: Path, lines: Iterable[str], pieces: Iterable[Piece]) -> dict[st
             facts["lines"] += 1
             facts["tokens"] += len(line.split())
     if not facts["tokens"]:
-        raise no_text([piece.path for piece in pieces])
+        raise no_text([file.path for file in files])
     return facts

@@ -18,7 +18,7 @@ from moa_fairseq.experiments.data.archives import DamagedArchive, extract
 from moa_fairseq.experiments.data.binarised import DICTIONARY, is_binarised
 from moa_fairseq.experiments.data.catalogue import Dataset, Part, PublicFile, datasets, public_files
 from moa_fairseq.experiments.data.download import obtain
-from moa_fairseq.experiments.data.parallel_text import Piece, find_file
+from moa_fairseq.experiments.data.parallel_text import TextFile, find_file
 from moa_fairseq.experiments.json_files import saved_json, write_json
 from moa_fairseq.experiments.make import Step, file_signature, fingerprint_of, make
 from moa_fairseq.files import checksum
@@ -54,7 +54,7 @@ class Store:
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
     ) -> dict[str, list[Part]]:
-        """split → its parts, by file names alone; `pieces` fetches files that the user's folder lacks.
+        """split → its parts, by file names alone; `text_files` fetches those that the user's folder lacks.
 
         For text outside archives, splits that are neither required nor in that folder are left out.
 
@@ -89,13 +89,13 @@ class Store:
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
         return names
 
-    def pieces(
+    def text_files(
         self,
         parts: Sequence[Part],
         optional: Sequence[Part] = (),
         announced: Dataset | None = None,
         root: Path = Path(),
-    ) -> dict[Part, Piece]:
+    ) -> dict[Part, TextFile]:
         """The text files of parts; archives are fetched if necessary.
 
         Args:
@@ -133,7 +133,7 @@ class Store:
                     texts.update(self._unpack(name, file, inside))
                 else:
                     texts[inside[0]] = file
-        return {part: Piece(path, _markup(path, part)) for part, path in texts.items() if path}
+        return {part: TextFile(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def at_hand_or_fetched(self, part: Part) -> Path | None:
         """The file of a part that is not in an archive; None if it would have to be fetched."""

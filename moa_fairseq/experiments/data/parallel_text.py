@@ -222,7 +222,7 @@ def no_text(paths: Iterable[Path]) -> UserError:
     )
 
 
-class Piece(NamedTuple):
+class TextFile(NamedTuple):
     """One text file and how to read its lines.
 
     Args:
@@ -240,10 +240,10 @@ class Piece(NamedTuple):
         return MARKUP[self.markup](read_lines(self.path, mark_bad))
 
 
-PiecePair = tuple[Piece, Piece]
+TextFilePair = tuple[TextFile, TextFile]
 
 
-def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[tuple[str, str]]:
+def read_pairs(files: Sequence[TextFilePair], mark_bad: bool = False) -> Iterator[tuple[str, str]]:
     """The aligned lines of pairs of files, one pair of files after the other.
 
     Args:
@@ -256,13 +256,13 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
     """
     for pair in files:
         count = 0
-        lines = [piece.lines(mark_bad) for piece in pair]
+        lines = [file.lines(mark_bad) for file in pair]
         bad = 0
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
                 if bad > count / 2:
-                    for piece in pair:
-                        collections.deque(piece.lines(), maxlen=0)  # an error with the encoding
+                    for file in pair:
+                        collections.deque(file.lines(), maxlen=0)  # an error with the encoding
                 total = count + 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = pair if source is None else reversed(pair)
                 problem = f"{longer.path} has {total:,} lines and {shorter.path} has {count:,}"
@@ -274,7 +274,7 @@ def read_pairs(files: Sequence[PiecePair], mark_bad: bool = False) -> Iterator[t
             bad += source.startswith(BAD) or target.startswith(BAD)
             yield source, target
         if not count:
-            raise no_text([piece.path for piece in pair])
+            raise no_text([file.path for file in pair])
 
 
 def is_raw(lines: Iterable[str]) -> bool:

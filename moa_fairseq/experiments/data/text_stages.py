@@ -25,7 +25,7 @@ from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut
 from moa_fairseq.experiments.data.parallel_text import (
     BAD,
     BAD_LINES,
-    PiecePair,
+    TextFilePair,
     no_text,
     read_lines,
     read_pairs,
@@ -77,7 +77,7 @@ class Split(NamedTuple):
     """
 
     name: str
-    files: Sequence[PiecePair]
+    files: Sequence[TextFilePair]
     treatment: Treatment
     hold_out: HoldOut | None = None
     lenient: bool = False
@@ -156,23 +156,23 @@ def _write_split(
             if isinstance(result, str):
                 dropped[result] += 1
                 continue
-            for piece, text in zip(split.files[0], result) if split.own else ():
-                refuse_symbols(text, piece.path, read)
+            for file, text in zip(split.files[0], result) if split.own else ():
+                refuse_symbols(text, file.path, read)
             retained += 1
             name = names[bool(every and retained % every == 0)]
             counts[name]["lines"] += 1
             for text, language in zip(result, languages):
                 streams[name, language].write(f"{text}\n")
                 counts[name][f"tokens_{language}"] += len(text.split())
-    files = " and ".join(str(piece.path) for piece in split.files[0])
+    files = " and ".join(str(file.path) for file in split.files[0])
     _refuse_bad_lines(split, files, read, dropped)
     if not counts[split.name]["lines"]:
         raise UserError(
             f"{files}: none of the {read:,} pairs has text on both sides. Check both files."
         )
-    for piece, language in zip(split.files[0], languages):
+    for file, language in zip(split.files[0], languages):
         if not counts[split.name][f"tokens_{language}"]:
-            raise no_text([piece.path])
+            raise no_text([file.path])
     facts: dict[str, dict[str, Any]] = {}
     for name, count in counts.items():
         tokens = []
@@ -196,9 +196,9 @@ def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str,
         return
     reasons = ", ".join(f"{count:,} with {reason}" for reason, count in bad.items())
     remedy = ""
-    for piece in itertools.chain.from_iterable(split.files):
+    for file in itertools.chain.from_iterable(split.files):
         try:
-            collections.deque(read_lines(piece.path), maxlen=0)
+            collections.deque(read_lines(file.path), maxlen=0)
         except UserError as error:  # which names the file
             remedy = str(error)
             break

@@ -18,8 +18,8 @@ from moa_fairseq.experiments.data.job import CODES, PreparationJob
 from moa_fairseq.experiments.data.parallel_text import (
     BAD,
     WHOLE,
-    Piece,
-    PiecePair,
+    TextFile,
+    TextFilePair,
     hyphens,
     is_raw,
     read_lines,
@@ -253,14 +253,14 @@ class TranslationPreparation:
                 dataset.name,
             )
 
-    def _texts(self, split: str) -> list[PiecePair]:
+    def _texts(self, split: str) -> list[TextFilePair]:
         """The files of a split: (source, target) pairs."""
         texts = self.job.texts.get(split, [])
         return list(zip(texts[::2], texts[1::2]))
 
-    def _pair(self, folder: Path, split: str) -> PiecePair:
+    def _pair(self, folder: Path, split: str) -> TextFilePair:
         source, target = self.languages
-        return Piece(folder / f"{split}.{source}"), Piece(folder / f"{split}.{target}")
+        return TextFile(folder / f"{split}.{source}"), TextFile(folder / f"{split}.{target}")
 
     def _tokens_of(self, language: str) -> Path:
         return self.tokens / f"train.{language}"
@@ -284,7 +284,7 @@ def _warn_of_rules(language: str) -> None:
 
 
 def sample_pairs(
-    source: PiecePair, destination: PiecePair, fraction: float, seed: int
+    source: TextFilePair, destination: TextFilePair, fraction: float, seed: int
 ) -> dict[str, int]:
     """Write a fraction of the pairs of two files, at least one pair, in their order (MAE §5.2).
 

@@ -13,7 +13,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import monolingual, obtain, pieces
 from moa_fairseq.experiments.data.catalogue import Part, datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.data.parallel_text import DOCUMENT_END, Piece, read_documents
+from moa_fairseq.experiments.data.parallel_text import DOCUMENT_END, TextFile, read_documents
 from moa_fairseq.experiments.data.prepare import prepared_folder
 from moa_fairseq.files import checksum
 
@@ -40,7 +40,7 @@ def text(tmp_path, made):
             for seed in range(10 * number, 10 * number + 7)
         ]
         made.documents(path, [*rows, {"text": ""}])
-        files[part] = Piece(path, "documents")
+        files[part] = TextFile(path, "documents")
     model = tmp_path / "model" / pieces.MODEL
     documents = [line for piece in files.values() for line in piece.lines()]
     pieces.learn(documents, "text", 60, model, **pieces.LANGUAGE_MODEL)
@@ -84,7 +84,7 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(
     facts = monolingual.grow_pieces(parts, files.get, digests(files), model, whole, most, 1)
     read = []
 
-    class Stopping(Piece):
+    class Stopping(TextFile):
         def lines(self, mark_bad=False):
             for line in super().lines():
                 read.append(line)

@@ -21,7 +21,7 @@ from moa_fairseq.experiments.data.catalogue import Cleaning, HoldOut, datasets
 from moa_fairseq.experiments.data.encodings import encoding_remedy
 from moa_fairseq.experiments.data.gpt2_files import encode_texts
 from moa_fairseq.experiments.data.monolingual import write_bytes, write_lines, write_pieces
-from moa_fairseq.experiments.data.parallel_text import BAD, Piece, read_lines, read_pairs
+from moa_fairseq.experiments.data.parallel_text import BAD, TextFile, read_lines, read_pairs
 from moa_fairseq.experiments.data.text_stages import (
     Split,
     Treatment,
@@ -45,7 +45,7 @@ def write(tmp_path):
     """write(source, target, name) → the pair of files, of text or bytes."""
 
     def make(source, target, name="train"):
-        pair = tuple(Piece(tmp_path / f"{name}.{language}") for language in ("en", "de"))
+        pair = tuple(TextFile(tmp_path / f"{name}.{language}") for language in ("en", "de"))
         for piece, content in zip(pair, (source, target)):
             piece.path.write_bytes(content if isinstance(content, bytes) else content.encode())
         return pair
@@ -306,7 +306,7 @@ def test_a_word_that_is_a_symbol_of_fairseqs_is_refused(write, tmp_path, name, w
 @pytest.mark.parametrize("text", ["", "\n \n\n"], ids=["empty", "blank"])
 def test_a_split_of_a_language_model_without_text_is_named(tmp_path, toy_gpt2, kind, text):
     files = {split: tmp_path / f"{split}.txt" for split in ("train", "valid")}
-    texts = {split: [Piece(path)] for split, path in files.items()}
+    texts = {split: [TextFile(path)] for split, path in files.items()}
     files["train"].write_text(GOOD)
     files["valid"].write_text(text)
     pieces.learn(
@@ -327,7 +327,7 @@ def test_a_split_of_a_language_model_without_text_is_named(tmp_path, toy_gpt2, k
 
 
 def test_words_of_a_language_model_that_are_symbols_of_fairseqs(tmp_path):
-    texts = {split: [Piece(tmp_path / split)] for split in ("train", "test")}
+    texts = {split: [TextFile(tmp_path / split)] for split in ("train", "test")}
     (tmp_path / "train").write_text("a b\nc <unk> d\n")  # as WikiText has it
     for word in ("<pad>", "</s>", "<s>"):
         (tmp_path / "test").write_text(f"a\nb {word}\n")
@@ -377,7 +377,7 @@ def test_blanks_stay_as_moses_prints_them(run, tmp_path):
 
 def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
     old = write(*("".join(f"{sign}{number}\n" for number in range(100)) for sign in ("", "-")))
-    new = tuple(Piece(tmp_path / f"new.{language}") for language in ("en", "de"))
+    new = tuple(TextFile(tmp_path / f"new.{language}") for language in ("en", "de"))
 
     def sample(fraction, seed=1):
         facts = sample_pairs(old, new, fraction, seed)
