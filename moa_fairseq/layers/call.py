@@ -169,9 +169,11 @@ class Inputs:
         keys, values = attention.memory_projections
         k_proj = getattr(attention, keys, None)
         default = width if memory is None else memory.size(-1)
-        kdim = _input_width(k_proj, default)
+        # `in_features` of Linear, `d_in` of ExpertLinear; others take any width. Inline: calls count
+        kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
         if keys_from_x or memory is not None:
-            vdim = _input_width(getattr(attention, values, None), default)
+            v_proj = getattr(attention, values, None)
+            vdim = getattr(v_proj, "in_features", None) or getattr(v_proj, "d_in", default)
             if kdim != vdim:
                 raise ValueError(
                     f"keys (width {kdim}) and values (width {vdim}) need two inputs, but this call gives one "
@@ -300,12 +302,6 @@ class Inputs:
         if isinstance(self.cache, StaticCache):
             return sorted(self.cache.lengths(self.x.size(1), given.size(-1)))
         return [src_len]
-
-
-def _input_width(projection: object, default: int) -> int:
-    """C of a projection: `in_features` of Linear, `d_in` of ExpertLinear. Others accept any width."""
-    width: int = getattr(projection, "in_features", 0) or getattr(projection, "d_in", default)
-    return width
 
 
 def _unread(attention: "Attention", name: str) -> str:
