@@ -127,8 +127,12 @@ class Inputs:
             self._check_cache(attention, cache)
             if memory is not None and cache.length:
                 memory = None  # its keys are there
-        masks = self._masks(memory, keys_from_x)
         query_padding = self.query_padding
+        is_given = not (self.mask is None and self.padding is None and query_padding is None)
+        hides_future = self.causal and not (keys_from_x and x.size(1) == 1)
+        masks = NO_MASKS
+        if is_given or hides_future or isinstance(cache, StaticCache):
+            masks = self._masks(memory, keys_from_x, is_given, hides_future)
         if keys_from_x and masks.padding is not None:
             if isinstance(cache, StaticCache):
                 query_padding = cache.latest(masks.padding, x.size(1))
@@ -228,20 +232,20 @@ class Inputs:
                 "the cache holds keys of x or of another memory: make a new cache for this memory"
             )
 
-    def _masks(self, memory: Tensor | None, keys_from_x: bool) -> Masks:
+    def _masks(
+        self, memory: Tensor | None, keys_from_x: bool, is_given: bool, hides_future: bool
+    ) -> Masks:
         """What queries may not see.
 
         Args:
             memory: what keys are made of in this call; None: x, or the cache has them.
             keys_from_x: keys are made of x, not of a memory.
+            is_given: the call has a mask or a padding.
+            hides_future: queries may not see later keys.
         """
         mask = self.mask
         cache = self.cache
         tgt_len = self.x.size(1)
-        is_given = not (mask is None and self.padding is None and self.query_padding is None)
-        hides_future = self.causal and not (keys_from_x and tgt_len == 1)
-        if not (is_given or hides_future or isinstance(cache, StaticCache)):
-            return NO_MASKS
         cached = 0 if cache is None else cache.length
         static = None if cache is None else cache.max_length
         if not keys_from_x:
