@@ -56,7 +56,7 @@ def draw(study: Any, seconds: dict[int, dict[str, float]], args: Any) -> Figure:
     panels[0].invert_yaxis()
     figure.suptitle("How long does decoding take?", x=0.01, ha="left", fontsize=11)
     figure.supxlabel(
-        f"seconds per token ÷ those of {first} ({args.device}, {args.dtype})", fontsize=10
+        f"seconds per token, relative to {first} ({args.device}, {args.dtype})", fontsize=10
     )
     return figure
 

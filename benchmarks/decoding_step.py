@@ -2,7 +2,7 @@
 
     python benchmarks/decoding_step.py --calls         only the Python calls, which any CPU counts
     python benchmarks/decoding_step.py                 also seconds; on a GPU compiled steps are CUDA graphs
-    python benchmarks/decoding_step.py --calls --before NAME   record the calls as those of commit NAME
+    python benchmarks/decoding_step.py --calls --before NAME   save the calls as an older commit's
 
 Six layers read a prompt; then each step gives one token per text. growing, static: eager, with that cache;
 compiled: the whole decoder by torch.compile (mode "reduce-overhead" on a GPU), with the static cache. Llama
@@ -204,7 +204,7 @@ def main() -> None:
             "--calls": {"action": "store_true", "help": "count Python calls, and take no time"},
             "--before": {
                 "metavar": "COMMIT",
-                "help": "these calls are an older commit's: keep them",
+                "help": "save these calls under the name of an older commit",
             },
         },
     )

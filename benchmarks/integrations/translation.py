@@ -3,7 +3,7 @@
     python benchmarks/integrations/translation.py RUN… --source TEST.en --transformers PYTHON
 
 Each system is a process with one thread. All translate the same batches in turn, at the run's beam, so only
-ratios of one run count; the first batch warms up. Seconds are those of the processor, without loading. The
+ratios of one run count; the first batch warms up. Seconds are processor time, without loading. The
 exported folder then translates the whole test set. Its best hypotheses, scores and BLEU are compared with
 RUN/generate-test.txt. TEST.en is cut into symbols (data/…/bpe/test.en); PYTHON is that of .venv-integrations.
 --ctranslate2 FOLDER names what `pip install --target FOLDER ctranslate2` has filled.
@@ -192,7 +192,7 @@ def scores_of(log: Path) -> dict[int, float]:
 
 
 def compared(answers: dict[int, tuple[str, float]], log_file: Path) -> dict[str, Any]:
-    """The export's best hypotheses, and those of fairseq-generate.
+    """The best hypotheses of the export, compared with fairseq-generate's.
 
     Args:
         answers: number of a sentence → text and score.

@@ -6,6 +6,7 @@ from contextvars import ContextVar
 from typing import Any
 
 import torch
+import transformers
 from torch import Tensor
 from transformers import GenerationMixin, LogitsProcessorList
 from transformers.modeling_outputs import Seq2SeqLMOutput
@@ -15,6 +16,12 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.transformer_layer import LayerCache
 
+OLDEST = (4, 57)  # 4.48 reads a cache as a tuple of tensors; what lies between is untested
+if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
+    raise UserError(
+        f"transformers {transformers.__version__} is too old for exported models: they need 4.57 or newer, "
+        "pip install --upgrade 'transformers>=4.57'."
+    )
 # How transformers calls a cache: `cache` from 5.24, `past_key_values` before
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"

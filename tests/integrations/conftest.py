@@ -1,12 +1,19 @@
 """What several files of tests here share."""
 
 import subprocess
+from importlib import metadata
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[2]
 PYTHON = ROOT / ".venv" / "bin" / "python"
+collect_ignore_glob = []
+try:
+    if tuple(map(int, metadata.version("transformers").split(".")[:2])) < (4, 57):
+        collect_ignore_glob = ["test_mixture_*.py"]  # exported models need a newer version
+except metadata.PackageNotFoundError:
+    pass  # the tests skip themselves
 
 
 @pytest.fixture(scope="session")

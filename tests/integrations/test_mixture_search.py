@@ -1,10 +1,13 @@
 """A beam search of an exported model extends the sentences that have not ended, and no others."""
 
 import dataclasses
+import subprocess
+import sys
 
 import integrations.tiny_models  # noqa: F401  (skips where there is no transformers)
 import pytest
 import torch
+from integrations.conftest import ROOT
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.integrations.mixture_generation import CACHE, FairseqRules, GenerationCache
@@ -200,3 +203,11 @@ def test_what_the_cache_cannot_do_is_refused_by_name():
         model.generate(**inputs, prefill_chunk_size=2)
     with pytest.raises(ValueError, match="stateful"):
         model.generate(**inputs, prompt_lookup_num_tokens=2)
+
+
+def test_a_version_without_such_caches_is_refused_before_a_search():
+    code = "import transformers; transformers.__version__ = '4.48.3'; import {}"
+    module = "moa_fairseq.integrations.mixture_transformer"
+    command = [sys.executable, "-c", code.format(module)]
+    done = subprocess.run(command, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode and "transformers>=4.57" in done.stderr

@@ -1,6 +1,7 @@
 """`score --against`: means, differences and p of two systems."""
 
 import functools
+import itertools
 import json
 import random
 from pathlib import Path
@@ -111,18 +112,17 @@ def test_several_outputs_need_others_to_be_compared_with(outputs, capsys):
     assert main(["score", *line]) == 2 and "--against" in capsys.readouterr().err
 
 
+def comparison_flags(outputs, other):
+    """The flags that compare output a with another."""
+    files = {"--hypothesis": outputs["a"], "--reference": outputs["reference"], "--against": other}
+    return list(itertools.chain.from_iterable(files.items()))
+
+
 @pytest.mark.parametrize(
     "flag", [["--lowercase"], ["--chain", "multi-bleu"], ["--also", "moa-release"]]
 )
 def test_what_a_comparison_does_not_do_is_refused(outputs, capsys, flag):
-    line = [
-        "--hypothesis",
-        outputs["a"],
-        "--reference",
-        outputs["reference"],
-        "--against",
-        outputs["b"],
-    ]
+    line = comparison_flags(outputs, outputs["b"])
     assert main(["score", *line, *flag]) == 2 and flag[0] in capsys.readouterr().err
 
 
@@ -140,12 +140,5 @@ def test_a_comparison_warns_as_a_score_does(few_trials, capsys, tmp_path):
 def test_only_one_test_set_can_be_compared(outputs, capsys, tmp_path):
     short = tmp_path / "short"
     short.write_text("one line\n")
-    line = [
-        "--hypothesis",
-        outputs["a"],
-        "--reference",
-        outputs["reference"],
-        "--against",
-        str(short),
-    ]
+    line = comparison_flags(outputs, str(short))
     assert main(["score", *line]) == 2 and str(short) in capsys.readouterr().err
