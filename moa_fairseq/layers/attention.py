@@ -228,7 +228,7 @@ class Attention(nn.Module, abc.ABC):
             causal: no query sees a later position.
             cache: of `new_cache`: x continues what it holds, which is extended.
             query_padding: of cross-attention's queries, [B, T]: keeps them out of statistics and losses.
-            with_routing: return the routings, too; not a method, as wrappers (torch.compile) forward calls.
+            with_routing: also return the routings. A flag: wrappers such as torch.compile pass on calls only.
             inputs: token_ids [B, T] where a router chooses by a hash; draw where MAE draws experts.
 
         Returns:
