@@ -22,11 +22,11 @@ from matplotlib.figure import Figure
 
 import moa_fairseq
 from moa_fairseq.experiments.analysis.plots import COLOURS, save
-from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.layers.experts import projection
-from moa_fairseq.utf8 import use_utf8
 
 moa_fairseq.register()  # as in a training: no cuDNN attention, freed memory is kept
 logging.getLogger().setLevel(logging.WARNING)  # fairseq turns everything on

@@ -33,14 +33,14 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
 
-from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.hardware import detect_hardware
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.layers.experts import projection
 from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.plugin.fairseq_call import with_fairseq_call
-from moa_fairseq.utf8 import use_utf8
 
 try:
     from moa_fairseq.layers.experts.triton import routing

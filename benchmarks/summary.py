@@ -13,7 +13,7 @@ from typing import Any
 from _bench import RESULTS
 
 from moa_fairseq.files import atomic_write
-from moa_fairseq.utf8 import use_utf8
+from moa_fairseq.files.utf8 import use_utf8
 
 Found = dict[str, Any] | None
 NOT_RUN = "not run"

@@ -33,9 +33,9 @@ from moa_fairseq.experiments.data.text_stages import (
     load_codes,
     write_splits,
 )
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.provenance import provenance
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.text.steps import apply_steps
-from moa_fairseq.utf8 import use_utf8
 
 ROOT = Path(__file__).resolve().parents[1]
 MERGES = 8000

@@ -12,7 +12,7 @@ import os
 import sys
 import warnings
 
-from moa_fairseq.utf8 import use_utf8
+from moa_fairseq.files.utf8 import use_utf8
 
 __version__ = "0.1.0"
 # How torch 2.14 warns of what fairseq does when it is imported: no user can change that.

@@ -16,7 +16,7 @@ from typing import NoReturn
 import moa_fairseq
 from moa_fairseq.errors import UserError, did_you_mean, printable
 from moa_fairseq.experiments.tables import Terminal
-from moa_fairseq.utf8 import use_utf8
+from moa_fairseq.files.utf8 import use_utf8
 
 DESCRIPTION = """Train and evaluate mixtures of attention heads (MoA, MAE, SwitchHead, MoH) with fairseq.
 

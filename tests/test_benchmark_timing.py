@@ -11,7 +11,7 @@ import pytest
 import torch
 from matplotlib.figure import Figure
 
-from moa_fairseq.experiments import provenance
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.layers.experts import projection
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -15,7 +15,7 @@ import pytest
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import NUMBER, check_kinds, is_number
+from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds, is_number
 from moa_fairseq.files import atomic_folder, atomic_write, private_folder, user_cache
 from moa_fairseq.plugin.patches.checkpoint_files import save_checkpoint
 from moa_fairseq.process import Executor, locked
@@ -232,7 +232,8 @@ def test_what_will_be_run_lies_where_nobody_else_writes(tmp_path, monkeypatch):
 
 
 ASCII = {"LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
-BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from moa_fairseq.utf8 import use_utf8; use_utf8(); "
+IMPORT = "from moa_fairseq.files.utf8 import use_utf8"
+BEGIN = f"import sys; sys.path.insert(0, {str(ROOT)!r}); {IMPORT}; use_utf8(); "
 
 
 @pytest.mark.parametrize("flags", [(), ("-I",), ("-X", "utf8=0")])

@@ -17,7 +17,7 @@ import pytest
 import moa_fairseq
 from moa_fairseq import process
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.experiments.json_files import append_json_line, check_appendable
+from moa_fairseq.experiments.records.json_files import append_json_line, check_appendable
 
 
 @pytest.fixture
@@ -54,7 +54,7 @@ def test_a_runs_own_environment_comes_before_the_callers(execute, monkeypatch):
 def test_children_find_this_package_before_another_copy(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     first, *rest = process.environment_of_a_child()["PYTHONPATH"].split(os.pathsep)
-    assert first == str(Path(process.__file__).resolve().parents[1]) and rest == ["elsewhere"]
+    assert first == str(Path(moa_fairseq.__file__).resolve().parents[1]) and rest == ["elsewhere"]
 
 
 def test_without_output_file_the_log_has_both(execute):
@@ -207,7 +207,8 @@ def test_a_second_interrupt_does_not_save_the_child(tmp_path):
 def test_a_signal_while_the_child_is_started_is_not_lost(tmp_path):
     """What a handler raises while Python forks is printed and ignored: the child then ran to its end."""
     parent = (
-        "import os, signal, sys\nfrom pathlib import Path\nfrom moa_fairseq import process, signals\n"
+        "import os, signal, sys\nfrom pathlib import Path\n"
+        "from moa_fairseq import process\nfrom moa_fairseq.process import signals\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
         "os.register_at_fork(after_in_parent=lambda: signal.raise_signal(signal.SIGTERM))\n"
         "process.STOP_SECONDS = 0.2  # a child that ignores Ctrl-C, as in the background\n"

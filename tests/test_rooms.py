@@ -17,7 +17,7 @@ PACKAGE = ROOT / "moa_fairseq"
 # From the ground up. Those on one line do not know each other. A room is a folder of a wing, or a file of
 # `experiments`; `layers` and `plugin` are the files of these wings themselves.
 WINGS = (
-    ("errors", "signals", "utf8"),
+    ("errors",),
     ("files",),
     ("layers", "process", "text"),
     ("integrations", "plugin"),
@@ -25,7 +25,7 @@ WINGS = (
     ("cli",),
 )
 ROOMS = (
-    ("errors", "signals", "utf8"),
+    ("errors",),
     ("files",),
     ("layers.experts", "process", "text"),
     ("layers",),
@@ -33,7 +33,7 @@ ROOMS = (
     ("plugin",),
     ("plugin.coordinate_descent", "plugin.criterions"),
     ("plugin.models", "plugin.tasks"),
-    ("experiments.json_files", "experiments.provenance", "experiments.tables"),
+    ("experiments.records", "experiments.tables"),
     ("experiments.make",),
     ("experiments.data",),
     ("experiments.corpus", "experiments.scoring"),

@@ -10,9 +10,9 @@ import torch
 from torch import nn
 from transformers import LlamaConfig, LlamaForCausalLM
 
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.integrations import hf, vision
 from moa_fairseq.integrations.dit import MIXTURES, DiT
-from moa_fairseq.utf8 import use_utf8
 
 # Table 2: dense, MoH
 DIT = {"S": (33, 33), "B": (130, 131), "L": (458, 459), "XL": (675, 676)}

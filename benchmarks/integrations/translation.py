@@ -263,8 +263,8 @@ def measure(run: Path, sentences: list[str], args: argparse.Namespace) -> dict[s
 
 def main() -> None:
     """Measure, print and write the record."""
-    from moa_fairseq.experiments.provenance import provenance
     from moa_fairseq.experiments.recipes.hardware import detect_hardware
+    from moa_fairseq.experiments.records.provenance import provenance
     from moa_fairseq.files import atomic_write, use_utf8
 
     use_utf8()

@@ -38,14 +38,14 @@ from tqdm import tqdm
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.experiments.scoring.significance import paired
 from moa_fairseq.files import atomic_write
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.integrations.heads import HeadMixture
 from moa_fairseq.integrations.hf import to_mixture_of_heads
 from moa_fairseq.layers.moh_routers import QueryNormRouter
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.utf8 import use_utf8
 
 ROOT = Path(__file__).resolve().parents[2]
 MADE_BY = provenance()  # before the training, for the code may change in the meantime

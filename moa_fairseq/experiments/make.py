@@ -19,8 +19,8 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import changes, saved_json, write_json
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.json_files import changes, saved_json, write_json
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 

@@ -16,9 +16,9 @@ import pytest
 
 from moa_fairseq import process
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments import json_files, provenance
 from moa_fairseq.experiments import make as make_module
 from moa_fairseq.experiments.make import OUT, Step, file_signature, make, read_step_records
+from moa_fairseq.experiments.records import json_files, provenance
 from moa_fairseq.process import held_locks, locked
 
 # Writes a file in small pieces, slowly enough to be killed in between.
@@ -174,7 +174,8 @@ import sys
 from pathlib import Path
 sys.path[:0] = {path!r}
 import test_make
-from moa_fairseq import process, signals
+from moa_fairseq import process
+from moa_fairseq.process import signals
 from moa_fairseq.experiments import make
 process.to_argv = lambda command: [sys.executable, "-c", *command[1:]]
 with signals.terminate_as_interrupt():

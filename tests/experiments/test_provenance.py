@@ -10,9 +10,9 @@ import pytest
 import yaml
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments import provenance
+from moa_fairseq.experiments.records import provenance
 
-PACKAGE = Path(provenance.__file__).resolve().parents[1]
+PACKAGE = Path(provenance.__file__).resolve().parents[2]
 
 
 def git(folder, *words):
@@ -27,9 +27,9 @@ def git(folder, *words):
 def copy(tmp_path, monkeypatch):
     """A repository with this file alone, in the place that it has in the package."""
     monkeypatch.delenv("MOA_FAIRSEQ_COMMIT", raising=False)
-    file = tmp_path / "moa_fairseq" / "experiments" / "provenance.py"
+    file = tmp_path / "moa_fairseq" / "experiments" / "records" / "provenance.py"
     file.parent.mkdir(parents=True)
-    shutil.copy(PACKAGE / "experiments" / "provenance.py", file)
+    shutil.copy(PACKAGE / "experiments" / "records" / "provenance.py", file)
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "records.jsonl").write_text("")
     git(tmp_path, "init", "-q")

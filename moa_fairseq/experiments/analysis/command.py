@@ -28,9 +28,9 @@ from moa_fairseq.experiments.analysis import (
     learning_curve,
 )
 from moa_fairseq.experiments.analysis.plots import save
-from moa_fairseq.experiments.json_files import write_json
-from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
+from moa_fairseq.experiments.records.json_files import write_json
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.files import checksum, refuse_overwriting
 

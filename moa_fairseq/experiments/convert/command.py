@@ -31,7 +31,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert import models, plain, weights
 from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
 from moa_fairseq.experiments.convert.models import DENSE, Checkpoint, family_fields
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import checksum, refuse_existing, refuse_overwriting
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.patches.malformed_checkpoints import explaining

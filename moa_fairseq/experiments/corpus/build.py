@@ -20,7 +20,7 @@ from moa_fairseq.experiments.corpus.clean import clean_message, matching_key
 from moa_fairseq.experiments.data.catalogue import PublicFile
 from moa_fairseq.experiments.data.download import PIP, Unavailable, obtain
 from moa_fairseq.experiments.data.manifest import MANIFEST
-from moa_fairseq.experiments.json_files import saved_json, write_json
+from moa_fairseq.experiments.records.json_files import saved_json, write_json
 from moa_fairseq.files import atomic_write, checksum
 
 PACKAGES = Path(__file__).with_name("packages.json")

@@ -47,7 +47,7 @@ from moa_fairseq.experiments.data.job import default_workers
 from moa_fairseq.experiments.data.manifest import read_manifest, summary, unknown_table
 from moa_fairseq.experiments.data.prepare import LATER, Preparation
 from moa_fairseq.process import Executor
-from moa_fairseq.signals import terminate_as_interrupt
+from moa_fairseq.process.signals import terminate_as_interrupt
 
 # OUT may be anywhere on the command line.
 ANY_ORDER = True

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from charset_normalizer import from_bytes
 
-from moa_fairseq.experiments.json_files import selected
+from moa_fairseq.experiments.records.json_files import selected
 
 _SAMPLE = 60_000  # bytes for guessing an encoding
 _SHOWN = 20  # letters before and after the position that a sample shows

@@ -27,8 +27,8 @@ from moa_fairseq.experiments.data.manifest import MANIFEST, manifest_of
 from moa_fairseq.experiments.data.obtain import MEMORY, Store, known_checksum
 from moa_fairseq.experiments.data.parallel_text import TextFile, find_file, read_lines
 from moa_fairseq.experiments.data.unknown import Symbols, check_unknown, count_symbols
-from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import OUT, Step, read_step_records
+from moa_fairseq.experiments.records.json_files import write_json
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import Executor, flags
 

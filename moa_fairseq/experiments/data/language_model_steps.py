@@ -24,8 +24,8 @@ from moa_fairseq.experiments.data.job import PreparationJob
 from moa_fairseq.experiments.data.manifest import MANIFEST, symbols_of
 from moa_fairseq.experiments.data.obtain import before_growth
 from moa_fairseq.experiments.data.unknown import Symbols
-from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.make import Step, read_step_records
+from moa_fairseq.experiments.records.json_files import write_json
 
 log = logging.getLogger(__name__)
 

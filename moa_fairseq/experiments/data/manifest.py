@@ -9,9 +9,9 @@ from typing import Any
 from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import TextFile
 from moa_fairseq.experiments.data.unknown import Symbols
-from moa_fairseq.experiments.json_files import MAPPING, check_kinds, read_json
 from moa_fairseq.experiments.make import made_by_of, read_step_records
-from moa_fairseq.experiments.provenance import combined
+from moa_fairseq.experiments.records.json_files import MAPPING, check_kinds, read_json
+from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import checksum
 

@@ -17,7 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, TextFile, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
-from moa_fairseq.experiments.json_files import saved_json, selected, write_json
+from moa_fairseq.experiments.records.json_files import saved_json, selected, write_json
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.text.workers import chunks
 

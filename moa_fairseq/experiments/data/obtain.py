@@ -19,8 +19,8 @@ from moa_fairseq.experiments.data.binarised import DICTIONARY, is_binarised
 from moa_fairseq.experiments.data.catalogue import Dataset, Part, PublicFile, datasets, public_files
 from moa_fairseq.experiments.data.download import obtain
 from moa_fairseq.experiments.data.parallel_text import TextFile, find_file
-from moa_fairseq.experiments.json_files import saved_json, write_json
 from moa_fairseq.experiments.make import Step, file_signature, fingerprint_of, make
+from moa_fairseq.experiments.records.json_files import saved_json, write_json
 from moa_fairseq.files import checksum
 from moa_fairseq.process import locked
 

@@ -36,9 +36,9 @@ from moa_fairseq.experiments.data.language_model_steps import (
 )
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
-from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
-from moa_fairseq.experiments.provenance import tool_versions
+from moa_fairseq.experiments.records.json_files import selected
+from moa_fairseq.experiments.records.provenance import tool_versions
 from moa_fairseq.files import atomic_write, checksum
 
 log = logging.getLogger(__name__)

@@ -21,8 +21,8 @@ from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.prepare import content_digest, size_digest
-from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.experiments.make import STATE, read_step_records
+from moa_fairseq.experiments.records.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
 from moa_fairseq.text.steps import STEPS
 

@@ -24,7 +24,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.text_files import BINARISED, KEPT, copy_text, kept_text
 from moa_fairseq.experiments.inference import transformers_folder
-from moa_fairseq.experiments.json_files import (
+from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
+from moa_fairseq.experiments.recipes.loading import build, read_mapping
+from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.experiments.records.json_files import (
     MAPPING,
     check_kinds,
     is_number,
@@ -32,9 +35,6 @@ from moa_fairseq.experiments.json_files import (
     write_json,
     write_yaml,
 )
-from moa_fairseq.experiments.recipes.checkpoints import trained_checkpoint
-from moa_fairseq.experiments.recipes.loading import build, read_mapping
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
 from moa_fairseq.experiments.scoring.average import shared_storage
 from moa_fairseq.files import atomic_folder, refuse_link_out, user_cache
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint

@@ -16,8 +16,8 @@ from moa_fairseq.experiments.convert.plain import WEIGHTS, plain_model, tensors_
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.gpt2_files import bpe_files
 from moa_fairseq.experiments.inference.text_codec import codec_of
-from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
+from moa_fairseq.experiments.records.json_files import write_json
 from moa_fairseq.text.codecs import (
     ByteCodec,
     Gpt2Codec,

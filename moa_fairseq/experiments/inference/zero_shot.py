@@ -30,9 +30,9 @@ from typing import Any
 from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
-from moa_fairseq.experiments.json_files import is_number, read_json, write_json
-from moa_fairseq.experiments.provenance import provenance
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
+from moa_fairseq.experiments.records.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.scoring.zero_shot import OUTPUT, require_lm_eval, result_of
 from moa_fairseq.experiments.tables import Column, Table, page

@@ -20,7 +20,7 @@ from pathlib import Path
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.look.page import assemble, write
 from moa_fairseq.experiments.look.trained_run import examine
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import refuse_overwriting
 
 ANY_ORDER = True  # RUN2 may be after the flags

@@ -10,9 +10,9 @@ from typing import Any
 
 import jinja2
 
-from moa_fairseq.experiments.json_files import changes
 from moa_fairseq.experiments.look.sentences import check_pairing, score_signature
 from moa_fairseq.experiments.look.trained_run import Examination
+from moa_fairseq.experiments.records.json_files import changes
 from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.files import atomic_write
 

@@ -29,7 +29,6 @@ from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel
 from moa_fairseq.experiments.inference.translate import generation
-from moa_fairseq.experiments.json_files import selected
 from moa_fairseq.experiments.look.routes import Budget, Routers
 from moa_fairseq.experiments.look.sentences import (
     Sources,
@@ -38,7 +37,6 @@ from moa_fairseq.experiments.look.sentences import (
     settings_of,
 )
 from moa_fairseq.experiments.make import made_by_of, read_step_records
-from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
     checkpoint_and_data,
@@ -46,6 +44,8 @@ from moa_fairseq.experiments.recipes.checkpoints import (
 )
 from moa_fairseq.experiments.recipes.loading import read_mapping
 from moa_fairseq.experiments.recipes.train_log import read_records
+from moa_fairseq.experiments.records.json_files import selected
+from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.compare import (
     SCORES,
     default_results,

@@ -18,11 +18,11 @@ from omegaconf import OmegaConf, SCMode
 from omegaconf.errors import ConfigKeyError, OmegaConfBaseException
 
 from moa_fairseq.errors import UserError, did_you_mean
-from moa_fairseq.experiments.json_files import read_yaml
 from moa_fairseq.experiments.recipes.ending import missing_checkpoints
 from moa_fairseq.experiments.recipes.lengths import check_blocks
 from moa_fairseq.experiments.recipes.rules import problems, reserved
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, Recipe
+from moa_fairseq.experiments.records.json_files import read_yaml
 from moa_fairseq.experiments.scoring import score
 from moa_fairseq.experiments.scoring.meta_model import parse_training_flags
 from moa_fairseq.files import shipped

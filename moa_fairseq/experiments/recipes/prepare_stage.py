@@ -12,7 +12,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared, is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import LATER, Preparation, prepared_folder, size_digest
-from moa_fairseq.experiments.json_files import changes, selected
 from moa_fairseq.experiments.make import (
     COMMANDS,
     Step,
@@ -23,6 +22,7 @@ from moa_fairseq.experiments.make import (
 )
 from moa_fairseq.experiments.recipes.checkpoints import prepare_facts, prepared_data
 from moa_fairseq.experiments.recipes.run import Run
+from moa_fairseq.experiments.records.json_files import changes, selected
 from moa_fairseq.process import Executor, to_shell
 
 # Data recipes that do not need --data: `moa-fairseq corpus` makes it.

@@ -18,14 +18,14 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.json_files import changes, is_number, selected, write_json
 from moa_fairseq.experiments.make import made_by_of, read_step_records
-from moa_fairseq.experiments.provenance import combined
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
 from moa_fairseq.experiments.recipes.steps import LEFT_OUT, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
+from moa_fairseq.experiments.records.json_files import changes, is_number, selected, write_json
+from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.zero_shot import result_in
 
 # Settings that do not change the experiment.

@@ -11,7 +11,6 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
-from moa_fairseq.experiments.json_files import write_yaml
 from moa_fairseq.experiments.make import Step, make, read_step_records
 from moa_fairseq.experiments.recipes.batch import (
     fit,
@@ -34,10 +33,11 @@ from moa_fairseq.experiments.recipes.result import data_differences, differences
 from moa_fairseq.experiments.recipes.run import Options, Run
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, steps
+from moa_fairseq.experiments.records.json_files import write_yaml
 from moa_fairseq.experiments.scoring.zero_shot import require_lm_eval
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import PATIENCE_SECONDS, Executor, locked, to_shell
-from moa_fairseq.signals import terminate_as_interrupt
+from moa_fairseq.process.signals import terminate_as_interrupt
 
 STAGES = ("prepare", "train", "average", "generate", "score", "zero-shot")
 # After a restart of torchrun, the previous owner of the run folder may need time to exit.

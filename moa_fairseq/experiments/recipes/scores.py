@@ -11,7 +11,6 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
 from moa_fairseq.experiments.data.unknown import count_symbols
-from moa_fairseq.experiments.json_files import MAPPING, TEXT, check_kinds, is_number, read_json
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
 from moa_fairseq.experiments.recipes.schema import (
     CAUSAL_LM,
@@ -19,6 +18,13 @@ from moa_fairseq.experiments.recipes.schema import (
     TRANSLATION,
     Recipe,
     Score,
+)
+from moa_fairseq.experiments.records.json_files import (
+    MAPPING,
+    TEXT,
+    check_kinds,
+    is_number,
+    read_json,
 )
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
 from moa_fairseq.text.languages import writes_no_spaces

@@ -10,9 +10,9 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import read_json
 from moa_fairseq.experiments.recipes.batch import BatchPlan
 from moa_fairseq.experiments.recipes.hardware import DEVICES, device_kind
+from moa_fairseq.experiments.records.json_files import read_json
 
 _PRECISIONS = {"float32": "fp32", "float16": "fp16", "bfloat16": "bf16", "amp": "amp"}
 log = logging.getLogger(__name__)

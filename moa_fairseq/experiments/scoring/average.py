@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.provenance import provenance
+from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import refuse_existing, refuse_overwriting
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 

@@ -24,7 +24,7 @@ from collections import defaultdict
 from pathlib import Path
 from typing import Any
 
-from moa_fairseq.experiments.json_files import selected
+from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.scoring.comparison import (
     COMPUTED,
     FACTS,

@@ -12,7 +12,7 @@ from typing import Any
 from tqdm import tqdm
 
 from moa_fairseq.errors import UserError, check_choice
-from moa_fairseq.experiments.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
+from moa_fairseq.experiments.records.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 from moa_fairseq.experiments.tables import values_of
 
 # What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.

@@ -40,7 +40,7 @@ from fairseq.modules import MultiheadAttention
 from torch import nn
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import selected
+from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.published_cost import published_cost
 from moa_fairseq.experiments.tables import Column, Table

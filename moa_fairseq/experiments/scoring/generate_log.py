@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import contents
 from moa_fairseq.experiments.data.encodings import encoding_remedy
-from moa_fairseq.experiments.json_files import LIST, MAPPING, TEXT, check_kinds, read_yaml
+from moa_fairseq.experiments.records.json_files import LIST, MAPPING, TEXT, check_kinds, read_yaml
 
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.unknown import count_symbols
-from moa_fairseq.experiments.json_files import NUMBER, check_kinds
+from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds
 from moa_fairseq.experiments.scoring.text_marks import lacks_spaces
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_masked_lm
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import is_number, saved_json, selected
+from moa_fairseq.experiments.records.json_files import is_number, saved_json, selected
 from moa_fairseq.files import checksum
 
 OUTPUT = "zero_shot.json"

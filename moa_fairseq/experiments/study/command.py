@@ -29,8 +29,8 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
-from moa_fairseq.experiments.json_files import write_json
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
+from moa_fairseq.experiments.records.json_files import write_json
 from moa_fairseq.experiments.study.design import runs_of
 from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.pictures import draw
@@ -40,7 +40,7 @@ from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import to_argv
-from moa_fairseq.signals import die_with_parent, terminate_as_interrupt
+from moa_fairseq.process.signals import die_with_parent, terminate_as_interrupt
 
 log = logging.getLogger(__name__)
 

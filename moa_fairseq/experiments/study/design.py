@@ -17,9 +17,9 @@ import numpy as np
 from numpy.typing import NDArray
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import changes, selected
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
+from moa_fairseq.experiments.records.json_files import changes, selected
 from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
 
 _ANEW = "Take the change back, or give the study another name, under which it starts over."

@@ -12,8 +12,8 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.json_files import is_number
 from moa_fairseq.experiments.recipes.loading import build, fail, read_mapping
+from moa_fairseq.experiments.records.json_files import is_number
 from moa_fairseq.experiments.study.design import (
     Contrast,
     Study,

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.archives import contents, pack
-from moa_fairseq.experiments.json_files import (
+from moa_fairseq.experiments.records.json_files import (
     LIST,
     MAPPING,
     NUMBER,

@@ -14,7 +14,8 @@ import numpy as np
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.json_files import (
+from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.records.json_files import (
     MAPPING,
     NUMBER,
     TEXT,
@@ -22,7 +23,6 @@ from moa_fairseq.experiments.json_files import (
     read_json,
     selected,
 )
-from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.scoring.against import against
 from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_text

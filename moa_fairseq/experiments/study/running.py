@@ -16,9 +16,7 @@ from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.unknown import count_symbols
-from moa_fairseq.experiments.json_files import saved_json, selected
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.provenance import commit
 from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
@@ -26,6 +24,8 @@ from moa_fairseq.experiments.recipes.loading import check_flags
 from moa_fairseq.experiments.recipes.planner import workload
 from moa_fairseq.experiments.recipes.result import data_differences, maker
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
+from moa_fairseq.experiments.records.json_files import saved_json, selected
+from moa_fairseq.experiments.records.provenance import commit
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
 from moa_fairseq.experiments.study.design import Run, Study, fitting_records, settings_of
 from moa_fairseq.experiments.study.records import (
@@ -39,7 +39,7 @@ from moa_fairseq.experiments.study.records import (
 )
 from moa_fairseq.files import disk_errors
 from moa_fairseq.process import Executor, flags, refuse_without_locks, to_shell
-from moa_fairseq.signals import terminate_as_interrupt
+from moa_fairseq.process.signals import terminate_as_interrupt
 
 log = logging.getLogger(__name__)
 

@@ -20,6 +20,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.layers.experts import (
     ExpertPermutation,
     compile_ahead,
@@ -28,7 +29,6 @@ from moa_fairseq.layers.experts import (
     triton,
     validation,
 )
-from moa_fairseq.utf8 import use_utf8
 
 # N, C, E of each head, k, D, H, the share of tokens that all choose the first experts
 Shape = tuple[int, int, int, int, int, int, float]

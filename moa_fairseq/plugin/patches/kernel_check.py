@@ -23,7 +23,7 @@ from moa_fairseq.layers.experts import triton, validation
 from moa_fairseq.plugin.patches import save_on_sigterm
 from moa_fairseq.plugin.patches.table import patch
 from moa_fairseq.process import environment_of_a_child, locked
-from moa_fairseq.signals import die_with_parent, signals_held
+from moa_fairseq.process.signals import die_with_parent, signals_held
 
 logger = logging.getLogger(__name__)
 PATIENCE_SECONDS = 1800.0  # for another process that checks

@@ -7,10 +7,10 @@ import pytest
 import torch
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.analysis import gates
 from moa_fairseq.experiments.analysis.gates import draw_gates, mean_entropies, summary
 from moa_fairseq.experiments.analysis.routed_model import router_uses
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.files import checksum
 from moa_fairseq.layers import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing

@@ -6,8 +6,8 @@ import os
 import pytest
 import torch
 
-from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.convert.models import build
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.files import checksum
 from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
 

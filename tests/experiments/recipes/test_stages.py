@@ -16,7 +16,6 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data import catalogue
 from moa_fairseq.experiments.data.binarised import check_stem
 from moa_fairseq.experiments.data.prepare import size_digest
@@ -28,6 +27,7 @@ from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 from moa_fairseq.experiments.recipes.scores import headline_of
 from moa_fairseq.experiments.recipes.speeds import read_speeds
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.files import checksum
 from moa_fairseq.process import Executor
 

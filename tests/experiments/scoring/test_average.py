@@ -10,7 +10,7 @@ import torch
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments import provenance
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.experiments.scoring.average import average_checkpoints, last_checkpoints
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 

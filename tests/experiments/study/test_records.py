@@ -12,7 +12,7 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import archives
 from moa_fairseq.experiments.data.archives import contents, pack
-from moa_fairseq.experiments.json_files import append_json_line
+from moa_fairseq.experiments.records.json_files import append_json_line
 from moa_fairseq.experiments.scoring.generate_log import read_lines
 from moa_fairseq.experiments.study import records
 from moa_fairseq.experiments.study.records import (

@@ -23,11 +23,11 @@ from fairseq.data.indexed_dataset import MMapIndexedDatasetBuilder
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.experiments import provenance
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.make import read_step_records, write_step_record
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.study import command, design, loading, report, running
 from moa_fairseq.experiments.study import pictures as picture_module

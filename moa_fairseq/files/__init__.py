@@ -386,7 +386,7 @@ def private_folder(folder: Path) -> Path:
 
 def shipped(name: str) -> Path:
     """A folder beside the package (configs, results): of the checkout, or what an installation has of it."""
-    package = Path(__file__).resolve().parent
+    package = Path(__file__).resolve().parents[1]
     installed = package / "share" / name  # setup.py copies it there
     if installed.is_dir():
         return installed

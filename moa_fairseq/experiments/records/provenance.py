@@ -97,6 +97,7 @@ def commit() -> str | None:
     """
     from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     path = Path(__file__).resolve()
+    package = path.parents[2]
     # a hook of git, say, names its own repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
@@ -110,7 +111,7 @@ def commit() -> str | None:
         git("ls-files", "--error-unmatch", path.name)
         head = git("rev-parse", "HEAD")
         changes = git("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results")
-        new = git("ls-files", "-z", "--others", "--exclude-standard", "--", str(path.parents[1]))
+        new = git("ls-files", "-z", "--others", "--exclude-standard", "--", str(package))
     except (FileNotFoundError, PermissionError):
         return from_environment  # there is no git
     except subprocess.CalledProcessError as error:
@@ -123,14 +124,14 @@ def commit() -> str | None:
         ):
             return from_environment  # no repository has this file in a commit
         message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
-        problem = f"git cannot read the repository of {path.parents[1]} ({message})"
+        problem = f"git cannot read the repository of {package} ({message})"
         raise UserError(
             f"{problem}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
         ) from error
     except subprocess.TimeoutExpired as error:
         if from_environment:
             return from_environment
-        problem = f"git did not say within {GIT_SECONDS} s at which commit {path.parents[2]} is"
+        problem = f"git did not say within {GIT_SECONDS} s at which commit {package.parent} is"
         raise UserError(f"{problem}. Say it with MOA_FAIRSEQ_COMMIT.") from error
     for name in filter(None, new.split(b"\0")):
         changes += name

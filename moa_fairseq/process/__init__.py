@@ -20,8 +20,8 @@ import portalocker
 import moa_fairseq
 from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.files import disk_errors, refuse_irregular, refuse_link
-from moa_fairseq.signals import die_with_parent, handled_by, signals_held
-from moa_fairseq.utf8 import utf8_environment
+from moa_fairseq.files.utf8 import utf8_environment
+from moa_fairseq.process.signals import die_with_parent, handled_by, signals_held
 
 MODULES = {
     "fairseq-preprocess": "fairseq_cli.preprocess",

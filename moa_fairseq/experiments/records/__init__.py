@@ -1,0 +1,1 @@
+"""The JSON files that commands write, and what made them."""
