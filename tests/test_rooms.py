@@ -125,7 +125,7 @@ def test_nothing_private_is_imported_from_another_room():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("wing", ("errors", "files", "layers", "integrations", "process"))
+@pytest.mark.parametrize("wing", ("errors", "files", "layers", "integrations", "process", "text"))
 def test_what_needs_no_fairseq_imports_none(wing):
     wrong = [
         f"{file}:{line}"
