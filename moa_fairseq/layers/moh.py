@@ -21,7 +21,7 @@ from moa_fairseq.layers.moh_routers import (
 )
 from moa_fairseq.layers.positions import RotaryPositions
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.layers.selected import attend_selected, skipping_pays
+from moa_fairseq.layers.selected import NO_SKIPS, Skips, attend_selected, skipping_pays
 from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_plain, is_readable
 
@@ -161,9 +161,9 @@ class MixtureOfHeads(DenseHeadsAttention):
         routed_by = rows if queries is None else queries
         routing: Routing = self.router(routed_by, call.query_padding, call.token_ids)
         k, v = self.keys_values(call)
-        skips, skips_projections = self._skips(call, routing)
-        if skips:
-            out = self._only_chosen(call, rows, queries, k, v, routing, skips_projections)
+        skips = self._skips(call, routing)
+        if skips.in_attention:
+            out = self._only_chosen(call, rows, queries, k, v, routing, skips.in_projections)
             return out, None, (routing,)
         out, weights = self._all_heads(call, rows, queries, k, v, routing)
         return out, weights, (routing,)
@@ -273,30 +273,28 @@ class MixtureOfHeads(DenseHeadsAttention):
         )
         return self.skip != "never" and not bias_by_head
 
-    def _skips(self, call: Call, routing: Routing) -> tuple[bool, bool]:
-        """Whether unchosen heads are left out of the attention, and of the projections.
+    def _skips(self, call: Call, routing: Routing) -> Skips:
+        """Where unchosen heads are left out.
 
-        Weights, and keys that a beam shares, need all heads. Then there are few tokens. So do gradients of
-        the gates of unchosen heads.
+        Nowhere if the call returns weights, if a beam shares keys (it has few tokens), or if the gates of
+        unchosen heads have gradients: these need all heads.
         """
         unchosen = self.num_heads - self.active_heads
         if not unchosen or not self._may_skip or not call.x.numel() or call.need_weights:
-            return False, False
+            return NO_SKIPS
         if call.cache is not None and call.cache.beam_size > 1:
-            return False, False
+            return NO_SKIPS
         if routing.straight_through and routing.probs.requires_grad:
-            return False, False
-        if not is_readable(call.x):  # the lengths of heads' blocks would have to be asked for
-            return False, False
-        pays = saves_rows = True
+            return NO_SKIPS
+        if not is_readable(call.x):  # the number of rows of each head's block must be read
+            return NO_SKIPS
+        skips = Skips(True, True)
         if self.skip == "auto":
             ratio = unchosen / self.experts_per_token
-            pays, saves_rows = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
-        # a product of some rows of a weight passes over what stands in for a projection, or hooks into it
-        cuts = (
-            saves_rows and is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
-        )
-        return pays, cuts
+            skips = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
+        # A product with some rows of the weight would bypass a module that replaces the projection, and hooks
+        is_linear = is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        return Skips(skips.in_attention, skips.in_projections and is_linear)
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         learned = not self.router.reads_queries

@@ -9,11 +9,11 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.layers.call import Call, Computed
 from moa_fairseq.layers.expert_linear import ExpertLinear
 from moa_fairseq.layers.experts import BACKENDS
+from moa_fairseq.layers.head_blocks import HeadBlocks
 from moa_fairseq.layers.moa import MixtureOfAttention, MoASettings
 from moa_fairseq.layers.routers import RENORMALIZATIONS, RouterSettings, TopKRouter
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.sdpa import Masks
-from moa_fairseq.layers.selected import HeadBlocks
 from moa_fairseq.layers.settings import FamilySettings, flag
 from moa_fairseq.layers.torch_compat import is_readable
 

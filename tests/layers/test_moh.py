@@ -13,7 +13,7 @@ from time_first import MixtureOfHeads
 from moa_fairseq.layers import moh
 from moa_fairseq.layers.losses import head_balance_loss, released_head_balance_loss
 from moa_fairseq.layers.moh_routers import QueryNormRouter
-from moa_fairseq.layers.selected import skipping_pays
+from moa_fairseq.layers.selected import Skips, skipping_pays
 from moa_fairseq.plugin.forward_context import collect_routings
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -73,7 +73,7 @@ def compare_paths(settings, case, prepare=lambda module: None, skips=(True, True
         role = {"self_attention": not cross, "encoder_decoder_attention": cross}
         module = build(moh_skip=skip, **settings, **role)
         if skip == "always":
-            module._skips = lambda *call: skips
+            module._skips = lambda *call: Skips(*skips)
         prepare(module)
         query, key, padding, mask, _ = inputs(**case)
         out, _ = module(query, key, key, padding, attn_mask=mask, need_weights=False)

@@ -51,11 +51,11 @@ class Case:
 
     @property
     def is_up(self):
-        return USES[self.use][0]
+        return USES[self.use].is_up
 
     @property
     def fan(self):
-        return USES[self.use][1](self.shape[3])
+        return USES[self.use].fan(self.shape[3])
 
     @property
     def slots(self):
@@ -134,7 +134,7 @@ def case(*arguments):
 
 def variants(shape, use, dtype=torch.float32):
     """With the use's own gate and biases; without biases; and with a gate where it has none, or without."""
-    gated = USES[use][2]
+    gated = USES[use].gated
     return [
         case(shape, use, *rest, dtype)
         for rest in ((gated, True), (gated, False), (not gated, True))

@@ -360,7 +360,7 @@ def test_a_gate_in_float32_is_not_rounded_to_the_slots_half_precision():
 
 @pytest.mark.thorough(keep="MoA outputs-all")
 @pytest.mark.parametrize("kind", ["random", "all"])
-@pytest.mark.parametrize("use", [use for use in USES if USES[use][2]])
+@pytest.mark.parametrize("use", [use for use in USES if USES[use].gated])
 def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):
     """As in a layer in bfloat16, whose router is in float32: eager, traced, and differentiated twice."""
     (case, *_) = variants((9, 8, 4, 4 if kind == "all" else 2, 4, 1, kind), use, torch.bfloat16)

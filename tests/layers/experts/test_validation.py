@@ -133,7 +133,7 @@ def test_a_stopped_check_leaves_what_it_knows_and_goes_on(on_a_gpu, monkeypatch)
         yield group, []
 
     monkeypatch.setattr(validate, "_check_products", check)
-    monkeypatch.setattr(validate, "_check_routing", lambda device: iter([("routing", [])]))
+    monkeypatch.setattr(validate, "check_routing", lambda device: iter([("routing", [])]))
     monkeypatch.setattr(backend, "takes", lambda *_: True)
     with pytest.raises(KeyboardInterrupt):
         validate._check(["bfloat16", "float16"], "cpu", 1)
@@ -213,7 +213,7 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
 
 
 def test_a_dtype_that_the_kernels_do_not_take_is_asked_about_once(on_a_gpu, monkeypatch):
-    monkeypatch.setattr(validate, "_check_routing", lambda device: iter([("routing", [])]))
+    monkeypatch.setattr(validate, "check_routing", lambda device: iter([("routing", [])]))
     monkeypatch.setattr(backend, "takes", lambda *_: False)
     assert validation.is_open("bfloat16")
     assert validate._check(["bfloat16"], "cpu", 1).dtypes == []
@@ -226,7 +226,7 @@ def test_a_full_gpu_says_nothing_about_the_kernels(on_a_gpu, monkeypatch):
 
     monkeypatch.setattr(validate, "_configurations", lambda *_: iter([("tuned", {})]))
     monkeypatch.setattr(validate, "_run", lambda *a: full() if a[-1] == "triton" else {})
-    monkeypatch.setattr(validate, "_check_routing", lambda device: iter([("routing", [])]))
+    monkeypatch.setattr(validate, "check_routing", lambda device: iter([("routing", [])]))
     monkeypatch.setattr(backend, "takes", lambda *_: True)
     with pytest.raises(torch.OutOfMemoryError):
         validate._check(["bfloat16"], "cpu", 1)
