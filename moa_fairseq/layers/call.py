@@ -10,7 +10,7 @@ from torch import Tensor
 
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.layers.sdpa import NO_MASKS, Masks, block
+from moa_fairseq.layers.sdpa import NO_MASKS, Masks, add_blocked
 from moa_fairseq.layers.static_cache import StaticCache
 from moa_fairseq.layers.torch_compat import autocast_dtype
 
@@ -262,12 +262,12 @@ class Inputs:
         is_causal = self.causal and mask is None and keys_from_x and static is None and not cached
         if isinstance(cache, StaticCache):
             hidden = cache.hidden(tgt_len, self.causal, self.x.device)
-            mask = hidden if mask is None else block(mask, hidden)
+            mask = hidden if mask is None else add_blocked(mask, hidden)
         elif hides_future:
             diagonal = 1 + (cached if keys_from_x else 0)  # the first position that is later
             later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device)
             later = later.triu(diagonal)
-            mask = later if mask is None else block(mask, later)
+            mask = later if mask is None else add_blocked(mask, later)
         return Masks(mask, self.padding, is_causal)
 
     def _check_masks(self, src_len: int, keys_from_x: bool) -> None:

@@ -293,8 +293,11 @@ class MixtureOfHeads(DenseHeadsAttention):
             ratio = unchosen / self.experts_per_token
             skips = skipping_pays(call.x.size(1), ratio, self.causal, call.x.device.type)
         # A product with some rows of the weight would bypass a module that replaces the projection, and hooks
-        is_linear = is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
-        return Skips(skips.in_attention, skips.in_projections and is_linear)
+        if skips.in_projections and not (
+            is_plain(self.q_proj, nn.Linear) and is_plain(self.out_proj, nn.Linear)
+        ):
+            return skips._replace(in_projections=False)
+        return skips
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         learned = not self.router.reads_queries
