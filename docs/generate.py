@@ -61,8 +61,8 @@ from moa_fairseq.plugin.model import (
     OUTPUT_SCALE,
     POSITIONS,
 )
-from moa_fairseq.plugin.patches.compiled_layers import FLAG as COMPILE
-from moa_fairseq.plugin.patches.compiled_layers import HELP as COMPILE_HELP
+from moa_fairseq.plugin.patches.compile_flag import FLAG as COMPILE
+from moa_fairseq.plugin.patches.compile_flag import HELP as COMPILE_HELP
 from moa_fairseq.plugin.tasks.language_modeling_truncated_bptt import TruncatedBPTTConfig
 
 DOCUMENTS = (

@@ -13,6 +13,7 @@ try:
         batches,
         checkpoint_files,
         collectives,
+        compile_flag,
         compiled_layers,
         cpu_autocast,
         foreign_settings,
@@ -42,7 +43,15 @@ load_checkpoint = checkpoint_files.load_checkpoint
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
     *(saved_numbers, lengths, training, user_errors, adaptive_loss, malformed_checkpoints),
-    *(save_on_sigterm, generation, kernel_check, host_tokens, compiled_layers, pieces),
+    *(
+        save_on_sigterm,
+        generation,
+        kernel_check,
+        host_tokens,
+        compile_flag,
+        compiled_layers,
+        pieces,
+    ),
 )
 PATCHES = tuple(
     row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__

@@ -40,7 +40,7 @@ _CHUNK = 1 << 20  # bytes
 _OF_DAMAGE = (None, errno.EINVAL)
 _BYTEARRAY = b"\nbytearray\n"  # as a pickle names it
 _GLOBAL_PATTERN = re.compile(r"GLOBAL ([\w.]+)")
-_HERE = "plugin/patches/test_checkpoint_files.py::"
+_TESTS = "plugin/patches/test_checkpoint_files.py::"
 
 
 def load_checkpoint(path: str | Path, map_location: str = "cpu") -> Any:
@@ -233,7 +233,7 @@ def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = No
 
 @patch(
     "fairseq.checkpoint_utils:torch_persistent_save",
-    f"{_HERE}test_a_disk_that_is_full_for_a_moment",
+    f"{_TESTS}test_a_disk_that_is_full_for_a_moment",
 )
 def save_whole(save: Callable, state: Any, filename: str, async_write: bool = False) -> None:
     """fairseq renames a new checkpoint without checking it or waiting for the disk; if writing fails, its
@@ -255,7 +255,7 @@ def save_whole(save: Callable, state: Any, filename: str, async_write: bool = Fa
     return save_checkpoint(state, filename, f"{filename}.tmp")
 
 
-@patch("fairseq.file_io:PathManager.copy", f"{_HERE}test_a_fault_while_a_checkpoint_is_copied")
+@patch("fairseq.file_io:PathManager.copy", f"{_TESTS}test_a_fault_while_a_checkpoint_is_copied")
 def copy_whole(copy: Callable, src_path: str, dst_path: str, overwrite: bool = False) -> bool:
     """fairseq overwrites checkpoint_last.pt and checkpoint_best.pt in place: a full disk or a kill at that
     moment would leave half a checkpoint to resume from.
@@ -326,7 +326,7 @@ def _write_checked(
 
 
 @patch(
-    "fairseq.checkpoint_utils:save_checkpoint", f"{_HERE}test_asynchronous_writing_is_taken_back"
+    "fairseq.checkpoint_utils:save_checkpoint", f"{_TESTS}test_asynchronous_writing_is_taken_back"
 )
 def save_at_once(save: Callable, cfg: Any, *args: Any, **options: Any) -> Any:
     """Asynchronous writing writes under the final name, and never writes checkpoint_last.pt."""

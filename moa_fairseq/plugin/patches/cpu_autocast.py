@@ -15,11 +15,11 @@ from moa_fairseq.plugin.patches.table import patch
 # head of each sentence. Measured on a Xeon with AMX, one thread, forward and backward in ms, fused against
 # plain: 240 sentences of 17 tokens 69 / 10 (float32: 7), 16 of 128 tokens 49 / 36, 8 of 256 tokens 80 / 132.
 _PLAIN_ATTENTION_UP_TO = 128
-_HERE = "plugin/patches/test_cpu_autocast.py::"
+_TESTS = "plugin/patches/test_cpu_autocast.py::"
 
 
 @patch(
-    "fairseq.tasks.fairseq_task:FairseqTask.train_step", f"{_HERE}test_amp_on_the_cpu_is_bfloat16"
+    "fairseq.tasks.fairseq_task:FairseqTask.train_step", f"{_TESTS}test_amp_on_the_cpu_is_bfloat16"
 )
 def autocast_on_the_cpu(
     train_step: Callable,
@@ -58,7 +58,7 @@ def autocast_on_the_cpu(
 
 @patch(
     "fairseq.optim:AMPOptimizer.clip_grad_norm",
-    f"{_HERE}test_nan_on_the_cpu_ends_a_training_as_without_amp",
+    f"{_TESTS}test_nan_on_the_cpu_ends_a_training_as_without_amp",
 )
 def stop_at_what_is_not_finite(
     clip_grad_norm: Callable, optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any

@@ -15,7 +15,7 @@ from omegaconf import DictConfig, open_dict
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import patch
 
-_HERE = "plugin/patches/test_generation.py::"
+_TESTS = "plugin/patches/test_generation.py::"
 _SIDES = ("encoder", "decoder")
 _SEARCHES = {
     "sampling": lambda value: value,
@@ -31,7 +31,7 @@ class ManySearches(UserError, ValueError):
 
 @patch(
     "fairseq.checkpoint_utils:prune_state_dict",
-    f"{_HERE}test_layers_of_one_side_leave_the_other_whole",
+    f"{_TESTS}test_layers_of_one_side_leave_the_other_whole",
 )
 def keep_the_other_side(
     prune: Callable, state: dict[str, Any], model_cfg: Any = None
@@ -66,7 +66,7 @@ def keep_the_other_side(
 
 @patch(
     "fairseq.tasks.fairseq_task:FairseqTask.build_generator",
-    f"{_HERE}test_flags_that_do_not_go_together",
+    f"{_TESTS}test_flags_that_do_not_go_together",
 )
 def check_flags_of_search(
     build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
@@ -114,11 +114,11 @@ def check_flags_of_search(
 
 @patch(
     "fairseq.sequence_generator:SequenceGeneratorWithAlignment.generate",
-    f"{_HERE}test_diverse_groups_of_any_sentences",
+    f"{_TESTS}test_diverse_groups_of_any_sentences",
 )
 @patch(
     "fairseq.sequence_generator:SequenceGenerator.generate",
-    f"{_HERE}test_diverse_groups_of_any_sentences",
+    f"{_TESTS}test_diverse_groups_of_any_sentences",
 )
 def count_rows_not_sentences(
     generate: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
@@ -134,7 +134,7 @@ def count_rows_not_sentences(
 
 @patch(
     "fairseq.search:LexicallyConstrainedBeamSearch.init_constraints",
-    f"{_HERE}test_constraints_need_a_program_that_reads_them",
+    f"{_TESTS}test_constraints_need_a_program_that_reads_them",
 )
 def ask_for_constraints(
     init: Callable, search: Any, batch_constraints: Any, beam_size: int

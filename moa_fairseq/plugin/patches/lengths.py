@@ -13,10 +13,10 @@ logger = logging.getLogger(__name__)
 
 DEFAULT_BLOCK: int = LanguageModelingConfig().tokens_per_sample
 _TASK = "fairseq.tasks.language_modeling:LanguageModelingTask"
-_HERE = "plugin/patches/test_lengths.py::"
+_TESTS = "plugin/patches/test_lengths.py::"
 
 
-@patch(f"{_TASK}.load_dataset", f"{_HERE}test_a_context_window_of_a_whole_block_is_refused")
+@patch(f"{_TASK}.load_dataset", f"{_TESTS}test_a_context_window_of_a_whole_block_is_refused")
 def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options: Any) -> Any:
     """--context-window is subtracted from --tokens-per-sample; if nothing is left, training ends in a
     traceback.
@@ -32,7 +32,7 @@ def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options
     return load_dataset(task, *args, **options)
 
 
-@patch(f"{_TASK}.eval_lm_dataloader", f"{_HERE}test_a_perplexity_is_over_all_tokens_or_an_error")
+@patch(f"{_TASK}.eval_lm_dataloader", f"{_TESTS}test_a_perplexity_is_over_all_tokens_or_an_error")
 def evaluate_every_token(
     dataloader: Callable,
     task: Any,
@@ -75,7 +75,7 @@ def evaluate_every_token(
 
 @patch(
     "fairseq.tasks.fairseq_task:FairseqTask.filter_indices_by_size",
-    f"{_HERE}test_the_sentence_that_is_too_long_is_named",
+    f"{_TESTS}test_the_sentence_that_is_too_long_is_named",
 )
 def name_the_sentence_that_is_too_long(
     filter_indices_by_size: Callable,

@@ -8,10 +8,10 @@ from typing import Any
 from moa_fairseq.plugin.patches.table import patch
 from moa_fairseq.text.subwords import with_letters
 
-_HERE = "plugin/patches/test_pieces.py::"
+_TESTS = "plugin/patches/test_pieces.py::"
 
 
-@patch("fairseq.data.data_utils:post_process", f"{_HERE}test_bytes_become_letters")
+@patch("fairseq.data.data_utils:post_process", f"{_TESTS}test_bytes_become_letters")
 def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str:
     """--remove-bpe sentencepiece prints the bytes of a model with byte fallback as text, such as <0xE3>."""
     if symbol == "sentencepiece":
@@ -21,7 +21,7 @@ def join_bytes(post_process: Callable, sentence: str, symbol: str | None) -> str
 
 @patch(
     "fairseq.data.encoders.sentencepiece_bpe:SentencepieceBPE.decode",
-    f"{_HERE}test_the_encoder_of_pieces_undoes_bytes",
+    f"{_TESTS}test_the_encoder_of_pieces_undoes_bytes",
 )
 def decode_bytes(decode: Callable, encoder: Any, x: str) -> str:
     """--bpe sentencepiece also prints the bytes of a model with byte fallback as text."""

@@ -20,8 +20,8 @@ from moa_fairseq.layers.losses import OF_ANY_FAMILY
 from moa_fairseq.layers.routing import RoutingSums
 from moa_fairseq.layers.running_statistics import running_statistics_of
 from moa_fairseq.plugin.forward_context import collect_routings
-from moa_fairseq.plugin.patches import compiled_layers
-from moa_fairseq.plugin.patches.compiled_layers import can_compile, check, compile_layers
+from moa_fairseq.plugin.patches.compile_flag import FLAG, LAYERS, check
+from moa_fairseq.plugin.patches.compiled_layers import can_compile, compile_layers
 
 SYMBOLS = 40
 WIDTHS = ("embed-dim", 16), ("ffn-embed-dim", 32), ("attention-heads", 4)
@@ -160,9 +160,9 @@ def test_compiled_layers_compute_the_same_in_few_graphs(family, caplog):
     batches = [batch(i, *shape, padded=i != 1) for i, shape in enumerate(shapes)]
     compare(model, batches, 1e-12, "aot_eager")
     warned = [record.getMessage() for record in caught if record.levelno >= logging.WARNING]
-    assert not [text for text in warned if compiled_layers.FLAG in text]
+    assert not [text for text in warned if FLAG in text]
     # the last layer of a decoder, which returns weights, is a kind of its own
-    kinds = len({type(m) for m in model.modules() if isinstance(m, compiled_layers.LAYERS)})
+    kinds = len({type(m) for m in model.modules() if isinstance(m, LAYERS)})
     kinds += hasattr(model, "encoder") and hasattr(model, "decoder")
     assert kinds <= torch._dynamo.utils.counters["stats"]["unique_graphs"] <= 2 * kinds
 
