@@ -17,7 +17,7 @@ from fairseq import checkpoint_utils
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds, is_number
 from moa_fairseq.files import atomic_folder, atomic_write, private_folder, user_cache
-from moa_fairseq.plugin.patches.checkpoint_files import save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 from moa_fairseq.process import Executor, locked
 
 ROOT = Path(__file__).resolve().parents[1]

@@ -11,7 +11,8 @@ try:
     from moa_fairseq.plugin.patches import (
         adaptive_loss,
         batches,
-        checkpoint_files,
+        checkpoint_reading,
+        checkpoint_writing,
         collectives,
         compile_flag,
         compiled_layers,
@@ -37,21 +38,14 @@ except ImportError as error:
         f"{sys.version_info.major}.{sys.version_info.minor}."
     ) from error
 
-load_checkpoint = checkpoint_files.load_checkpoint
+load_checkpoint = checkpoint_reading.load_checkpoint
 
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
-    *(literals, foreign_settings, checkpoint_files, collectives, cpu_autocast, batches),
-    *(saved_numbers, lengths, training, user_errors, adaptive_loss, malformed_checkpoints),
-    *(
-        save_on_sigterm,
-        generation,
-        kernel_check,
-        host_tokens,
-        compile_flag,
-        compiled_layers,
-        pieces,
-    ),
+    *(literals, foreign_settings, checkpoint_reading, checkpoint_writing, collectives),
+    *(cpu_autocast, batches, saved_numbers, lengths, training, user_errors),
+    *(adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
+    *(kernel_check, host_tokens, compile_flag, compiled_layers, pieces),
 )
 PATCHES = tuple(
     row for module in _IN_ORDER for row in table.ROWS if row.change.__module__ == module.__name__

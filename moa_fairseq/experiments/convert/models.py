@@ -24,7 +24,8 @@ from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.plugin.causal_lm import MixtureLanguageModel
 from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.masked_lm import MixtureRobertaModel
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 from moa_fairseq.plugin.patches.malformed_checkpoints import Allowance
 from moa_fairseq.plugin.translation import MixtureTransformerModel
 

@@ -37,7 +37,8 @@ from moa_fairseq.experiments.records.json_files import (
 )
 from moa_fairseq.experiments.scoring.average import shared_storage
 from moa_fairseq.files import atomic_folder, refuse_link_out, user_cache
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 
 log = logging.getLogger(__name__)
 _RESULT = "result.json"

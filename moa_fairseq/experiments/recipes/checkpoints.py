@@ -19,7 +19,8 @@ from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
 from moa_fairseq.layers.mae import RANDOM_EXPERT
-from moa_fairseq.plugin.patches.checkpoint_files import check_sums, copy_whole, load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import check_sums, load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import copy_whole
 
 LAST = "checkpoint_last.pt"
 BEST = "checkpoint_best.pt"

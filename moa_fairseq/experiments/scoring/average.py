@@ -22,7 +22,8 @@ from torch import Tensor
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import refuse_existing, refuse_overwriting
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 
 _EPOCH_NAME = re.compile(r"checkpoint(\d+)\.pt")
 _UPDATE_NAME = re.compile(r"checkpoint_\d+_(\d+)\.pt")

@@ -1,4 +1,4 @@
-"""The loss of an adaptive softmax, over all words."""
+"""The loss of an adaptive softmax over all words."""
 
 import threading
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from moa_fairseq.plugin.patches.table import patch
 
 @dataclass
 class WholeAdaptiveLossConfig(AdaptiveLossConfig):
-    """fairseq's flags, and one for its own loss."""
+    """fairseq's flags, and a flag for fairseq's own loss."""
 
     fairseq_adaptive_loss: bool = flag(
         False,
@@ -26,10 +26,11 @@ class WholeAdaptiveLossConfig(AdaptiveLossConfig):
 
 
 class WholeAdaptiveLoss(AdaptiveLoss):
-    """fairseq's loss, and that of the words that it takes for padding.
+    """fairseq's loss of an adaptive softmax, plus the loss of the words that fairseq takes for padding.
 
-    A target is its word's number in the dictionary in the first cluster, in another one its number there.
-    Padding has number 1 in the dictionary, and fairseq ignores 1 in all clusters.
+    In the first cluster a target is the word's number in the dictionary, in any other cluster the word's
+    number within that cluster. Padding has number 1 in the dictionary, and fairseq ignores the target 1 in
+    all clusters.
     """
 
     as_fairseq = False
@@ -43,14 +44,14 @@ class WholeAdaptiveLoss(AdaptiveLoss):
     def forward(
         self, model: nn.Module, sample: dict[str, Any], reduce: bool = True
     ) -> tuple[Tensor, int, dict[str, Any]]:
-        """As fairseq's.
+        """Loss, sample size and logging output, as fairseq's `forward` returns them.
 
         Raises:
-            UserError: where padding has no place in the first cluster.
+            UserError: if the first cluster does not contain the padding symbol.
         """
         decoder: Any = model.decoder
         softmax = decoder.adaptive_softmax
-        if self.as_fairseq or softmax is None:  # fairseq complains
+        if self.as_fairseq or softmax is None:  # fairseq refuses a model without the softmax
             return super().forward(model, sample, reduce)
         if softmax.cutoff[0] <= self.padding_idx:
             raise UserError(
@@ -58,7 +59,7 @@ class WholeAdaptiveLoss(AdaptiveLoss):
                 f"special symbols: give {self.padding_idx + 1} or more as the first number."
             )
         results: list[Any] = []
-        thread = threading.get_ident()  # others may compute a loss of their own
+        thread = threading.get_ident()  # other threads may compute losses with the same softmax
 
         def read(module: nn.Module, args: Any, result: Any) -> None:
             if threading.get_ident() == thread:
@@ -82,10 +83,12 @@ class WholeAdaptiveLoss(AdaptiveLoss):
     None,
 )
 def install() -> None:
-    """--criterion adaptive_loss takes the second word of each cluster of an adaptive softmax but the first
-    for padding, in training and validation: it has no loss.
+    """Register `WholeAdaptiveLoss` as the criterion adaptive_loss.
 
-    --fairseq-adaptive-loss leaves it so.
+    --criterion adaptive_loss takes the second word of each cluster of an adaptive softmax but the first for
+    padding, in training and validation: it has no loss.
+
+    With --fairseq-adaptive-loss the criterion computes fairseq's own loss.
     """
     del CRITERION_REGISTRY["adaptive_loss"]
     register_criterion("adaptive_loss", dataclass=WholeAdaptiveLossConfig)(WholeAdaptiveLoss)

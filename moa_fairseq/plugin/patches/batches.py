@@ -1,4 +1,4 @@
-"""Batches, their order, and the place in an epoch: none is lost, and a restart goes on where it stopped."""
+"""Batches, their order, and the place in an epoch: no batch is lost, and a restart continues at its place."""
 
 from __future__ import annotations
 
@@ -27,7 +27,9 @@ _ITERATOR = "fairseq.data.iterators:EpochBatchIterator"
 
 @patch("fairseq.data.data_utils:batch_by_size", f"{_COMPAT}test_the_last_batch_is_kept")
 def keep_the_last_batch(batch_by_size: Callable, indices: Any, *args: Any, **options: Any) -> Any:
-    """fairseq's main branch drops the last batch of a data set if its size is not a multiple of
+    """Append the sentences that are in no batch as a last batch.
+
+    fairseq's main branch drops the last batch of a data set if its size is not a multiple of
     --required-batch-size-multiple (8), also in validation and generation.
     """
     if not hasattr(indices, "__len__"):
@@ -52,13 +54,16 @@ def group_as_in_the_first_epoch(
     epoch: int = 1,
     **options: Any,
 ) -> Any:
-    """Sentences are grouped into batches once, with the seed of the first epoch that a process runs: a
+    """Group sentences into the same batches in every epoch, whichever epoch a process begins with.
+
+    fairseq groups sentences into batches once, with the seed of the first epoch that a process runs: a
     restart in a later epoch groups them differently, repeats some and skips others.
     """
     fresh = options.get("update_epoch_batch_itr") or options.get("disable_iterator_cache")
     if fresh or not task.can_reuse_epoch_itr(dataset):
         return get_batch_iterator(task, dataset, *args, seed=seed, epoch=epoch, **options)
-    # Sentences are grouped with seed + 1 in any epoch; the iterator shuffles the batches with its own seed.
+    # fairseq groups with seed + epoch, here seed + 1 in any epoch. The iterator then shuffles the batches
+    # with its own seed.
     iterator = get_batch_iterator(
         task, dataset, *args, seed=seed + 1 - epoch, epoch=epoch, **options
     )
@@ -73,10 +78,12 @@ def group_as_in_the_first_epoch(
 def validate_on_a_copy_of_the_training_set(
     get_valid_iterator: Callable, trainer: Any, subset: str, *args: Any, **options: Any
 ) -> Any:
-    """With --valid-subset valid,train, training and validation share an iterator: a validation takes an epoch
+    """Validate on the training set through a second data set of the same files.
+
+    With --valid-subset valid,train, training and validation share an iterator: a validation takes an epoch
     from the training, in silence.
 
-    The validation reads the same files as a data set of its own, which keeps its masks, too.
+    The second data set also keeps its own masks.
     """
     task = trainer.task
     trained = trainer.cfg.dataset.train_subset
@@ -91,21 +98,29 @@ def validate_on_a_copy_of_the_training_set(
 
 @patch("fairseq.data.bucket_pad_length_dataset:get_buckets", f"{_COMPAT}test_batches_in_buckets")
 def bucket_sizes(get_buckets: Callable, sizes: Any, num_buckets: int) -> Any:
-    """--num-batch-buckets calls NumPy with a keyword, `interpolation`, that it no longer has."""
+    """The sizes of `num_buckets` buckets: percentiles of the sizes of the sentences.
+
+    --num-batch-buckets calls NumPy with a keyword, `interpolation`, that it no longer has.
+    """
     percentages = numpy.linspace(0, 100, num_buckets + 1)[1:]
     return numpy.unique(numpy.percentile(sizes, percentages, method="lower"))
 
 
 @patch("numpy:compat", f"{_COMPAT}test_a_sentence_is_a_block_of_a_language_model", made_of)
 def old_names_of_numpy(compat: Any) -> Any:
-    """--sample-break-mode eos needs numpy.compat.long, which NumPy 2 no longer has."""
+    """A module with the name `long` where NumPy has no `compat`.
+
+    --sample-break-mode eos needs numpy.compat.long, which NumPy 2 no longer has.
+    """
     return compat or types.SimpleNamespace(long=int)
 
 
 @patch(f"{_ITERATOR}.state_dict", f"{_EPOCHS}test_converted_place")
 def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict[str, Any]:
-    """The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see
-    part of the epoch twice, and one on more GPUs would skip part of it.
+    """Save the number of processes and of batches beside the place in an epoch.
+
+    The place in an epoch is a number of batches of one process: a restart on half as many GPUs would see part
+    of the epoch twice, and one on more GPUs would skip part of it.
     """
     numbers = {"num_shards": iterator.num_shards, "batches_in_epoch": len(iterator.frozen_batches)}
     return state_dict(iterator) | numbers
@@ -115,7 +130,10 @@ def save_the_place_of_all_processes(state_dict: Callable, iterator: Any) -> dict
 def restore_the_place_of_all_processes(
     load_state_dict: Callable, iterator: Any, state: dict[str, Any]
 ) -> None:
-    """The same, when it is loaded: the place is converted to this number of processes."""
+    """Convert the saved place in an epoch to the present number of processes and batches (`converted_place`).
+
+    fairseq takes the saved place as a number of batches of one of the present processes.
+    """
     place = state.get("iterations_in_epoch", 0)
     shards = state.get("num_shards")
     if place and shards:
@@ -137,16 +155,17 @@ def restore_the_place_of_all_processes(
 def converted_place(
     place: int, shards: int, batches: int, new_shards: int, new_batches: int
 ) -> int:
-    """Batches of each of `new_shards` processes that come before the place in an epoch.
+    """How many batches each of `new_shards` processes skips to resume at a place in an epoch.
 
-    The same batches keep their order, so the place is exact when the new number of processes divides the seen
-    batches, else a few batches earlier; batches cut anew (other --max-tokens) keep the place as a fraction.
+    If the batches are the same, they keep their order: the place is exact if the new number of processes
+    divides the number of batches seen, and a few batches earlier otherwise. If the batches were rebuilt
+    (other --max-tokens), the place is the same fraction of the epoch.
 
     Args:
-        place: batches that each of `shards` processes has seen.
+        place: how many batches each of the `shards` processes had seen.
         shards: how many processes there were.
-        batches: of the epoch, those of all processes together.
-        new_shards, new_batches: the same two numbers now.
+        batches: how many batches the epoch had, of all processes together.
+        new_shards, new_batches: the present numbers of processes and of batches.
     """
     batches_before = min(place * shards, batches)
     if new_batches != batches:
@@ -160,8 +179,10 @@ def converted_place(
 def group_from_any_place(
     init: Callable, groups: Any, iterable: Any, chunk_size: int, *args: Any, **options: Any
 ) -> None:
-    """--update-freq counts groups from the epoch's beginning, and finds one too few in an epoch that resumes
-    inside a former group.
+    """Count the groups of --update-freq from the place where an epoch resumes.
+
+    fairseq counts the groups of --update-freq from the epoch's beginning, and finds one too few in an epoch
+    that resumes inside a former group.
     """
     place = getattr(iterable, "n", 0)
     init(groups, iterable, chunk_size, *args, **options)
@@ -177,12 +198,14 @@ def start_new_data_workers(
     fix_batches_to_gpus: bool = False,
     set_dataset_epoch: bool = True,
 ) -> Any:
-    """Data workers keep the data set of the epoch in which they were started: masks, noise and crops stay as
-    in the first epoch.
+    """Build a new data loader, with new workers, for each epoch of a training.
 
-    Starting new ones costs about a tenth of a second of processor time per epoch; validation, whose data set
-    never changes, keeps its workers. A new loader also follows the order that is asked for: the old one would
-    keep the order of the first epoch, and --curriculum would never end.
+    Data workers keep the data set of the epoch in which they were started: masks, noise and crops stay as in
+    the first epoch.
+
+    New workers cost about a tenth of a second of processor time per epoch; validation, whose data set never
+    changes, keeps its workers. A new loader also follows the order that is asked for: the old one would keep
+    the order of the first epoch, and --curriculum would never end.
     """
     if set_dataset_epoch:
         iterator.dataloader = None
@@ -194,7 +217,9 @@ def start_new_data_workers(
     f"{_EPOCHS}test_a_reader_ends_with_the_process",
 )
 def end_readers_with_the_process(create_consumer: Callable, iterator: Any) -> None:
-    """A training that ends inside an epoch leaves a thread that reads batches. If that is inside torch when
+    """Remember the thread that reads batches, so that it is ended before Python ends.
+
+    A training that ends inside an epoch leaves a thread that reads batches. If that is inside torch when
     Python ends, C++ aborts: a finished training has failed, by its exit status.
     """
     create_consumer(iterator)
@@ -202,13 +227,14 @@ def end_readers_with_the_process(create_consumer: Callable, iterator: Any) -> No
 
 
 _readers: weakref.WeakSet = weakref.WeakSet()
+_SECONDS_TO_END = 10  # for all threads together: a data set that hangs must not hold the process
 
 
 @atexit.register
 def _end_readers() -> None:
-    deadline = time.monotonic() + 10  # a data set that hangs does not keep the process
+    deadline = time.monotonic() + _SECONDS_TO_END
     for reader in _readers:
-        reader._max_len = 0  # it ends after the batch that it has
+        reader._max_len = 0  # the thread ends after the batch that it is reading
         while reader.is_alive() and time.monotonic() < deadline:
             with contextlib.suppress(queue.Empty):
                 reader._queue.get(timeout=0.05)
@@ -219,6 +245,9 @@ def _end_readers() -> None:
     f"{_EPOCHS}test_no_masks_of_the_last_epoch_are_remembered",
 )
 def forget_the_last_epoch(set_epoch: Callable, dataset: Any, epoch: int) -> None:
-    """A caching data set returns items of the previous epoch."""
+    """Empty the cache of a data set when the epoch changes.
+
+    A caching data set returns items of the previous epoch.
+    """
     set_epoch(dataset, epoch)
-    LRUCacheDataset.__getitem__.cache_clear()  # one cache serves all of them
+    LRUCacheDataset.__getitem__.cache_clear()  # all data sets share one cache

@@ -1,8 +1,8 @@
 """Several processes train one model together, and no process waits for ever for one that hangs.
 
 `--heartbeat-timeout SECONDS` sets the time limit (fairseq: "kill the job if no progress is made in N
-seconds"); without the flag it is DEFAULT_SECONDS. fairseq itself only watches for a forward pass and then
-interrupts Python, which has no effect on a process that waits inside a collective.
+seconds"); without the flag it is DEFAULT_SECONDS. fairseq itself only waits for a forward pass to end, and
+then interrupts Python, which has no effect on a process that waits inside a collective.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from fairseq.distributed.utils import distributed_main as fairseqs_distributed_m
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
-# One process writes a large checkpoint on a slow network disk, the others wait
+# While one process writes a large checkpoint on a slow network disk, the others wait.
 DEFAULT_SECONDS = 1800
-ANSWER_SECONDS = 5.0  # how long the processes that still run have to answer
+ANSWER_SECONDS = 5.0  # in which the processes that still run must answer
 _STOPPED = "plugin/patches/test_collectives.py::test_a_stopped_process_is_named"
-# What the collectives say of a process that is gone.
+# Parts of the messages of torch's collectives when a process is gone.
 _CUT_OFF = (
     "connection closed by peer",
     "connection reset by peer",
@@ -42,23 +42,25 @@ _TORCHRUN = ("RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     made_of,
 )
 class PeerTorch(Proxy):
-    """A training of several processes cannot be resumed with torch >= 2.6: process 0 sends the others a
-    config, whose type torch refuses.
+    """torch, whose `load` unpickles what another process of the training sent.
 
-    What the processes of one training send each other is not a file of unknown origin, and nothing else is
-    loaded here; fairseq exchanges it by pickle elsewhere, too.
+    A training of several processes cannot be resumed with torch >= 2.6: process 0 sends the others a config,
+    whose type torch refuses.
+
+    What the processes of one training send each other is not a file of unknown origin, and `load` takes
+    nothing else; elsewhere, too, fairseq exchanges such objects by pickle.
     """
 
     @staticmethod
     def load(buffer: io.BytesIO, map_location: Any = None) -> Any:
-        """torch.load, of any object.
+        """torch.load of any object.
 
         Args:
-            buffer: what was received from another process.
-            map_location: as torch.load takes it.
+            buffer: the bytes from another process.
+            map_location: the device of the tensors, as torch.load takes it.
 
         Raises:
-            TypeError: for anything but bytes in the memory.
+            TypeError: if `buffer` is anything but bytes in memory.
         """
         if not isinstance(buffer, io.BytesIO):
             raise TypeError("only what was received from another process is loaded here")
@@ -67,19 +69,22 @@ class PeerTorch(Proxy):
 
 @patch("fairseq.distributed.utils:dist", _STOPPED, made_of)
 class TimedDist(Proxy):
-    """No group of processes has a time limit of the user's choice (--heartbeat-timeout)."""
+    """torch.distributed, whose groups of processes have the time limit `limit`.
+
+    No group of processes has a time limit of the user's choice (--heartbeat-timeout).
+    """
 
     limit = timedelta(seconds=DEFAULT_SECONDS)
 
     def init_process_group(self, *args: Any, **options: Any) -> Any:
-        """torch's, with the time limit.
+        """torch's function, with the time limit.
 
         Raises:
             UserError: if another program has taken the port.
         """
         try:
             return dist.init_process_group(*args, **({"timeout": self.limit} | options))
-        # Torch's only kind: by its text, and raised again if it is another
+        # torch raises a RuntimeError for every fault; the text tells them apart.
         except RuntimeError as error:
             if "EADDRINUSE" not in str(error):
                 raise
@@ -98,27 +103,29 @@ class TimedDist(Proxy):
 
 
 def time_limit(cfg: Any) -> int:
-    """Seconds that a process waits for the others in a collective."""
+    """The seconds that a process waits for the others in a collective."""
     seconds = cfg.distributed_training.heartbeat_timeout
     return seconds if seconds > 0 else DEFAULT_SECONDS
 
 
 @patch("fairseq.distributed.utils:distributed_main", _STOPPED, replaced)
 def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -> None:
-    """When a process hangs, the others wait for half an hour without naming it; when a process is killed,
-    they end in a traceback without its name.
+    """fairseq's function of this name, with the time limit and an error that names silent processes.
 
-    It is not a wrapper under fairseq's name: spawned processes import a function from the module that defines
-    it, so they import this package before they connect.
+    When a process hangs, the others wait for half an hour without naming it; when a process is killed, they
+    end in a traceback without its name.
+
+    This replaces fairseq's function instead of wrapping it: a spawned process imports the function from the
+    module that defines it, and so imports this package before it connects.
 
     Raises:
-        UserError: names the processes that did not answer, within the limit or at all.
+        UserError: names the processes that did not answer within the limit, or that lost their connection.
     """
     limit = time_limit(cfg)
     distributed_utils.dist.limit = timedelta(seconds=limit)
     try:
         fairseqs_distributed_main(i, main, cfg, kwargs)
-    # Torch's only kind: by its text, and raised again if it is another
+    # torch raises a RuntimeError for every fault; the text tells them apart.
     except RuntimeError as error:
         if not dist.is_initialized():
             raise
@@ -143,14 +150,17 @@ def distributed_main(i: int, main: Callable, cfg: Any, kwargs: dict[str, Any]) -
 
 @patch("fairseq.models.distributed_fairseq_model:DistributedTimeoutWrapper", _STOPPED)
 def watch_later(wrapper: Callable, module: Any, timeout: int, **options: Any) -> Any:
-    """Its timeout would interrupt the process just before the message that names the rank."""
+    """Give fairseq's watch of a forward pass a longer timeout than the collectives have.
+
+    Its timeout would interrupt the process just before the message that names the rank.
+    """
     return wrapper(module, timeout=2 * (timeout + 4 * ANSWER_SECONDS), **options)
 
 
 def _silent_ranks() -> list[int]:
     """The ranks that do not report within ANSWER_SECONDS that their collective has failed, too.
 
-    The processes report it in the store through which they connected. Process 0 holds it: if the store does
+    The processes report this in the store through which they connected. Process 0 holds the store: if it does
     not answer, process 0 is the silent one.
     """
     size = dist.get_world_size()
@@ -182,12 +192,14 @@ def _silent_ranks() -> list[int]:
 def refuse_separate_trainings(
     infer_init_method: Callable, cfg: Any, force_distributed: bool = False
 ) -> None:
-    """If fairseq sets the number of processes to 1 (on a CPU, or with one GPU per machine), torchrun's
-    processes train independent models that overwrite each other's files. Now this is an error; on CPUs they
-    train together.
+    """Let torchrun's processes train one model, or refuse to start.
+
+    If fairseq sets the number of processes to 1 (on a CPU, or with one GPU per machine), torchrun's processes
+    train independent models that overwrite each other's files. Now this is an error; on CPUs they train
+    together.
 
     Raises:
-        UserError: for processes that would train apart, and for backends that do not work on CPUs.
+        UserError: if the processes would train apart, or a backend does not work on CPUs.
     """
     size = int(os.environ["WORLD_SIZE"]) if os.environ.keys() >= set(_TORCHRUN) else 1
     if cfg.distributed_init_method is not None or cfg.tpu or size == 1:

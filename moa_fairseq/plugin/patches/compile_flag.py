@@ -51,9 +51,9 @@ class ContextLayer(Protocol):
 
 @patch("fairseq.options:add_optimization_args", _TEST)
 def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any:
-    """fairseq cannot compile a model (this plugin is imported while the parser is built).
+    """Add --compile-layers to the parser of a training.
 
-    This adds --compile-layers to the parser of a training.
+    fairseq cannot compile a model (this plugin is imported while the parser is built).
     """
     group = add(parser)
     group.add_argument(FLAG, action="store_true", help=HELP)
@@ -62,9 +62,9 @@ def offer_compiled_layers(add: Callable, parser: argparse.ArgumentParser) -> Any
 
 @patch("fairseq.dataclass.utils, fairseq_cli.*:convert_namespace_to_omegaconf", _TEST)
 def hand_on_compiled_layers(convert: Callable, args: argparse.Namespace) -> Any:
-    """fairseq's settings have no place for a flag that belongs to neither fairseq nor a model.
+    """Add `optimization.compile_layers` to the settings if the flag was given.
 
-    This adds `optimization.compile_layers` to the settings if the flag was given.
+    fairseq's settings have no place for a flag that belongs to neither fairseq nor a model.
     """
     cfg = convert(args)
     if getattr(args, "compile_layers", False):

@@ -49,9 +49,9 @@ _LINE_WIDTH = 200  # characters of a quoted line: a compiler's command can have 
 def compile_for_training(
     begin: Callable, trainer: Any, cfg: Any, task: Any, model: nn.Module, *args: Any, **options: Any
 ) -> None:
-    """Only a training compiles, and only a training builds a trainer.
+    """Compile the layers of the trainer's model if --compile-layers was given and torch can compile here.
 
-    This replaces the layers of the trainer's model if --compile-layers was given and torch can compile here.
+    Only a training compiles, and only a training builds a trainer.
     """
     compiles = getattr(cfg.optimization, "compile_layers", False)
     if compiles:
@@ -66,9 +66,9 @@ def compile_for_training(
     f"{_TESTS}test_compiled_layers_compute_the_same_in_few_graphs",
 )
 def read_no_state_where_there_is_none(get: Callable, module: Any, state: Any, key: str) -> Any:
-    """fairseq makes a key per layer even without a state: layers would not share compiled code.
+    """Return None if there is no state, without making a key.
 
-    This returns None without making the key if there is no state.
+    fairseq makes a key per layer even without a state: layers would not share compiled code.
     """
     if state is None:
         return None

@@ -31,15 +31,16 @@ def autocast_on_the_cpu(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """--amp is silently float32 on the CPU, and bfloat16 is faster if the processor has units for it.
+    """Compute the criterion of a training with --amp under the CPU's autocast to bfloat16.
 
-    The criterion runs under the CPU's autocast. The backward pass stays outside, as torch asks; gradients
-    arrive in float32, as parameters do.
+    --amp is silently float32 on the CPU, and bfloat16 is faster if the processor has units for it.
+
+    The backward pass stays outside, as torch asks. Gradients are float32, as the parameters are.
     """
     if not isinstance(optimizer, AMPOptimizer) or next(model.parameters()).device.type != "cpu":
         return train_step(task, sample, model, criterion, optimizer, *args, **options)
 
-    # Not every task of fairseq has tokens, or one input
+    # Tasks of fairseq may have no tokens, or several inputs.
     inputs = sample.get("net_input", {}).values()
     lengths = [x.size(1) for x in inputs if torch.is_tensor(x) and x.dim() == 2]
     short = bool(lengths) and max(lengths) <= _PLAIN_ATTENTION_UP_TO
@@ -63,13 +64,15 @@ def autocast_on_the_cpu(
 def stop_at_what_is_not_finite(
     clip_grad_norm: Callable, optimizer: AMPOptimizer, max_norm: float, *args: Any, **options: Any
 ) -> Any:
-    """On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp raised an
-    AttributeError.
+    """On the CPU, clip the gradients without a scaler, and end a training whose gradients are not finite.
 
-    It would neither skip the step nor lower a scale, so training ends, as it does in float32.
+    On the CPU torch's gradient scaler is off, and NaN in the gradients under --amp raised an AttributeError.
+
+    A scaler that is off neither skips the step nor lowers its scale, so the training ends, as it does in
+    float32.
 
     Raises:
-        FloatingPointError: on the CPU, for gradients that are NaN or infinite.
+        FloatingPointError: if gradients on the CPU are NaN or infinite.
     """
     if optimizer.scaler.is_enabled():
         return clip_grad_norm(optimizer, max_norm, *args, **options)

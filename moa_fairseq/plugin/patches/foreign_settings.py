@@ -1,8 +1,8 @@
-"""Other harm that a checkpoint's configuration, or a file it names, could make fairseq do.
+"""Other harm that a checkpoint's configuration, or a file that it names, could make fairseq do.
 
-fairseq's other models load further files with torch, embeddings and dictionaries are read from whatever a
-setting names, tokenizers download it, a data set of FASTA files is counted by a shell command that holds its
-path, and a criterion opens a file for writing.
+fairseq's other models load further files with torch. Embeddings and dictionaries are read from whatever a
+setting names, and tokenizers download what it names. A data set of FASTA files is counted by a shell command
+that contains its path, and a criterion opens a file for writing.
 """
 
 from __future__ import annotations
@@ -18,14 +18,14 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import refuse_irregular
 from moa_fairseq.plugin.patches.table import Proxy, made_of, patch, replaced
 
-# settings that name output files: a checkpoint that is loaded must not choose where to write
+# Settings that name output files: a checkpoint that is loaded must not choose where to write.
 OUTPUTS = ("save_predictions", "tensorboard_logdir")
 _TEST = "plugin/patches/test_planted_checkpoints.py::test_a_planted_checkpoint_does_nothing"
-FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # where GPT-2's byte-pair encoding lies, fairseq's default
+FAIRSEQ_HOST = "dl.fbaipublicfiles.com"  # fairseq's default address of GPT-2's byte-pair encoding
 
 
 def forget_outputs(state: Any) -> Any:
-    """Take the OUTPUTS out of a checkpoint's configuration, in place; returns the checkpoint."""
+    """Set the OUTPUTS in a checkpoint's configuration to None, in place, and return the checkpoint."""
     if not isinstance(state, dict):
         return state
     configuration = state.get("cfg")
@@ -39,13 +39,16 @@ def forget_outputs(state: Any) -> Any:
 
 @patch("fairseq.data.encoders.*:file_utils", _TEST, made_of)
 class LocalFiles(Proxy):
-    """A tokenizer downloads its files from any address that a checkpoint names; now from fairseq's only."""
+    """fairseq's file_utils, which downloads from FAIRSEQ_HOST alone.
+
+    A tokenizer downloads its files from any address that a checkpoint names.
+    """
 
     def cached_path(self, name: Any, cache_dir: Any = None) -> str:
-        """fairseq's, of a file on this machine or on FAIRSEQ_HOST.
+        """The path of a file on this machine, or of the copy of a file on FAIRSEQ_HOST.
 
         Raises:
-            UserError: for an address elsewhere, and for what is not a regular file.
+            UserError: if the address is elsewhere, or the file is not regular.
         """
         address = urlparse(str(name))
         if address.scheme in ("http", "https", "s3") and address.hostname != FAIRSEQ_HOST:
@@ -60,17 +63,21 @@ class LocalFiles(Proxy):
 
 @patch("fairseq.data.fasta_dataset:FastaDataset._build_index", _TEST)
 def quote_the_path(build_index: Callable, dataset: Any, path: str) -> Any:
-    """fairseq puts the path of a data set into a shell command without quoting it."""
+    """Quote the path of a data set of FASTA files.
+
+    fairseq puts the path of a data set into a shell command without quoting it.
+    """
     return build_index(dataset, shlex.quote(path))
 
 
 @patch("fairseq.*:open", _TEST, replaced)
 def open_regular_files(file: Any, mode: str = "r", *args: Any, **options: Any) -> Any:
-    """A setting can name a pipe as an embedding or dictionary, which hangs, or a device, which fills the
-    memory.
+    """`open`, for regular files alone where the file is read.
+
+    A setting can name a pipe as an embedding or dictionary, which hangs, or a device, which fills the memory.
 
     Raises:
-        UserError: for what is not a regular file, where it would be read.
+        UserError: if a file to be read is not regular.
     """
     if not isinstance(file, int) and not set(mode) & set("wax+") and str(file) != os.devnull:
         refuse_irregular(file, "The file")

@@ -1,4 +1,4 @@
-"""Flags of generation that fairseq takes the wrong way, or answers with a traceback."""
+"""Flags of generation that fairseq misreads, or answers with a traceback."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _SEARCHES = {
 
 
 class ManySearches(UserError, ValueError):
-    """Flags of different searches; of the type that fairseq raises there."""
+    """Flags ask for different searches. It is also a ValueError, because fairseq raises that here."""
 
 
 @patch(
@@ -36,11 +36,13 @@ class ManySearches(UserError, ValueError):
 def keep_the_other_side(
     prune: Callable, state: dict[str, Any], model_cfg: Any = None
 ) -> dict[str, Any]:
-    """If --model-overrides names the layers to keep of the encoder or decoder only, fairseq drops all layers
-    of the other, and its message blames the file.
+    """Keep all layers of the side whose layers --model-overrides does not name.
+
+    If --model-overrides names the layers to keep of the encoder or decoder only, fairseq drops all layers of
+    the other, and its message blames the file.
 
     Raises:
-        UserError: unless the named layers are some of that side's, each named once.
+        UserError: if a named layer does not exist on that side, or is named twice.
     """
     texts = {}
     for side in _SIDES:
@@ -71,12 +73,15 @@ def keep_the_other_side(
 def check_flags_of_search(
     build: Callable, task: Any, models: Any, args: Any, *further: Any, **options: Any
 ) -> Any:
-    """Conflicting flags end in a traceback, or are ignored: --nbest above --beam, and output that only
+    """Refuse flags of generation that conflict, or would be ignored.
+
+    Conflicting flags end in a traceback, or are ignored: --nbest above --beam, and output that only
     iterative-refinement models print.
 
     Raises:
-        UserError: for these, for groups that do not divide the beam, and for a --lm-path of another kind; for
-            several searches it is a `ManySearches`.
+        ManySearches: if flags ask for several searches.
+        UserError: for other conflicts, for groups that do not divide the beam, and if --lm-path holds no
+            language model.
     """
 
     def said(name: str) -> Any:
@@ -123,7 +128,9 @@ def check_flags_of_search(
 def count_rows_not_sentences(
     generate: Callable, generator: Any, models: Any, sample: dict[str, Any], **options: Any
 ) -> Any:
-    """--diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
+    """Number the sentences of a batch from 0 for --diverse-beam-groups.
+
+    --diverse-beam-groups looks up a table with a row for each sentence of the batch by the numbers that
     sentences have in the data set: an IndexError.
     """
     ids = sample.get("id")
@@ -139,10 +146,12 @@ def count_rows_not_sentences(
 def ask_for_constraints(
     init: Callable, search: Any, batch_constraints: Any, beam_size: int
 ) -> None:
-    """fairseq-generate accepts --constraints but reads no constraints.
+    """Refuse --constraints in a program that reads no constraints.
+
+    fairseq-generate accepts --constraints but reads no constraints.
 
     Raises:
-        UserError: where there are none.
+        UserError: if there are no constraints.
     """
     if batch_constraints is None:
         remedy = "use fairseq-interactive, which reads them behind each sentence, after a tab"

@@ -1,7 +1,7 @@
 """Questions about a batch's token ids, answered on the host that made the batch.
 
-Asking a GPU would wait for all that it has been given to do, and nothing that waits can be part of a CUDA
-graph. `Trainer._prepare_sample` moves a batch and remembers what it moved.
+A question to a GPU waits for all work that the GPU has been given, and nothing that waits can be part of a
+CUDA graph. `Trainer._prepare_sample` moves a batch to its device; the patch remembers the ids that it moved.
 """
 
 from collections.abc import Callable
@@ -12,7 +12,7 @@ from torch.utils.weak import WeakTensorKeyDictionary
 
 from moa_fairseq.plugin.patches.table import patch
 
-# Token ids on a device → (their version then, the same ids on the host)
+# Token ids on a device → (version of that tensor when it was copied, the same ids on the host)
 _copies = WeakTensorKeyDictionary()
 
 
@@ -21,7 +21,10 @@ _copies = WeakTensorKeyDictionary()
     "plugin/test_host_waits.py::test_no_model_waits_for_the_device",
 )
 def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: bool = False) -> Any:
-    """Every layer waits for the GPU to learn whether a batch is padded, although the CPU made the batch."""
+    """Move a batch to the device, and remember its token ids on the host (`on_host`).
+
+    Every layer waits for the GPU to learn whether a batch is padded, although the CPU made the batch.
+    """
     prepared, is_filler = prepare(trainer, sample, is_dummy)
     before: dict[str, Any] = (sample.get("net_input") if isinstance(sample, dict) else None) or {}
     after: dict[str, Any] = (prepared or {}).get("net_input") or {}
@@ -35,7 +38,7 @@ def remember_token_ids(prepare: Callable, trainer: Any, sample: Any, is_dummy: b
 
 
 def on_host(tokens: Tensor) -> Tensor | None:
-    """The same ids in the host's memory; None where only the device has them, as they are now."""
+    """The same ids in the host's memory; None if only the device has them in their present state."""
     copied: tuple[int, Tensor] | None = _copies.get(tokens)
     if copied is not None and copied[0] == tokens._version:
         return copied[1]
@@ -43,7 +46,7 @@ def on_host(tokens: Tensor) -> Tensor | None:
 
 
 def is_padded(tokens: Tensor, padding_idx: int) -> bool:
-    """Whether any of the ids [B, T] is padding. Waits for a device where the host does not know them."""
+    """Whether any of the ids [B, T] is padding. Waits for the device if the host does not have them."""
     return bool(_padding(tokens, padding_idx).any())
 
 

@@ -1,9 +1,9 @@
 """The Triton kernels are checked before the first training with a mixture on a GPU of a new kind.
 
-It happens before fairseq-train makes its processes, none of which could wait so long for another, and in a
-process of its own, which leaves nothing on the GPU. Of several trainings that begin at once on a machine, or
-of torchrun's processes, one checks and the others wait for it. No training fails because of it: where it
-cannot be done the kernels stay off.
+The check happens before fairseq-train makes its processes, none of which could wait so long for another. It
+runs in a process of its own, which leaves nothing on the GPU. If several trainings begin at once on a
+machine, or torchrun starts several processes, one of them checks and the others wait for it. No training
+fails because of the check: where it cannot be done the kernels stay off.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ from moa_fairseq.process import environment_of_a_child, locked
 from moa_fairseq.process.signals import die_with_parent, signals_held
 
 logger = logging.getLogger(__name__)
-PATIENCE_SECONDS = 1800.0  # for another process that checks
-# A check that such a signal ended was stopped; one that died of another tells something about the machine.
+PATIENCE_SECONDS = 1800.0  # of waiting for another process that checks
+# These signals stop a check from outside. Any other that ends it tells something about the machine.
 _STOPPED = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
 
 
@@ -36,22 +36,24 @@ _STOPPED = (signal.SIGHUP, signal.SIGINT, signal.SIGKILL, signal.SIGTERM)
     "plugin/patches/test_kernel_check.py::test_the_first_training_on_a_gpu_checks_its_kernels",
 )
 def check_before(call_main: Callable, cfg: Any, main: Callable, **options: Any) -> Any:
-    """The Triton kernels are off on a GPU until they are checked: the first training of a mixture checks
-    them, before there are several processes.
+    """Check the Triton kernels before the first training of a mixture on a GPU, in the first process.
+
+    The Triton kernels are off on a GPU until they are checked: the first training of a mixture checks them,
+    before there are several processes.
     """
     if takes_kernels(cfg) and validation.is_open(dtype := multiplied_dtype(cfg)):
         try:
             _check(dtype)
-        # The cache folder cannot be written, or another check does not end
+        # The cache folder cannot be written, or the check of another process does not end.
         except UserError as error:
             logger.warning(f"the Triton kernels were not checked and stay off: {error}")
     return call_main(cfg, main, **options)
 
 
 def takes_kernels(cfg: Any) -> bool:
-    """Whether a run of fairseq trains a model on a GPU whose experts are computed by `auto`, and may check.
+    """Whether a run trains a mixture on a GPU with the backend `auto`, and may check the kernels.
 
-    What evaluates has no model in its settings: it is the checkpoint's.
+    The settings of an evaluation have no model: its model comes from the checkpoint.
     """
     sigma_moe = "auto" if getattr(cfg.model, "sigma_moe_num_experts", 0) else None
     backend = getattr(cfg.model, "expert_backend", None) or sigma_moe
@@ -60,7 +62,7 @@ def takes_kernels(cfg: Any) -> bool:
 
 
 def multiplied_dtype(cfg: Any) -> str:
-    """The dtype of a training's products on a GPU, as `validation.DTYPES` calls it."""
+    """The dtype of a training's matrix products on a GPU, by its name in `validation.DTYPES`."""
     if cfg.common.bf16:
         return "bfloat16"
     if cfg.common.fp16 or cfg.common.amp:
@@ -69,7 +71,7 @@ def multiplied_dtype(cfg: Any) -> str:
 
 
 def _check(dtype: str) -> None:
-    """Check the kernels in a dtype unless another process does so meanwhile. Raises UserError."""
+    """Check the kernels in a dtype, unless another process does so meanwhile. Raises UserError."""
     with locked(validation.path().parent, PATIENCE_SECONDS):
         if save_on_sigterm.was_asked():
             sys.exit(128 + signal.SIGTERM)
@@ -96,7 +98,7 @@ def _check(dtype: str) -> None:
 
 
 def _run(dtype: str, log: Path) -> int:
-    """Run the check to its end, which SIGTERM to this process hastens. Returns its exit status."""
+    """Run the check to its end and return its exit status; SIGTERM to this process ends the check early."""
     words = [sys.executable, "-u", "-m", "moa_fairseq.layers.experts.validate", "--dtypes", dtype]
     with open(log, "ab") as stream:
         with signals_held() as received:

@@ -1,4 +1,4 @@
-"""Samples that are longer than a model reads: an evaluation leaves none of them out."""
+"""Samples that are longer than a model can read: no evaluation leaves one out."""
 
 import logging
 from collections.abc import Callable
@@ -18,11 +18,12 @@ _TESTS = "plugin/patches/test_lengths.py::"
 
 @patch(f"{_TASK}.load_dataset", f"{_TESTS}test_a_context_window_of_a_whole_block_is_refused")
 def refuse_empty_blocks(load_dataset: Callable, task: Any, *args: Any, **options: Any) -> Any:
-    """--context-window is subtracted from --tokens-per-sample; if nothing is left, training ends in a
-    traceback.
+    """Refuse a --context-window that leaves no token to evaluate.
+
+    --context-window is subtracted from --tokens-per-sample; if nothing is left, training ends in a traceback.
 
     Raises:
-        UserError: where no token is left.
+        UserError: if no token is left.
     """
     if task.args.tokens_per_sample < 1:
         raise UserError(
@@ -42,13 +43,15 @@ def evaluate_every_token(
     context_window: int = 0,
     **options: Any,
 ) -> Any:
-    """fairseq-eval-lm skips blocks that are longer than the model, and prints the perplexity of the rest
-    (1.00 if there is none); its default --tokens-per-sample, 1,024, is longer than many models.
+    """Evaluate every token: cut the text into blocks of the model's length, or refuse longer blocks.
 
-    In place of that default it takes the model's length.
+    fairseq-eval-lm skips blocks that are longer than the model, and prints the perplexity of the rest (1.00
+    if there is none); its default --tokens-per-sample, 1,024, is longer than many models.
+
+    Only the default --tokens-per-sample is replaced by the model's length.
 
     Raises:
-        UserError: for other blocks that are too long, if they would be left out.
+        UserError: if blocks of a length that the user chose are too long, and would be left out.
     """
     subset = next((name for name, each in task.datasets.items() if each is dataset), "")
 
@@ -85,10 +88,12 @@ def name_the_sentence_that_is_too_long(
     max_positions: Any = None,
     ignore_invalid_inputs: bool = False,
 ) -> Any:
-    """A sentence that is longer than the model ends in a traceback, whose remedy scores fewer sentences.
+    """Refuse sentences that are longer than the model, unless a flag leaves them out.
+
+    A sentence that is longer than the model ends in a traceback, whose remedy scores fewer sentences.
 
     Raises:
-        UserError: names the first sentence that is too long, unless such sentences are to be left out.
+        UserError: names the first sentence that is too long.
     """
     if not ignore_invalid_inputs:
         fitting, left_out = dataset.filter_indices_by_size(indices, max_positions)

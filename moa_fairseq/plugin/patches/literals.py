@@ -1,4 +1,4 @@
-"""A setting is data: what fairseq would run through `eval` is read as a literal.
+"""Settings are data: where fairseq calls `eval`, a setting is parsed as a literal.
 
 fairseq keeps some settings as Python expressions (`--encoder-layers "[(512, 3)] * 20"`, `--adam-betas`) and
 evaluates them when a model, a criterion or an optimizer is built.
@@ -18,7 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.patches.table import patch, replaced
 
-MAX_ITEMS = 10_000  # in all lists, tuples and strings together that + and * make in one setting
+MAX_ITEMS = 10_000  # of all lists, tuples and strings together that + and * make in one setting
 _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.mul}
 
 
@@ -28,24 +28,23 @@ _OPERATORS = {ast.Add: operator.add, ast.Sub: operator.sub, ast.Mult: operator.m
     replaced,
 )
 def literal(text: Any, *_: Any) -> Any:
-    """fairseq evaluates settings as Python code, also from other people's checkpoints. Now they are parsed as
-    literals.
+    """Parse a setting as a literal; stands for `eval`, whose other arguments are ignored.
 
-    Further arguments of `eval` are ignored.
+    fairseq evaluates settings as Python code, also from other people's checkpoints.
 
     Args:
         text: numbers, strings, booleans, None, lists, tuples, sets and dictionaries; sums, differences and
             products of numbers; sums and repetitions of lists, tuples and strings.
 
     Raises:
-        UserError: names the setting, for any other text.
-        TypeError: as `eval` does, for anything but a text.
+        UserError: names the setting, if it is any other text.
+        TypeError: if `text` is not a text, as `eval` does.
     """
     if not isinstance(text, str):
         raise TypeError(f"a setting is a text, not {type(text).__name__}")
     try:
         return ast.literal_eval(_Sums().visit(ast.parse(text.strip(), mode="eval")))
-    # as literal_eval documents
+    # literal_eval documents these errors.
     except (
         SyntaxError,
         ValueError,
@@ -64,7 +63,7 @@ def literal(text: Any, *_: Any) -> Any:
 
 
 class _Sums(ast.NodeTransformer):
-    """Puts values in the place of sums, differences and products, of which literal_eval knows few."""
+    """Replaces sums, differences and products by their values; literal_eval computes only complex numbers."""
 
     items = MAX_ITEMS
 
@@ -87,12 +86,13 @@ class _Sums(ast.NodeTransformer):
 
 
 def _setting_name(text: str) -> str:
-    """Which setting `text` is: its name in a configuration of the callers of `literal`."""
+    """The name of the setting whose value is `text`, searched in the settings of `literal`'s callers."""
     frame: types.FrameType | None = sys._getframe(2)
     for _ in range(5):
         if frame is None:
             break
-        if frame.f_globals.get("__name__") != "fairseq.utils":  # whose parameters are all called x
+        # The functions of fairseq.utils call every parameter x, which names no setting.
+        if frame.f_globals.get("__name__") != "fairseq.utils":
             values = list(frame.f_locals.values())
             for value in list(values):
                 fields = _fields(value)
@@ -106,7 +106,7 @@ def _setting_name(text: str) -> str:
 
 
 def _fields(value: Any) -> Mapping[Any, Any]:
-    """What a configuration or an object itself holds; no property and no `__getattr__` is called."""
+    """The attributes stored in a configuration or an object; no property and no `__getattr__` is called."""
     if isinstance(value, DictConfig):
         fields: Any = OmegaConf.to_container(value, resolve=False)
     else:

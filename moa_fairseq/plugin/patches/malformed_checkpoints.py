@@ -45,11 +45,11 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
 
     Args:
         state: what the file holds.
-        name: of the file, for the message.
-        size: of the file, in bytes.
+        name: the file's name, for the message.
+        size: the file's size in bytes.
 
     Raises:
-        UserError: for the first thing that is otherwise.
+        UserError: names the first part that cannot be fairseq's.
     """
 
     def refuse(reason: str) -> NoReturn:
@@ -65,7 +65,7 @@ def check_checkpoint(state: Any, name: str, size: int) -> None:
     for key, value in state["model"].items():
         if not isinstance(key, str) or not isinstance(value, Tensor):
             refuse(f"the weight {str(key)[:80]} is of the type {type(value).__name__}")
-        # A flag of a module
+        # A single truth value is a flag that a module saves.
         if value.dtype not in _DTYPES and (value.dtype != torch.bool or value.dim()):
             refuse(f"the weight {key[:80]} is made of {value.dtype}")
     check_weights(
@@ -92,7 +92,7 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
     """Check that all weights are finite.
 
     Args:
-        weights: by name.
+        weights: the weights by name.
         beginning, remedy: how the message begins and ends; between them it names the first such weight.
 
     Raises:
@@ -109,7 +109,7 @@ def check_weights(weights: Mapping[str, Tensor], beginning: str, remedy: str) ->
 
 
 def _parts(value: Any) -> list[Any]:
-    """What a container holds; nothing for anything else."""
+    """The items of a container, or the values of a mapping; no items for anything else."""
     if isinstance(value, argparse.Namespace):
         value = vars(value)
     if isinstance(value, dict):
@@ -120,7 +120,7 @@ def _parts(value: Any) -> list[Any]:
 
 
 def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoReturn]) -> None:
-    """All tensors together are no larger than the file: none repeats a number, or was made without one."""
+    """Refuse tensors that together are larger than the file: tensors that repeat numbers or hold none."""
     visited: set[int] = set()
     pending: list[Any] = [state]
     while pending:
@@ -143,7 +143,9 @@ def _check_tensors(state: dict[Any, Any], size: int, refuse: Callable[[str], NoR
 
 
 def _check_size_of_settings(values: list[Any], refuse: Callable[[str], NoReturn]) -> None:
-    """One list that stands in ten places counts ten times: OmegaConf copies it for each."""
+    """Refuse settings of too many values. A list that stands in ten places counts ten times, because
+    OmegaConf copies it for each place.
+    """
     pending = list(values)
     for _ in range(MAX_SETTINGS):
         if not pending:
@@ -156,18 +158,19 @@ def _check_size_of_settings(values: list[Any], refuse: Callable[[str], NoReturn]
 
 
 class Allowance(TorchDispatchMode):
-    """Inside the block, a model that is built may be some times as large as the weights that were read.
+    """A context in which a model may be built that is at most TIMES as large as the weights of its
+    checkpoint.
 
     Args:
-        weights: those that were read already; `grant` adds others.
+        weights: the weights that are already in memory; `grant` adds others.
 
     Raises:
-        ValueError: in the block, from the operation that would make the model larger.
+        ValueError: inside the context, from the operation that would make the model larger.
     """
 
     TIMES = 16
-    FREE_NUMBERS = 1 << 26  # positions of small models
-    FREE_TENSORS = 1000  # a million empty layers take hours as well
+    FREE_NUMBERS = 1 << 26  # beyond TIMES, for the tables of positions of small models
+    FREE_TENSORS = 1000  # beyond TIMES; a million empty layers take hours as well
     current: ClassVar[list[Allowance]] = []
 
     def __init__(self, weights: Iterable[Tensor] = ()) -> None:
@@ -185,7 +188,7 @@ class Allowance(TorchDispatchMode):
         super().__exit__(*error)
 
     def grant(self, weights: Iterable[Tensor]) -> None:
-        """Room for one more model of these weights."""
+        """Add room for one more model of these weights."""
         for weight in weights:
             self.numbers += self.TIMES * weight.numel()
             self.tensors += self.TIMES
@@ -205,7 +208,7 @@ class Allowance(TorchDispatchMode):
             self.tensors -= 1
         else:
             shapes = [value.shape for value in args if isinstance(value, Tensor)]
-            # Of other operations than those on pairs of numbers
+            # The result has the broadcast shape, except in operations that do not work number by number.
             with contextlib.suppress(RuntimeError):
                 shapes = [torch.broadcast_shapes(*shapes)]
             needed = max((math.prod(shape) for shape in shapes), default=0)
@@ -222,19 +225,22 @@ class Allowance(TorchDispatchMode):
 
 @contextlib.contextmanager
 def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Iterator[None]:
-    """In the block, any exception becomes a UserError: `what`, the exception, its place in the code, remedy.
+    """A context in which any exception becomes a UserError.
+
+    The message consists of `what`, the exception, its place in the code and the remedy.
 
     Args:
         what: begins the message.
-        path: of the checkpoint; a UserError that names it is left as it is; with "", any UserError is.
-        remedy: ends the message, but not that of a UserError.
+        path: the checkpoint's path. A UserError that names it is raised unchanged; with "" every UserError
+            is.
+        remedy: ends the message, unless the exception is a UserError.
 
     Raises:
         UserError: in place of the exception.
     """
     try:
         yield
-    except UserError as error:  # any: what is being read is named with it
+    except UserError as error:  # a UserError that does not name the checkpoint gets its name
         if path in str(error):
             raise
         raise UserError(f"{what}: {error}") from error
@@ -250,7 +256,9 @@ def explaining(what: str, path: str = "", remedy: str = _OF_A_CHECKPOINT) -> Ite
 
 @patch("fairseq.checkpoint_utils:load_checkpoint_to_cpu", _TEST)
 def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
-    """fairseq assumes a checkpoint's content, and ends in a traceback if it is missing; it hangs at a named
+    """Load a checkpoint, and turn any exception into a UserError.
+
+    fairseq assumes a checkpoint's content, and ends in a traceback if it is missing; it hangs at a named
     pipe, and fills the memory from a device.
 
     Raises:
@@ -266,10 +274,12 @@ def explain_loads(load: Callable, path: str, *args: Any, **options: Any) -> Any:
 
 @patch("fairseq.checkpoint_utils:load_model_ensemble_and_task", _TEST)
 def explain_models(load: Callable, filenames: list[str], *args: Any, **options: Any) -> Any:
-    """fairseq builds any model that the settings describe, and impossible settings end in a traceback.
+    """Build the models of checkpoints within an `Allowance`, and turn any exception into a UserError.
+
+    fairseq builds any model that the settings describe, and impossible settings end in a traceback.
 
     Raises:
-        UserError: for these, for a model far larger than its weights, and for one that could not be used.
+        UserError: if settings are impossible, or a model would be far larger than its weights or of no use.
     """
     state = options.get("state") or {}
     names = ", ".join(map(str, filenames))
@@ -278,13 +288,13 @@ def explain_models(load: Callable, filenames: list[str], *args: Any, **options: 
             models, cfg, task = load(filenames, *args, **options)
         _check_use(task, models)
         with open_dict(cfg):
-            # Commands read them
+            # Commands read these two settings without checking that they exist.
             cfg.update(task=cfg.get("task"), criterion=cfg.get("criterion"))
     return models, cfg, task
 
 
 def _check_use(task: Any, models: list[Any]) -> None:
-    """Raises ValueError for settings that fairseq does not look at before the model is used."""
+    """Raise ValueError for settings that fairseq reads only when the model is used."""
     for model in models:
         for name, module in model.named_modules():
             if isinstance(module, FairseqDropout) and not isinstance(module.p, (int, float)):
@@ -307,7 +317,9 @@ def _check_use(task: Any, models: list[Any]) -> None:
 def refuse_other_kinds(
     load: Callable, model: Any, state: dict[str, Any], *args: Any, **options: Any
 ) -> Any:
-    """torch silently converts integers and complex numbers into weights.
+    """Refuse a weight of integers or complex numbers for a parameter of real numbers, and the reverse.
+
+    torch silently converts integers and complex numbers into weights.
 
     Raises:
         UserError: names the first such weight.
@@ -325,10 +337,12 @@ def refuse_other_kinds(
 
 @patch("fairseq.criterions:build_criterion", _TEST)
 def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **options: Any) -> Any:
-    """fairseq-validate builds any criterion that a checkpoint's settings describe.
+    """Build a criterion, and turn any exception into a UserError.
+
+    fairseq-validate builds any criterion that a checkpoint's settings describe.
 
     Raises:
-        UserError: for settings that no criterion can be built from.
+        UserError: if no criterion can be built from the settings.
     """
     remedy = (
         "Change these flags; fairseq-validate has them from its checkpoint: then use another one."
@@ -347,8 +361,10 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
 def explain_resumption(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
 ) -> Any:
-    """fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state
-    of a training ends in a traceback, at once or after hours.
+    """Load the state of a training, and turn any exception into a UserError.
+
+    fairseq silently starts a new training if checkpoint_last.pt is not a regular file, and a damaged state of
+    a training ends in a traceback, at once or after hours.
 
     Raises:
         UserError: in both cases.
@@ -362,7 +378,7 @@ def explain_resumption(
 
 
 def _check_place(updates: Any, extra: dict[str, Any]) -> None:
-    """Raises ValueError for a count or a best loss that would end the training only when it is used."""
+    """Raise ValueError for a count or a best loss that would end the training only when it is used."""
     place = extra["train_iterator"]
     counts = {"num_updates": updates, "epoch": place.get("epoch", 0)}
     counts["iterations_in_epoch"] = place.get("iterations_in_epoch", 0)
@@ -371,7 +387,7 @@ def _check_place(updates: Any, extra: dict[str, Any]) -> None:
             raise ValueError(f"{name} is {value!r:.80}")
     for name in ("best", "previous_training_time"):
         value = extra.get(name) or 0.0
-        # Several processes sum up their times in one
+        # Several processes sum up their training times in a tensor.
         if torch.is_tensor(value) and value.numel() == 1:
             value = value.item()
         if not isinstance(value, (int, float)):

@@ -1,10 +1,10 @@
 """SIGTERM, which a scheduler sends before it ends a job, saves a checkpoint and then ends the training.
 
-The update that runs is finished and checkpoint_last.pt written, in the middle of an epoch too, and with
+The update that runs is finished and checkpoint_last.pt is written, in the middle of an epoch too, and with
 --no-last-checkpoints; a validation that is due follows. The process ends with status 143. Any process of a
-training may be told: with the next update the others learn it, because fairseq adds up their training times
-then, and all stop after the same update. Before the processes have found each other there is nothing to save,
-and the one that is told ends at once.
+training may receive the signal: at the next update the others learn of it, because fairseq adds up their
+training times then, and all stop after the same update. Before the processes are connected there is nothing
+to save, and a process that receives the signal ends at once.
 """
 
 from __future__ import annotations
@@ -38,10 +38,10 @@ _asked = threading.Event()
 
 @patch("fairseq.trainer:Trainer._local_cumulative_training_time", _TEST)
 def tell_the_others(local_time: Callable, trainer: Any) -> float:
-    """SIGTERM kills a training and loses its work since the last checkpoint; now it saves a checkpoint first.
-    This sum carries the signal to the other processes.
+    """The training time of this process, or infinity once this process has received SIGTERM.
 
-    It is infinite once a process was told.
+    SIGTERM kills a training and loses its work since the last checkpoint; now it saves a checkpoint first.
+    This sum carries the signal to the other processes.
     """
     if was_asked() and trainer._sync_stats():
         return math.inf
@@ -49,14 +49,15 @@ def tell_the_others(local_time: Callable, trainer: Any) -> float:
 
 
 def saving_when_told(validate_and_save: Callable) -> Callable:
-    """Wrap what fairseq-train calls after each update.
+    """Wrap the function that fairseq-train calls after each update.
 
     Args:
-        validate_and_save: fairseq's; it returns the losses of a validation, and whether training should stop.
+        validate_and_save: fairseq's function; it returns the losses of a validation, and whether the training
+            should stop.
 
     Returns:
-        The same function, but where the process was told to end it saves a checkpoint (not with --no-save)
-        and ends the process with status 143.
+        A function that, in addition, saves a checkpoint (not with --no-save) and ends the process with status
+        143 if a process of the training has received SIGTERM.
     """
 
     @functools.wraps(validate_and_save)
@@ -66,13 +67,14 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
         stops = was_asked()
         if trainer._sync_stats():
             stops = trainer._cumulative_training_time == math.inf
-            if stops:  # it is saved with a checkpoint
+            if stops:  # the sum is saved with a checkpoint, and must be finite
                 local_time = type(trainer)._local_cumulative_training_time.__wrapped__
                 trainer._cumulative_training_time = local_time(trainer)
         last = end_of_epoch or trainer.get_num_updates() >= (
             cfg.optimization.max_update or math.inf
         )
-        if not stops or last:  # at the end of an epoch fairseq saves; the next update is the last
+        # At the end of an epoch fairseq itself saves, and the training stops after the next update.
+        if not stops or last:
             return validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
         from fairseq import checkpoint_utils
 
@@ -82,17 +84,19 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
         else:
             logger.info(f"SIGTERM: saving a checkpoint {place} and ending")
             settings = copy.deepcopy(cfg.checkpoint)
-            settings.no_last_checkpoints = False  # without one, the same command would begin anew
-            settings.save_interval_updates = 0  # validate_and_save writes that one
+            # Without checkpoint_last.pt the same command would begin anew.
+            settings.no_last_checkpoints = False
+            settings.save_interval_updates = 0  # validate_and_save writes that checkpoint
             checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
-            # only then what is due at this update: who sent the signal may not wait for a validation
+            # A validation that is due comes afterwards: the sender of the signal may not wait for it.
             result = validate_and_save(cfg, trainer, task, epoch_itr, subsets, end_of_epoch)
             if result[1]:  # --patience is over, or the time
                 return result
-            if result[0] != [None]:  # with the best value and the count of --patience
+            # The validation changed the best value and the count of --patience, which are saved, too.
+            if result[0] != [None]:
                 checkpoint_utils.save_checkpoint(settings, trainer, epoch_itr, None)
         if dist.is_initialized():
-            dist.barrier()  # nobody leaves before it is written
+            dist.barrier()  # no process ends before the checkpoint is written
         sys.exit(128 + signal.SIGTERM)
 
     return wrapped
@@ -103,11 +107,13 @@ def saving_when_told(validate_and_save: Callable) -> Callable:
     "plugin/patches/test_save_on_sigterm.py::test_a_process_that_waits_for_the_others_ends_at_once",
 )
 def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
-    """SIGTERM to a process that waits for the other processes would take effect only when they arrive, and
-    they may have been terminated as well.
+    """Let SIGTERM end a process at once while it waits for the other processes to connect.
+
+    SIGTERM to a process that waits for the other processes would take effect only when they arrive, and they
+    may have been terminated as well.
     """
     waits = signal.getsignal(signal.SIGTERM) is _remember
-    if waits:  # torch waits outside of Python, where no handler of ours runs
+    if waits:  # torch waits outside of Python, where Python's handlers do not run
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
     if was_asked():
         sys.exit(128 + signal.SIGTERM)
@@ -118,7 +124,7 @@ def end_while_alone(distributed_init: Callable, cfg: Any) -> int:
 
 
 def was_asked() -> bool:
-    """Whether this process was told to end."""
+    """Whether this process has received SIGTERM."""
     return _asked.is_set()
 
 
@@ -134,15 +140,18 @@ def _remember(*_: Any) -> None:
 
 @patch("fairseq_cli.train:validate_and_save", _TEST, None)
 def install() -> None:
-    """The same, after each update; fairseq-train has its own handler of SIGTERM.
+    """Wrap `validate_and_save` of fairseq-train by `saving_when_told`, and handle SIGTERM.
 
-    It may have been called as a program or as a module.
+    fairseq-train has no handler of SIGTERM, and does nothing after an update for a process that was told to
+    end.
+
+    fairseq-train may run as a program or as a module.
     """
     if not sys.argv[0].endswith(PROGRAMS):
         return
     for name in ("__main__", "fairseq_cli.train"):
         function = getattr(sys.modules.get(name), "validate_and_save", None)
-        # The name in fairseq's own module, also where a spawned process has a copy
+        # __globals__ is fairseq's own module, of which a spawned process has a copy.
         if function is not None:
             function.__globals__["validate_and_save"] = saving_when_told(function)
     in_main_thread = threading.current_thread() is threading.main_thread()

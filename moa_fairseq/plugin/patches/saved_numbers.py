@@ -1,7 +1,7 @@
 """NumPy's numbers in a checkpoint, which fairseq's meters take from what tasks and criterions log.
 
-They are saved as plain numbers and lists. Those in older files are read without NumPy's own unpickling: it
-makes arrays as large as a file says, and of any type.
+They are saved as plain numbers and lists. Older files, which hold NumPy's own, are read without NumPy's
+unpickling: it makes arrays as large as a file says, and of any type.
 """
 
 from __future__ import annotations
@@ -11,22 +11,29 @@ import math
 import pickle
 from argparse import Namespace
 from collections.abc import Callable
-from typing import Any, NoReturn
+from typing import Any
 
 import numpy as np
 
 from moa_fairseq.plugin.patches.table import patch
 
-MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens
+MAX_BYTES = 1_000_000  # of NumPy's numbers in one file: a meter has some tens of bytes
 _TYPES = {"b1", "f2", "f4", "f8", "i1", "i2", "i4", "i8", "u1", "u2", "u4", "u8"}
+_BYTE_ORDERS = (
+    "<",
+    ">",
+    "=",
+    "|",
+)  # little-endian, big-endian, the machine's; none for single bytes
 
 
 def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     """A copy with plain numbers, and lists of them, in place of NumPy's.
 
     Args:
-        value: dictionaries, lists, tuples and namespaces are copied; all else that is not NumPy's stays.
-        copies: for the function's own calls, the copies of containers by the id of the original.
+        value: dictionaries, lists, tuples and namespaces are copied; any other object that is not NumPy's is
+            returned itself.
+        copies: the copies of containers by the id of the original; only the function's own calls pass it.
     """
     copies = {} if copies is None else copies
     if id(value) in copies:
@@ -34,7 +41,7 @@ def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     if isinstance(value, (np.generic, np.ndarray)):
         return value.tolist()
     if isinstance(value, dict):
-        # With the attributes of a model's OrderedDict
+        # copy.copy also copies the attributes of a model's OrderedDict.
         copied = copies[id(value)] = copy.copy(value)
         copied.clear()
         copied.update({plain(key, copies): plain(item, copies) for key, item in value.items()})
@@ -54,70 +61,120 @@ def plain(value: Any, copies: dict[int, Any] | None = None) -> Any:
     return value
 
 
-def numpy_stand_ins() -> list[type]:
-    """What unpickling gets in place of NumPy's constructors; made for one file, whose numbers they count.
+class Budget:
+    """The bytes of NumPy's numbers that one file may still hold.
 
-    A scalar becomes a number, and an array a list; one without dimensions a list of one. They raise
-    UnpicklingError for other contents than numbers and truth values, and for more than MAX_BYTES.
+    Args:
+        size: how many bytes the whole file may hold.
     """
-    budget = MAX_BYTES
 
-    def refuse(what: str) -> NoReturn:
-        raise pickle.UnpicklingError(f"GLOBAL numpy.{what}")
+    def __init__(self, size: int = MAX_BYTES) -> None:
+        self.left = size
 
-    class Dtype:
-        def __init__(self, code: str, *_: Any) -> None:
-            self.code = code if code in _TYPES else refuse("dtype")
+    def spend(self, size: int) -> None:
+        """Subtract `size` bytes.
 
-        def __setstate__(self, state: Any) -> None:
-            _, order, *fields = state
-            if order not in ("<", ">", "=", "|") or fields[:3] != [None] * 3:
-                refuse("dtype")
-            self.code = order + self.code
+        Raises:
+            pickle.UnpicklingError: if fewer are left.
+        """
+        if size > self.left:
+            raise _refusal("ndarray")
+        self.left -= size
 
-    def numbers(dtype: Any, raw: Any) -> np.ndarray:
-        nonlocal budget
-        if not isinstance(dtype, Dtype) or not isinstance(raw, bytes) or len(raw) > budget:
-            refuse("ndarray")
-        budget -= len(raw)
-        if raw:
-            return np.frombuffer(raw, dtype.code)
-        return np.empty(0, dtype.code)
 
-    class Array(list):
-        def __init__(self, *_: Any) -> None:
-            """Empty, whatever the arguments say; its state follows."""
+class _Dtype:
+    """For numpy.dtype: `code` is the byte order and type of a number, such as "<f8"."""
 
-        def __setstate__(self, state: Any) -> None:
-            nonlocal budget
-            _, shape, dtype, by_columns, raw = state
-            values = numbers(dtype, raw)
-            rows = math.prod(size for size in shape if size)  # an empty array has them, too
-            budget -= 0 if len(values) else rows
-            if math.prod(shape) != len(values) or budget < 0:
-                refuse("ndarray")
-            self[:] = values.reshape(shape or (1,), order="F" if by_columns else "C").tolist()
+    def __init__(self, code: str, *_: Any) -> None:
+        if code not in _TYPES:
+            raise _refusal("dtype")
+        self.code = code
 
-    class Scalar:
-        def __new__(cls, dtype: Any, raw: Any) -> Any:
-            return numbers(dtype, raw).item()
+    def __setstate__(self, state: Any) -> None:
+        _, order, *fields = state
+        if order not in _BYTE_ORDERS or fields[:3] != [None] * 3:
+            raise _refusal("dtype")
+        self.code = order + self.code
 
-    class Bytes:
-        """What a pickle calls for none; the real one makes as many as it is given a number of."""
 
-        def __new__(cls) -> Any:
-            return b""
+class _Array(list):
+    """For the constructor of arrays: the numbers as nested lists."""
 
-    class ArrayType:
-        """Only an argument of the others."""
+    budget: Budget
 
-    def named(module: str, name: str, base: type) -> type:
-        return type(name, (base,), {"__module__": module})
+    def __init__(self, *_: Any) -> None:
+        """Make an empty list; `__setstate__` gets the shape and the numbers."""
 
-    stand_ins = [named("numpy", "dtype", Dtype), named("numpy", "ndarray", ArrayType)]
-    stand_ins.append(named("builtins", "bytes", Bytes))
-    for module in ("numpy.core.multiarray", "numpy._core.multiarray"):  # of NumPy 1 and 2
-        stand_ins += [named(module, "_reconstruct", Array), named(module, "scalar", Scalar)]
+    def __setstate__(self, state: Any) -> None:
+        _, shape, dtype, by_columns, raw = state
+        values = _numbers(dtype, raw, self.budget)
+        if not len(values):
+            # A shape without numbers, such as (1000, 0), still makes a list for each row.
+            self.budget.spend(math.prod(size for size in shape if size))
+        if math.prod(shape) != len(values):
+            raise _refusal("ndarray")
+        self[:] = values.reshape(shape or (1,), order="F" if by_columns else "C").tolist()
+
+
+class _Scalar:
+    """For the constructor of scalars, which returns a plain number."""
+
+    budget: Budget
+
+    def __new__(cls, dtype: Any, raw: Any) -> Any:
+        return _numbers(dtype, raw, cls.budget).item()
+
+
+class _EmptyBytes:
+    """For `bytes`, which a pickle calls for an empty value; given a number, it would make as many bytes."""
+
+    def __new__(cls) -> Any:
+        return b""
+
+
+class _ArrayType:
+    """For numpy.ndarray, which is only an argument of the constructor of arrays."""
+
+
+_STAND_INS = {
+    "numpy.dtype": _Dtype,
+    "numpy.ndarray": _ArrayType,
+    "builtins.bytes": _EmptyBytes,
+    # NumPy 1
+    "numpy.core.multiarray._reconstruct": _Array,
+    "numpy.core.multiarray.scalar": _Scalar,
+    # NumPy 2
+    "numpy._core.multiarray._reconstruct": _Array,
+    "numpy._core.multiarray.scalar": _Scalar,
+}
+
+
+def _refusal(name: str) -> pickle.UnpicklingError:
+    return pickle.UnpicklingError(f"GLOBAL numpy.{name}")
+
+
+def _numbers(dtype: Any, raw: Any, budget: Budget) -> np.ndarray:
+    """The numbers in the bytes `raw`, which are taken from the budget."""
+    if not isinstance(dtype, _Dtype) or not isinstance(raw, bytes):
+        raise _refusal("ndarray")
+    budget.spend(len(raw))
+    if raw:
+        return np.frombuffer(raw, dtype.code)
+    return np.empty(0, dtype.code)
+
+
+def numpy_stand_ins() -> list[type]:
+    """Classes that unpickling calls in place of NumPy's constructors, for one file: they share its budget.
+
+    A scalar becomes a number, an array nested lists, and an array without dimensions a list of one number.
+    The classes raise an UnpicklingError for anything but numbers and truth values, and for more than
+    MAX_BYTES of them.
+    """
+    budget = Budget()
+    stand_ins = []
+    for path, stand_in in _STAND_INS.items():
+        module, _, name = path.rpartition(".")
+        stand_ins.append(type(name, (stand_in,), {"__module__": module, "budget": budget}))
     return stand_ins
 
 
@@ -126,11 +183,14 @@ def numpy_stand_ins() -> list[type]:
     "plugin/patches/test_saved_numbers.py::test_a_meter_goes_on_with_the_array_that_was_saved",
 )
 def restore_arrays(load: Callable, meters: Any, state: Any) -> None:
-    """A meter's array, such as the counts of --eval-bleu, is saved as a list, which cannot be summed."""
-    rows = []
+    """Turn the lists in the saved state of meters into arrays.
+
+    A meter's array, such as the counts of --eval-bleu, is saved as a list, which cannot be summed.
+    """
+    restored = []
     for *meter, values in state:
-        restored = {}
+        arrays = {}
         for name, value in values.items():
-            restored[name] = np.asarray(value) if isinstance(value, list) else value
-        rows.append((*meter, restored))
-    load(meters, rows)
+            arrays[name] = np.asarray(value) if isinstance(value, list) else value
+        restored.append((*meter, arrays))
+    load(meters, restored)

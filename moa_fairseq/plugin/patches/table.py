@@ -1,4 +1,4 @@
-"""The table of what is changed in fairseq and torch: `@patch` above a function or a class adds a row."""
+"""The table of all changes to fairseq and torch: `@patch` above a function or a class adds a row."""
 
 from __future__ import annotations
 
@@ -13,15 +13,16 @@ from typing import Any, NamedTuple
 
 
 class Patch(NamedTuple):
-    """One thing that is changed.
+    """A change to fairseq or torch.
 
     Args:
         what: "module:name" or "module:Class.name", modules separated by commas. A module with a * stands for
-            all that are loaded and have the name, or use Python's own function of that name.
-        test: file::name under tests/.
-        change: the first paragraph of its docstring is the reason.
-        way: how it takes the original's place: called with the original and `change`, it returns what gets
-            the name; None: `change` does all by itself.
+            all loaded modules that have the name, or use Python's own function of that name.
+        test: the test, as "file::name" under tests/.
+        change: the new function or class. The first paragraph of its docstring says what it does, the second
+            why it is needed.
+        way: called with the original and `change`, it returns the object that takes the original's place. If
+            it is None, `change` is called without arguments, and does everything itself.
     """
 
     what: str
@@ -31,10 +32,11 @@ class Patch(NamedTuple):
 
     @property
     def reason(self) -> str:
-        return " ".join((self.change.__doc__ or "").partition("\n\n")[0].split())
+        """Why the change is needed."""
+        return " ".join((self.change.__doc__ or "").split("\n\n")[1].split())
 
     def places(self) -> Iterator[tuple[Any, str]]:
-        """(owner, name) of everything that this changes in this process."""
+        """(owner, name) of every function, class and module that this changes in this process."""
         modules, _, path = self.what.partition(":")
         *classes, name = path.split(".")
         for pattern in modules.split(", "):
@@ -53,7 +55,7 @@ class Patch(NamedTuple):
                     yield owner, name
 
     def install(self) -> None:
-        """Make the change."""
+        """Put the change in the original's place, everywhere in this process."""
         if self.way is None:
             self.change()
             return
@@ -62,7 +64,7 @@ class Patch(NamedTuple):
             changed = self.way(original, self.change)
             static = isinstance(vars(owner).get(name), staticmethod)
             setattr(owner, name, staticmethod(changed) if static else changed)
-            # the module that a spawned process began with is a copy, and its functions look into the original
+            # The main module of a spawned process is a copy, whose functions look names up in the original.
             names = getattr(original, "__globals__", {})
             if names.get(name) is original:
                 names[name] = changed
@@ -72,11 +74,11 @@ ROWS: list[Patch] = []
 
 
 def wrapped_by(original: Callable, change: Callable) -> Callable:
-    """A function that calls change(original, …) with what it is given.
+    """A function that calls change(original, …) with its own arguments.
 
     Args:
-        original: fairseq's or torch's function; the new one keeps its name and has it as `__wrapped__`.
-        change: takes the original before the original's own arguments.
+        original: fairseq's or torch's function; the new function keeps its name, and has it as `__wrapped__`.
+        change: takes the original, and then the original's arguments.
     """
 
     @functools.wraps(original)
@@ -87,22 +89,22 @@ def wrapped_by(original: Callable, change: Callable) -> Callable:
 
 
 def replaced(original: Any, change: Callable) -> Any:
-    """The change itself."""
+    """The change itself, which takes the original's place."""
     return change
 
 
 def made_of(original: Any, change: Callable) -> Any:
-    """What `change` makes of the original, a module or a class for the most part."""
+    """The result of `change` for the original, usually a module or a class."""
     return change(original)
 
 
 def patch(
     what: str, test: str, way: Callable[[Any, Callable], Any] | None = wrapped_by
 ) -> Callable:
-    """Decorator: a row of the table.
+    """A decorator that adds a row to the table.
 
     Args:
-        what, test, way: as in `Patch`; `change` is what is decorated, and stays as it is.
+        what, test, way: as in `Patch`; `change` is the decorated function or class, which is not altered.
     """
 
     def add(change: Any) -> Any:
@@ -113,10 +115,10 @@ def patch(
 
 
 class Proxy(types.ModuleType):
-    """Stands for a module in fairseq's: what a subclass does not define is the module's own.
+    """Stands for a module: names that a subclass does not define are the module's own.
 
     Args:
-        original: the module.
+        original: the module for which it stands.
     """
 
     def __init__(self, original: types.ModuleType) -> None:

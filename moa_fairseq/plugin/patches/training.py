@@ -1,4 +1,4 @@
-"""The trainer and the task: what they are told, what they load, and what they say of an error."""
+"""The trainer and the task: what they are told, what they load, and how they report an error."""
 
 from __future__ import annotations
 
@@ -19,12 +19,12 @@ from fairseq.models import ARCH_MODEL_REGISTRY, FairseqEncoder
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
 from moa_fairseq.plugin.patches.table import patch
 
 logger = logging.getLogger(__name__)
 
-_MOST = 8  # differences that are listed
+_MOST_DIFFERENCES = 8  # in a message
 _COMPAT = "plugin/test_fairseq_compat.py::"
 _RESUME = "test_resume.py::"
 _BEST = "plugin/patches/test_best_checkpoint.py::"
@@ -38,9 +38,11 @@ _CONTEXT = (
     f"{_COMPAT}test_bf16_is_a_gpu_dtype_when_there_is_a_gpu",
 )
 def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
-    """fairseq's command line takes --bf16 to mean a TPU.
+    """Switch the setting `tpu` off if --bf16 is given on a machine with a GPU.
 
-    The step that turns arguments into a config is the last one before `tpu` is read.
+    fairseq's command line takes --bf16 to mean a TPU.
+
+    fairseq reads `tpu` after this step, which turns arguments into a config.
     """
     if getattr(args, "bf16", False) and torch.cuda.is_available():
         args.tpu = False
@@ -49,12 +51,14 @@ def take_bf16_for_a_gpu(override_module_args: Callable, args: argparse.Namespace
 
 @patch("fairseq.dataclass.utils:override_module_args", f"{_COMPAT}test_half_precision_needs_a_gpu")
 def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argparse.Namespace) -> Any:
-    """--fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
+    """Refuse --fp16 and --bf16 in a training on a CPU.
 
-    Evaluations take both there, and so does a training with --fp16-no-flatten-grads.
+    --fp16 and --bf16 end in tracebacks of CUDA and of TPUs in a training on a CPU.
+
+    An evaluation on a CPU accepts both flags, and so does a training with --fp16-no-flatten-grads.
 
     Raises:
-        UserError: for any other training on a CPU.
+        UserError: if a training on a CPU has one of the flags.
     """
     half = next((name for name in ("fp16", "bf16") if getattr(args, name, False)), "")
     on_gpu = torch.cuda.is_available() and not getattr(args, "cpu", False)
@@ -75,12 +79,14 @@ def refuse_half_precision_on_a_cpu(override_module_args: Callable, args: argpars
 def announce_updates(
     train_step: Callable, trainer: Any, samples: Any, *args: Any, **options: Any
 ) -> Any:
-    """fairseq passes a task one micro-batch at a time; a task with `before_update(trainer, samples)` now gets
-    a whole update before it begins. The model is called after each update, so that a checkpoint saved between
+    """Call `task.before_update(trainer, samples)` before an update and `model.set_num_updates` after it.
+
+    fairseq passes a task one micro-batch at a time; a task with `before_update(trainer, samples)` now gets a
+    whole update before it begins. The model is called after each update, so that a checkpoint saved between
     updates is complete and holds nothing of an update that overflowed.
     """
     for statistics in running_statistics_of(trainer.get_model()):
-        statistics.forget()  # left by an update that overflowed and was skipped
+        statistics.forget()  # an update that overflowed and was skipped may have left some
     before_update = getattr(trainer.task, "before_update", None)
     if before_update is not None:
         before_update(trainer, samples)
@@ -105,7 +111,9 @@ def observe_no_fillers(
     update_num: int,
     ignore_grad: bool = False,
 ) -> Any:
-    """A worker that has no micro-batch left runs an old one again, only to take part; routers and gates would
+    """Leave the tokens of a repeated micro-batch out of the running statistics.
+
+    A worker that has no micro-batch left runs an old one again, only to take part; routers and gates would
     count its tokens.
     """
     with forgetting(running_statistics_of(model)) if ignore_grad else contextlib.nullcontext():
@@ -117,8 +125,10 @@ def observe_no_fillers(
     f"{_COMPAT}test_the_module_that_made_a_nan_is_named",
 )
 def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any) -> None:
-    """The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors,
-    in which torch's backward hooks find no tensor.
+    """Set no backward hook on an encoder in the search for NaN.
+
+    The search for the module that made a NaN ends in a StopIteration: an encoder returns lists of tensors, in
+    which torch's backward hooks find no tensor.
     """
     backward = detector.backward
     detector.backward = backward and not isinstance(module, FairseqEncoder)
@@ -131,8 +141,10 @@ def search_nan_without_encoders(add_hooks: Callable, detector: Any, module: Any)
     f"{_COMPAT}test_dynamic_convolutions_leave_no_weight_unfilled",
 )
 def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
-    """A dynamic convolution without a bias has an uninitialised weight of that name: arbitrary memory is
-    saved, sometimes NaN, and such a checkpoint is an error.
+    """Fill the bias that a dynamic convolution does not use with zeros.
+
+    A dynamic convolution without a bias has an uninitialised weight of that name: arbitrary memory is saved,
+    sometimes NaN, and such a checkpoint is an error.
     """
     torch.nn.init.zeros_(convolution.conv_bias)
     reset_parameters(convolution)
@@ -142,10 +154,10 @@ def fill_the_unused_bias(reset_parameters: Callable, convolution: Any) -> None:
 def average_no_counts(
     init: Callable, ema: Any, model: Any, config: Any, device: Any = None, skip_keys: Any = None
 ) -> None:
-    """--store-ema multiplies every tensor of a model by a fraction, and torch refuses that for integers: the
-    number of batches that a batch normalisation has seen.
+    """Copy the integers of a model into its moving average instead of averaging them.
 
-    They are copied.
+    --store-ema multiplies every tensor of a model by a fraction, and torch refuses that for integers: the
+    number of batches that a batch normalisation has seen.
     """
     integers = set(skip_keys or ())
     for key, value in model.state_dict().items():
@@ -158,9 +170,9 @@ def average_no_counts(
 def announce_saves(
     save: Callable, cfg: Any, trainer: Any, epoch_itr: Any, *args: Any, **options: Any
 ) -> Any:
-    """fairseq saves only the first process's task state; a carried context is spread over all processes.
+    """Call `task.before_save(trainer, epoch_itr)` in every process before a checkpoint is saved.
 
-    `task.before_save(trainer, epoch_itr)` runs in every process.
+    fairseq saves only the first process's task state; a carried context is spread over all processes.
     """
     before_save = getattr(trainer.task, "before_save", None)
     if before_save is not None and not cfg.no_save:
@@ -178,7 +190,9 @@ def nan_is_no_best(
     *args: Any,
     **options: Any,
 ) -> Any:
-    """A validation of NaN becomes fairseq's best value, and then any other value is better: a worse model
+    """Save a checkpoint whose validation is NaN, or infinitely good, without that value.
+
+    A validation of NaN becomes fairseq's best value, and then any other value is better: a worse model
     replaces checkpoint_best.pt.
     """
     if val_loss is not None and not _can_be_best(val_loss, cfg):
@@ -193,7 +207,10 @@ def nan_is_no_best(
     "fairseq.checkpoint_utils:load_checkpoint", f"{_BEST}test_a_best_value_of_nan_is_not_restored"
 )
 def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt."""
+    """Replace a best value of NaN that was loaded by the value in checkpoint_best.pt.
+
+    Older checkpoints have NaN as the best value: now the value comes from checkpoint_best.pt.
+    """
     result = load(cfg, trainer, **options)
     save = checkpoint_utils.save_checkpoint
     if not _can_be_best(getattr(save, "best", 0.0), cfg):
@@ -208,15 +225,18 @@ def restore_a_number(load: Callable, cfg: Any, trainer: Any, **options: Any) -> 
 
 @patch("fairseq_cli.*:should_stop_early", f"{_BEST}test_nan_does_not_end_a_training_early")
 def nan_is_the_worst(should_stop_early: Callable, cfg: Any, valid_loss: Any) -> bool:
-    """If the first validation is NaN, no later one is better: --patience ends the training."""
+    """Count a validation of NaN as the worst value.
+
+    If the first validation is NaN, no later one is better: --patience ends the training.
+    """
     if valid_loss is not None and not _can_be_best(valid_loss, cfg.checkpoint):
         valid_loss = -math.inf if cfg.checkpoint.maximize_best_checkpoint_metric else math.inf
     return should_stop_early(cfg, valid_loss)
 
 
 def _can_be_best(value: float, cfg: Any) -> bool:
-    """Whether other values could be better than this one: NaN and the infinite best cannot be surpassed."""
-    # A caller may have fewer settings
+    """Whether another value could be better than this one: none is better than NaN or the best infinity."""
+    # A caller may have fewer settings than fairseq's commands.
     maximize = getattr(cfg, "maximize_best_checkpoint_metric", False)
     if maximize:
         return value < math.inf
@@ -225,9 +245,9 @@ def _can_be_best(value: float, cfg: Any) -> bool:
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _CONTEXT)
 def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """fairseq passes a task its saved state without the model or the place in the epoch.
+    """Call `task.after_load(trainer, epoch_itr, extra_state)` after a checkpoint was loaded.
 
-    `task.after_load(trainer, epoch_itr, extra_state)` follows.
+    fairseq passes a task its saved state without the model or the place in the epoch.
     """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     after_load = getattr(trainer.task, "after_load", None)
@@ -243,14 +263,16 @@ def announce_restarts(load: Callable, cfg: Any, trainer: Any, **options: Any) ->
 def name_other_settings(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
 ) -> Any:
-    """fairseq reports that the architectures do not match, but not in which setting.
+    """Name the settings that differ if a checkpoint holds a model of another architecture.
+
+    fairseq reports that the architectures do not match, but not in which setting.
 
     Raises:
-        UserError: names the settings that differ, or, where none does, what torch says.
+        UserError: names the settings that differ; if none differs, it quotes torch.
     """
     try:
         return load(trainer, filename, *args, **options)
-    # Fairseq raises bare ones: by the text, and raised again if it is another
+    # fairseq raises an Exception without a type of its own; the text tells it from others.
     except Exception as error:
         if "ensure that the architectures match" not in str(error):
             raise
@@ -261,13 +283,13 @@ def name_other_settings(
             remedy = "leave --finetune-from-model out"
         raise UserError(
             f"{filename} holds a different model from this command's, and cannot be loaded: "
-            f"{'; '.join(differences[:_MOST]) or torchs_reason[:500]}. Give the flags of the training that "
-            f"saved it; or, to train another model, {remedy}."
+            f"{'; '.join(differences[:_MOST_DIFFERENCES]) or torchs_reason[:500]}. Give the flags of the "
+            f"training that saved it; or, to train another model, {remedy}."
         ) from error
 
 
 def _program() -> dict[str, Any]:
-    """The names of fairseq-train, called as a program or as a module; {} in another program."""
+    """The global names of fairseq-train, run as a program or as a module; {} in another program."""
     for name in ("__main__", "fairseq_cli.train"):
         function = getattr(sys.modules.get(name), "should_stop_early", None)
         if function:
@@ -279,7 +301,10 @@ def _program() -> dict[str, Any]:
     "fairseq_cli.train:train", f"{_RESUME}test_a_training_at_its_goal_makes_no_further_update", None
 )
 def end_at_the_goal() -> None:
-    """A training that resumes at its last update (--max-update) makes one more update before it ends."""
+    """Make no update if a training is resumed at its last update.
+
+    A training that resumes at its last update (--max-update) makes one more update before it ends.
+    """
     program = _program()
     if "train" not in program:
         return
@@ -298,8 +323,10 @@ _PATIENCE = f"{_RESUME}test_patience_goes_on_where_it_was"
 
 @patch("fairseq.trainer:Trainer.save_checkpoint", _PATIENCE)
 def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict[str, Any]) -> Any:
-    """--patience starts from zero after each restart, so that an interrupted training takes longer: the count
-    is saved with the checkpoint.
+    """Save the count of --patience with the checkpoint.
+
+    --patience starts from zero after each restart, so that an interrupted training takes longer: the count is
+    saved with the checkpoint.
     """
     count = vars(_program().get("should_stop_early", save))
     if "num_runs" in count:
@@ -309,8 +336,10 @@ def save_patience(save: Callable, trainer: Any, filename: str, extra_state: dict
 
 @patch("fairseq.checkpoint_utils:load_checkpoint", _PATIENCE)
 def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any:
-    """The saved count of --patience is restored, unless the training starts over or fairseq also resets its
-    best value.
+    """Restore the count of --patience from the checkpoint.
+
+    The saved count of --patience is restored, unless the training starts over or fairseq also resets its best
+    value.
     """
     extra_state, epoch_itr = load(cfg, trainer, **options)
     program = _program()
@@ -323,7 +352,7 @@ def load_patience(load: Callable, cfg: Any, trainer: Any, **options: Any) -> Any
 
 
 def _differences(state: dict[str, Any], model: Any) -> list[str]:
-    """Each of the model's own flags whose value in the checkpoint is not that of this command."""
+    """The model's own flags whose values in the checkpoint differ from this command's, as phrases."""
     saved = (state.get("cfg") or {}).get("model") or state.get("args") or {}
     before = _by_name(saved)
     now = _by_name(model)
@@ -349,16 +378,18 @@ def _by_name(settings: Any) -> dict[str, Any]:
 def name_other_optimizers(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
 ) -> Any:
-    """A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if
-    the sizes happen to fit.
+    """Refuse a checkpoint whose optimizer had other parameters.
+
+    A checkpoint whose optimizer had other parameters ends in torch's ValueError, or is loaded wrongly if the
+    sizes happen to fit.
 
     Raises:
-        UserError: in both cases.
+        UserError: if the optimizer in the checkpoint had other parameters.
     """
     try:
         result = load(trainer, filename, *args, **options)
         fits = trainer._optimizer is None or _state_fits(trainer._optimizer.optimizer)
-    except ValueError as error:  # torch's: by the text, and raised again if it is another
+    except ValueError as error:  # torch's error is recognised by its text
         if "parameter group" not in str(error):
             raise
         fits = False

@@ -1,4 +1,4 @@
-"""What fairseq's programs print of an error that the user can fix."""
+"""How fairseq's programs print an error that the user can fix."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from torch.multiprocessing import ProcessExitedException
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import DISK_FULL, as_user_error
-from moa_fairseq.plugin.patches.checkpoint_files import AFTER_DIVERGENCE
+from moa_fairseq.plugin.patches.checkpoint_writing import AFTER_DIVERGENCE
 from moa_fairseq.plugin.patches.table import made_of, patch
 
 
@@ -22,20 +22,27 @@ from moa_fairseq.plugin.patches.table import made_of, patch
     made_of,
 )
 def one_paragraph(hook: Callable) -> Callable:
-    """An error that the user can fix ends in a traceback: now it is one paragraph."""
+    """The hook of Python that prints uncaught errors: `print_user_errors`, unless another program set its
+    own.
+
+    An error that the user can fix ends in a traceback: now it is one paragraph.
+    """
     if hook is sys.__excepthook__:
         return print_user_errors
     return hook
 
 
 def print_user_errors(kind: type, error: BaseException, trace: types.TracebackType | None) -> None:
-    """In place of `sys.excepthook`."""
+    """Print an error that the user can fix in one paragraph, and any other with its traceback.
+
+    The arguments are those of `sys.excepthook`.
+    """
     if isinstance(error, OSError) and error.errno in DISK_FULL:
         error = as_user_error(error, Path(str(error.filename or "the checkpoint")))
-    # Fairseq's own messages are enough: Dataset not found: …
+    # fairseq's own message says enough, such as "Dataset not found: …".
     if isinstance(error, FileNotFoundError):
         error = UserError(str(error))
-    if isinstance(error, ProcessExitedException):  # one of those that fairseq starts, a GPU each
+    if isinstance(error, ProcessExitedException):  # fairseq starts a process for each GPU
         ending = f"ended with {error.exit_code}"
         if error.signal_name:
             ending = f"was killed ({error.signal_name})"
@@ -43,7 +50,7 @@ def print_user_errors(kind: type, error: BaseException, trace: types.TracebackTy
         error = UserError(
             f"Process {error.error_index} of this machine {ending}. {remedy} checkpoint."
         )
-    # Fairseq's checks of its flags
+    # fairseq checks its flags by assertions.
     if isinstance(error, AssertionError) and str(error).startswith("--"):
         error = UserError(f"{error}.")
     if isinstance(error, FloatingPointError) and "inconsistent between workers" not in str(error):

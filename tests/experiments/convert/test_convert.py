@@ -12,7 +12,8 @@ from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 
 from moa_fairseq.experiments.convert import check
 from moa_fairseq.experiments.scoring.trained_model import batches, load_trained
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 
 BASE_MODELS = ["translation", "masked LM", "causal LM"]
 ALL_HEADS = ("--to", "moh", "--moh-shared-heads", 2, "--experts-per-token", 2)

@@ -9,7 +9,8 @@ import torch
 from moa_fairseq.experiments.convert.models import build
 from moa_fairseq.experiments.records import provenance
 from moa_fairseq.files import checksum
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint, save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 
 
 def untrained(path, encoder_heads, decoder_heads, encoder_dim=16, decoder_dim=16):

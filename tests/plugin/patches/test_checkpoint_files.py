@@ -16,8 +16,8 @@ from fairseq.file_io import PathManager
 from fairseq.trainer import Trainer
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches import checkpoint_files
-from moa_fairseq.plugin.patches.checkpoint_files import load_checkpoint
+from moa_fairseq.plugin.patches import checkpoint_reading, checkpoint_writing
+from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
 
 NEW = {"model": {"w": torch.arange(600_000.0)}}
 OLD = {"model": {"w": torch.zeros(3)}}
@@ -25,7 +25,7 @@ OLD = {"model": {"w": torch.zeros(3)}}
 
 @pytest.fixture(autouse=True)
 def impatient(monkeypatch):
-    monkeypatch.setattr(checkpoint_files, "SECONDS_BETWEEN", 0)
+    monkeypatch.setattr(checkpoint_writing, "SECONDS_BETWEEN", 0)
 
 
 @pytest.fixture
@@ -244,7 +244,7 @@ def test_one_changed_bit_is_noticed(old, tmp_path):
 @pytest.mark.parametrize("before", range(16))
 def test_a_bytearray_is_seen_wherever_it_stands(before, tmp_path, monkeypatch):
     """Beyond the first piece that is read, and across the border of two."""
-    monkeypatch.setattr(checkpoint_files, "_CHUNK", 16)
+    monkeypatch.setattr(checkpoint_reading, "_CHUNK", 16)
     path = tmp_path / "planted.pt"
     path.write_bytes(b"\x80\x02" + b"0" * (40 + before) + b"cbuiltins\nbytearray\n" + b"0" * 40)
     with pytest.raises(UserError, match=r"refused: it holds builtins\.bytearray"):

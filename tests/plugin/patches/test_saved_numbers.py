@@ -10,7 +10,7 @@ from fairseq.logging.meters import AverageMeter, MetersDict
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
-from moa_fairseq.plugin.patches.checkpoint_files import save_checkpoint
+from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 from moa_fairseq.plugin.patches.saved_numbers import MAX_BYTES, plain
 
 NUMBERS = {
