@@ -1,6 +1,7 @@
-"""Embeddings and a softmax by the frequency of words (arXiv 1609.04309, 1809.10853), named as in fairseq.
+"""Adaptive embeddings and softmax (arXiv 1809.10853, 1609.04309), whose parameters are named as in fairseq.
 
-Band i has the words from cutoff i − 1 to cutoff i, in a width that falls by a factor from band to band.
+Words are sorted by frequency. Band i has the words from cutoff i − 1 up to, but without, cutoff i. Each band
+is narrower than the one before by a constant factor.
 """
 
 from collections.abc import Sequence
@@ -15,13 +16,14 @@ def _widths(width: int, factor: float, bands: int) -> list[int]:
 
 
 class AdaptiveEmbedding(nn.Module):
-    """Embeddings of one width, projected from narrower ones of the rarer words.
+    """Word embeddings that are narrower for rarer words, projected to one width.
 
     Args:
-        cutoffs: the last word of each band, plus one; the last is the vocabulary, V.
+        cutoffs: for each band, the id of its last word plus one; the last cutoff is V, the size of the
+            vocabulary.
         initial_dim: the width of the first band.
-        factor: of the widths.
-        output_dim: the width of what it returns, C.
+        factor: the width of a band divided by the width of the next band.
+        output_dim: the width of the embeddings that are returned, C.
         padding_idx: the id of padding, in the first band.
     """
 
@@ -48,20 +50,12 @@ class AdaptiveEmbedding(nn.Module):
             self.weights(0)[0][padding_idx] = 0
 
     def weights(self, band: int) -> tuple[Tensor, Tensor]:
-        """A band's embeddings [words, width] and projection [C, width].
-
-        Args:
-            band: its number.
-        """
+        """The embeddings [words, width] and the projection [C, width] of a band, counted from 0."""
         words, projection = self.embeddings[band].parameters()
         return words, projection
 
     def forward(self, ids: Tensor) -> Tensor:
-        """Embeddings [..., C].
-
-        Args:
-            ids: [...].
-        """
+        """The embeddings [..., C] of word ids [...]."""
         out: Tensor | None = None
         first = 0
         for cutoff, embed in zip(self.cutoffs, self.embeddings):
@@ -76,15 +70,14 @@ class AdaptiveEmbedding(nn.Module):
 
 
 class AdaptiveSoftmax(nn.Module):
-    """Log-probabilities by bands: the first band's words and one class for each other band, then its words.
+    """Log-probabilities of words: over the first band and a class for each other band, then inside that band.
 
     Args:
-        input_dim: of what it reads, D.
-        cutoffs: as of `AdaptiveEmbedding`.
-        factor: of the widths.
-        tied: its words have the weights of an `AdaptiveEmbedding`, which is passed.
-        tied_projections: … and its projections.
-        dropout: of the rarer bands.
+        input_dim: D, the width of the inputs.
+        cutoffs, factor: those of `AdaptiveEmbedding`.
+        tied: whether words have the embeddings of an `AdaptiveEmbedding`, which each call passes.
+        tied_projections: whether bands have the projections of that `AdaptiveEmbedding`, too.
+        dropout: the probability with which an input, or a number of a narrower band, is zeroed in training.
     """
 
     def __init__(
@@ -108,7 +101,7 @@ class AdaptiveSoftmax(nn.Module):
             self.head = nn.Linear(input_dim, cutoffs[0] + classes, bias=False)
         self.tail = nn.ModuleList()
         for band, width in enumerate(_widths(input_dim, factor, len(cutoffs))[1:], 1):
-            parts = nn.ModuleDict()  # numbered as in fairseq
+            parts = nn.ModuleDict()  # the keys are those of fairseq's nn.Sequential
             if not (tied and tied_projections):
                 parts["0"] = nn.Linear(input_dim, width, bias=False)
             if not tied:
@@ -118,11 +111,11 @@ class AdaptiveSoftmax(nn.Module):
             nn.init.xavier_uniform_(parameter)
 
     def forward(self, x: Tensor, embedding: AdaptiveEmbedding | None = None) -> Tensor:
-        """Log-probabilities [..., V].
+        """Log-probabilities [..., V] of all words.
 
         Args:
-            x: [..., D].
-            embedding: of a tied one.
+            x: inputs, [..., D].
+            embedding: the embeddings to use if the softmax is tied; else None.
         """
         x = self.dropout_module(x)
         first = self.cutoffs[0]

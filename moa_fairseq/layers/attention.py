@@ -1,7 +1,8 @@
-"""The call of every attention here: batch first, one signature, nothing that it does not read.
+"""The base class of every attention: batch first, one signature, and an error for inputs that it ignores.
 
-Letters of shapes, here and in the other modules: B batch, T queries, S keys, C the model's width, H heads, G
-heads of keys and values, D width of a head, E experts, K of them chosen by a token, N = B·T tokens.
+Letters of shapes, here and in the other modules: B sequences of a batch, T queries, S keys, C the width of
+the model, H heads, G heads of keys and values, D the width of a head, E experts, K experts that a token
+selects, N = B·T tokens.
 """
 
 import abc
@@ -30,37 +31,44 @@ _instances = itertools.count()
 
 
 class Attention(nn.Module, abc.ABC):
-    """Attention whose heads may be chosen or weighted token by token, as a plain module.
+    """Attention whose heads may be selected or weighted for each token, as a plain module.
 
-    A family supplies `compute` and its cost, `projection_macs`.
+    A family supplies `compute`, and the cost of its projections as `projection_macs`.
 
     Args:
         embed_dim: the model's width, C.
-        num_heads, head_dim: H and D of the attention itself.
-        key_heads: heads of keys and values, G, if not H.
-        own_heads: how many heads have parameters of their own, if not H.
-        self_attention: keys and values are made of x, and of nothing else; needed for positions.
-        dropout: probability with which attention weights are dropped, or a module that has it as `p`.
-        positions: of self-attention, a name of POSITIONS_IN_ATTENTION; others are embeddings.
-        head_gate: a sigmoid gate on each head's output, one of HEAD_GATES.
-        output_scale: a constant factor c on the output, in training and afterwards: c · y. K times a mixture
-            whose gates sum to 1 is the mixture with gates that sum to K.
-        common: the settings whose fields of `FamilySettings` count; None: their defaults.
+        num_heads, head_dim: H and D.
+        key_heads: G, the number of heads of keys and values, if it is not H.
+        own_heads: the number of heads that have their own parameters, if it is not H.
+        self_attention: whether keys and values are always computed from x; positions need this.
+        dropout: the probability with which an attention weight is dropped, or a module whose `p` it is.
+        positions: the positions inside self-attention, a name in POSITIONS_IN_ATTENTION; None: no positions.
+        head_gate: the sigmoid gate on each head's output, one of HEAD_GATES.
+        output_scale: a constant factor of the output, in training and evaluation. With the factor K, a
+            mixture whose gates sum to 1 becomes one whose gates sum to K.
+        common: settings, of which only the fields of `FamilySettings` are read; None: their defaults.
 
     Raises:
         UserError: for impossible settings.
     """
 
-    family: ClassVar[str | None] = None  # of its routings, for `losses_for`; None: it has none
-    # Whether `compute` has to know which experts made keys, those of a cache included
+    family: ClassVar[str | None] = (
+        None  # the family of its routings, for `losses_for`; None: no routings
+    )
+    # Whether `compute` needs to know which expert made each key, cached keys included
     keys_by_expert = False
-    reads: frozenset[str] = frozenset()  # further keywords of the call
-    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})  # a family's own
-    memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and those of values
+    reads: frozenset[str] = frozenset()  # keywords of the call that not every attention reads
+    inner_keywords = frozenset(
+        {"key_heads", "own_heads", "groups", "common"}
+    )  # only subclasses pass them
+    memory_projections = (
+        "k_proj",
+        "v_proj",
+    )  # the layers that read the inputs of keys and of values
     can_trim_cache = True
-    # Whether a position's result follows from later ones, which no mask hides
+    # Whether the result of a position depends on later positions that no mask can hide
     is_non_causal = False
-    routes_heads = False  # whether tokens choose heads, so that no norm can go over all of them
+    routes_heads = False  # whether tokens select heads; a norm over all heads is then impossible
 
     def __init__(
         self,
@@ -104,13 +112,13 @@ class Attention(nn.Module, abc.ABC):
             )
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        """A copy (copy.deepcopy, pickle) is another instance, which caches and names without a path show."""
+        """Give a copy (by copy.deepcopy or pickle) its own instance number, for caches and for `name`."""
         super().__setstate__(state)
         self._instance = next(_instances)
 
     @property
     def name(self) -> str:
-        """The path in the model, such as "encoder.layers.0.self_attn", once that has given one."""
+        """The path in the model, such as "encoder.layers.0.self_attn"; outside a model, class and number."""
         return self._path or f"{type(self).__name__}.{self._instance}"
 
     @name.setter
@@ -127,13 +135,13 @@ class Attention(nn.Module, abc.ABC):
         causal: bool,
         **options: Any,
     ) -> "Attention":
-        """The attention of a model's layer.
+        """Build the attention of a model's layer.
 
         Args:
             embed_dim: the model's width, C.
-            settings: of the family.
+            settings: the settings of the family.
             num_heads: the number of heads in the model's flags, for families that have no flag of their own.
-            causal: whether it stands in a decoder, for families that have to know.
+            causal: whether the layer is in a decoder, for families that need to know.
             options: further arguments of the class.
         """
         settings = settings.in_role(options.get("self_attention", False), causal)
@@ -141,7 +149,7 @@ class Attention(nn.Module, abc.ABC):
 
     @classmethod
     def keywords(cls) -> set[str]:
-        """The keywords of the constructor that are no settings."""
+        """The keywords of the constructor that are not settings."""
         names: set[str] = set()
         for base in cls.__mro__[: cls.__mro__.index(Attention) + 1]:
             for name, parameter in inspect.signature(base).parameters.items():
@@ -151,18 +159,18 @@ class Attention(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def compute(self, call: Call) -> Computed:
-        """One pass of a family's attention, which each family supplies.
+        """Compute one pass.
 
         Args:
-            call: the pass, checked, with zeros at padding.
+            call: the inputs of the pass, checked, with zeros at padding.
 
         Returns:
-            The output [B, T, C]; the attention weights [B, H, T, S] where `call.need_weights`, else None, H
-            being the heads that work for a token, slot by slot; and the routings, none of dense attention.
+            The output [B, T, C]; if `call.need_weights` the attention weights [B, H, T, S], else None, where
+            H are the active heads of a token, slot by slot; and the routings (dense attention has none).
         """
 
     def scaled(self, call: Call) -> Computed:
-        """What `compute` returns of a pass, its output [B, T, C] multiplied by `output_scale`."""
+        """What `compute` returns, with the output [B, T, C] multiplied by `output_scale`."""
         out, weights, routings = self.compute(call)
         if self.output_scale != 1.0:
             out = out * self.output_scale
@@ -170,7 +178,7 @@ class Attention(nn.Module, abc.ABC):
 
     @abc.abstractmethod
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence, of "router" and "projections"; `macs` adds all else.
+        """Multiply-accumulates of one sequence in "router" and "projections"; `macs` adds the rest.
 
         Args:
             queries, keys: how many tokens of the sequence have queries, and how many keys.
@@ -178,7 +186,7 @@ class Attention(nn.Module, abc.ABC):
 
     @property
     def dropout_now(self) -> float:
-        """The probability with which attention weights are dropped in this pass."""
+        """The probability with which an attention weight is dropped now, in training or evaluation."""
         drops = self.training or vars(self.dropout_module).get("apply_during_inference", False)
         return float(getattr(self.dropout_module, "p", 0.0)) if drops else 0.0
 
@@ -218,25 +226,30 @@ class Attention(nn.Module, abc.ABC):
         """Attend from x to itself, or to a memory.
 
         Args:
-            x: [B, T, C].
-            memory: [B, S, kdim], for cross-attention. With a cache its keys are made at the first call; B is
-                B / beam_size where the cache has one: neighbouring rows of x then share a row.
-            padding: of what keys are made of, True = padding: [B, T], with a memory [B, S]. With a cache also
-                of all positions so far. The output at padding is unspecified.
-            mask: [T, S] or [B, T, S], S the number of keys with those of the cache: additive float, or bool,
-                True = blocked.
-            causal: no query sees a later position.
-            cache: of `new_cache`: x continues what it holds, which is extended.
-            query_padding: of cross-attention's queries, [B, T]: keeps them out of statistics and losses.
-            with_routing: also return the routings. A flag: wrappers such as torch.compile pass on calls only.
-            inputs: token_ids [B, T] where a router chooses by a hash; draw where MAE draws experts.
+            x: the inputs of the queries, [B, T, C].
+            memory: the inputs of keys and values in cross-attention, [B, S, kdim]. With a cache, the first
+                call computes its keys; if the cache has a beam_size, the memory has B / beam_size rows, each
+                shared by beam_size neighbouring rows of x.
+            padding: padding of the inputs of keys, True = padding: [B, T], with a memory [B, S]; with a
+                cache, [B, S] for all positions so far is possible, too. The output at padding is unspecified.
+            mask: [T, S] or [B, T, S], where S counts cached keys, too; additive float, or bool, True =
+                blocked.
+            causal: whether a query sees no later position.
+            cache: a cache made by `new_cache`. x continues its positions and is added to it.
+            query_padding: padding of the queries of cross-attention, [B, T], which statistics and losses
+                leave out.
+            with_routing: whether to return the routings, too. This is a flag instead of a method, because
+                wrappers such as torch.compile pass on calls only.
+            inputs: token_ids [B, T] if a router selects by a hash; draw, an `ExpertDraw`, if MAE draws
+                experts.
 
         Returns:
-            [B, T, C]; with_routing: a pair of it and a tuple of `Routing`: none of dense attention, one of
-            most, two where keys are routed by themselves (SwitchHead; NAMOH's cross-attention).
+            The output [B, T, C]. If with_routing, a pair of the output and a tuple of `Routing`: empty in
+            dense attention, one in most families, two where keys have their own routing (SwitchHead; NAMOH's
+            cross-attention).
 
         Raises:
-            ValueError, TypeError: for what does not fit, or would not be read.
+            ValueError, TypeError: for inputs that do not fit, or that this attention would ignore.
         """
         call = Inputs(x, memory, padding, mask, causal, cache, query_padding, inputs).call(self)
         out, _, routings = self.compute(call) if self.output_scale == 1.0 else self.scaled(call)
@@ -245,14 +258,14 @@ class Attention(nn.Module, abc.ABC):
     def with_weights(
         self, x: Tensor, memory: Tensor | None = None, **inputs: "Unpack[Options]"
     ) -> tuple[Tensor, Tensor]:
-        """As `forward`, errors included, and the attention weights.
+        """What `forward` returns, and the attention weights; the errors are those of `forward`.
 
         Args:
             x, memory, inputs: those of `forward`.
 
         Returns:
-            The output [B, T, C]; the weights [B, H, T, S] from before the dropout, in float32 (float64 of
-            float64), H being the heads that work for a token, slot by slot where they are chosen.
+            The output [B, T, C]; the weights [B, H, T, S] before dropout, in float32 (float64 if x is), where
+            H are the active heads of a token, slot by slot if tokens select heads.
         """
         call = Inputs.of(x, memory, dict(inputs)).call(self)
         call.need_weights = True
@@ -261,14 +274,14 @@ class Attention(nn.Module, abc.ABC):
         return out, weights
 
     def new_cache(self, *, batch: int | None = None, max_length: int | None = None) -> KVCache:
-        """An empty cache for one generation by this attention.
+        """Make an empty cache for one generation by this attention.
 
         Args:
-            batch, max_length: B, and how many positions there may be, of a cache that is written in place;
-                None: the cache grows.
+            batch, max_length: B and the largest number of positions, for a cache of fixed size that is
+                written in place; None: the cache grows.
 
         Raises:
-            UserError: for one of the two without the other, and where an attention cannot have such a cache.
+            UserError: for only one of the two arguments, and for an attention that cannot have such a cache.
         """
         if batch is None and max_length is None:
             needed = None if self.window is None else self.window - 1
@@ -287,13 +300,16 @@ class Attention(nn.Module, abc.ABC):
     def attend(
         self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None, masks: Masks | None = None
     ) -> tuple[Tensor, Tensor | None]:
-        """Results of the heads [B, H, T, D], and weights [B, H, T, S] where the call needs them.
+        """Attend with given queries, keys and values.
 
         Args:
-            call: the pass: its masks and cache, and whether it needs weights.
-            q: [B, H, T, D].
-            k, v: [B, G, S, D], G dividing H; None where the cache has them.
-            masks: those of keys and values that `place` returned already; else they are placed here.
+            call: the pass, of which the masks, the cache and need_weights are read.
+            q: queries, [B, H, T, D].
+            k, v: keys and values, [B, G, S, D], where G divides H; None: the cache has them.
+            masks: the masks that `place` returned with q, k and v; None: `place` has not been called yet.
+
+        Returns:
+            The results of the heads [B, H, T, D]; the weights [B, H, T, S] if the call needs them, else None.
         """
         bias = None
         if masks is None:
@@ -314,17 +330,17 @@ class Attention(nn.Module, abc.ABC):
         v: Tensor | None,
         key_experts: Tensor | None = None,
     ) -> tuple[Tensor, Tensor, Tensor, Masks, Tensor | None]:
-        """Queries, keys and values at their positions, the cache's included, masks, and the scores' bias.
+        """Apply positions and norms, extend the cache, and complete the masks.
 
         Args:
             call: the pass; its cache is extended by the new keys and values.
-            q: [B, H, T, D], as projected.
-            k, v: the new ones [B, G, S', D]; None where the cache has them all.
-            key_experts: [B, S', K], which experts made the new keys, where `keys_by_expert`.
+            q: queries, as projected, [B, H, T, D].
+            k, v: new keys and values, [B, G, S', D]; None: the cache has all of them.
+            key_experts: the experts that made the new keys, [B, S', K], if `keys_by_expert`.
 
         Returns:
-            Queries [B, H, T, D]; keys and values [B, G, S, D] with those of the cache; masks of these S keys;
-            and what positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
+            Queries [B, H, T, D]; keys and values [B, G, S, D] with those of the cache; the masks of these S
+            keys; and the bias that positions add to the scaled scores, [B or 1, H or 1, T, S], or None.
         """
         bias = None
         cache = call.cache
@@ -335,7 +351,8 @@ class Attention(nn.Module, abc.ABC):
             length = cache.length
             dropped = cache.dropped
         if k is not None:
-            first_query = length + (k.size(2) - q.size(2))  # an int; in a static cache a new tensor
+            # An int; with a static cache a new tensor
+            first_query = length + (k.size(2) - q.size(2))
         norm = self.query_key_norm
         if norm is not None and not norm.after_rotation:
             q, k = norm(q, k)
@@ -363,7 +380,7 @@ class Attention(nn.Module, abc.ABC):
         return q, k, v, masks, bias
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """All multiply-accumulates of a sequence, of "router", "projections" and "scores" (q·kᵀ, weights·v).
+        """All multiply-accumulates of a sequence, in "router", "projections" and "scores" (q·kᵀ, weights·v).
 
         Args:
             queries, keys: how many tokens of the sequence have queries, and how many keys.
@@ -378,20 +395,21 @@ class Attention(nn.Module, abc.ABC):
         return macs
 
     def cache_bytes(self, number_bytes: int = 2) -> int:
-        """Bytes that a token leaves in the cache of a generation.
+        """The number of bytes that each token adds to the cache of a generation.
 
-        Keys and values of G heads: G = 1 in MoA, whose experts share one (Eq. 10-11; Eq. 18-20 count the
-        projections that follow), the heads in dense attention and in SwitchHead (its App. A.2). Where
-        `keys_by_expert`, the experts' indices, too, of eight bytes each.
+        These are the keys and values of G heads. In MoA G = 1, because its experts share keys and values (Eq.
+        10-11; Eq. 18-20 count the projections that follow); in dense attention and SwitchHead G is the number
+        of heads (SwitchHead, App. A.2). If `keys_by_expert`, an index of eight bytes for each expert is
+        added.
 
         Args:
-            number_bytes: bytes of each number of a key or value; 2 are half precision.
+            number_bytes: the bytes of each number of a key or value; 2 is half precision.
         """
         indices = 8 * self.key_heads if self.keys_by_expert else 0
         return 2 * self.key_heads * self.head_dim * number_bytes + indices
 
     def restore_initialization(self) -> None:
-        """Draw routers and experts anew, after a model has initialised every nn.Linear (as BERT does)."""
+        """Draw routers and experts again, after a model has initialised every nn.Linear (as BERT does)."""
         for child in self.children():
             reset = getattr(child, "reset_parameters", None)
             if reset is not None and not isinstance(child, nn.Linear):

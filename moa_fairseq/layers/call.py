@@ -1,4 +1,4 @@
-"""One call of an attention: what was given, checked, and the pass that a family computes."""
+"""The inputs of one call of an attention, their checks, and the pass that a family computes."""
 
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -17,7 +17,7 @@ from moa_fairseq.layers.torch_compat import autocast_dtype
 if TYPE_CHECKING:
     from moa_fairseq.layers.attention import Attention
 
-# What the call of torch's and fairseq's attention has, and what it is here
+# Keywords of torch's and fairseq's attention, and their names here
 _ELSEWHERE = {
     "key": "memory",
     "value": "memory",
@@ -36,24 +36,24 @@ _ELSEWHERE = {
 class Call:
     """One pass through an attention, as a family's `compute` sees it. Inputs are zero at padding."""
 
-    x: Tensor  # of the queries, [B, T, C]
-    memory: Tensor | None  # what keys are made of, [B, S, kdim]; None: the cache has them
-    # What values are made of, [B, S, vdim]: the same object where it is the same
+    x: Tensor  # the inputs of the queries, [B, T, C]
+    memory: Tensor | None  # the inputs of the keys, [B, S, kdim]; None: the cache has the keys
+    # The inputs of the values, [B, S, vdim]; if they are the same as those of the keys, the same object
     values: Tensor | None
     masks: Masks
     query_padding: Tensor | None = None  # [B, T] bool
-    same_tokens: bool = False  # keys are made of the queries' tokens and of no others
+    same_tokens: bool = False  # whether keys are computed from the tokens of the queries alone
     cache: KVCache | None = None
     need_weights: bool = False
-    token_ids: Tensor | None = None  # of the queries, [B, T] int64
-    draw: Any = None  # of experts: `expert_draw.ExpertDraw`
+    token_ids: Tensor | None = None  # the ids of the queries' tokens, [B, T] int64
+    draw: Any = None  # the `expert_draw.ExpertDraw` of an F step
 
 
 Computed = tuple[Tensor, Tensor | None, tuple[Routing, ...]]
 
 
 class Options(TypedDict, total=False):
-    """The keywords of a call; `Attention.forward` says what each is."""
+    """The keywords of a call, which `Attention.forward` describes."""
 
     padding: Tensor | None
     mask: Tensor | None
@@ -66,11 +66,11 @@ class Options(TypedDict, total=False):
 
 @dataclass
 class Inputs:
-    """What a call was given; `Attention.forward` says what each is.
+    """The inputs of a call, which `Attention.forward` describes.
 
     Args:
         x, memory, padding, mask, causal, cache, query_padding: those of the call.
-        more: further keywords by name, for `Attention.reads`.
+        more: the other keywords, by name; `Attention.reads` has those that are allowed.
     """
 
     x: Tensor
@@ -84,11 +84,11 @@ class Inputs:
 
     @classmethod
     def of(cls, x: Tensor, memory: Tensor | None, given: dict[str, Any]) -> "Inputs":
-        """The inputs of which the keywords stand in a dictionary.
+        """Make the inputs from a dictionary of keywords.
 
         Args:
-            x, memory: of the call.
-            given: its keywords, which this empties of those that every attention reads.
+            x, memory: those of the call.
+            given: the keywords of the call; those that every attention reads are removed from it.
         """
         return cls(
             x,
@@ -102,13 +102,13 @@ class Inputs:
         )
 
     def call(self, attention: "Attention") -> Call:
-        """The pass, with zeros at padding: what stands there may be NaN.
+        """Check the inputs, and make the pass, with zeros at padding, where the inputs may be NaN.
 
         Args:
-            attention: the one that is called.
+            attention: the attention that is called.
 
         Raises:
-            ValueError, TypeError: for what does not fit it, or would not be read.
+            ValueError, TypeError: for inputs that do not fit, or that the attention would ignore.
         """
         x = self.x
         memory = self.memory
@@ -135,7 +135,7 @@ class Inputs:
             masks = self._masks(memory, keys_from_x, is_given, hides_future)
         if keys_from_x and masks.padding is not None:
             if isinstance(cache, StaticCache):
-                query_padding = cache.latest(masks.padding, x.size(1))
+                query_padding = cache.padding_of_call(masks.padding, x.size(1))
             else:
                 query_padding = masks.padding[:, masks.padding.size(1) - x.size(1) :]
         if query_padding is not None:
@@ -173,7 +173,8 @@ class Inputs:
         keys, values = attention.memory_projections
         k_proj = getattr(attention, keys, None)
         default = width if memory is None else memory.size(-1)
-        # `in_features` of Linear, `d_in` of ExpertLinear; others take any width. Inline: calls count
+        # Linear has `in_features`, ExpertLinear `d_in`; other layers take any width. Inline, to save Python
+        # calls
         kdim = getattr(k_proj, "in_features", None) or getattr(k_proj, "d_in", default)
         if keys_from_x or memory is not None:
             v_proj = getattr(attention, values, None)
@@ -187,7 +188,7 @@ class Inputs:
             raise ValueError(f"x is {list(x.shape)}, not [B, T, C] with C = {width}")
         if memory is not None and (memory.dim() != 3 or memory.size(2) != kdim):
             raise ValueError(f"memory is {list(memory.shape)}, not [B, S, kdim] with kdim = {kdim}")
-        weight = getattr(k_proj, "weight", None)  # a quantised layer's is a method
+        weight = getattr(k_proj, "weight", None)  # in a quantised layer it is a method
         dtype = weight.dtype if isinstance(weight, Tensor) and weight.is_floating_point() else None
         if x.dtype != dtype or (memory is not None and memory.dtype != dtype):
             _check_dtypes(dtype, x=x, memory=memory)
@@ -235,13 +236,13 @@ class Inputs:
     def _masks(
         self, memory: Tensor | None, keys_from_x: bool, is_given: bool, hides_future: bool
     ) -> Masks:
-        """What queries may not see.
+        """The masks of the pass.
 
         Args:
-            memory: what keys are made of in this call; None: x, or the cache has them.
-            keys_from_x: keys are made of x, not of a memory.
-            is_given: the call has a mask or a padding.
-            hides_future: queries may not see later keys.
+            memory: the inputs of the keys in this call; None: x, or the cache has the keys.
+            keys_from_x: whether keys are computed from x instead of a memory.
+            is_given: whether the call has a mask or padding.
+            hides_future: whether queries may not see later keys.
         """
         mask = self.mask
         cache = self.cache
@@ -256,15 +257,15 @@ class Inputs:
             src_len = static
         if is_given:
             self._check_masks(src_len, keys_from_x)
-        # All places of a static cache
+        # For all positions of a static cache
         if mask is not None and mask.size(-1) < src_len:
             mask = F.pad(mask, (0, src_len - mask.size(-1)))
         is_causal = self.causal and mask is None and keys_from_x and static is None and not cached
         if isinstance(cache, StaticCache):
-            hidden = cache.hidden(tgt_len, self.causal, self.x.device)
+            hidden = cache.hidden_positions(tgt_len, self.causal, self.x.device)
             mask = hidden if mask is None else add_blocked(mask, hidden)
         elif hides_future:
-            diagonal = 1 + (cached if keys_from_x else 0)  # the first position that is later
+            diagonal = 1 + (cached if keys_from_x else 0)  # the offset of the first hidden key
             later = torch.ones(tgt_len, src_len, dtype=torch.bool, device=self.x.device)
             later = later.triu(diagonal)
             mask = later if mask is None else add_blocked(mask, later)
@@ -274,8 +275,8 @@ class Inputs:
         """Check both paddings and the mask.
 
         Args:
-            src_len: S, with the keys of the cache.
-            keys_from_x: keys are made of x, not of a memory.
+            src_len: S, the number of keys, with those of the cache.
+            keys_from_x: whether keys are computed from x instead of a memory.
         """
         mask = self.mask
         padding = self.padding
@@ -302,9 +303,9 @@ class Inputs:
             _check_mask("mask", mask, [*pairs, *((batch, *pair) for pair in pairs)], True)
 
     def _lengths(self, src_len: int, given: Tensor) -> list[int]:
-        """S of a mask or of self-attention's padding: those so far, and all places of a static cache."""
+        """The possible S of a mask or of padding: all positions so far; with a static cache its size, too."""
         if isinstance(self.cache, StaticCache):
-            return sorted(self.cache.lengths(self.x.size(1), given.size(-1)))
+            return sorted(self.cache.accepted_lengths(self.x.size(1), given.size(-1)))
         return [src_len]
 
 
@@ -316,7 +317,7 @@ def _unread(attention: "Attention", name: str) -> str:
 
 
 def _check_dtypes(dtype: torch.dtype | None, **tensors: Tensor | None) -> None:
-    """Refuse a tensor that neither has the attention's dtype nor gets it by autocast."""
+    """Refuse a tensor that does not have the attention's dtype, unless autocast converts it."""
     for name, tensor in tensors.items():
         if tensor is None or tensor.dtype == dtype:
             continue
@@ -341,13 +342,11 @@ def _check_mask(name: str, mask: Tensor, shapes: Sequence[tuple[int, ...]], addi
 
 
 def without_padding(x: Tensor, padding: Tensor | None) -> Tensor:
-    """x with zeros for padding.
-
-    What stands in padding may be NaN, which a weight of zero would not remove from a sum or a gradient.
+    """x with zeros at padding, where x may be NaN, which a weight of zero would not remove from a sum.
 
     Args:
         x: [B, T, C].
-        padding: [B, T] bool, True = padding, or longer, of which the last T count; None: x stays as it is.
+        padding: [B, T] bool, True = padding, or longer, of which the last T are read; None: x is returned.
     """
     if padding is None:
         return x

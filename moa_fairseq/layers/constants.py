@@ -1,7 +1,7 @@
-"""Small tensors that settings determine: 0 … E − 1, the heads that an expert lacks, rotation speeds.
+"""Small tensors that depend on settings alone, such as 0 … E − 1 and the angles of rotary positions.
 
-They are no buffers: a module that was made on the meta device and filled by `load_state_dict(assign=True)` or
-`to_empty` would compute with what happened to lie in memory.
+They are not buffers, because `to_empty` or `load_state_dict(assign=True)` of a module on the meta device
+would leave a buffer uninitialised.
 """
 
 import functools
@@ -14,16 +14,16 @@ from torch.compiler import is_compiling
 
 
 def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Keep what `make(*sizes, device=…)` returns, for each sizes and device.
+    """Cache the tensors that `make(*sizes, device=…)` returns.
 
-    A compiled graph makes it anew: it looks into no table. So does torch's inference mode, whose tensors
-    cannot be used outside of it.
+    A compiled graph reads no table of Python, so it makes the tensor again. A tensor made in torch's
+    inference mode is not cached, because it cannot be used outside this mode.
 
     Args:
-        make: a function of hashable sizes and of the keyword `device`, and of nothing else.
+        make: a function of hashable sizes and the keyword `device` alone.
 
     Returns:
-        The same function with a table; nobody may write to the tensors that it returns.
+        The same function with a table. Its tensors must not be written to.
     """
     table: dict[tuple[Hashable, ...], Tensor] = {}
 
@@ -34,7 +34,7 @@ def constant(make: Callable[..., Tensor]) -> Callable[..., Tensor]:
         tensor = table.get((sizes, device))
         if tensor is None:
             tensor = make(*sizes, device=device)
-            # A fake tensor would be of no use later
+            # Subclasses, such as fake tensors, are useless in later calls
             if type(tensor) is Tensor and not tensor.is_inference():
                 table[(sizes, device)] = tensor
         return tensor

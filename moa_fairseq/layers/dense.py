@@ -1,4 +1,4 @@
-"""Dense multi-head attention, which every mixture is compared with: fairseq's, with a few settings more."""
+"""Dense multi-head attention as in fairseq, with a few more settings: the baseline of every mixture."""
 
 import math
 from dataclasses import dataclass
@@ -35,25 +35,25 @@ class DenseSettings(FamilySettings):
 
 
 class DenseHeadsAttention(Attention):
-    """The heads of fairseq's attention, with its parameters and their names: for MAE, MoH, dense attention.
+    """The base of MAE, MoH and dense attention: the parameters of fairseq's attention, with their names.
 
     A subclass calls `reset_parameters` after it has built its router.
 
     Args:
         embed_dim: the model's width, C.
         num_heads: H.
-        kdim, vdim: widths of what keys and values are made of, if not C.
+        kdim, vdim: the widths of the inputs of keys and values, if not C.
         bias: whether the projections have biases.
         head_dim: D, if it is not embed_dim / num_heads.
-        options: those of `Attention`; key_heads only where `shares_keys`.
+        options: those of `Attention`; key_heads only if `shares_keys`.
 
     Raises:
-        UserError: for heads that cannot share the width, and key heads where each head has its own.
+        UserError: if num_heads does not divide embed_dim, and for key_heads where each head has its own keys.
     """
 
     shares_keys = False
-    has_head_dim = False  # among its settings, as attention_head_dim
-    inner_keywords = Attention.inner_keywords - {"key_heads"}  # its refusal says more
+    has_head_dim = False  # whether its settings have attention_head_dim
+    inner_keywords = Attention.inner_keywords - {"key_heads"}  # refused below, with a reason
     needs_causal = False
 
     def __init__(
@@ -106,7 +106,7 @@ class DenseHeadsAttention(Attention):
         return cls(embed_dim, num_heads, settings=settings, **options)
 
     def reset_parameters(self) -> None:
-        """Initialise the projections as fairseq's attention does; routers and gates initialise themselves."""
+        """Initialise the projections as fairseq's attention does; a router or gate initialises itself."""
         is_square = self.k_proj.in_features == self.v_proj.in_features == self.embed_dim
         for projection in (self.k_proj, self.v_proj, self.q_proj):
             nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2) if is_square else 1.0)
@@ -115,13 +115,13 @@ class DenseHeadsAttention(Attention):
             nn.init.zeros_(self.out_proj.bias)
 
     def keys_values(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
+        """Keys and values [B, G, S, D] of the call's memory; None: the cache has them."""
         if call.memory is None or call.values is None:
             return None, None
         return self.split(self.k_proj(call.memory)), self.split(self.v_proj(call.values))
 
     def split(self, x: Tensor) -> Tensor:
-        """[B, T, H·D] → [B, H, T, D]; of keys and values G for H."""
+        """Split the heads: [B, T, H·D] → [B, H, T, D], or G heads of keys and values."""
         return x.view(*x.shape[:2], x.size(2) // self.head_dim, self.head_dim).transpose(1, 2)
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
@@ -131,22 +131,22 @@ class DenseHeadsAttention(Attention):
 
 
 class DenseAttention(DenseHeadsAttention):
-    """fairseq's attention: its parameters, their names and their first values; nothing is decided.
+    """fairseq's attention, with the names and initial values of its parameters; it has no router.
 
-    Query head h reads key head h mod G, as `sdpa.attend` has it. Others, LLaMA among them, let h read key
-    head h // (H / G): weights from there need their query heads reordered, rows of `q_proj` and columns of
-    `out_proj`, so that theirs g·H/G + j becomes ours j·G + g.
+    Query head h reads key head h mod G, as in `sdpa.attend`. In other models, such as LLaMA, it reads key
+    head h // (H / G). For their weights the query heads must be reordered, that is, the rows of `q_proj` and
+    the columns of `out_proj`: their head g·H/G + j becomes head j·G + g here.
 
     Args:
         embed_dim: the model's width, C.
         num_heads: H.
-        settings: or its fields as keywords.
+        settings: the settings, or their fields as keywords.
             attention_head_dim: D, if it is not embed_dim / num_heads.
-            key_heads: G heads of keys and values, which the H query heads share: 1 for multi-query, H / n for
-                grouped-query attention.
-            dropped_heads: in training t of the h heads, drawn for each sequence, are left out and the others
-                multiplied by h/(h−t), as in an F step of MAE with a uniform gate (DropHead, arXiv 2004.13342,
-                with a fixed number of heads).
+            key_heads: G, the number of heads of keys and values, which the H query heads share: 1 is
+                multi-query attention, other divisors of H are grouped-query attention.
+            dropped_heads: in training, t heads are drawn for each sequence and left out, and the other heads
+                are multiplied by H/(H−t). This is an F step of MAE with a uniform gate, and DropHead (arXiv
+                2004.13342) with a fixed number of heads.
         options: those of `DenseHeadsAttention`.
 
     Raises:

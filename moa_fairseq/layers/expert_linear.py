@@ -1,4 +1,4 @@
-"""E linear maps in one parameter: the weights under every mixture of this package."""
+"""E linear maps in one parameter, as every mixture of this package has them."""
 
 import math
 
@@ -9,19 +9,20 @@ from moa_fairseq.layers.experts import ExpertPermutation, project, resolve_backe
 
 
 class ExpertLinear(nn.Module):
-    """E linear maps between the model's width C and the experts' width D (`experts.project` has the sums).
+    """E linear maps between the width of the model, C, and that of the experts, D (see `experts.project`).
 
-    weight is [E, D, C] in either direction, so both are one product over E·D without a copy when K = E. Each
-    expert is Xavier-uniform by its own widths, as in MoA's released code; biases [E, d_out] start at zero.
+    The weight is [E, D, C] in both directions, so that for K = E a single product over E·D needs no copy.
+    Each expert starts Xavier-uniform by its own widths, as in MoA's released code; biases [E, d_out] start at
+    zero.
 
     Args:
         num_experts: E.
-        d_in, d_out: the widths; C and D of maps up, D and C of maps down.
-        is_up: the direction.
-        bias: whether each expert has one.
+        d_in, d_out: the widths of inputs and outputs: C and D for maps up, D and C for maps down.
+        is_up: whether the maps lead up, from C to D.
+        bias: whether each expert has a bias.
         expert_backend: a choice of `--expert-backend`.
-        fan_in: of how many inputs a result is made, for other initialisations; d_in, unless the results of
-            several experts or heads are added up.
+        fan_in: the number of inputs of a result, for `init_fan_in_normal_`; None: d_in. It is larger if the
+            results of several experts or heads are added.
     """
 
     def __init__(
@@ -52,7 +53,7 @@ class ExpertLinear(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew."""
+        """Draw the weights again, and set biases to zero."""
         bound = math.sqrt(6.0 / (self.d_in + self.d_out))
         nn.init.uniform_(self.weight, -bound, bound)
         if self.bias is not None:
@@ -61,19 +62,19 @@ class ExpertLinear(nn.Module):
     def forward(
         self, rows: Tensor, order: ExpertPermutation, gates: Tensor | None = None, fan: int = 1
     ) -> Tensor:
-        """Rows through the experts that their tokens chose.
+        """Apply to each row the experts that its token selects.
 
         Args:
-            rows: up: [N, C]; down: [N·K / fan, D].
+            rows: the inputs; up: [N, C]; down: [N·K / fan, D].
             order: the experts of the N·K slots.
-            gates: their weights, [N, K], or None for ones.
-            fan: how many neighbouring slots share a row of the experts' width (SwitchHead: k).
+            gates: the gates of the slots, [N, K]; None: all gates are 1.
+            fan: the number of neighbouring slots that share a row of width D (SwitchHead: k).
 
         Returns:
-            Up: [N·K / fan, D]; down: [N, C].
+            The results; up: [N·K / fan, D]; down: [N, C].
 
         Raises:
-            ValueError: if `order` is of another number of tokens or experts.
+            ValueError: if `order` has another number of tokens or experts.
         """
         return project(
             rows,

@@ -1,4 +1,4 @@
-"""The families of mixtures, by name: what an attention is built from."""
+"""The registry of families: the settings of each kind of attention, by name."""
 
 from moa_fairseq.layers.dense import DenseSettings
 from moa_fairseq.layers.gqe import GQESettings
@@ -10,16 +10,17 @@ from moa_fairseq.layers.namoh import NAMOHSettings
 from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.switchhead import SwitchHeadSettings
 
-# Family → the class of its settings. No family is the default.
+# The name of a family → the class of its settings
 FAMILIES: dict[str, type[FamilySettings]] = {}
 
 
 def register_family(name: str, settings: type[FamilySettings]) -> None:
-    """Make a family known to models: `attention_family` of a model class names it.
+    """Register a family, which a model class then names as its `attention_family`.
 
     Args:
-        name: of the family; one that is known already is replaced.
-        settings: its fields become flags, and its `attention` is the class that is built.
+        name: the name of the family; a family registered before under this name is replaced.
+        settings: the class of settings. Its fields become flags, and its `attention` is the class that is
+            built.
     """
     FAMILIES[name] = settings
 

@@ -1,4 +1,4 @@
-"""Which auxiliary losses belong to which family, with its paper's coefficients."""
+"""The auxiliary losses of each family, with the coefficients of its paper."""
 
 from collections.abc import Iterable
 
@@ -21,8 +21,8 @@ from moa_fairseq.layers.sigma_moe import SigmaMoE
 
 Terms = tuple[tuple[Loss, float], ...]
 
-# MoA Eq. 17; MoH Eq. 8 with β = 0.01; GQE and NAMOH take Switch's balance loss; sigma-MoE §5, of 262M
-# parameters (0.0001 of 47M). SwitchHead has no loss, MAE trains its gates with the task's.
+# MoA Eq. 17; MoH Eq. 8 with β = 0.01; GQE and NAMOH have the balance loss of Switch Transformers; sigma-MoE
+# §5 for 262M parameters (for 47M: 0.0001). SwitchHead has no loss; MAE trains its gates with the task's loss.
 TERMS: dict[str, Terms] = {
     "MoA": ((load_balance_loss, 0.01), (z_loss, 0.001)),
     "GQE": ((load_balance_loss, 0.01),),
@@ -36,13 +36,13 @@ TERMS: dict[str, Terms] = {
 
 
 class FamilyLosses:
-    """The auxiliary losses of a model: a call adds them up, each times its coefficient.
+    """The auxiliary losses of a model: a call returns their sum, each multiplied by its coefficient.
 
-    MoH's released code takes the mean over the layers; all others add them up.
+    Each loss is summed over layers; only MoH's released code takes the mean over layers.
 
     Args:
-        terms: of each `Attention.family` in the model: pairs of a loss and its coefficient.
-        reduces: the families whose losses are averaged over the layers.
+        terms: for each `Attention.family` in the model, pairs of a loss and its coefficient.
+        reduces: the families whose losses are averaged over layers.
     """
 
     def __init__(self, terms: dict[str, Terms], reduces: frozenset[str] = frozenset()):
@@ -50,15 +50,15 @@ class FamilyLosses:
         self.reduces = reduces
 
     def __call__(self, routings: Iterable[Routing]) -> Tensor:
-        """The scalar to be added to the task's mean loss of a token.
+        """The auxiliary loss, a scalar, to be added to the mean loss of a token in the task.
 
         Args:
-            routings: of a pass of the model, `with_routing=True` of its layers.
+            routings: all routings of a pass, which the layers return if with_routing=True.
 
         Raises:
-            ValueError: for a routing of a family that the model lacks, or of none, and for no routings of a
-                model that has losses.
-            TypeError: for anything else than routings, a layer's tuple among them.
+            ValueError: for a routing whose family the model lacks, or that has no family, and for no routings
+                if the model has losses.
+            TypeError: for an item that is not a routing, such as the tuple that a layer returns.
         """
         total = torch.zeros(())
         routings = list(routings)
@@ -93,14 +93,13 @@ class FamilyLosses:
 
 
 def losses_for(model: nn.Module) -> FamilyLosses:
-    """The losses of the families in a model, or of one layer, with the papers' coefficients.
+    """The losses of a model or of one layer, with the coefficients of the papers.
 
     Args:
-        model: a layer of this package, or a module that has some.
+        model: a layer of this package, or a module that contains some.
 
     Raises:
-        UserError: for a model that scales the gates of its layers of MoH in two ways, and for one without a
-            layer of this package.
+        UserError: if layers of MoH differ in moh_scaling, and if the model contains no layer of this package.
     """
     layers = [part for part in model.modules() if isinstance(part, (Attention, SigmaMoE))]
     if not layers:

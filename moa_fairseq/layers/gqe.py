@@ -1,4 +1,4 @@
-"""Grouped Query Experts (GQE, arXiv 2606.20945): each group of query heads has a router of its own."""
+"""Grouped Query Experts (GQE, arXiv 2606.20945): a router for each group of query heads."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -54,20 +54,22 @@ class GQESettings(FamilySettings, RouterSettings):
 class GroupedQueryExperts(MixtureOfAttention):
     """Grouped-query attention whose query heads are experts.
 
-    G = gqe_groups heads of keys and values are dense. A group has M = num_experts query heads; a token takes
-    the k = experts_per_token of them with the largest probabilities, p_g = softmax(x·W_g). With o the result
-    of a chosen head, w = p / Σ p over all G·k chosen heads, and s the result of the shared head,
+    All tokens use the same G = gqe_groups heads of keys and values. Each has a group of M = num_experts query
+    heads, of which a token selects the k = experts_per_token with the largest probabilities, p_g =
+    softmax(x·W_g). Let o be the result of a selected head, w = p / Σ p over all G·k selected heads, and s the
+    result of the shared head. Then
 
         y = [all o, side by side; Σ w·o; s] · W_O    (gqe_output "paper")
         y = Σ w·o·W_o + s·W_s                        ("experts"; G = 1 without s is MoA)
 
-    "hard" leaves Σ w·o out, and the task then does not train the router; "weighted" has w·o for o there. The
-    shared head's keys and values are the means of those of the groups. Weights stand in the order: the shared
-    head, each group's most probable head, each group's second, and so on.
+    "hard" leaves Σ w·o out, so the task does not train the router; "weighted" leaves it out, too, and
+    replaces o by w·o. The keys and values of the shared head are the means over the groups. Attention weights
+    have this order: the shared head, the most probable head of each group, the second of each group, and so
+    on.
 
     Args:
         embed_dim: the model's width, C.
-        settings: or its fields as keywords.
+        settings: the settings, or their fields as keywords.
         options: those of `MixtureOfAttention`.
 
     Raises:
@@ -88,7 +90,7 @@ class GroupedQueryExperts(MixtureOfAttention):
                 "groups, and 0 or 1 shared heads."
             )
         router = TopKRouter(embed_dim, settings, groups, self.family)
-        router.is_constant &= settings.gqe_output != "hard"  # which has no gates
+        router.is_constant &= settings.gqe_output != "hard"  # "hard" has no gates
         every = MoASettings(
             num_experts=shared_heads + groups * settings.num_experts,
             experts_per_token=shared_heads + groups * settings.experts_per_token,
@@ -123,7 +125,7 @@ class GroupedQueryExperts(MixtureOfAttention):
             .view(batch, tgt_len, self.num_heads, self.expert_dim)
             .transpose(1, 2)
         )
-        # The shared head, then one head of each group after the other
+        # To the order of attention weights: the shared head, then one head of each group, …
         q = self._transposed(q, self.groups, -1)
         k, v = self.keys_values(call)
         if self.shared_heads and self.groups > 1:
@@ -133,7 +135,7 @@ class GroupedQueryExperts(MixtureOfAttention):
         if self.head_gate is not None:
             index = self._transposed(self.head_index(routing), self.groups, -1)
             heads = self.head_gate(heads, call.x, index)
-        heads = self._transposed(heads, -1, self.groups)  # in the order of the slots
+        heads = self._transposed(heads, -1, self.groups)  # back to the order of the slots
         if self.output == "experts":
             slots = heads.transpose(1, 2).reshape(-1, self.expert_dim)  # [B, H, T, D] → [N·H, D]
             return (
@@ -152,7 +154,7 @@ class GroupedQueryExperts(MixtureOfAttention):
         return out, weights, (routing,)
 
     def _with_shared_head(self, routing: Routing) -> Routing:
-        """The shared head as expert 0, in slot 0, with a gate of 1."""
+        """Add the shared head to a routing as expert 0, in slot 0, with the gate 1."""
         if not self.shared_heads:
             return routing
         gates = F.pad(routing.gates, (1, 0), value=1.0)
@@ -170,8 +172,8 @@ class GroupedQueryExperts(MixtureOfAttention):
     def _attend_with_shared_head(
         self, call: Call, q: Tensor, k: Tensor | None, v: Tensor | None
     ) -> tuple[Tensor, Tensor | None]:
-        """As `attend`; the shared head reads the groups' means, which no cache has to hold."""
-        # no bias: __init__ has refused --positions xl
+        """`attend`, where the shared head reads the means over the groups, which need not be cached."""
+        # The bias is None: __init__ has refused positions="xl"
         q, k, v, masks, _ = self.place(call, q, k, v)
         means = k.mean(1, keepdim=True), v.mean(1, keepdim=True)
         shared, shared_weights = self.attend(call, q[:, :1], *means, masks)
@@ -184,12 +186,12 @@ class GroupedQueryExperts(MixtureOfAttention):
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         macs = super().projection_macs(queries, keys)
         macs["router"] = queries * self.embed_dim * (self.num_experts - self.shared_heads)
-        if self.output == "paper":  # one slot more than heads
+        if self.output == "paper":  # one slot more than there are heads, for Σ w·o
             macs["projections"] += queries * self.embed_dim * self.head_dim
         return macs
 
     def _transposed(self, heads: Tensor, rows: int, columns: int) -> Tensor:
-        """The routed heads of [B, H, T, D], which are rows × columns, as columns × rows."""
+        """Reorder the routed heads of [B, H, T, D] from rows × columns to columns × rows."""
         if self.groups == 1 or self.num_heads == self.shared_heads + self.groups:
             return heads
         shared, routed = heads.split([self.shared_heads, heads.size(1) - self.shared_heads], 1)

@@ -1,4 +1,4 @@
-"""Gated attention (arXiv 2505.06708): each query multiplies what its heads found by a gate of its own."""
+"""Gated attention (arXiv 2505.06708): each query multiplies the results of its heads by its gates."""
 
 import torch
 from torch import Tensor, nn
@@ -7,15 +7,15 @@ HEAD_GATES = ("none", "head", "element")
 
 
 class HeadGate(nn.Module):
-    """σ(x W_θ) ⊙ H for every head: one gate a head ("head") or one a number of it ("element").
+    """σ(x W_θ) ⊙ H: one gate for each head ("head") or for each number of a head ("element").
 
-    The paper's best place, after the attention and before the output projection. No head is chosen: every
-    gate lies between 0 and 1. W_θ starts at zero, so all gates start at 1/2.
+    The gate is after the attention and before the output projection, the best position in the paper. Gates do
+    not select heads: every gate is between 0 and 1. W_θ starts at zero, so all gates start at 1/2.
 
     Args:
-        embed_dim: the width of the queries' inputs, C.
-        heads: how many heads have gates of their own, which are the experts' where a token chooses some of
-            them.
+        embed_dim: the width of the inputs of the queries, C.
+        heads: the number of heads that have their own gates; where tokens select experts, those of all
+            experts.
         head_dim: D.
         kind: "head" or "element".
     """
@@ -28,19 +28,19 @@ class HeadGate(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Start with even gates."""
+        """Set all gates to 1/2."""
         nn.init.zeros_(self.projection.weight)
 
     def forward(self, found: Tensor, x: Tensor, index: Tensor | None = None) -> Tensor:
-        """Multiply what the heads found by the gates of their queries.
+        """Multiply the results of heads by the gates of their queries.
 
         Args:
-            found: [B, H, T, D].
-            x: the queries' inputs, [B, T, C].
-            index: [B·T, H] int64, the head that stands in each place; None: head i in place i.
+            found: the results of the H active heads, [B, H, T, D].
+            x: the inputs of the queries, [B, T, C].
+            index: the number of each active head, [B·T, H] int64; None: 0 … H − 1.
 
         Returns:
-            [B, H, T, D], in the dtype of `found`.
+            The gated results, [B, H, T, D], in the dtype of `found`.
         """
         # [N, heads, 1 or D]
         gates = torch.sigmoid(self.projection(x)).view(-1, self.heads, self.width)

@@ -1,4 +1,4 @@
-"""How the matrices of a mixture start: each by the number of its inputs."""
+"""Initial values of the matrices of a mixture, each by the number of its inputs."""
 
 import contextlib
 import math
@@ -16,12 +16,12 @@ from moa_fairseq.layers.sigmoid_router import SigmoidTopKRouter, draw_rows_of_on
 
 @contextlib.contextmanager
 def forked_rng() -> Iterator[None]:
-    """What is built inside takes one number of the generator's, however many it draws.
+    """A block that takes one number from torch's generator, however many numbers are drawn inside.
 
-    What is built after it then starts alike in models that differ in nothing but this part. (CPU only, as
-    fairseq builds models.)
+    So models that differ only in what is built inside the block draw the same weights after it. (Only the
+    generator of the CPU, on which fairseq builds models.)
     """
-    seed = int(torch.randint(2**62, (), device="cpu"))  # also where a model is built on "meta"
+    seed = int(torch.randint(2**62, (), device="cpu"))  # even if the default device is "meta"
     with torch.random.fork_rng(devices=[]):
         torch.default_generator.manual_seed(seed)
         yield
@@ -29,14 +29,14 @@ def forked_rng() -> Iterator[None]:
 
 @torch.no_grad()
 def init_fan_in_normal_(root: nn.Module, scale: float = 1.0) -> None:
-    """Draw every linear map inside `root` from a normal of deviation scale / √fan-in; biases become zero.
+    """Draw every linear map inside `root` from a normal with deviation scale / √fan-in; biases become zero.
 
-    The initialisation of SwitchHead and sigma-MoE. The fan-in of experts is `ExpertLinear.fan_in`. The rows
-    of a router are then made equally long, and gates of heads even.
+    This is the initialisation of SwitchHead and sigma-MoE. The fan-in of experts is `ExpertLinear.fan_in`.
+    The rows of a router then get equal lengths, and the gates of heads become 1/2.
 
     Args:
-        root: the module, of whose parts nn.Linear and ExpertLinear are drawn.
-        scale: 1, or √(2/n) in the papers' pre-norm models of n layers.
+        root: the module whose nn.Linear and ExpertLinear parts are drawn.
+        scale: 1, or √(2/n) in the pre-norm models with n layers of the papers.
     """
     for module in root.modules():
         if isinstance(module, (nn.Linear, ExpertLinear)):
@@ -58,14 +58,14 @@ def init_fan_in_normal_(root: nn.Module, scale: float = 1.0) -> None:
 
 @torch.no_grad()
 def scale_branch(attention: nn.Module, factor: float) -> None:
-    """Multiply an output projection, bias included: the attention's residual branch then starts at that size.
+    """Scale the initial output of an attention, and so of its residual branch.
 
     Args:
-        attention: one of the attentions here.
-        factor: what every weight and bias of its `out_proj` or `out_experts` is multiplied by.
+        attention: an attention of this package.
+        factor: the factor of every weight and bias in its `out_proj` or `out_experts`.
 
     Raises:
-        UserError: for an attention that has neither.
+        UserError: for an attention that has neither of the two.
     """
     for name in ("out_proj", "out_experts"):
         if hasattr(attention, name):

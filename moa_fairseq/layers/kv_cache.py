@@ -1,4 +1,4 @@
-"""What an attention remembers between the steps of a generation."""
+"""The keys and values that an attention keeps between the steps of a generation."""
 
 import weakref
 from collections.abc import Callable
@@ -8,63 +8,64 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-# What has a row for each sentence of the keys, with the axis of its positions
+# The tensors that have a row for each sequence, and their axis of positions
 _OF_KEYS = (("keys", 2), ("values", 2), ("padding", 1), ("key_experts", 1))
 
 
 class KVCache:
-    """Keys and values of the positions so far. `Attention.new_cache` makes one; a call extends it.
+    """The keys and values of the positions so far.
 
-    In cross-attention it holds the memory's keys and values, which the first call makes. During a beam search
-    their rows may be sentences, each of which serves beam_size neighbouring rows of queries.
+    `Attention.new_cache` makes a cache; a call extends it. In cross-attention the cache holds the memory's
+    keys and values, which the first call computes. In a beam search it may have one row for each sentence,
+    which beam_size neighbouring rows of queries share.
 
     Args:
-        owner: which attention made it.
-        can_trim: whether everything that it keeps belongs to single positions.
-        needed: how many of the latest positions the next query sees; None: all.
+        owner: the number of the attention that made the cache.
+        can_trim: whether every cached number belongs to one position, so that positions can be removed.
+        needed: the number of latest positions that the next query sees; None: all.
     """
 
     def __init__(self, owner: int = 0, can_trim: bool = True, needed: int | None = None):
         self.owner = owner
         self.can_trim = can_trim
         self.needed = needed
-        self.dropped = 0  # positions before those that it holds
-        self.max_length: int | None = None  # of a `StaticCache`
+        self.dropped = 0  # the number of positions that the window has left behind
+        self.max_length: int | None = None  # of a `StaticCache`; None: the cache grows
         self.keys: Tensor | None = None  # [B, G, S, D]
         self.values: Tensor | None = None  # [B, G, S, D]
-        self.padding: Tensor | None = None  # [B, S] bool, True = padding; None while there is none
-        self.key_experts: Tensor | None = None  # [B, S, K], where keys have experts
-        self.sums: dict[str, Tensor] = {}  # what else a family keeps, [B, …]
+        self.padding: Tensor | None = None  # [B, S] bool, True = padding; None: no padding so far
+        self.key_experts: Tensor | None = None  # [B, S, K], the experts that made the keys, if any
+        self.sums: dict[str, Tensor] = {}  # other state of a family, by name, [B, …]
         self.beam_size = 1
-        self.holds_memory = False  # the keys are of cross-attention
-        self._version = 0  # of the memory, by torch's count of writes
+        self.holds_memory = False  # whether the keys are those of a memory
+        self._version = 0  # how often the memory had been written to, as torch counts
         self._memory: weakref.ref[Tensor] | None = None
 
     @property
     def rows(self) -> int | None:
-        """For how many rows of queries it is, B; None while that is open."""
+        """B, the number of rows of queries; None before the first call."""
         return None if self.keys is None else self.keys.size(0) * self.beam_size
 
     @property
     def length(self) -> Any:
-        """How many positions there have been, S, with those that it has dropped."""
+        """The number of positions so far, those that a window has left behind included."""
         if self.keys is None:
             return 0
         return self.dropped + self.keys.size(2)
 
     def of_memory(self, memory: Tensor) -> None:
-        """Note that the keys are made of a memory."""
+        """Record the memory from which the keys are computed."""
         self.holds_memory = True
         self._memory = weakref.ref(memory)
         self._version = _version(memory)
 
     def is_of(self, memory: Tensor) -> bool:
-        """Whether the keys were made of this very tensor, which has not been written to since."""
+        """Whether the keys were computed from this tensor, and it has not been written to since."""
         is_same = self._memory is not None and self._memory() is memory
         return is_same and self._version == _version(memory)
 
     def slide(self) -> None:
-        """Drop the positions that the next query does not see, where it sees `needed`."""
+        """Drop all but the latest `needed` positions, because the next query sees no others."""
         assert self.needed is not None
         if self.keys is None:
             return
@@ -76,11 +77,11 @@ class KVCache:
             self.dropped += surplus
 
     def extend(self, k: Tensor, v: Tensor, experts: Tensor | None = None) -> None:
-        """Append keys and values, and the experts that made them, if any did.
+        """Append keys and values.
 
         Args:
-            k, v: those of the step, [B, G, S', D], at their positions already.
-            experts: [B, S', K] int64, for `Attention.keys_by_expert`.
+            k, v: keys and values of the step, [B, G, S', D], with their positions applied.
+            experts: the experts that made them, [B, S', K] int64, if `Attention.keys_by_expert`.
         """
         if self.keys is None or self.values is None:
             self.keys = k
@@ -93,15 +94,15 @@ class KVCache:
             self.key_experts = torch.cat([self.key_experts, experts], dim=1)
 
     def extend_padding(self, padding: Tensor | None) -> Tensor | None:
-        """The padding [B, S] of all positions, with those of the latest step, whose keys are here already.
+        """Append the padding of a step, after `extend`.
 
         Args:
-            padding: of the step's positions, or of all so far; None where the step has no padding. It may
-                come before or after steps without one. What was padding in an earlier step stays padding:
-                its keys are made of zeros.
+            padding: of the step's positions, or of all positions so far; None: the step has no padding.
+                Earlier or later steps may differ in this. What was padding in an earlier step stays padding,
+                because its keys were computed from zeros.
 
         Returns:
-            [B, S] bool, True = padding; None while no step had one.
+            The padding of all positions, [B, S] bool, True = padding; None while no step had padding.
         """
         if self.keys is None:
             return padding
@@ -128,12 +129,12 @@ class KVCache:
         return padding
 
     def reorder(self, order: Tensor) -> None:
-        """Follow the hypotheses of a beam: row i of everything becomes row order[i].
+        """Follow the hypotheses of a beam: replace row i of every tensor by its row order[i].
 
-        Keys that the hypotheses of a sentence share stay where they are as long as no sentence left.
+        Keys that the hypotheses of a sentence share are not moved until a sentence is finished.
 
         Args:
-            order: [B'] int64, rows of the hypotheses; B' may be less than B once sentences are finished.
+            order: rows of hypotheses, [B'] int64; B' is less than B once sentences are finished.
         """
         if self.sums:
             self.sums = {name: tensor.index_select(0, order) for name, tensor in self.sums.items()}
@@ -141,7 +142,7 @@ class KVCache:
             if self.keys.size(0) * self.beam_size == order.numel():
                 return
             order = order[:: self.beam_size] // self.beam_size
-        for name, _ in _OF_KEYS:  # at each step of a beam search, so without a call for each
+        for name, _ in _OF_KEYS:  # a loop instead of `_of_keys`, to save Python calls in each step
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, tensor.index_select(0, order))
@@ -150,11 +151,11 @@ class KVCache:
         """Forget all positions but the first `length`.
 
         Args:
-            length: how many positions stay, 0 … S. The padding is cut with the keys.
+            length: the number of positions that stay, from 0 to S.
 
         Raises:
-            ValueError: for a length that is not held, with a window also for one whose next query would see a
-                dropped position, and where a running sum has no positions (MAE's gate).
+            ValueError: for a length outside this range; if the next query would see a position that a window
+                has left behind; and if the cache has a running sum over positions (MAE's gate).
         """
         if not self.can_trim:
             raise ValueError(
@@ -173,18 +174,18 @@ class KVCache:
         self._of_keys(lambda tensor, axis: tensor.narrow(axis, 0, remaining))
 
     def _of_keys(self, change: Callable[[Tensor, int], Tensor]) -> None:
-        """Change every tensor that has a row for each sentence of the keys and a place for each position."""
+        """Replace every tensor that has positions by change(tensor, axis of positions)."""
         for name, axis in _OF_KEYS:
             tensor = getattr(self, name)
             if tensor is not None:
                 setattr(self, name, change(tensor, axis))
 
     def tensors(self) -> tuple[Tensor, ...]:
-        """All that it holds."""
+        """All tensors in the cache."""
         tensors = (self.keys, self.values, self.padding, self.key_experts, *self.sums.values())
         return tuple(tensor for tensor in tensors if tensor is not None)
 
 
 def _version(tensor: Tensor) -> int:
-    """How often torch has seen the tensor written to; it does not count in inference mode."""
+    """How often the tensor has been written to, as torch counts; 0 in inference mode."""
     return 0 if tensor.is_inference() else tensor._version

@@ -42,27 +42,27 @@ class LatentSettings(FamilySettings):
 class LatentAttention(DenseHeadsAttention):
     """Multi-head latent attention (MLA), equations 9 to 19 of DeepSeek-V2 without its query latent.
 
-    A token h_s leaves a latent c_s and a rotary key k^R_s, the same for all heads, in the cache, and nothing
-    else. Head i makes its keys and values of the latent:
+    The cache has only a latent c_s and a rotary key k^R_s for each token h_s, which all heads share. Head i
+    computes its keys and values from the latent:
 
         c_s = W^DKV h_s;  k^R_s = RoPE(W^KR h_s);  q^C_{t,i} = W^Q_i h_t;  q^R_{t,i} = RoPE(W^QR_i h_t)
         o_{t,i} = Σ_s softmax_s((q^C_{t,i}·W^UK_i c_s + q^R_{t,i}·k^R_s) / √(d_h + d_h^R)) W^UV_i c_s
 
-    `q_proj` is [W^QR_i; W^Q_i] head by head, `latent_proj` [W^KR; W^DKV], `k_proj` W^UK and `v_proj` W^UV.
-    Nothing has a bias, as in the paper. RoPE needs a key that is cached as it stands, so it has a part of its
-    own. Without rotary positions (in cross-attention, or beside embeddings of positions) that part is left
-    out: d_h^R = 0.
+    `q_proj` is [W^QR_i; W^Q_i] head by head, `latent_proj` is [W^KR; W^DKV], `k_proj` is W^UK and `v_proj` is
+    W^UV. No projection has a bias, as in the paper. RoPE needs a rotated key in the cache, so the key has a
+    rotary part. Without rotary positions (in cross-attention, or with embeddings of positions) this part is
+    left out: d_h^R = 0.
 
     Args:
         embed_dim: the model's width, C.
         num_heads: H.
-        settings: or its fields as keywords.
+        settings: the settings, or their fields as keywords.
             attention_head_dim: d_h, if it is not embed_dim / num_heads.
             latent_dim: d_c, if it is not 4 d_h.
-            rotary_key_dim: d_h^R of self-attention with positions="rope", if it is not d_h // 2.
-            latent_norm: RMSNorm of c_s, as in the released code, before it is cached.
-        kdim, vdim: the width of what keys and values are made of, if not C.
-        options: those of `Attention`. Of positions inside the attention only "rope" is possible.
+            rotary_key_dim: d_h^R in self-attention with positions="rope", if it is not d_h // 2.
+            latent_norm: whether c_s is normalised (RMSNorm) before it is cached, as in the released code.
+        kdim, vdim: the width of the inputs of keys and values, if not C; the two must be equal.
+        options: those of `Attention`; positions may only be "rope" or None.
 
     Raises:
         UserError: for impossible sizes and positions.
@@ -143,7 +143,7 @@ class LatentAttention(DenseHeadsAttention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Every matrix starts as those of dense attention with keys of another width (Xavier)."""
+        """Draw every matrix Xavier-uniform, as dense attention does if its keys have another input width."""
         super().reset_parameters()
         nn.init.xavier_uniform_(self.latent_proj.weight)
 
@@ -158,10 +158,10 @@ class LatentAttention(DenseHeadsAttention):
         latent = nothing = None
         if call.memory is not None:
             latent = self._latent(call.memory)
-            nothing = latent[..., :0]  # all that is cached stands in the keys
+            nothing = latent[..., :0]  # the cache has keys alone, with values of width 0
         q, latent, _, masks, _ = self.place(call, q, latent, nothing)
-        # For T queries and S keys a head needs S·d_c·D products to build its keys, and about T·S·d_c more
-        # than otherwise to do without.
+        # For T queries and S keys, a head needs S·d_c·D products to compute its keys. Attending to the latent
+        # instead needs about T·S·d_c more products for scores and means.
         is_step = call.cache is not None and q.size(2) < self.head_dim
         if is_step and is_plain(self.k_proj, nn.Linear) and is_plain(self.v_proj, nn.Linear):
             heads, weights = self._attend_to_latent(call, q, latent, masks)
@@ -169,7 +169,7 @@ class LatentAttention(DenseHeadsAttention):
             rotary, content = latent.squeeze(1).split([self.rotary_dim, self.latent_dim], -1)
             rotary = rotary.unsqueeze(1).expand(-1, self.num_heads, -1, -1)
             k = torch.cat([rotary, self.split(self.k_proj(content))], -1)
-            # Kernels want one width
+            # Kernels need keys and values of one width
             v = F.pad(self.split(self.v_proj(content)), (0, self.rotary_dim))
             heads, weights = self.attend(call, q, k, v, masks)
             heads = heads[..., : self.head_dim]
@@ -183,7 +183,7 @@ class LatentAttention(DenseHeadsAttention):
         )
 
     def _latent(self, memory: Tensor) -> Tensor:
-        """memory [B, S, kdim] → [k^R; c], k^R not yet rotated: [B, 1, S, R + d_c]."""
+        """Memory [B, S, kdim] → [k^R; c] before the rotation of k^R, [B, 1, S, R + d_c]."""
         latent: Tensor = self.latent_proj(memory).unsqueeze(1)
         if self.latent_norm is None:
             return latent
@@ -193,14 +193,14 @@ class LatentAttention(DenseHeadsAttention):
     def _attend_to_latent(
         self, call: Call, q: Tensor, latent: Tensor, masks: Masks
     ) -> tuple[Tensor, Tensor | None]:
-        """As `attend`, W^UK moved to the queries and W^UV to the results: no head's keys are built.
+        """`attend`, with W^UK applied to queries and W^UV to results, so that no keys of heads are computed.
 
         q^C·(W^UK c) = (W^UKᵀ q^C)·c, and Σ a W^UV c = W^UV Σ a c (DeepSeek-V2, section 2.1.2).
         """
         shape = (self.num_heads, self.head_dim, self.latent_dim)
         rotary, content = q.split([self.rotary_dim, self.head_dim], -1)
         content = torch.einsum("bhtd,hdc->bhtc", content, self.k_proj.weight.view(shape))
-        # `attend` divides by the root of the width that it sees
+        # `attend` divides by the root of the width of these queries, instead of by √(d_h + d_h^R)
         factor = math.sqrt((self.rotary_dim + self.latent_dim) / (self.rotary_dim + self.head_dim))
         q = torch.cat([rotary, content], -1) * factor
         latents, weights = self.attend(call, q, latent, latent, masks)
@@ -217,15 +217,15 @@ class LatentAttention(DenseHeadsAttention):
         return {"router": 0, "projections": of_queries + of_keys}
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """As the base class counts, of a whole sequence, where the keys and values of all heads are built."""
+        """As the base class, for a whole sequence, where the keys and values of all heads are computed."""
         scores = queries * keys * self.num_heads * (2 * self.head_dim + self.rotary_dim)
         return super().macs(queries, keys) | {"scores": scores}
 
     def cache_bytes(self, number_bytes: int = 2) -> int:
-        """Bytes that a token leaves in the cache of a generation: the latent and the rotary key.
+        """The bytes that each token adds to the cache of a generation: the latent and the rotary key.
 
         Args:
-            number_bytes: bytes of each number; 2 are half precision.
+            number_bytes: the bytes of each number; 2 is half precision.
         """
         return (self.latent_dim + self.rotary_dim) * number_bytes
 

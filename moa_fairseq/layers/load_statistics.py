@@ -1,4 +1,4 @@
-"""How evenly routers used their experts in one batch, and how sure they were: numbers for the log."""
+"""Statistics for the log: how evenly routers used their experts in one batch."""
 
 import torch
 from torch import Tensor
@@ -7,16 +7,16 @@ from moa_fairseq.layers.routing import Routing, RoutingSums
 
 
 def load_statistics(routed: Routing | RoutingSums) -> dict[str, Tensor]:
-    """Statistics of the share of slots that each routed expert got, padding excluded.
+    """Statistics of the experts' loads: the share of the slots of real tokens that each routed expert got.
 
     Args:
-        routed: one decision, or the sums of M.
+        routed: one routing, or the sums of M routings.
 
     Returns:
-        Each [M], or scalars for one decision, E being the routed experts of all groups:
-        load_entropy: in nats, log E when even.
-        max_load, min_load: the largest and smallest share (1/E when even).
-        dead_experts: how many got no token of this batch.
+        By name, [M], or scalars for one routing, where E is the number of routed experts of all groups:
+        load_entropy: the entropy of the loads in nats; log E if all loads are equal.
+        max_load, min_load: the largest and the smallest load; 1/E if all loads are equal.
+        dead_experts: the number of experts that no token of the batch selected.
     """
     if isinstance(routed, Routing):
         statistics = load_statistics(RoutingSums([routed]))

@@ -1,6 +1,6 @@
-"""Auxiliary losses of routers: pure functions, float32, 0 if all tokens are padding.
+"""Auxiliary losses of routers: pure functions in float32, which are 0 if all tokens are padding.
 
-Each takes a Routing and returns a scalar, or RoutingSums of M decisions and returns [M].
+Each takes a Routing and returns a scalar, or takes the RoutingSums of M routings and returns [M].
 """
 
 import functools
@@ -12,12 +12,12 @@ from torch import Tensor
 from moa_fairseq.layers.routing import Routing, RoutingSums, entropies
 
 Loss = Callable[[Routing | RoutingSums], Tensor]
-# The losses without a check of the family, by their names
+# The losses by name, without a check of the family
 OF_ANY_FAMILY: dict[str, Loss] = {}
 
 
 def _of_families(*families: str) -> Callable[[Callable[[RoutingSums], Tensor]], Loss]:
-    """Let a loss of RoutingSums take a single decision as well, and refuse those of other families."""
+    """Let a loss of RoutingSums take a single Routing, too, and refuse other families."""
 
     def decorate(loss: Callable[[RoutingSums], Tensor]) -> Loss:
         @functools.wraps(loss)

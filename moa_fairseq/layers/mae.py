@@ -1,4 +1,4 @@
-"""MAE, a mixture of attentive experts (arXiv 2005.06537): a gate weights experts that lack t heads each."""
+"""MAE, a mixture of attentive experts (arXiv 2005.06537): a gate weights experts, each without t heads."""
 
 import itertools
 import math
@@ -80,26 +80,26 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
     """Σ_i g_i(X; φ) · f_i(X; θ) (MAE Eq. 6), with the parameters of dense attention and a gate.
 
     Expert i leaves out a set D_i of t = mae_dropped_heads of the h heads: f_i = h/(h−t) · Σ_{j ∉ D_i} H_j
-    (Eq. 5 for t = 1: MAE-7 of 8 heads; t = 2: the 28 pairs of MAE-6). No expert is ever built: the sum
-    over experts is a rescaling of head j by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) before the output
-    projection, whose bias belongs to no expert. With a draw (an F step) g is the one-hot vector of an expert
-    drawn from it, and t heads are zeroed: one expert per sequence where one gate sees the sequence, and one
-    that can change along it where the gate is causal (see `ExpertDraw.choose`). Weights are not rescaled.
+    (Eq. 5 for t = 1, which is MAE-7 if h = 8; for t = 2 the 28 pairs of MAE-6). No expert is computed on its
+    own: the sum over experts multiplies head j by h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) before the output
+    projection, whose bias belongs to no expert. With a draw (an F step), an expert is drawn from g, and g
+    becomes its one-hot vector, so t heads are zeroed. A sequence has one expert if its gate sees the whole
+    sequence; if the gate is causal, the expert can change along the sequence (see `ExpertDraw.choose`). The
+    attention weights that are returned are not rescaled.
 
     Args:
         embed_dim: the model's width, C.
         num_heads: h.
-        settings: or its fields as keywords.
+        settings: the settings, or their fields as keywords.
             mae_gate: "learned" (a SequenceGate over the mean of the queries' inputs), or "uniform" (g = 1/E;
-                mixing is then plain dense attention).
+                the mixture is then dense attention).
             gate_norm: the statistics that normalise the gate's input while the gate learns (see GateNorm); a
                 causal gate always uses "earlier".
-            mae_evaluate_with: outside training, a single expert instead of the mixture (Table 5): the gate's
-                favourite, which can differ between sequences or positions, or a random one (of
-                mae_evaluate_seed), the same throughout.
-        causal: the gate at a position sees only the inputs up to it, the latest gate_window of them; for
-            decoders, in self- and cross-attention, where queries are a translation's tokens. Otherwise one
-            gate per sequence sees all of its tokens.
+            mae_evaluate_with: the experts in evaluation (Table 5): the mixture, the most probable expert of
+                each gate, or one random expert (by mae_evaluate_seed) for all sequences.
+        causal: whether each position has a gate, which sees only the latest gate_window inputs up to the
+            position. Decoders need this in self- and cross-attention. Otherwise each sequence has one gate,
+            which sees all of its tokens.
         options: those of `DenseHeadsAttention`.
 
     Raises:
@@ -176,17 +176,17 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         """The gate's weights of the experts, g(X; φ) of MAE Eq. 6.
 
         Args:
-            call: the pass, whose queries' inputs the gate averages; sums of a causal gate are kept in its
+            call: the pass. The gate averages the inputs of its queries; a causal gate keeps sums in its
                 cache.
 
         Returns:
-            g and its logits, [B, T, E] of a learned causal gate, else [B, 1, E], in float32 or wider; and
+            g and its logits, [B, T, E] for a learned causal gate, else [B, 1, E], in float32 or wider; and
             which of the B·T or B rows are real, [N] bool, or None without padding.
         """
         x = call.x
         padding = call.query_padding
         batch, tgt_len, width = x.shape
-        # A sequence without tokens is not a row of a gate's statistics
+        # Sequences without tokens do not count in the statistics of a gate
         if padding is None and not tgt_len:
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
@@ -213,14 +213,14 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         return probs.view(shape), logits.view(shape), real
 
     def select(self, probs: Tensor, draw: Any) -> Tensor | None:
-        """The one expert that works in place of the mixture, if any.
+        """Select a single expert, in an F step and in some evaluations.
 
         Args:
             probs: g, [B, T or 1, E].
-            draw: `expert_draw.ExpertDraw` of an F step, or None.
+            draw: the `expert_draw.ExpertDraw` of an F step, or None.
 
         Returns:
-            The experts' indices [B, T or 1] int64; None: the experts are mixed.
+            The indices of the experts, [B, T or 1] int64; None: all experts are mixed.
         """
         if draw is not None:
             chosen: Tensor = draw.choose(self.name, probs)

@@ -92,20 +92,20 @@ class MoASettings(FamilySettings, RouterSettings):
 class MixtureOfAttention(Attention):
     """y_t = Σ_{i ∈ G(q_t)} w_{i,t} · E_i(q_t, K, V) (MoA Eq. 6).
 
-    A router (Eq. 7-9) picks K of E experts per query token. An expert has its own query projection
-    W_i^q and output projection W_i^o; keys and values are projected once by W^k, W^v, shared by all
-    experts (Eq. 10-12), so the attention is multi-query attention with K query heads of size D. With
-    heads_per_expert P it has P heads in each expert, and P shared heads of keys and values (SUT, arXiv
-    2310.07096; JetMoE, arXiv 2404.07413). Weights stand slot by slot: slot k is the k-th most probable expert
-    (expert k when K = E).
+    A router (Eq. 7-9) selects K of E experts for each query token. Each expert has its own query projection
+    W_i^q and output projection W_i^o. All experts share keys and values, which W^k and W^v project once
+    (Eq. 10-12), so this is multi-query attention with K query heads of size D. If heads_per_expert is P, an
+    expert has P heads, and there are P shared heads of keys and values (SUT, arXiv 2310.07096; JetMoE, arXiv
+    2404.07413). Attention weights are slot by slot: slot k is the k-th most probable expert (expert k if
+    K = E).
 
     Args:
         embed_dim: the model's width, C.
-        settings: or its fields as keywords.
-        kdim, vdim: widths of what keys and values are made of, if not C.
-        router: one to use instead of `TopKRouter`.
-        groups: of experts that share keys and values, for a subclass that orders its heads as `sdpa.attend`
-            wants.
+        settings: the settings, or their fields as keywords.
+        kdim, vdim: the widths of the inputs of keys and values, if not C.
+        router: a router to use instead of `TopKRouter`.
+        groups: the number of groups of experts that share keys and values, for a subclass that orders its
+            heads as `sdpa.attend` requires.
         options: those of `Attention`.
 
     Raises:
@@ -167,7 +167,7 @@ class MixtureOfAttention(Attention):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Initialise keys and values as in fairseq's attention; router and experts initialise themselves."""
+        """Initialise keys and values as fairseq does; the router and experts initialise themselves."""
         for projection in (self.k_proj, self.v_proj):
             nn.init.xavier_uniform_(projection.weight, gain=1 / math.sqrt(2))
             if projection.bias is not None:
@@ -189,14 +189,14 @@ class MixtureOfAttention(Attention):
         return out.view_as(call.x), weights, (routing,)
 
     def keys_values(self, call: Call) -> tuple[Tensor | None, Tensor | None]:
-        """Keys and values [B, G, S, D] of the call's memory; None where the cache has them."""
+        """Keys and values [B, G, S, D] of the call's memory; None: the cache has them."""
         memory = call.memory
         values = call.values
         if memory is None or values is None:
             return None, None
         shape = (*memory.shape[:2], self.key_heads, self.expert_dim)  # [B, S, G, D]
-        # One product needs a copy of both weights side by side at each call. That pays for many rows, but not
-        # for a step of generation, which reads hardly anything but the weights.
+        # A single product for keys and values needs a copy of both weights at each call. This saves time for
+        # many rows, but not in a step of generation, which reads little else than the weights.
         pays = is_compiling() or shape[0] * shape[1] >= _ROWS_OF_ONE_PRODUCT
         pays = pays and memory is values and is_plain(self.k_proj, nn.Linear)
         if pays and is_plain(self.v_proj, nn.Linear):
@@ -212,10 +212,10 @@ class MixtureOfAttention(Attention):
         return k.transpose(1, 2), v.transpose(1, 2)
 
     def head_index(self, routing: Routing) -> Tensor:
-        """Which head stands in each place of a token: the P heads of each chosen expert, side by side.
+        """The numbers of the active heads of each token: the P heads of each selected expert, side by side.
 
         Args:
-            routing: of N tokens, with K experts each.
+            routing: the routing of N tokens, with K experts each.
 
         Returns:
             [N, K·P] int64; head p of expert e has the number e·P + p.
@@ -233,7 +233,7 @@ class MixtureOfAttention(Attention):
 
 
 def token_ids_of(router: Any) -> frozenset[str]:
-    """`Attention.reads` of an attention with this router."""
+    """The value of `Attention.reads` for an attention with this router."""
     return frozenset({"token_ids"} if getattr(router, "token_hash", None) is not None else ())
 
 

@@ -76,19 +76,19 @@ class MoHSettings(FamilySettings):
 class MixtureOfHeads(DenseHeadsAttention):
     """Σ_i g_i · H^i · W_O^i (MoH Eq. 4), with the parameters of dense attention and a router.
 
-    Of the h heads, h_s = moh_shared_heads work for every token. A router chooses K = experts_per_token of the
-    others (Eq. 5-6). The output's bias belongs to no head. Keys and values are computed for all heads: a
-    later token may choose any of them. Weights stand slot by slot: the shared heads, then those chosen, the
-    most probable first.
+    Of the h heads, h_s = moh_shared_heads are active for every token. A router selects K = experts_per_token
+    of the others (Eq. 5-6). The bias of the output belongs to no head. Keys and values are computed for all
+    heads, because a later token may select any head. Attention weights are slot by slot: the shared heads,
+    then the selected heads, the most probable first.
 
     Args:
         embed_dim: the model's width, C.
         num_heads: h.
-        settings: or its fields as keywords. moh_skip: a head that a token did not choose has no query, no row
-            of attention and no product with W_O there ("always"), or all of that with a weight of zero
-            ("never"); "auto" takes what is faster, which may be to leave them out of the attention only. The
-            results are the same.
-        router: a module to use instead of the one that settings name.
+        settings: the settings, or their fields as keywords.
+            moh_skip: what is computed for the heads that a token does not select. "always" skips their
+                queries, attention and products with W_O; "never" computes all of this, and weights it by
+                zero; "auto" takes the faster way, which may skip only their attention. The results are equal.
+        router: a router to use instead of the one that the settings name.
         causal: whether the masks of this self-attention hide the future; only moh_skip "auto" uses it.
         options: those of `DenseHeadsAttention`.
 
@@ -177,7 +177,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         v: Tensor | None,
         routing: Routing,
     ) -> tuple[Tensor, Tensor | None]:
-        """Every head for every token, weighted by zero where it was not chosen; weights of the slots."""
+        """Compute all heads for all tokens, and weight unselected heads by zero."""
         batch, tgt_len, _ = call.x.shape
         if queries is None:
             queries = self.q_proj(rows)
@@ -203,13 +203,13 @@ class MixtureOfHeads(DenseHeadsAttention):
         routing: Routing,
         skips_projections: bool,
     ) -> Tensor:
-        """The shared heads and a token's chosen ones; skips_projections: of queries and outputs, too."""
+        """Compute only the shared and the selected heads; skips_projections: also in queries and outputs."""
         batch, tgt_len, _ = call.x.shape
         shared = self.shared_heads
         dim = self.head_dim
         active = self.active_heads
         order = ExpertPermutation(
-            routing.expert_ids[:, shared:] - shared,  # head 0 is the first routed one
+            routing.expert_ids[:, shared:] - shared,  # counted from the first routed head
             self.num_heads - shared,
             routing.chooses_all,
         )
@@ -252,7 +252,7 @@ class MixtureOfHeads(DenseHeadsAttention):
         return out + chosen.view_as(out)
 
     def _chosen_queries(self, rows: Tensor, order: ExpertPermutation) -> Tensor:
-        """Queries of the shared heads and of the chosen ones alone, [N, (h_s + K)·D]."""
+        """The queries of the shared heads and of the selected heads, [N, (h_s + K)·D]."""
         width = self.shared_heads * self.head_dim
         bias = self.q_proj.bias
         routed = project(

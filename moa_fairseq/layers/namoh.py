@@ -1,4 +1,4 @@
-"""NAMOH (2026): tokens choose heads before any projection; a head sees only the tokens that chose it."""
+"""NAMOH (2026): tokens select heads before any projection; a head sees only the tokens that selected it."""
 
 from dataclasses import dataclass, replace
 from typing import Any
@@ -52,25 +52,26 @@ class NAMOHSettings(FamilySettings, RouterSettings):
 
 
 class NativeMixtureOfHeads(MixtureOfAttention):
-    """Attention inside the set of tokens that chose a head.
+    """Attention among the tokens that selected the same head.
 
-    A token t chooses the heads S(t): the K = experts_per_token largest of softmax(x_t·W_r), E = num_experts.
-    Head i has the ordered set T_i of tokens that chose it, and matrices W_Q^i, W_K^i, W_V^i, W_O^i:
+    A token t selects the heads S(t), the K = experts_per_token of E = num_experts with the largest
+    softmax(x_t·W_r). Head i has the tokens T_i that selected it, in their order, and the matrices W_Q^i,
+    W_K^i, W_V^i and W_O^i:
 
         y_t = Σ_{i ∈ S(t)} g_{t,i} · Attention(x_t·W_Q^i; {x_s·W_K^i, x_s·W_V^i : s ∈ T_i}) · W_O^i
 
-    Masks hide keys inside T_i. Cross-attention has a second router, for the memory's tokens; a head that none
-    of them chose gives zeros. A cache holds a token's keys and values for its K heads. With K = E this is
-    `MixtureOfAttention` with expert_keys_values="own".
+    Masks hide keys inside T_i. Cross-attention has a second router for the tokens of the memory; a head that
+    none of them selected returns zeros. A cache holds the keys and values of each token for its K heads. If
+    K = E, this is `MixtureOfAttention` with expert_keys_values="own".
 
     Args:
         embed_dim: the model's width, C.
-        settings: or its fields as keywords.
-        kdim, vdim: widths of what keys and values are made of, if not C.
+        settings: the settings, or their fields as keywords.
+        kdim, vdim: the widths of the inputs of keys and values, if not C.
         options: those of `MixtureOfAttention`.
 
     Raises:
-        UserError: for impossible sizes, and for --positions xl: a head lacks keys for most distances.
+        UserError: for impossible sizes, and for positions="xl", because a head has no keys at most distances.
     """
 
     family = "NAMOH"
@@ -119,7 +120,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
             self.source_router = TopKRouter(self.key_widths["k_proj"], settings, family=self.family)
 
     def reset_parameters(self) -> None:
-        """Nothing: routers and experts initialise themselves."""
+        """Do nothing: routers and experts initialise themselves."""
 
     def compute(self, call: Call) -> Computed:
         rows = call.x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
@@ -158,7 +159,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         return slots.view(*x.shape[:2], self.experts_per_token, self.head_dim).transpose(1, 2)
 
     def _route_keys(self, call: Call, routing: Routing) -> Routing:
-        """The routing of keys: in self-attention the queries' own, unless a context was carried."""
+        """The routing of the keys; in self-attention that of the queries, unless a context is carried."""
         source_router = self.source_router
         memory = call.memory
         assert memory is not None
@@ -168,7 +169,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         if padding is not None:
             padding = padding[:, padding.size(1) - memory.size(1) :]
         rows = memory.reshape(-1, memory.size(2))  # [B, S, C] → [N, C]
-        # without a router of its own it is the text again, behind its context: its tokens are counted already
+        # Without its own router this is self-attention: the queries' routing has counted these tokens already
         source: Routing = (source_router or self.router)(
             rows, padding, observed=source_router is not None
         )
@@ -186,12 +187,12 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         routing: Routing,
         key_experts: Tensor,
     ) -> tuple[Tensor, Tensor | None]:
-        """Each slot with the keys of its own head.
+        """Attend from each slot to the keys of its own head.
 
         Args:
-            q: slots, [B, K, T, D], whose heads are the routing's.
-            k, v: slots, [B, K, S, D]; B / n rows where a beam's n hypotheses share keys, as in `sdpa.attend`:
-                they are then more queries of one row.
+            q: the queries of the slots, [B, K, T, D]; the routing has their heads.
+            k, v: keys and values of slots, [B, K, S, D], or of B / n rows if the n hypotheses of a beam share
+                keys, as in `sdpa.attend`: the hypotheses are then more queries of one row.
             key_experts: the heads of the keys' slots, [B, S, K].
         """
         rows = k.size(0)
@@ -236,7 +237,7 @@ class NativeMixtureOfHeads(MixtureOfAttention):
         }
 
     def macs(self, queries: int, keys: int) -> dict[str, int]:
-        """As the base class counts; scores if each head has K / E of the queries and of the keys."""
+        """As the base class, but with scores for K / E of the queries and K / E of the keys in each head."""
         scores = 2 * queries * keys * self.num_heads**2 * self.head_dim // self.num_experts
         return super().macs(queries, keys) | {"scores": scores}
 

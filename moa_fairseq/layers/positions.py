@@ -1,4 +1,4 @@
-"""Positions inside attention, for every family: how far apart a query and a key are."""
+"""Positions inside attention, for every family: the scores depend on the distance of query and key."""
 
 import functools
 import math
@@ -17,61 +17,62 @@ if TYPE_CHECKING:
 
 
 class Positions(nn.Module):
-    """The positions of a self-attention; this base class adds none.
+    """Positions inside a self-attention; this base class adds none.
 
-    Queries stand at first_query, first_query + 1, …; keys at 0, 1, …, counted from the first cached or
-    carried one. Letters: B batch, H query heads, G heads of keys, T queries, S keys, D width of a head.
+    The positions of queries are first_query, first_query + 1, …; those of keys are 0, 1, …, counted from the
+    first cached or carried key. Letters: B sequences of a batch, H query heads, G heads of keys, T queries, S
+    keys, D the width of a head.
     """
 
     @classmethod
     def of_attention(
         cls, embed_dim: int, key_heads: int, head_dim: int, **rotary: Any
     ) -> "Positions":
-        """The positions of one attention.
+        """Make the positions of one attention.
 
         Args:
-            embed_dim: the attention's width, C.
-            key_heads: G, its heads of keys.
+            embed_dim: the width of the attention's inputs, C.
+            key_heads: G.
             head_dim: D.
             rotary: further arguments of `RotaryPositions`.
 
         Raises:
-            UserError: for a width that these positions cannot have.
+            UserError: for a head_dim that these positions do not support.
         """
         return cls(head_dim, **rotary)
 
     def rotate(self, q: Tensor, k: Tensor, first_query: int | Tensor) -> tuple[Tensor, Tensor]:
-        """Queries and new keys at their positions, before keys are cached.
+        """Apply positions to queries and to new keys, before keys are cached.
 
         Args:
-            q: [B, H, T, D].
-            k: [B, G, T + M, D]: the last T keys stand where the queries stand, and M keys of a carried
-                context before them.
-            first_query: the position of the first query, a scalar tensor with a `StaticCache`.
+            q: queries, [B, H, T, D].
+            k: new keys, [B, G, T + M, D]: M keys of a carried context, then T keys at the positions of the
+                queries.
+            first_query: the position of the first query; a scalar tensor with a `StaticCache`.
 
         Returns:
-            Both in their shapes.
+            Queries and keys, in the same shapes.
         """
         return q, k
 
     def bias(self, q: Tensor, key_length: int, first_query: int | Tensor) -> Tensor | None:
-        """What is added to the scaled scores.
+        """The bias that is added to the scaled scores.
 
         Args:
-            q: [B, H, T, D], as projected, not yet rotated.
-            key_length: S, how many keys there are with those of the cache.
-            first_query: the position of the first query, a scalar tensor with a `StaticCache`.
+            q: queries as projected, before `rotate`, [B, H, T, D].
+            key_length: S, the number of keys with those of the cache.
+            first_query: the position of the first query; a scalar tensor with a `StaticCache`.
 
         Returns:
-            [B or 1, H or 1, T, S], or None where nothing is added.
+            The bias [B or 1, H or 1, T, S], or None if these positions add no bias.
         """
         return None
 
     def macs(self, queries: int, keys: int, num_heads: int) -> dict[str, int]:
-        """Multiply-accumulates of one sequence, in "projections" and in "scores".
+        """Multiply-accumulates that positions add to one sequence, in "projections" and in "scores".
 
         Args:
-            queries, keys: how many tokens of the sequence have queries, and how many keys.
+            queries, keys: the numbers of tokens that have queries and keys.
             num_heads: H.
         """
         return {"projections": 0, "scores": 0}
@@ -80,17 +81,17 @@ class Positions(nn.Module):
 class RotaryPositions(Positions):
     """RoPE (Su et al., arXiv 2104.09864, Eq. 34): scores then depend on distances only.
 
-    Of a head's D numbers the first R are rotated, R being the largest even number up to rotary_dim. The pair
-    (x_j, x_{j + R/2}) is rotated by the angle p · base^(−2j/R) at position p; the others stay as they are.
+    The first R of the D numbers of a head are rotated, where R is the largest even number up to rotary_dim.
+    At position p, the pair (x_j, x_{j + R/2}) is rotated by the angle p · base^(−2j/R).
 
     Args:
         head_dim: D.
-        base: of the angles; a larger one turns more slowly.
-        rotary_dim: how many numbers are rotated; None: all of an even D.
-        scaling: of the angles.
+        base: the base of the angles; a larger base makes the angles smaller.
+        rotary_dim: the largest number of numbers to rotate; None: D.
+        scaling: the scaling of the angles; None: no scaling.
 
     Raises:
-        UserError: where no pair is left to rotate, and for settings that do not fit the head.
+        UserError: if there is no pair to rotate, and for a base, rotary_dim or scaling that does not fit.
     """
 
     def __init__(
@@ -134,7 +135,7 @@ class RotaryPositions(Positions):
         return _rotate_pairs(q, cos[carried:], sin[carried:]), _rotate_pairs(k, cos, sin)
 
     def _speed(self, length: int | Tensor, device: torch.device) -> Tensor:
-        """The angle per position of each pair in a text of so many positions, [R / 2] float64."""
+        """The angle per position of each pair, in a text of `length` positions, [R / 2] float64."""
         if not self.is_dynamic:
             return _speed(self.rotary_dim, self.base, self.scaling, device=device)
         assert self.scaling is not None
@@ -148,27 +149,25 @@ class RotaryPositions(Positions):
 def _speed(dim: int, base: float, scaling: RopeScaling | None, device: torch.device) -> Tensor:
     """The angle per position of each pair of numbers, [dim / 2] float64."""
     speed = _powers(base, dim, device)
-    return speed if scaling is None else scaling.scaled(speed, base)
+    return speed if scaling is None else scaling.scale_angles(speed, base)
 
 
 def _powers(base: float | Tensor, dim: int, device: torch.device) -> Tensor:
-    """base^(−2j/dim) of each j, [dim / 2] float64."""
+    """base^(−2j/dim) for each j, [dim / 2] float64."""
     powers: Tensor = base ** (-torch.arange(0, dim, 2, dtype=torch.float64, device=device) / dim)
     return powers
 
 
 class HalfRotaryPositions(RotaryPositions):
-    """RoPE on the first half of a head's numbers (rounded down to an even count); the rest stay as they are.
-
-    The setting of SwitchHead's released code.
+    """RoPE on the first half of a head's numbers, rounded down to an even number, as in SwitchHead's code.
 
     Args:
         head_dim: D, of which 2 · (D // 4) numbers are rotated.
-        base, scaling: of the angles, as in `RotaryPositions`.
+        base, scaling: those of `RotaryPositions`.
         rotary_dim: None.
 
     Raises:
-        UserError: where no pair is left to rotate.
+        UserError: if there is no pair to rotate, and for a rotary_dim.
     """
 
     def __init__(
@@ -192,9 +191,9 @@ class HalfRotaryPositions(RotaryPositions):
 
 
 def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """The first R of D numbers rotated: x [B, H, T, D]; cos and sin [T, R / 2].
+    """Rotate the first R of D numbers: x [B, H, T, D]; cos and sin [T, R / 2].
 
-    In float32 or wider: half precision loses far positions.
+    The products are in float32 or wider, because half precision is too coarse for far positions.
     """
     wide = x if x.dtype == torch.float64 else x.float()
     cos = cos.to(wide.dtype)
@@ -209,9 +208,9 @@ def _rotate_pairs(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
 class RelativePositions(Positions):
     """Transformer-XL's relative positions (Dai et al., arXiv 1901.02860, §3.3), for G key heads of size D.
 
-    A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d), over √D. R is the sinusoid of
-    the distance i − j; W_R [G·D, C], u and v [G, D] are learned, and query head h takes those of key
-    head h mod G. `rotate` adds u to the queries, which gives (a) and (c); `bias` is (b) and (d).
+    The scores are A_ij / √D with A_ij = q_i·k_j (a) + q_i·W_R R_{i−j} (b) + u·k_j (c) + v·W_R R_{i−j} (d). R
+    is the sinusoid of the distance i − j. W_R [G·D, C], u and v [G, D] are learned; query head h uses those
+    of key head h mod G. `rotate` adds u to the queries, which gives (a) and (c); `bias` is (b) and (d).
 
     Args:
         embed_dim: C, the width of the sinusoids.
@@ -236,7 +235,7 @@ class RelativePositions(Positions):
         return cls(embed_dim, key_heads, head_dim)
 
     def reset_parameters(self) -> None:
-        """W_R starts like a matrix of the attention, u and v at zero: no position or key is preferred."""
+        """Draw W_R as a matrix of the attention; u and v start at zero: no position or key is preferred."""
         nn.init.xavier_uniform_(self.projection.weight)
         nn.init.zeros_(self.content_bias)
         nn.init.zeros_(self.position_bias)
@@ -248,7 +247,8 @@ class RelativePositions(Positions):
         tgt_len = q.size(2)
         if not tgt_len:
             return q.new_zeros(q.size(0), q.size(1), 0, key_length)
-        # Distance i − j of the first query to the last key is the smallest; column m has the m-th largest.
+        # The distance i − j is largest for the last query and the first key. Column m has the distance
+        # largest − m.
         largest = first_query + tgt_len - 1
         columns = (
             largest,
@@ -257,7 +257,7 @@ class RelativePositions(Positions):
             q.device,
             self.content_bias.dtype,
         )
-        if is_compiling() or isinstance(largest, Tensor):  # a graph looks into no cache of Python's
+        if is_compiling() or isinstance(largest, Tensor):  # a graph reads no cache of Python
             encoded = _sinusoids(*columns)
         else:
             encoded = _kept_sinusoids(*columns, inference=torch.is_inference_mode_enabled())
@@ -267,8 +267,9 @@ class RelativePositions(Positions):
             self.head_dim
         )
         scores = torch.einsum("bpgtd,lgd->bpgtl", q, r).flatten(1, 2)  # by distance, [B, H, T, L]
-        # Query i's distances to keys 0, 1, … begin at column T − 1 − i: one further left in each row. Read as
-        # rows that are one shorter, all of them begin in the same column.
+        # The distances of query i to keys 0, 1, … begin at column T − 1 − i, so each row begins one column
+        # further left than the row before. If the same memory is read as rows that are one shorter, all rows
+        # begin in the same column.
         if tgt_len == 1:
             return scores
         length = scores.size(3)
@@ -284,7 +285,7 @@ class RelativePositions(Positions):
         }
 
     def _by_key_head(self, q: Tensor) -> Tensor:
-        """[B, H, T, D] → [B, H / G, G, T, D]: query head h reads key head h mod G."""
+        """Group query heads by key head (h mod G): [B, H, T, D] → [B, H / G, G, T, D]."""
         by_key_head: Tensor = q.unflatten(1, (-1, self.key_heads))
         return by_key_head
 
@@ -292,7 +293,7 @@ class RelativePositions(Positions):
 def _sinusoids(
     largest: int | Tensor, count: int, dim: int, device: torch.device, dtype: torch.dtype
 ) -> Tensor:
-    """R of the L = count distances from the largest down, [L, dim]."""
+    """The sinusoids R of the L = count distances largest, largest − 1, …, [L, dim]."""
     distance = largest - torch.arange(count, device=device, dtype=torch.float64)
     speed = 10000.0 ** (-torch.arange(0, dim, 2, device=device, dtype=torch.float64) / dim)
     angle = distance[:, None] * speed
@@ -301,12 +302,12 @@ def _sinusoids(
 
 @functools.lru_cache(maxsize=8)
 def _kept_sinusoids(*columns: Any, inference: bool) -> Tensor:
-    """The same, kept for all layers. inference: torch's mode, whose tensors cannot be used outside of it."""
+    """`_sinusoids`, cached for all layers; tensors of inference mode are separate: others cannot use them."""
     return _sinusoids(*columns)
 
 
-_EMBEDDINGS = ("learned", "sinusoidal")  # of --positions, added to the words
-# The choices of --positions that are not embeddings.
+_EMBEDDINGS = ("learned", "sinusoidal")  # choices of --positions that are added to word embeddings
+# The choices of --positions that are inside attention
 POSITIONS_IN_ATTENTION: dict[str, type[Positions]] = {
     "rope": RotaryPositions,
     "rope-half": HalfRotaryPositions,
@@ -321,17 +322,17 @@ def positions_of(
     sizes: tuple[int, int],
     self_attention: bool,
 ) -> Positions | None:
-    """The positions inside an attention; None where it has none.
+    """Make the positions inside an attention.
 
     Args:
-        kind: a name of POSITIONS_IN_ATTENTION; None: there are none.
-        common: settings of rotary positions.
-        embed_dim: the attention's width, C.
-        sizes: its heads of keys and their width, G and D.
-        self_attention: whether it attends to its own input, and to nothing else.
+        kind: a name in POSITIONS_IN_ATTENTION; None: no positions.
+        common: settings, of which rope_base, rope_scaling and rotary_dim are read.
+        embed_dim: the width of the attention's inputs, C.
+        sizes: G and D of the attention.
+        self_attention: whether keys are always computed from the inputs of the queries.
 
     Raises:
-        UserError: for what does not fit the attention, or would not be read.
+        UserError: for settings that do not fit the attention, or that it would ignore.
     """
     if kind in _EMBEDDINGS:
         raise UserError(
@@ -352,7 +353,7 @@ def positions_of(
         if common.rotary_dim is not None:
             rotary["rotary_dim"] = common.rotary_dim
         if common.rope_scaling is not None:
-            rotary["scaling"] = RopeScaling.of(common.rope_scaling)
+            rotary["scaling"] = RopeScaling.from_setting(common.rope_scaling)
         positions = POSITIONS_IN_ATTENTION[kind].of_attention(embed_dim, *sizes, **rotary)
     if not isinstance(positions, RotaryPositions):
         for name in ("rope_base", "rope_scaling", "rotary_dim"):

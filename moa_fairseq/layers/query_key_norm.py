@@ -1,4 +1,4 @@
-"""RMSNorm of queries and keys, which bounds the scores of an attention (arXiv 2302.05442 has LayerNorm)."""
+"""RMSNorm of queries and keys, which bounds attention scores (arXiv 2302.05442 uses LayerNorm)."""
 
 from typing import TYPE_CHECKING
 
@@ -15,14 +15,15 @@ NORM_WEIGHTS = ("learned", "none")
 
 
 class QueryKeyNorm(nn.Module):
-    """x / √(mean x² + 10⁻⁶) · w, over a head's numbers or over those of all heads; w of either starts at 1.
+    """x / √(mean x² + 10⁻⁶) · w for queries and keys, each with a weight w that starts at 1.
 
     Args:
         heads, key_heads: H and G.
         head_dim: D.
-        kind: "head" or "rotated": each head by itself, w [D] of all heads (Qwen3), before or after the
-            rotation; "all-heads": the heads as one vector, w [H·D] and [G·D] (OLMo 2).
-        weighted: whether there is a w.
+        kind: what the mean is over. "head" (Qwen3): each head, before rotary positions, where all heads share
+            w [D]; "rotated": the same after rotary positions; "all-heads" (OLMo 2): all heads as one vector,
+            with w [H·D] for queries and w [G·D] for keys.
+        weighted: whether there is a weight w.
     """
 
     def __init__(self, heads: int, key_heads: int, head_dim: int, kind: str, weighted: bool):
@@ -35,11 +36,11 @@ class QueryKeyNorm(nn.Module):
         self.keys = nn.RMSNorm(key_heads * head_dim, eps=1e-6, elementwise_affine=weighted)
 
     def forward(self, q: Tensor, k: Tensor | None) -> tuple[Tensor, Tensor | None]:
-        """Both normalised.
+        """Normalise queries and keys.
 
         Args:
-            q: [B, H, T, D].
-            k: [B, G, S, D], or None where the cache has them.
+            q: queries, [B, H, T, D].
+            k: keys, [B, G, S, D]; None: the cache has them.
         """
         if k is not None:
             k = self._normalised(self.keys, k)
@@ -60,16 +61,16 @@ def query_key_norm_of(
     routes_heads: bool,
     positions: Positions | None,
 ) -> QueryKeyNorm | None:
-    """The norm that settings name; None where they name none.
+    """Make the norm that the settings name; None if they name none.
 
     Args:
         common: the settings.
         sizes: H, G and D of the attention.
-        routes_heads: whether its tokens choose heads.
-        positions: those inside it.
+        routes_heads: whether tokens select heads.
+        positions: the positions inside the attention.
 
     Raises:
-        UserError: for a norm that the attention cannot have.
+        UserError: for a norm that does not fit the attention.
     """
     kind = common.query_key_norm
     weight = common.query_key_norm_weight

@@ -16,19 +16,19 @@ from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.token_hash import TokenHash
 from moa_fairseq.layers.torch_compat import is_plain
 
-# How the probabilities of the chosen experts [N, K] become gates
+# Functions that turn the probabilities of the selected experts [N, K] into gates
 RENORMALIZATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "detached": lambda chosen: chosen / chosen.sum(-1, keepdim=True).detach(),  # MoA Eq. 9
     "full": lambda chosen: chosen / chosen.sum(-1, keepdim=True),
     "none": lambda chosen: chosen,  # MoA's released code
 }
-# How the logits [N, E] become probabilities, in the same order
+# Functions that turn logits [N, E] into probabilities, without changing their order
 ACTIVATIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "softmax": functools.partial(torch.softmax, dim=-1),  # MoA Eq. 7
     "sigmoid": torch.sigmoid,
 }
-MOST_PROBABLE = ("learned", "frozen")  # choices of the K most probable experts
-# Other choices: a router and the tokens' ids → the chosen experts [N, K]
+MOST_PROBABLE = ("learned", "frozen")  # the choices that select the K most probable experts
+# Functions of other choices: a router and the tokens' ids → the selected experts [N, K]
 OTHER_CHOICES: dict[str, Callable[[Any, Tensor | None], Tensor]] = {
     "hash": lambda router, token_ids: router.token_hash(token_ids),
 }
@@ -44,13 +44,13 @@ _INIT_STD = 0.02
 
 
 class WideLinear(nn.Linear):
-    """The linear map of a router, in float32 or wider, whatever the dtypes and autocast: [N, C] → [N, E].
+    """The linear map of a router, [N, C] → [N, E], in float32 or wider, whatever the dtype or autocast.
 
     Args:
         model_dim: C.
         outputs: E.
-        copies: multiply float32 copies of an input in half precision, and keep them for the backward pass;
-            else gradients of the logits are rounded to half precision.
+        copies: whether to copy inputs in half precision to float32, and keep the copies for the backward
+            pass. Otherwise no copy is made, and the gradients of the logits are rounded to half precision.
     """
 
     def __init__(self, model_dim: int, outputs: int, copies: bool = False):
@@ -70,7 +70,7 @@ class WideLinear(nn.Linear):
 
 
 class RouterSettings:
-    """What `TopKRouter` reads of a family's settings: constants here, where a family has no flag for it."""
+    """The settings that `TopKRouter` reads; a family that has no flag for one of them uses the value here."""
 
     num_experts: int
     experts_per_token: int
@@ -84,40 +84,44 @@ class RouterSettings:
 
 
 class TopKRouter(RunningStatistics):
-    """MoA's router: softmax over E logits, the K largest, renormalised (MoA Eq. 7-9).
+    """MoA's router: a softmax over E logits, of which the K largest are selected and renormalised (Eq. 7-9).
 
-    All of it runs in float32, whatever the model's dtype or autocast. With router_renormalize "full" and one
-    expert for each token the gate is p/p = 1, and no gradient of the task reaches the router: training raises
-    a UserError (`is_constant`), unless gates are even or nothing is learned.
+    The router computes in float32, whatever the model's dtype or autocast. If router_renormalize is "full"
+    and each token selects one expert, its gate is p/p = 1, and no gradient of the task reaches the router.
+    Training then raises a UserError (`is_constant`), unless the gates are uniform or the router is not
+    learned.
 
     Args:
         model_dim: C.
-        settings: those of a family.
-            num_experts, experts_per_token: E and K, of each group.
-            router_renormalize: "detached" divides by the sum of the chosen probabilities without a gradient
-                through it (Eq. 9, the paper); "full" divides with the gradient; "none" leaves the
-                probabilities (the authors' released code).
-            routing_noise: adds ε·softplus(x·W_noise), ε ~ N(0, 1), to the logits in training (Eq. 3).
-            router_activation: "sigmoid" computes each expert's probability by itself, so they do not add up
-                to 1; where K < E, Eq. 9 still applies to them.
-            routing_bias_rate: u, to balance without a gradient (arXiv 2408.15664): experts are chosen by
-                probability plus a bias b_i, weighted by probability alone, and b_i moves by
-                u · sign(mean load − load_i) after each update (`update`).
-            router_choice: "frozen" leaves all weights as they were drawn; hidden states can still learn to
-                reach an expert. "hash" chooses by the token's id (`TokenHash`), the gates are the router's.
-            router_gates: "uniform" gives the gates of equal logits, 1/K each where they add up to 1: only
-                auxiliary losses still move the router. "straight-through" has the same gates and the learned
-                ones' gradient, so that the task teaches the choice alone.
-            expert_backend: with triton, plain routing is one kernel.
-        groups: G parts of E experts each, of each of which a token chooses K; a softmax spans a part, Eq. 9
-            the sum over all G·K. Expert e of part g has the number g·E + e; slots stand part by part.
-        family: of the `Routing`.
+        settings: the settings of a family.
+            num_experts, experts_per_token: E and K, for each group.
+            router_renormalize: "detached" divides the selected probabilities by their sum, without a gradient
+                through the sum (the paper's Eq. 9); "full" divides with this gradient; "none" does not divide
+                (the authors' released code).
+            routing_noise: whether training adds ε·softplus(x·W_noise), ε ~ N(0, 1), to the logits (Eq. 3).
+            router_activation: "softmax", or "sigmoid": each expert has its own probability, so they do not
+                sum to 1; if K < E, Eq. 9 still applies to them.
+            routing_bias_rate: u, the rate of balancing without a gradient (arXiv 2408.15664). Experts are
+                selected by probability plus a bias b_i, and weighted by probability alone; after each update,
+                b_i changes by u · sign(mean load − load_i) (see `update`).
+            router_choice: "learned"; "frozen": the router's weights keep their random values, but hidden
+                states can still learn to reach an expert; "hash": the token's id selects (`TokenHash`), and
+                the gates are the router's.
+            router_gates: "learned"; "uniform": the gates of equal logits (1/K each if they sum to 1), so that
+                only auxiliary losses train the router; "straight-through": the uniform gates with the
+                gradient of the learned gates, so that the task trains only the selection.
+            expert_backend: a choice of `--expert-backend`; with triton, routing is one kernel if the settings
+                allow it.
+        groups: G groups of E experts, in each of which a token selects K. Each group has its own softmax; the
+            sum in Eq. 9 is over all G·K. Expert e of group g has the number g·E + e; slots are group by
+            group.
+        family: the family of the `Routing`.
 
     Raises:
-        UserError: unless 1 ≤ K ≤ E, and what is chosen is known and goes together.
+        UserError: unless 1 ≤ K ≤ E, and for unknown names and settings that exclude each other.
     """
 
-    selection_bias: Tensor  # a buffer [G·E], where there is a bias_rate
+    selection_bias: Tensor  # a buffer [G·E], if bias_rate is not 0
 
     def __init__(
         self, model_dim: int, settings: RouterSettings, groups: int = 1, family: str | None = None
@@ -179,7 +183,8 @@ class TopKRouter(RunningStatistics):
         if bias_rate:
             self.register_buffer("selection_bias", torch.zeros(every))
             self.register_buffer("pending", torch.zeros(every), persistent=False)
-        # Whether the kernel that routes at once does all that is asked for; noise is asked for in training.
+        # Whether the kernel of routing supports these settings; it does not support noise, which training
+        # adds
         self.may_fuse = (
             groups == 1
             and not bias_rate
@@ -191,7 +196,7 @@ class TopKRouter(RunningStatistics):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Small random logits: with all-zero ones every token would tie, and choose the same K experts."""
+        """Draw small random weights: with zeros, every token would select the same experts."""
         nn.init.normal_(self.projection.weight, std=_INIT_STD)
         if self.noise_projection is not None:
             nn.init.zeros_(self.noise_projection.weight)
@@ -209,12 +214,12 @@ class TopKRouter(RunningStatistics):
 
         Args:
             x: [N, C], or [B, T, C] with N = B·T.
-            padding: [N] or [B, T] bool, True = padding: tokens whose gates are set to zero.
+            padding: [N] or [B, T] bool, True = padding, whose gates become zero.
             token_ids: [N] or [B, T] int64, for router_choice "hash".
-            observed: whether loads count for routing_bias_rate in training.
+            observed: whether the loads of this pass count for routing_bias_rate in training.
 
         Raises:
-            UserError: in training, where the task cannot train the router (`is_constant`).
+            UserError: in training, if the task cannot train the router (`is_constant`).
         """
         if self.training and self.is_constant:
             raise UserError(_CONSTANT)
@@ -235,7 +240,7 @@ class TopKRouter(RunningStatistics):
             logits = self.projection(x)
             if noise is not None:
                 logits = logits + torch.randn_like(logits) * F.softplus(noise(x))
-            # An adapter's may be half
+            # An adapter on the projection may return half precision
             logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
             probs = self.activate(logits)
             if per_token == self.num_experts:
@@ -246,10 +251,10 @@ class TopKRouter(RunningStatistics):
                 if self.bias_rate:
                     scores = probs.detach() + self.selection_bias
                 else:
-                    # Ordered as the probabilities, which may underflow to ties
+                    # In the order of the probabilities, which may underflow and tie
                     scores = logits.detach()
                 expert_ids = self._largest(scores) if self.groups > 1 else scores.topk(per_token)[1]
-            gates = probs  # all of them stay as they are where nothing is chosen
+            gates = probs  # if all experts are selected, gates are not renormalised
             renormalized = RENORMALIZATIONS[self.renormalize]
             if chooses:
                 gates = renormalized(probs.gather(-1, expert_ids))
@@ -280,7 +285,7 @@ class TopKRouter(RunningStatistics):
         return routing
 
     def _largest(self, scores: Tensor) -> Tensor:
-        """The K largest of each group: [N, G·E] → [N, G·K], with the groups' numbers."""
+        """The K experts with the largest scores in each group: [N, G·E] → [N, G·K]."""
         in_group = (
             scores.unflatten(-1, (self.groups, -1)).topk(self.experts_per_token, dim=-1).indices
         )
@@ -290,15 +295,15 @@ class TopKRouter(RunningStatistics):
         return numbers
 
     def _every_expert(self, x: Tensor) -> Tensor:
-        """The experts where all are chosen, [N, G·E]."""
+        """All experts for each token, [N, G·E]."""
         return every_index(self.groups * self.num_experts, device=x.device).expand(x.size(0), -1)
 
     @torch.no_grad()
     def update(self, loads: Tensor) -> None:
-        """Move the selection biases: b_i by u · sign(mean load − load_i) (arXiv 2408.15664).
+        """Add u · sign(mean load − load_i) to each selection bias b_i (arXiv 2408.15664).
 
         Args:
-            loads: how many real tokens chose each expert during the update, over all workers, [G·E].
+            loads: the number of real tokens that selected each expert in the update, over all workers, [G·E].
         """
         self.selection_bias += self.bias_rate * torch.sign(loads.mean() - loads)
 
