@@ -1,4 +1,4 @@
-"""The science: routers, losses, one module per paper, one shared attention. It needs torch alone."""
+"""Routers, losses, and an attention for each paper, with a shared base class. This needs torch alone."""
 
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.dense import DenseAttention

@@ -263,11 +263,11 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         )
 
     def heads_of_experts(self) -> Tensor:
-        """1 where an expert has a head, [E, h] float32."""
+        """The heads of each expert, [E, h] float32: 1 where the expert has the head, else 0."""
         return 1.0 - _dropped(self.num_heads, self.dropped_heads, device=self.q_proj.weight.device)
 
     def _head_weights(self, routing: Routing, shape: Sequence[int]) -> Tensor:
-        """h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i) of each head j: [B, T or 1, H, 1]."""
+        """The factor of each head j, h/(h−t) · (1 − Σ_{i: j ∈ D_i} g_i), as [B, T or 1, H, 1]."""
         probs = routing.probs
         dropped = _dropped(self.num_heads, self.dropped_heads, device=probs.device).to(probs.dtype)
         # [N, E] · [E, H]
@@ -279,7 +279,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
 
     def projection_macs(self, queries: int, keys: int) -> dict[str, int]:
         gate = 0
-        if self.gate is not None:  # it sees one mean of a sequence, or one for each position
+        if self.gate is not None:  # it reads one mean for each sequence, or one for each position
             hidden = self.gate.fc1.out_features
             gate = (queries if self.causal else 1) * hidden * (self.embed_dim + self.num_experts)
         return super().projection_macs(queries, keys) | {"router": gate}
@@ -287,7 +287,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
 
 @constant
 def _dropped(num_heads: int, dropped_heads: int, device: torch.device) -> Tensor:
-    """1 where an expert leaves out a head, [E, h] float32: row i is D_i, all sets of so many heads."""
+    """The sets D_i of dropped heads, [E, h] float32: 1 where expert i leaves out the head, else 0."""
     subsets = list(itertools.combinations(range(num_heads), dropped_heads))
     dropped = torch.zeros(len(subsets), num_heads)
     for expert, heads in enumerate(subsets):

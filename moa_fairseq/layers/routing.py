@@ -1,4 +1,4 @@
-"""What a router decided about a batch of tokens, and the sums of it that losses and statistics need."""
+"""A router's selection for a batch of tokens, and the sums of it that losses and statistics need."""
 
 from collections import defaultdict
 from collections.abc import Sequence
@@ -16,25 +16,26 @@ from moa_fairseq.layers.torch_compat import full_precision
 
 @dataclass(frozen=True)
 class Routing:
-    """The experts chosen for N = B·T tokens (batch first), or N = B sequences, and how sure the router was.
+    """The experts selected for N = B·T tokens (batch first) or N = B sequences, with their probabilities.
 
     Args:
-        expert_ids: the chosen experts (MoA Eq. 8), [N, K] int64; 0 … E − 1 in every row when K = E.
-        gates: their weights (MoA Eq. 9), [N, K] float32; zero on padding.
+        expert_ids: the selected experts (MoA Eq. 8), [N, K] int64; if K = E, every row is 0 … E − 1.
+        gates: the weights of the selected experts (MoA Eq. 9), [N, K] float32; zero at padding.
         probs: routing probabilities (MoA Eq. 7), [N, E] float32.
-        logits: before the softmax, [N, E] float32.
-        num_experts: E, all groups together.
-        groups: into how many equal parts experts and slots fall that are routed independently (SwitchHead:
-            one for each head); slots of group g hold experts of group g.
-        shared: how many experts are always chosen (MoH): they are the first ones, they stand in the first
+        logits: the router's outputs before the softmax, [N, E] float32.
+        num_experts: E, the number of experts of all groups.
+        groups: the number of equal groups of experts, which are routed independently (SwitchHead: one for
+            each head); the slots, too, are in equal groups, and those of group g have experts of group g.
+        shared: the number of experts that are always selected (MoH). They are the first experts, in the first
             slots, and losses and statistics leave them out.
-        side: "queries", or "keys" where the tokens are those that keys and values are made of.
-        scope: "tokens", or "sequences" where a sequence is routed as one.
-        padding: [N] bool, True = padding; None when there is none.
-        auxiliary: whether losses may act on it; if not (SwitchHead's attention), it only has statistics.
-        straight_through: whether the gates of experts that were not chosen, which are zero, have the gradient
-            of their probabilities (MoH Eq. 10).
-        family: the `Attention.family` of the layer, for losses; None: any loss may be computed.
+        side: "queries", or "keys" if the tokens are those of keys and values.
+        scope: "tokens", or "sequences" if a sequence is routed as a whole.
+        padding: [N] bool, True = padding; None: no padding.
+        auxiliary: whether auxiliary losses may be computed; if not (SwitchHead's attention), the routing is
+            only for statistics.
+        straight_through: whether the gates of unselected experts, which are zero, have the gradients of their
+            probabilities (MoH Eq. 10).
+        family: the `Attention.family` of the layer, which losses check; None: they check nothing.
     """
 
     expert_ids: Tensor
@@ -52,22 +53,22 @@ class Routing:
     family: str | None = None
 
     def __getitem__(self, index: int) -> Tensor:
-        """Item 0 are the gates: torch's backward hooks (fairseq's search for NaN) take an output's item 0."""
+        """Item 0, the gates, which torch's backward hooks (fairseq's search for NaN) take from an output."""
         return (self.gates,)[index]
 
     def order(self) -> ExpertPermutation:
-        """The permutation of its slots for the products with the chosen experts; nothing is sorted yet."""
+        """The permutation of the slots into the order of experts, which is sorted on first use."""
         chooses_all = self.expert_ids.size(1) == self.num_experts
         return ExpertPermutation(self.expert_ids, self.num_experts, chooses_all)
 
     @property
     def chooses_all(self) -> bool:
-        """Whether K = E: slot k is expert k, nothing needs sorting."""
+        """Whether K = E: slot k is expert k, so nothing needs sorting."""
         return self.expert_ids.size(1) == self.num_experts
 
     @property
     def gates_by_expert(self) -> Tensor:
-        """The gates of all experts, zero where they were not chosen, [N, E]."""
+        """The gates of all experts, zero for unselected experts, [N, E]."""
         if self.straight_through:
             zeros = self.probs - self.probs.detach()
             if self.padding is not None:
@@ -78,7 +79,7 @@ class Routing:
 
     @property
     def expert_counts(self) -> Tensor:
-        """f_i of MoA Eq. 14: how many real tokens chose each routed expert, [E − shared] like probs."""
+        """f_i of MoA Eq. 14: the number of real tokens that selected each routed expert, [E − shared]."""
         real = _real_tokens([self], self.padding)
         if self.chooses_all:
             return real.sum().repeat(self.num_experts - self.shared)
@@ -90,26 +91,24 @@ torch.export.register_dataclass(Routing)
 
 
 class Sums(NamedTuple):
-    """Sums over the real tokens of M decisions about E experts."""
+    """Sums over the real tokens of M routings with E experts."""
 
-    counts: Tensor  # how many tokens chose each expert (f of MoA Eq. 14), [M, E]; no gradient
-    summed_probability: Tensor  # Σ of the probabilities (P of MoA Eq. 15), [M, E]
-    squared_lse: Tensor  # Σ of (log Σ_i exp x_i)², a token's being the mean over its groups, [M]
-    tokens: Tensor  # how many tokens are not padding, [M]
+    counts: Tensor  # the number of tokens that selected each expert (f of MoA Eq. 14), [M, E]; no gradient
+    summed_probability: Tensor  # sums of the probabilities (P of MoA Eq. 15), [M, E]
+    squared_lse: Tensor  # sums of (log Σ_i exp x_i)², averaged over the groups of a token, [M]
+    tokens: Tensor  # the number of tokens that are not padding, [M]
 
 
 class RoutingSums:
-    """Sums over the real tokens of M decisions: all that losses and statistics need to know of them.
+    """Sums over the real tokens of M routings, from which losses and statistics are computed.
 
-    The decisions are alike in family, number of experts, slots, groups and shared experts, and in whether
-    losses may act on them (`by_kind`); they may be about different numbers of tokens. Their rows are
-    processed together, so that a GPU starts as many kernels for 18 routers as for one. E is the number of
-    routed experts here, shared ones left out, and G the number of groups.
-
-    Row m of every sum is decision order[m] of those given.
+    The routings have the same family, auxiliary flag and numbers of experts, slots, groups and shared experts
+    (see `by_kind`), but may have different numbers of tokens. Their rows are processed together, so that a
+    GPU starts as many kernels for 18 routers as for one. Here E is the number of routed experts, without
+    shared ones, and G the number of groups. Row m of every sum belongs to decisions[order[m]].
 
     Args:
-        decisions: M of them, at least one.
+        decisions: M routings, at least one.
     """
 
     def __init__(self, decisions: Sequence[Routing]):
@@ -131,13 +130,13 @@ class RoutingSums:
 
     @classmethod
     def by_kind(cls, decisions: Sequence[Routing]) -> list["RoutingSums"]:
-        """Sums of decisions that may differ in kind, those of one kind together.
+        """Sums of routings of several kinds, one object for each kind.
 
         Args:
-            decisions: of any sizes, in any order.
+            decisions: routings of any sizes, in any order.
 
         Returns:
-            One object for each kind of decision; `order` then holds places in all of `decisions`.
+            The sums of each kind; the indices in their `order` are those in `decisions`.
         """
         kinds: dict[tuple[object, ...], list[int]] = defaultdict(list)
         for place, d in enumerate(decisions):
@@ -153,7 +152,7 @@ class RoutingSums:
 
     @property
     def load(self) -> Tensor:
-        """The counts as shares of their group, [M, G, E / G]; zeros for padding only."""
+        """The counts as shares of their group, [M, G, E / G]; zeros if all tokens are padding."""
         if self._load is None:
             self._load = self.shares(self.sums.counts)
         return self._load
@@ -166,7 +165,7 @@ class RoutingSums:
         return total / tokens.clamp_min(1.0)
 
     def shares(self, x: Tensor) -> Tensor:
-        """Each group of x divided by its sum; zeros stay zeros.
+        """Divide each group of x by its sum; zeros stay zeros.
 
         Args:
             x: [M, E] ≥ 0.
@@ -179,7 +178,7 @@ class RoutingSums:
 
     @property
     def sums(self) -> Sums:
-        """Computed when it is first asked for."""
+        """The sums, computed on first use."""
         if self._sums is None:
             self._sums = self._add_up()
         return self._sums
@@ -202,12 +201,12 @@ class RoutingSums:
         )
 
     def entropy_and_probs(self) -> tuple[Tensor, Tensor]:
-        """The probabilities' entropy, and the probabilities, as means over tokens.
+        """Means over tokens of the probabilities and of their entropy.
 
-        They are normalised to add up to 1 in each group (sigmoids do not by themselves).
+        Probabilities are first normalised to sum to 1 in each group, as sigmoids need not.
 
         Returns:
-            The entropy in nats, a token's being the mean over its groups, [M]; the probabilities, [M, E].
+            The entropy in nats, averaged over the groups of a token, [M]; the probabilities, [M, E].
         """
         probs = self._real_rows("probs").unflatten(1, (self.groups, -1))
         probs = probs / (probs.sum(-1, keepdim=True) + torch.finfo(probs.dtype).tiny)
@@ -217,7 +216,7 @@ class RoutingSums:
         return entropy.squeeze(1), probs
 
     def _joint_padding(self) -> Tensor | None:
-        """The padding of all decisions: [ΣN] bool, or None where there is none."""
+        """The padding of all routings, [ΣN] bool; None: no routing has padding."""
         if all(d.padding is None for d in self._decisions):
             return None
         masks = []
@@ -229,21 +228,21 @@ class RoutingSums:
         return _cat(masks)
 
     def _rows(self, name: str) -> Tensor:
-        """The rows of all decisions, routed experts only: [ΣN, E]."""
+        """The rows of all routings in the field `name`, for routed experts only, [ΣN, E]."""
         rows = _cat([getattr(d, name) for d in self._decisions])
         return rows[:, self._decisions[0].shared :]
 
     def _real_rows(self, name: str) -> Tensor:
-        """`_rows`, with zeros for padding: a NaN there would stay a NaN in a sum, even times zero."""
+        """`_rows` with zeros at padding, where a NaN would stay a NaN in a sum, even times zero."""
         rows = self._rows(name)
         if self._padding is None:
             return rows
         return rows.masked_fill(self._padding.unsqueeze(1), 0.0)
 
     def _over_tokens(self, columns: list[Tensor]) -> tuple[Tensor, ...]:
-        """Each [ΣN, W] summed over the real tokens of each decision, [M, W], and how many these are, [M, 1].
+        """Sums of columns [ΣN, W] over the real tokens of each routing, [M, W], and their number, [M, 1].
 
-        One matrix product serves all columns, and all decisions about the same number of tokens.
+        One matrix product sums all columns of all routings that have the same number of tokens.
         """
         columns = [*columns, self._real.unsqueeze(1)]  # Σ real² = Σ real
         sizes = [decisions * tokens for decisions, tokens in self._runs]
@@ -256,16 +255,16 @@ class RoutingSums:
 
 
 def entropies(probs: Tensor) -> Tensor:
-    """In nats: probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
+    """Entropies in nats, probs [..., E] → [...]. The gradient at a probability of 0 is large, but finite."""
     terms: Tensor = torch.special.xlogy(probs, probs.clamp_min(torch.finfo(probs.dtype).tiny))
     return -terms.sum(-1)
 
 
 class _SquaredLogSumExp(Function):
-    """Mean over the groups of (log Σ_i exp x_i)² for x [R, G, E], [R].
+    """The mean over groups of (log Σ_i exp x_i)², x [R, G, E] → [R].
 
-    Rows of padding [R] bool count as x = 0: replaced, not multiplied away, as 0 · inf would be NaN.
-    They get a gradient unless none is asked for. (torch.logsumexp is nine kernels on a GPU.)
+    At padding, [R] bool, x is replaced by 0; multiplying by zero would give NaN for inf. (torch.logsumexp
+    would be nine kernels on a GPU.)
     """
 
     @staticmethod
@@ -274,7 +273,7 @@ class _SquaredLogSumExp(Function):
         if padding is not None:
             filled = x.masked_fill(padding[:, None, None], 0.0)
         log_probs = torch.log_softmax(filled, -1)
-        # The largest: there the difference loses no digits
+        # At the largest logit the difference loses no digits
         lse = filled.amax(-1) - log_probs.amax(-1)
         ctx.save_for_backward(x, padding, log_probs, lse)
         squares = lse.square()
@@ -306,7 +305,7 @@ def _cat(tensors: list[Tensor]) -> Tensor:
 
 
 def _real_tokens(decisions: Sequence[Routing], padding: Tensor | None) -> Tensor:
-    """1 for real tokens, 0 for padding [ΣN], of all decisions: [ΣN] in the probabilities' dtype."""
+    """1 for the real tokens of all routings, 0 at padding, [ΣN] in the dtype of the probabilities."""
     probs = decisions[0].probs
     if padding is None:
         return probs.new_ones(sum(d.probs.size(0) for d in decisions))
@@ -314,9 +313,9 @@ def _real_tokens(decisions: Sequence[Routing], padding: Tensor | None) -> Tensor
 
 
 def _choices(decisions: Sequence[Routing]) -> Tensor:
-    """1 where a token chose an expert, of all decisions: [ΣN, E − shared] in the probabilities' dtype.
+    """1 for each expert that a token selected, else 0: [ΣN, E − shared] in the dtype of the probabilities.
 
-    The sums over tokens are then a product: no thousands of atomic additions to a few addresses.
+    Sums over tokens are then a matrix product, instead of many atomic additions to a few addresses.
     """
     shared = decisions[0].shared
     index = _cat([d.expert_ids for d in decisions])[:, shared:]

@@ -1,4 +1,4 @@
-"""Modules that keep statistics over updates: what they see during an update takes effect after it."""
+"""Modules that keep statistics over updates: observations during an update take effect after it."""
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
@@ -8,31 +8,32 @@ from torch import Tensor, nn
 
 
 class RunningStatistics(nn.Module):
-    """Adds up what it sees in training (`pending`), and takes it in after the update (`update`).
+    """A module that sums observations in training (`pending`), and uses the sums after the update (`update`).
 
-    So a batch affects only later updates, all accumulation steps and workers count, and a skipped update
-    leaves no trace. Its buffers stay in float32 whatever the model is cast to: counts of tokens and small
-    steps are lost in half precision.
+    So a batch affects only later updates, all accumulation steps and workers count, and a skipped update has
+    no effect. Buffers stay in float32 even if the model is cast to half precision, which would lose counts of
+    tokens and small steps.
     """
 
-    pending: Tensor  # a buffer [n] of sums, not part of checkpoints
+    pending: Tensor  # a buffer of sums, [n], which checkpoints leave out
     has_pending = False
 
     def update(self, sums: Tensor) -> None:
-        """Take in what was observed during an update.
+        """Use the observations of an update.
 
         Args:
-            sums: [n], like `pending` but over all workers.
+            sums: the sum of `pending` over all workers, [n].
         """
 
     @torch.no_grad()
     def observe(self, sums: Tensor) -> None:
-        """Add to what is pending.
+        """Add observations to `pending`.
 
         Args:
-            sums: [n], of one forward pass.
+            sums: the sums of one forward pass, [n].
         """
-        if self.pending.is_meta:  # the module was made there, and its weights assigned
+        # The module was made on the meta device, and only its weights were assigned
+        if self.pending.is_meta:
             self.pending = torch.zeros_like(sums)
         self.pending += sums
         self.has_pending = True
@@ -53,17 +54,17 @@ class RunningStatistics(nn.Module):
         pending = self._buffers.get("pending")
         was = before.get("pending")
         if pending is not None and was is not None and was.is_meta and not pending.is_meta:
-            pending.zero_()  # no checkpoint has it, so nothing else would fill it
+            pending.zero_()  # checkpoints leave it out, so nothing else would initialise it
         return self
 
     def forget(self) -> None:
-        """Drop what has been observed since the last `update`."""
+        """Drop the observations since the last `update`."""
         self.pending.zero_()
         self.has_pending = False
 
 
 def running_statistics_of(model: nn.Module) -> list[RunningStatistics]:
-    """Every module of a model that has something to observe, in order."""
+    """All modules of a model that observe something, in order."""
     return [
         m
         for m in model.modules()
@@ -75,12 +76,12 @@ def update_running_statistics(
     running_statistics: Sequence[RunningStatistics],
     all_reduce: Callable[[Tensor], object] | None = None,
 ) -> None:
-    """Let each take in what it has seen since the last call.
+    """Update each module with its observations since the last call.
 
     Args:
-        running_statistics: those of a model, the same ones in the same order on every worker.
-        all_reduce: sums a tensor over all workers in place; every worker must call at the same time. None:
-            there is one worker.
+        running_statistics: the modules of a model, the same in the same order on every worker.
+        all_reduce: sums a tensor over all workers in place; every worker must call this function at the same
+            time. None: there is one worker.
     """
     if not running_statistics:
         return
@@ -95,7 +96,7 @@ def update_running_statistics(
 
 @contextlib.contextmanager
 def forgetting(running_statistics: Sequence[RunningStatistics]) -> Iterator[None]:
-    """Drop what is observed inside the block. `has_pending` stays set: all workers still call all_reduce."""
+    """A block that drops observations. `has_pending` stays set, so all workers still call all_reduce."""
     before = [statistics.pending.clone() for statistics in running_statistics]
     try:
         yield

@@ -1,4 +1,4 @@
-"""MAE's gate: how responsible each expert is for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
+"""MAE's gate: the responsibility of each expert for an input (arXiv 2005.06537, §2.3 and Appendix A)."""
 
 import itertools
 from collections.abc import Callable
@@ -10,29 +10,29 @@ from torch import Tensor, nn
 from moa_fairseq.layers.running_statistics import RunningStatistics
 from moa_fairseq.layers.torch_compat import full_precision
 
-# Choices of --gate-norm: the statistics by which a gate that learns normalises its inputs.
+# Choices of --gate-norm: the statistics that normalise the inputs of a gate while it learns
 NORMS = ("earlier", "batch")
-# Weight of an update in the running statistics, which miss drift rather than noise (docs/mae.md).
+# The weight of an update in the running statistics, whose error is drift rather than noise (docs/mae.md)
 MOMENTUM = 0.3
 
 
 class GateNorm(nn.BatchNorm1d, RunningStatistics):
-    """Batch normalisation of a gate's inputs (MAE Appendix A), by default a departure from the paper's.
+    """Batch normalisation of a gate's inputs (MAE Appendix A), by default not with the paper's statistics.
 
-    Every training forward pass is observed, F steps too; otherwise gates would draw experts with the initial
-    statistics, 0 and 1, until the first G epoch. These count like one update in the running mean, which
-    becomes a moving average once there are many updates.
+    Every forward pass in training is observed, also in F steps. Otherwise gates would draw experts with the
+    initial statistics, 0 and 1, until the first G epoch. The initial statistics count as one update in the
+    running mean, which becomes a moving average after many updates.
 
     Args:
         num_features: C.
-        statistics: "earlier": the running statistics of earlier updates, in training as in evaluation. A
-            batch's own would tell a causal gate about later positions and other sentences. A forward pass
-            only adds up what it sees (`pending`); `update` lets those sums in, so that a batch acts on later
-            updates alone, and an output does not depend on how batches are spread over workers and
-            accumulation steps. "batch": the paper's (Ioffe & Szegedy 2015), for gates that see a whole
-            sequence at once. A forward pass that trains the gate (`own`: a G step, a joint update) normalises
-            by mean and variance over the real rows of its micro-batch, with gradients through them; with
-            fewer than two rows, in evaluation and for the draw of an F step, the running ones serve.
+        statistics: "earlier" uses the running statistics of earlier updates, in training and in evaluation.
+            Statistics of the batch itself would tell a causal gate about later positions and other sentences.
+            A forward pass only sums its inputs (`pending`), and `update` uses these sums. So a batch affects
+            only later updates, and an output does not depend on how batches are spread over workers and
+            accumulation steps. "batch" is the paper's choice (Ioffe & Szegedy 2015), for gates that see a
+            whole sequence. A forward pass that trains the gate (`own`: a G step or a joint update) normalises
+            by mean and variance over the real rows of its micro-batch, with gradients through them. With
+            fewer than two rows, in evaluation and for the draw of an F step, it uses the running statistics.
     """
 
     running_mean: Tensor
@@ -42,7 +42,7 @@ class GateNorm(nn.BatchNorm1d, RunningStatistics):
     def __init__(self, num_features: int, statistics: str = "earlier"):
         super().__init__(num_features, momentum=MOMENTUM)
         self.statistics = statistics
-        # Σ x̂ [C], Σ x̂² [C] and the count, x̂ being normalised already: sums of unit size lose no digits
+        # Σ x̂ [C], Σ x̂² [C] and the count, for x̂ = x normalised: numbers near 1 lose no digits in a sum
         self.register_buffer("pending", torch.zeros(2 * num_features + 1), persistent=False)
 
     def forward(
@@ -51,10 +51,10 @@ class GateNorm(nn.BatchNorm1d, RunningStatistics):
         """Normalise the means of sequences, or of their beginnings.
 
         Args:
-            x: [N, C].
-            real: [N] bool, the rows that count in statistics; None: all.
-            observe: add the rows to what is pending, as training does.
-            own: this pass trains the gate, so "batch" takes the statistics of x.
+            x: means, [N, C].
+            real: the rows that count in statistics, [N] bool; None: all.
+            observe: whether to add the rows to `pending`, as in training.
+            own: whether this pass trains the gate, so that "batch" uses the statistics of x.
         """
         if observe:
             self._add_up(x.detach(), real)
@@ -84,11 +84,11 @@ class GateNorm(nn.BatchNorm1d, RunningStatistics):
 
     @torch.no_grad()
     def update(self, sums: Tensor) -> None:
-        """Let sums into the running statistics.
+        """Update the running statistics.
 
         Args:
-            sums: [2·C + 1], as `pending`, over all workers. Sums that overflowed (a batch in half precision)
-                are ignored.
+            sums: the sum of `pending` over all workers, [2·C + 1]. Sums that overflowed (a batch in half
+                precision) are ignored.
         """
         sums = torch.where(sums.isfinite().all(), sums, torch.zeros_like(sums))
         count = sums[-1]
@@ -104,17 +104,17 @@ class GateNorm(nn.BatchNorm1d, RunningStatistics):
 class SequenceGate(nn.Module):
     """g(x̄; φ): batch norm → linear → tanh → dropout → linear → softmax over the experts.
 
-    While the gate is frozen (its parameters do not require gradients: an F step) it is the function that
-    evaluation uses: it drops nothing out, and normalises by the running statistics. It observes throughout
-    training. It and its parameters stay in float32 whatever the model is cast to: steps of plain SGD are lost
-    in half precision.
+    While the gate is frozen (in an F step its parameters require no gradients) it computes what evaluation
+    does: without dropout, and normalised by the running statistics. It observes its inputs in all of
+    training. Its computation and parameters stay in float32 even if the model is cast to half precision,
+    which would lose the steps of plain SGD.
 
     Args:
         model_dim: C.
         num_experts: E.
-        hidden_dim: units between the two linear maps.
-        dropout: probability with which one of them is dropped while the gate learns.
-        norm: one of NORMS, see GateNorm.
+        hidden_dim: the number of hidden units.
+        dropout: the probability with which a hidden unit is dropped while the gate learns.
+        norm: the statistics of `GateNorm`, one of NORMS.
     """
 
     def __init__(
@@ -132,7 +132,7 @@ class SequenceGate(nn.Module):
         self.dropout = dropout
 
     def reset_parameters(self) -> None:
-        """Draw the weights anew, as a new gate's; the running statistics stay."""
+        """Draw the weights again; the running statistics stay."""
         nn.init.ones_(self.norm.weight)
         nn.init.zeros_(self.norm.bias)
         self.fc1.reset_parameters()
@@ -146,11 +146,11 @@ class SequenceGate(nn.Module):
         return any([parameter.requires_grad for parameter in self.parameters()])  # an adapter
 
     def forward(self, mean: Tensor, real: Tensor | None = None) -> tuple[Tensor, Tensor]:
-        """How responsible each expert is.
+        """The responsibility of each expert.
 
         Args:
-            mean: [N, C], of the inputs of a sequence, or of a position and those before it.
-            real: [N] bool, the rows that count in statistics; None: all.
+            mean: means of the inputs of a sequence, or of the inputs up to a position, [N, C].
+            real: the rows that count in statistics, [N] bool; None: all.
 
         Returns:
             Probabilities and logits, [N, E] each, in the dtype of the gate's parameters.
@@ -176,10 +176,10 @@ class SequenceGate(nn.Module):
 
 
 def gates_of(model: nn.Module) -> list[SequenceGate]:
-    """Every learned gate of a model, in order."""
+    """All learned gates of a model, in order."""
     return [module for module in model.modules() if isinstance(module, SequenceGate)]
 
 
 def gate_parameters(model: nn.Module) -> list[nn.Parameter]:
-    """Those of every learned gate of a model, in order."""
+    """The parameters of all learned gates of a model, in order."""
     return list(itertools.chain.from_iterable(gate.parameters() for gate in gates_of(model)))

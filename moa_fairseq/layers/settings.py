@@ -11,14 +11,14 @@ from moa_fairseq.layers.query_key_norm import NORM_WEIGHTS, QUERY_KEY_NORMS
 if TYPE_CHECKING:
     from moa_fairseq.layers.attention import Attention
 
-# What others call a keyword
+# Names of keywords in other libraries → names here
 _ELSEWHERE = {
     "rope_theta": "rope_base",
     "sliding_window": "window",
     "num_kv_heads": "key_heads",
     "num_key_value_heads": "key_heads",
 }
-# Types of fields, what their values are instances of, and its name
+# Types of a field, the class of its values, and the name of this class in errors
 _NUMBERS = (
     ((int, Optional[int]), numbers.Integral, "a whole number"),  # noqa: UP045
     ((float, Optional[float]), numbers.Real, "a number"),  # noqa: UP045
@@ -28,12 +28,12 @@ Settings = TypeVar("Settings", bound="FamilySettings")
 
 
 def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any:
-    """A field of a dataclass of settings: `--field-name`, with a help text and, if need be, choices.
+    """A field of a dataclass of settings, which is the flag `--field-name`.
 
     Args:
-        default: of the field, and of the flag.
-        help: what `--help` says about the flag.
-        choices: all values that the flag takes; None: every value of the field's type.
+        default: the default of the field and of the flag.
+        help: the text of the flag in `--help`.
+        choices: the values that the flag accepts; None: all values of the field's type.
     """
     metadata: dict[str, Any] = {"help": help}
     if choices:
@@ -43,9 +43,10 @@ def flag(default: Any, help: str, choices: Collection[str] | None = None) -> Any
 
 @dataclass(kw_only=True)
 class FamilySettings:
-    """The base of a family's settings: its fields are the family's flags, and its attention's keywords.
+    """The base of a family's settings, whose fields are the family's flags and the keywords of its attention.
 
-    Its own fields are those of every family's self-attention. An attention refuses what it cannot have.
+    The fields of this class are those of every family's self-attention; an attention raises an error for a
+    value that it does not support.
     """
 
     if TYPE_CHECKING:  # fairseq's parser evaluates the annotations
@@ -80,18 +81,18 @@ class FamilySettings:
 
     @classmethod
     def of(cls: type[Settings], settings: Settings | None, options: dict[str, Any]) -> Settings:
-        """`settings`, or those that options name.
+        """Return `settings`, or make settings from the keywords of an attention.
 
         Args:
-            settings: an object of this class, or None where options have its fields.
-            options: keywords of an attention. Those that are fields of this class are taken out of it, and
-                the settings put into it as `common`.
+            settings: an object of this class; None: options have its fields.
+            options: the keywords of an attention. Fields of this class are removed from them, and the
+                settings are added to them as `common`.
 
         Raises:
-            TypeError: where both are given, or something else, or a keyword that the attention lacks.
-            UserError: for a text or a fraction in place of a number.
+            TypeError: if both are given, for settings of another class, and for unknown keywords.
+            UserError: for a value that is not a number, or not a whole number, where one is needed.
         """
-        # And not that of a class between, which has checked them
+        # False in the constructor of a base class: the subclass has checked the keywords
         is_users = "common" not in options
         values = {}
         for each in fields(cls):
@@ -110,7 +111,7 @@ class FamilySettings:
         if is_users:
             cls._check_keywords(options)
         settings._check_numbers()
-        options.setdefault("common", settings)  # for `Attention`, whichever class stands between
+        options.setdefault("common", settings)  # which `Attention` reads
         return settings
 
     @classmethod
@@ -137,16 +138,16 @@ class FamilySettings:
 
     @classmethod
     def own_fields(cls) -> list[Field[Any]]:
-        """The fields that this family has and others need not have."""
+        """The fields of this family, without those of `FamilySettings`."""
         common = {each.name for each in fields(FamilySettings)}
         return [each for each in fields(cls) if each.name not in common]
 
     def in_role(self: Settings, self_attention: bool, causal: bool) -> Settings:
-        """The settings of one attention of a model: without those that its role has no meaning for.
+        """The settings of one attention of a model, without the values that do not apply to its role.
 
         Args:
-            self_attention: whether it attends to its own input.
-            causal: whether it stands in a decoder.
+            self_attention: whether it is a self-attention.
+            causal: whether it is in a decoder.
         """
         off: dict[str, Any] = {}
         if not self_attention:
@@ -161,7 +162,7 @@ class FamilySettings:
         """Check the settings against all attentions of a model. This base class accepts every model.
 
         Args:
-            attentions: of the whole model, those of other families included.
+            attentions: all attentions of the model, including those of other families.
 
         Raises:
             UserError: for settings that do not fit the model.

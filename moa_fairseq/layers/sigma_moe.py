@@ -31,13 +31,13 @@ class SigmaMoESettings:
 class SigmaMoE(nn.Module):
     """y = Σ_{e ∈ E_x} s[e] · W_2^e · act(W_1^e x), E_x = argtopk(s, K), s = σ(W_3 x) (σ-MoE §5).
 
-    The balance loss is the one that training chose (in the paper: "entropy"). No biases. Inner units of all K
-    experts are kept for the backward pass, [N·K, D], and nothing of width C per expert.
+    The training selects the balance loss (in the paper: "entropy"). There are no biases. For the backward
+    pass the inner units of the K experts are kept, [N·K, D], but nothing of width C for each expert.
 
     Args:
         embed_dim: the model's width, C.
-        settings: of the experts.
-        activation: act, of the inner units.
+        settings: the settings of the experts.
+        activation: act, the activation of the inner units.
         expert_backend: a choice of `--expert-backend`.
 
     Raises:
@@ -63,7 +63,7 @@ class SigmaMoE(nn.Module):
             )
         if expert_dim < 1:
             raise UserError(f"sigma_moe_expert_dim is {expert_dim}: give a positive number.")
-        self.name = type(self).__name__  # the path in a model, where that gives one
+        self.name = type(self).__name__  # replaced by the path in a model
         self.embed_dim = embed_dim
         self.activation = activation
         self.experts_per_token = settings.sigma_moe_experts_per_token
@@ -83,11 +83,11 @@ class SigmaMoE(nn.Module):
         self.reset_parameters()
 
     def reset_parameters(self) -> None:
-        """Normal weights, as for one feed-forward of E·D inner units."""
+        """Draw normal weights, as for one feed-forward block with E·D inner units."""
         init_fan_in_normal_(self)
 
     def restore_initialization(self) -> None:
-        """As `reset_parameters`, for models that initialise every nn.Linear anew, as BERT does."""
+        """Call `reset_parameters`, after a model has initialised every nn.Linear (as BERT does)."""
         self.reset_parameters()
 
     def forward(
@@ -96,17 +96,18 @@ class SigmaMoE(nn.Module):
         """Apply the experts token by token.
 
         Args:
-            x: [B, T, C], or any other two dimensions before C.
-            padding: [B, T] bool, True = padding: gets zeros, and is left out of losses and statistics.
-            with_routing: return the routing, too, as an attention does.
+            x: inputs, [B, T, C], or any other two dimensions before C.
+            padding: [B, T] bool, True = padding, where the output is zero; losses and statistics leave it
+                out.
+            with_routing: whether to return the routing, too, as an attention does.
 
         Returns:
-            [B, T, C]; with_routing: a pair of it and a tuple of one `Routing`.
+            The output [B, T, C]; if with_routing, a pair of it and a tuple with one `Routing`.
         """
         rows = x.reshape(-1, self.embed_dim)  # [B, T, C] → [N, C]
         if padding is not None:
             padding = padding.reshape(-1)
-            # NaN would reach every weight's gradient
+            # A NaN there would reach the gradient of every weight
             rows = rows.masked_fill(padding.unsqueeze(-1), 0.0)
         routing = self.router(rows, padding)
         order = routing.order()
@@ -115,7 +116,7 @@ class SigmaMoE(nn.Module):
         return (out, (routing,)) if with_routing else out
 
     def macs(self, tokens: int) -> dict[str, int]:
-        """Multiply-accumulates of so many tokens, by part: "router" and "projections"."""
+        """Multiply-accumulates for `tokens` tokens, in "router" and "projections"."""
         chosen = self.experts_per_token * (self.up.d_out + self.down.d_in)
         return {
             "router": tokens * self.router.projection.weight.numel(),

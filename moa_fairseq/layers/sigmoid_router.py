@@ -1,4 +1,4 @@
-"""The router of SwitchHead and of sigma-MoE: a sigmoid for each expert, the largest of each group."""
+"""The router of SwitchHead and sigma-MoE: sigmoids, of which the largest of each group are selected."""
 
 import math
 
@@ -13,7 +13,7 @@ from moa_fairseq.layers.routing import Routing
 
 @torch.no_grad()
 def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
-    """Draw rows of random directions, all equally long: at first only a token's direction matters.
+    """Draw rows of equal lengths in random directions, so that at first no expert has larger logits.
 
     Args:
         weight: [E, C], written in place.
@@ -24,18 +24,19 @@ def draw_rows_of_one_length(weight: Tensor, scale: float = 1.0) -> None:
 
 
 class SigmoidTopKRouter(nn.Module):
-    """s^h = σ(x·W^h), and the k largest of each head h (SwitchHead Eq. 7-8; σ-MoE, arXiv 2310.10837).
+    """s^h = σ(x·W^h), of which the k largest of each head h are selected (SwitchHead Eq. 7-8; σ-MoE §5).
 
-    Gates are the chosen s, neither normalised nor noisy. Runs in float32, whatever the model's dtype or
-    autocast.
+    The gates are the selected s, without normalisation or noise. The router computes in float32, whatever the
+    model's dtype or autocast.
 
     Args:
         model_dim: C.
-        num_experts, experts_per_token: E and k, of each head.
-        groups: the H heads. Expert e of head h has the number h·E + e, and slots stand head by head.
-        expert_dropout: δ of σ-MoE: in training a token does without each expert with this probability.
-        side, auxiliary, family: of the `Routing`.
-        prefix: how the names of keywords begin in errors.
+        num_experts, experts_per_token: E and k, for each head.
+        groups: H, the number of heads. Expert e of head h has the number h·E + e; slots are head by head.
+        expert_dropout: δ of σ-MoE, the probability with which each expert is unavailable to a token in
+            training.
+        side, auxiliary, family: those of the `Routing`.
+        prefix: the prefix of settings' names in errors.
 
     Raises:
         UserError: unless 1 ≤ k ≤ E and 0 ≤ expert_dropout < 1.
@@ -81,7 +82,7 @@ class SigmoidTopKRouter(nn.Module):
 
         Args:
             x: [N, C] or [B, T, C].
-            padding: [N] or [B, T] bool, True = padding: tokens whose gates become zero.
+            padding: [N] or [B, T] bool, True = padding, whose gates become zero.
 
         Returns:
             The routing of N tokens, with H·k slots each.
@@ -89,11 +90,12 @@ class SigmoidTopKRouter(nn.Module):
         x = x.reshape(-1, x.size(-1))
         tokens = x.size(0)
         logits = self.projection(x)
-        # An adapter's may be half
+        # An adapter on the projection may return half precision
         logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
         probs = torch.sigmoid(logits)
         gate = probs.view(tokens, self.groups, self.num_experts)  # [N, H·E] → [N, H, E]
-        choice = logits.detach().view_as(gate)  # ordered as the sigmoids, which saturate
+        # In the order of the sigmoids, which saturate and tie
+        choice = logits.detach().view_as(gate)
         if self.training and self.expert_dropout:
             dropped = torch.rand_like(choice) < self.expert_dropout
             gate = gate.masked_fill(dropped, 0.0)

@@ -55,21 +55,21 @@ class SwitchHeadSettings(FamilySettings):
 class SwitchHeadAttention(Attention):
     """Attention with one map per head h and mixtures of experts around it (SwitchHead §2.2).
 
-    The source side decides about keys and values, the destination side about queries and outputs:
-    s_S^h = σ(x W_S^h), s_D^h = σ(x W_D^h), and the k largest of E each (Eq. 7-8). Then
+    The source router selects experts for keys and values, the destination router for queries and outputs:
+    s_S^h = σ(x W_S^h), s_D^h = σ(x W_D^h), with the k largest of E each (Eq. 7-8). Then
     V^h = Σ_{e ∈ E_S^h} s_S^h[e] · x W_V^{h,e} (Eq. 9), keys and queries likewise, and
     y = Σ_h Σ_{e ∈ E_D^h} s_D^h[e] · A^h V^h W_O^{h,e} (Eq. 10).
 
-    E = 1 is dense attention with gates. No auxiliary loss, no biases. Matrices into the heads start normal
-    with deviation 1 / √C, those out of them with 1 / √(H·D).
+    E = 1 is dense attention with gates. There is no auxiliary loss, and there are no biases. Projections to
+    heads start normal with deviation 1 / √C, output projections with 1 / √(H·D).
 
     Args:
         embed_dim: the model's width, C.
-        settings: or its fields as keywords. switchhead_experts: which of v, k, q, o are mixtures; the others
-            have one matrix per head, and "none" is dense multi-head attention. switchhead_shared_selection:
-            one router for both sides of a self-attention (§3.6). router_choice: "frozen" leaves the routers'
-            weights as they were drawn.
-        kdim, vdim: widths of what keys and values are made of, if not C.
+        settings: the settings, or their fields as keywords. switchhead_experts names the projections (of v,
+            k, q, o) that are mixtures; the others have one matrix for each head, and "none" is dense
+            multi-head attention. With switchhead_shared_selection, a self-attention has one router for both
+            sides (§3.6). With router_choice "frozen", routers keep their random weights.
+        kdim, vdim: the widths of the inputs of keys and values, if not C.
         options: those of `Attention`.
 
     Raises:
@@ -166,7 +166,7 @@ class SwitchHeadAttention(Attention):
         )
 
     def reset_parameters(self) -> None:
-        """Draw the projections and routers anew."""
+        """Draw the projections and routers again."""
         init_fan_in_normal_(self)
 
     def restore_initialization(self) -> None:
@@ -205,7 +205,7 @@ class SwitchHeadAttention(Attention):
     def _route_keys(
         self, memory: Tensor, padding: Tensor | None
     ) -> tuple[Routing | None, ExpertPermutation | None]:
-        """What is decided about memory [B, S, kdim], padding [B, S or more], and its order, if anything."""
+        """The routing of a memory [B, S, kdim], padding [B, S or more], and its order; None: no routing."""
         router = self.source_router
         if self.shares_selection:
             router = self.router
@@ -225,7 +225,7 @@ class SwitchHeadAttention(Attention):
         routing: Routing | None,
         order: ExpertPermutation | None,
     ) -> Tensor:
-        """x [B, T, C] → [B, H, T, D]"""
+        """Project x [B, T, C] to heads, [B, H, T, D], by experts if `letter` has them."""
         if letter in self.experts and routing is not None:
             rows = x.reshape(-1, x.size(2))  # [B, T, C] → [N, C]
             heads: Tensor = projection(rows, order, routing.gates, self.experts_per_token)

@@ -1,4 +1,4 @@
-"""What passes that run at the same time, in threads or asyncio tasks, keep apart."""
+"""State that passes in other threads or asyncio tasks do not see."""
 
 import contextlib
 import threading
@@ -12,10 +12,10 @@ from torch.compiler import is_dynamo_compiling
 class PerThread(threading.local):
     """An object for each thread.
 
-    torch.compile (2.13) loses what is written to a thread-local, but not what is written to an object in it.
+    torch.compile (2.13) loses writes to a thread-local, but not writes to an object in it.
 
     Args:
-        make: makes a thread's object, when the thread first asks for it.
+        make: makes the object of a thread, when the thread first reads `value`.
     """
 
     def __init__(self, make: Callable[[], Any]):
@@ -23,9 +23,9 @@ class PerThread(threading.local):
 
 
 class _Block:
-    """A block, with its collector while it is open.
+    """A block; its collector is None once it is closed.
 
-    A closed one stays in copies of its context, and in the context that opened it if another one closed it.
+    A closed block stays in copies of its context, and in its own context if it was closed in another one.
     """
 
     def __init__(self, collector: Any):
@@ -42,15 +42,15 @@ def _open(blocks: tuple[_Block, ...]) -> tuple[_Block, ...]:
 
 
 class Collectors:
-    """The objects that collect what a pass decides: those of the blocks around it.
+    """The objects that collect the routings of a pass: those of the open blocks around it.
 
-    A block is that of its asyncio task, or of its thread where there are no tasks. A thread that runs in a
-    copy of the block's context, as asyncio.to_thread's does, is in it, too. A graph of torch.compile, which
-    can read no context, takes the blocks that its thread has opened. (`is_compiling` is no answer here: it is
-    also true while another thread compiles or exports.) A block ends wherever it is closed.
+    A block belongs to its asyncio task, or to its thread if there are no tasks, and to threads that run in a
+    copy of its context, as with asyncio.to_thread. A graph of torch.compile cannot read contexts; it uses the
+    blocks that its thread has opened. (`is_compiling` cannot replace `is_dynamo_compiling` here: it is also
+    true while another thread compiles or exports.) A block may be closed in any thread.
 
     Args:
-        name: of the context variable.
+        name: the name of the context variable.
     """
 
     def __init__(self, name: str):
@@ -58,7 +58,7 @@ class Collectors:
         self._of_thread = PerThread(_Blocks)
 
     def around(self) -> tuple[Any, ...]:
-        """The collectors of the blocks around the caller, the outermost first."""
+        """The collectors of the open blocks around the caller, the outermost first."""
         if is_dynamo_compiling():
             blocks = self._of_thread.value.opened
         else:
@@ -68,7 +68,7 @@ class Collectors:
 
     @contextlib.contextmanager
     def block(self, collector: Any) -> Iterator[None]:
-        """Inside the block the collector is one of those around.
+        """A block inside which `around` returns the collector.
 
         Args:
             collector: any object.
@@ -81,7 +81,7 @@ class Collectors:
             self._of_task.set((*_open(self._of_task.get()), block))
         try:
             yield
-        finally:  # other blocks may have begun or ended since, and the thread and the task be others
+        finally:  # other blocks may have been opened or closed since, and this may be another thread or task
             block.collector = None
             thread = self._of_thread.value
             thread.opened = _open(thread.opened)

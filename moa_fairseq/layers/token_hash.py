@@ -1,4 +1,4 @@
-"""Experts chosen by a hash of the token, which nothing can learn (Roller et al., arXiv 2106.04426)."""
+"""Experts selected by a hash of the token's id, which is not learned (Roller et al., arXiv 2106.04426)."""
 
 import torch
 from torch import Tensor, nn
@@ -9,10 +9,10 @@ from moa_fairseq.layers.expert_draw import scramble
 
 
 class TokenHash(nn.Module):
-    """K different experts of E for each token id; every set is equally likely, and each module has its own.
+    """Selects K of E experts for each token id; every set of K experts is equally likely.
 
-    It is a function of the id and of `salt`, which is drawn at initialisation and saved with the weights: the
-    same in training, evaluation and step-by-step generation, for any batch.
+    The selection depends on the id and on the module's `salt` alone, which is drawn at initialisation and
+    saved with the weights. So it is the same in training, evaluation and generation, in any batch.
 
     Args:
         num_experts, experts_per_token: E and K.
@@ -21,7 +21,7 @@ class TokenHash(nn.Module):
         UserError: if K = E.
     """
 
-    salt: Tensor  # a buffer [1] int64, below 2^31: means of checkpoints keep it exactly
+    salt: Tensor  # a buffer [1] int64, below 2^31, so that averaging checkpoints keeps it exactly
 
     def __init__(self, num_experts: int, experts_per_token: int):
         super().__init__()
@@ -39,16 +39,16 @@ class TokenHash(nn.Module):
         self.salt.random_(2**31)
 
     def forward(self, token_ids: Tensor | None) -> Tensor:
-        """The experts of N tokens.
+        """Select the experts of N tokens.
 
         Args:
             token_ids: [N] or [B, T] int64.
 
         Returns:
-            [N, K] int64.
+            The experts, [N, K] int64.
 
         Raises:
-            UserError: for no ids.
+            UserError: if token_ids is None.
         """
         if token_ids is None:
             raise UserError(

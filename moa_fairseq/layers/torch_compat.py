@@ -1,4 +1,4 @@
-"""What torch has switched on: autocast and the kernels of its attention, each for a block, and hooks."""
+"""Questions about torch's state, and blocks that change it: autocast, kernels of attention, hooks."""
 
 import contextlib
 import threading
@@ -12,21 +12,22 @@ from torch.nn.modules.module import _has_any_global_hook
 
 
 def autocast_dtype(device_type: str) -> torch.dtype | None:
-    """The dtype that autocast gives matmuls on "cpu" or "cuda" right now, or None when it is off."""
-    if device_type == "meta" or not torch.is_autocast_enabled(device_type):  # which knows no "meta"
+    """The dtype of autocast for matrix products on "cpu" or "cuda"; None: autocast is off."""
+    # torch's function raises for "meta"
+    if device_type == "meta" or not torch.is_autocast_enabled(device_type):
         return None
     return torch.get_autocast_dtype(device_type)
 
 
 def full_precision(device_type: str) -> contextlib.AbstractContextManager[Any]:
-    """A block in which autocast is off; entering it costs nothing where it is off already."""
+    """A block in which autocast is off."""
     if autocast_dtype(device_type) is None:
         return contextlib.nullcontext()
     return torch.autocast(device_type, enabled=False)
 
 
 class _WithoutCudnn:
-    """torch's switch is the process's: the last block of any thread that ends switches cuDNN on again."""
+    """A block without cuDNN. torch's switch is global, so the last open block switches cuDNN on again."""
 
     def __init__(self) -> None:
         self.blocks = 0
@@ -48,8 +49,8 @@ _WITHOUT_CUDNN = _WithoutCudnn()
 
 
 def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
-    """A block in which F.scaled_dot_product_attention takes no kernel of cuDNN's."""
-    compiles = is_dynamo_compiling()  # a graph enters no lock
+    """A block in which F.scaled_dot_product_attention uses no kernel of cuDNN."""
+    compiles = is_dynamo_compiling()  # a graph cannot enter a lock
     if not torch.backends.cuda.cudnn_sdp_enabled() and (compiles or not _WITHOUT_CUDNN.blocks):
         return contextlib.nullcontext()
     if compiles:
@@ -60,26 +61,27 @@ def without_cudnn_attention() -> contextlib.AbstractContextManager[Any]:
 
 
 def without_fused_attention() -> contextlib.AbstractContextManager[Any]:
-    """A block in which F.scaled_dot_product_attention is plain matrix products."""
+    """A block in which F.scaled_dot_product_attention consists of plain matrix products."""
     return sdpa_kernel(SDPBackend.MATH)
 
 
 def is_readable(tensor: Tensor) -> bool:
-    """Whether the host can ask for its numbers: not in a graph, under torch.func, or on the meta device."""
+    """Whether Python can read a tensor's numbers: not in a graph, in torch.func or on the meta device."""
     return not (
         is_compiling() or tensor.is_meta or torch._C._functorch.peek_interpreter_stack() is not None
     )
 
 
 def is_plain(module: nn.Module, kind: type[nn.Module]) -> bool:
-    """Whether a call of the module is the `forward` of class `kind` and nothing more.
+    """Whether a call of the module only runs the `forward` of the class `kind`.
 
-    Its weight may then be read in place of the call. Not so of an adapter or another module in its place, or
-    where hooks (those of all modules included) or a `forward` of its own would be passed over.
+    The caller may then use the module's weight instead of calling it. This is not allowed for another module
+    in its place, such as an adapter, nor if the module has hooks (those of all modules included) or its own
+    `forward`.
 
     Args:
-        module: the one that would be called.
-        kind: the class that it must be of, a subclass not being enough.
+        module: the module that would be called.
+        kind: the class that the module must have; a subclass is not enough.
     """
     return type(module) is kind and not (
         module._forward_hooks

@@ -1,7 +1,7 @@
-"""A whole Transformer around the attentions, as a plain module: what fairseq's checkpoints hold.
+"""A whole Transformer as a plain module, with the parameters of fairseq's checkpoints.
 
-Parameters have the names of fairseq's. A tied matrix stands here once: where a stack or a head has none of
-its own, its caller passes one.
+Parameters are named as in fairseq. A tied matrix exists once: a stack or head without its own matrix gets it
+from its caller.
 """
 
 import functools
@@ -30,9 +30,9 @@ class TransformerStack(nn.Module):
     """Embeddings and layers: fairseq's encoder or decoder.
 
     Args:
-        settings: of the stack.
-        own_embedding: whether it has embeddings of its own.
-        own_output: whether it has an output matrix of its own.
+        settings: the settings of the stack.
+        own_embedding: whether the stack has its own embeddings.
+        own_output: whether the stack has its own output matrix.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class TransformerStack(nn.Module):
         super().__init__()
         self.settings = settings
         width = settings.embed_dim
-        # With _gradient_checkpointing_func, set by transformers
+        # transformers sets this and _gradient_checkpointing_func
         self.gradient_checkpointing = False
         self._gradient_checkpointing_func: Callable[..., Any] | None = None
         input_dim = settings.input_dim or width
@@ -89,14 +89,14 @@ class TransformerStack(nn.Module):
         """One pass.
 
         Args:
-            ids: [B, T].
-            padding: [B, T], or with caches [B, S] of all positions so far, True = padding; None: no padding.
-            memory, memory_padding: as of `TransformerLayer`.
-            caches: one of each layer.
-            embedding: the weights [V, input_dim] of a stack without its own.
+            ids: the ids of words, [B, T].
+            padding: [B, T], or with caches [B, S] for all positions so far; True = padding; None: no padding.
+            memory, memory_padding: those of `TransformerLayer.forward`.
+            caches: one for each layer.
+            embedding: embeddings [V, input_dim], for a stack without its own embeddings.
 
         Returns:
-            The last layer's output [B, T, output_dim], normalised where the stack is, and all routings.
+            The outputs [B, T, output_dim], after the final norm if there is one, and all routings.
         """
         settings = self.settings
         if self.embed_tokens is not None:
@@ -128,14 +128,14 @@ class TransformerStack(nn.Module):
         return x, tuple(routings)
 
     def logits(self, x: Tensor, embedding: Tensor | None = None) -> Tensor:
-        """The output layer.
+        """Apply the output layer.
 
         Args:
-            x: [B, T, output_dim], of `forward`.
-            embedding: the weights [V, output_dim] of a stack without an output matrix.
+            x: the outputs of `forward`, [B, T, output_dim].
+            embedding: the output matrix [V, output_dim], for a stack without embeddings and output matrix.
 
         Returns:
-            [B, T, V]; log-probabilities of an adaptive softmax.
+            Logits [B, T, V]; with an adaptive softmax log-probabilities.
         """
         if self.training:
             x = self.output_dropout_module(x)
@@ -152,10 +152,10 @@ class TransformerStack(nn.Module):
         return F.linear(x, embedding)
 
     def new_caches(self, beam_size: int = 1) -> list[LayerCache]:
-        """Empty caches for one generation, one of each layer.
+        """Make empty caches for one generation, one for each layer.
 
         Args:
-            beam_size: how many neighbouring rows share a row of the memory.
+            beam_size: the number of neighbouring rows that share a row of the memory.
         """
         layers: list[Any] = [*self.layers]
         return [LayerCache(layer, beam_size) for layer in layers]
@@ -163,13 +163,13 @@ class TransformerStack(nn.Module):
     def _positions(
         self, ids: Tensor, padding: Tensor | None, held: int, dtype: torch.dtype
     ) -> Tensor:
-        """Embeddings of the positions [B or 1, T, C]; they begin at padding_idx + 1, and padding has none."""
+        """Embeddings of positions, [B or 1, T, C]; positions skip padding, and begin at padding_idx + 1."""
         first = self.settings.padding_idx + 1
         if padding is None:
             place = torch.arange(first + held, first + held + ids.size(1), device=ids.device)[None]
         else:
             real = (~padding).long()
-            if padding.size(1) == ids.size(1):  # of these positions alone
+            if padding.size(1) == ids.size(1):  # without the cached positions
                 first += held
             place = (real.cumsum(1) - 1 + first) * real + self.settings.padding_idx * (1 - real)
             place = place[:, -ids.size(1) :]
@@ -180,7 +180,7 @@ class TransformerStack(nn.Module):
         speed = torch.arange(half, device=ids.device, dtype=torch.float32) * -(
             math.log(10000) / (half - 1)
         )
-        angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as fairseq's table
+        angle = place.unsqueeze(-1).float() * speed.exp()  # in float32, as in fairseq
         table = torch.cat([angle.sin(), angle.cos()], -1)
         if self.settings.embed_dim % 2:
             table = F.pad(table, (0, 1))
@@ -201,8 +201,8 @@ class MaskedLMHead(nn.Module):
     """RoBERTa's head: W · norm(act(dense(x))) + b.
 
     Args:
-        settings: of the stack below it.
-        own_weight: whether W is a matrix of its own.
+        settings: the settings of the stack below the head.
+        own_weight: whether the head has its own W.
     """
 
     def __init__(self, settings: StackSettings, own_weight: bool = False):
@@ -220,21 +220,21 @@ class MaskedLMHead(nn.Module):
         """Logits [B, T, V].
 
         Args:
-            x: [B, T, C].
-            embedding: W [V, C] where the head has no matrix of its own.
+            x: the outputs of the stack, [B, T, C].
+            embedding: W [V, C], for a head without its own W.
         """
         x = self.layer_norm(self.activation_fn(self.dense(x)))
         return F.linear(x, embedding if self.weight is None else self.weight) + self.bias
 
 
 class MixtureTransformer(nn.Module):
-    """A translation model, a causal or a masked language model, by the stacks that it has.
+    """A translation model, or a causal or masked language model.
 
     Args:
-        encoder, decoder: at least one of the two. An encoder alone is a masked language model, a decoder
-            alone a causal one.
-        shared_embedding: the decoder's embeddings are the encoder's.
-        own_output: the output has a matrix of its own; else it is the embeddings'.
+        encoder, decoder: the settings of the stacks, at least one. An encoder alone is a masked language
+            model, a decoder alone a causal language model.
+        shared_embedding: whether the decoder has the embeddings of the encoder.
+        own_output: whether the output layer has its own matrix; otherwise it has the embeddings.
     """
 
     def __init__(
@@ -261,14 +261,14 @@ class MixtureTransformer(nn.Module):
 
     @property
     def embedding(self) -> Tensor:
-        """The weights [V, input_dim] of the first stack's words."""
+        """The word embeddings [V, input_dim] of the encoder, or of a decoder alone."""
         stack = self.decoder if self.encoder is None else self.source_stack
         assert stack is not None and isinstance(stack.embed_tokens, nn.Embedding)
         return stack.embed_tokens.weight
 
     @property
     def source_stack(self) -> TransformerStack:
-        """The encoder's layers."""
+        """The encoder's stack."""
         assert self.encoder is not None
         stack = self.encoder if self.decoder is not None else self.encoder.sentence_encoder
         assert isinstance(stack, TransformerStack)
@@ -284,9 +284,10 @@ class MixtureTransformer(nn.Module):
         """One pass over whole sentences.
 
         Args:
-            ids: [B, S], of the encoder, or of a decoder alone.
-            decoder_ids: [B, T], of a translation, beginning with what it starts from.
-            padding, decoder_padding: of either, True = padding; None: there is none.
+            ids: the inputs of the encoder, or of a decoder alone, [B, S].
+            decoder_ids: the inputs of the decoder in translation, [B, T], which begin with the start symbol.
+            padding, decoder_padding: the padding of the two, [B, S] and [B, T], True = padding; None: no
+                padding.
 
         Returns:
             Logits [B, S or T, V], and all routings.
@@ -313,7 +314,7 @@ class MixtureTransformer(nn.Module):
         """The decoder's logits [B, T, V] and routings.
 
         Args:
-            ids, padding, memory, memory_padding, caches: as of `TransformerStack.forward`.
+            ids, padding, memory, memory_padding, caches: those of `TransformerStack.forward`.
         """
         assert self.decoder is not None
         embedding = self.embedding if self.decoder.embed_tokens is None else None

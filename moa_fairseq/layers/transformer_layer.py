@@ -1,6 +1,6 @@
-"""A layer of a Transformer around the attentions, and the settings of a stack of them.
+"""A layer of a Transformer, and the settings of a stack of layers.
 
-Parameters have the names of fairseq's.
+Parameters are named as in fairseq.
 """
 
 import functools
@@ -23,7 +23,7 @@ Routings = tuple[Routing, ...]
 
 
 def _gelu(x: Tensor) -> Tensor:
-    """In float32, as fairseq computes it whatever the model's dtype."""
+    """GELU in float32, as fairseq computes it whatever the model's dtype."""
     return F.gelu(x.float()).type_as(x)
 
 
@@ -38,7 +38,7 @@ POSITION_EMBEDDINGS = ("none", "learned", "sinusoidal")
 
 
 def swiglu(inner: Tensor) -> Tensor:
-    """silu(x W_1) ⊙ (x W_3) of both side by side (arXiv 2002.05202): [..., 2·F] → [..., F]."""
+    """silu(x W_1) ⊙ (x W_3) from the two products side by side, [..., 2·F] → [..., F] (arXiv 2002.05202)."""
     gate, value = inner.chunk(2, -1)
     return F.silu(gate) * value
 
@@ -46,12 +46,12 @@ def swiglu(inner: Tensor) -> Tensor:
 class Shortcut(nn.Module):
     """The residual sum of a post-norm layer before its norm: x·ω + f(x).
 
-    ω [C] is omega + change. omega: one number, 1 until `plugin.admin.profile` sets it; a buffer, so
-    checkpoints have it. change [C]: what training adds to it. Training in fp16 copies the parameters before
-    there is a batch, and would overwrite a parameter that profiling has set.
+    ω [C] is omega + change. The buffer omega is one number, 1 until `plugin.admin.profile` sets it; the
+    parameter change [C] starts at zero and is trained. They are separate because training in fp16 copies the
+    parameters before the first batch, and would overwrite a parameter that profiling has set.
 
     Args:
-        width: of the layer, C.
+        width: C.
     """
 
     omega: Tensor
@@ -62,35 +62,39 @@ class Shortcut(nn.Module):
         self.change = nn.Parameter(torch.zeros(width))
 
     def forward(self, branch: Tensor, x: Tensor) -> Tensor:
-        """The sum, in the shape of its parts.
+        """The sum x·ω + f(x), [T, B, C].
 
         Args:
             branch: f(x), [T, B, C].
-            x: what went into the branch, [T, B, C].
+            x: the input of the branch, [T, B, C].
         """
         return branch + x * (self.omega + self.change)
 
 
 @dataclass
 class StackSettings:
-    """The layers of an encoder or a decoder. Letters of shapes as in `attention`; V is the vocabulary.
+    """The settings of an encoder or a decoder. Letters of shapes as in `attention`; V is the vocabulary size.
 
     Args:
-        family, attention: a name of FAMILIES, and the fields of its settings.
+        family, attention: a name in FAMILIES, and the fields of the family's settings.
         vocab_size, padding_idx: V, and the id of padding.
-        embed_dim, ffn_embed_dim, layers, attention_heads: C, the inner units, and how many.
-        causal: no position sees a later one.
-        memory_dim: the width of the encoder's output that every layer attends to; None: of none.
-        input_dim, output_dim: widths of the embeddings and of the output, if not C.
-        normalize_before, final_norm: norms before the branches (else after the sums), and one at the end.
-        embedding_norm, embedding_scale: a norm of the embeddings, and the factor of those of the words.
-        position_embedding, position_rows: a choice of POSITION_EMBEDDINGS; the rows of learned ones.
-        positions, head_gate, output_scale: as of `Attention`, the positions of self-attentions alone.
-        activation, gated, rms_norm, shortcuts: of a feed-forward; SwiGLU in its place; RMSNorm for the norms
-            of layers and the last one; Admin's residual sums.
-        adaptive_input, adaptive_softmax: arguments of `AdaptiveEmbedding` and `AdaptiveSoftmax`, in the place
-            of embeddings and output.
-        sigma_moe, expert_backend: the fields of SigmaMoESettings, and the backend of its products.
+        embed_dim, ffn_embed_dim, layers, attention_heads: C, and the numbers of inner units, layers and
+            heads.
+        causal: whether no position sees a later position.
+        memory_dim: the width of the encoder's output, to which every layer attends; None: no cross-attention.
+        input_dim, output_dim: the widths of the embeddings and of the output, if not C.
+        normalize_before, final_norm: whether norms are before the branches (else after the residual sums),
+            and whether there is a norm after the last layer.
+        embedding_norm, embedding_scale: whether embeddings are normalised; the factor of word embeddings.
+        position_embedding, position_rows: a choice of POSITION_EMBEDDINGS; the number of learned embeddings.
+        positions, head_gate, output_scale: those of `Attention`; positions are for self-attention alone.
+        activation, gated, rms_norm, shortcuts: the activation of the feed-forward; whether it is SwiGLU
+            instead; whether the norms of layers and the final norm are RMSNorm; whether residual sums are
+            Admin's.
+        adaptive_input, adaptive_softmax: arguments of `AdaptiveEmbedding` and `AdaptiveSoftmax`, which
+            replace embeddings and output; {}: they do not.
+        sigma_moe, expert_backend: the fields of SigmaMoESettings ({}: an ordinary feed-forward), and its
+            backend.
         dropout, activation_dropout, attention_dropout, output_dropout: probabilities.
     """
 
@@ -129,14 +133,14 @@ class StackSettings:
     output_dropout: float = 0.0
 
     def norm(self) -> nn.Module:
-        """A norm of width C, of the kind of the layers."""
+        """A new norm of width C, RMSNorm or LayerNorm."""
         return (nn.RMSNorm if self.rms_norm else nn.LayerNorm)(self.embed_dim, eps=1e-5)
 
     def build_attention(self, **options: Any) -> Attention:
-        """An attention of the family.
+        """Make an attention of the family.
 
         Args:
-            options: whether it is self-attention, or kdim and vdim of what it attends to.
+            options: self_attention and positions, or kdim and vdim of a cross-attention.
         """
         check_choice("family", self.family, FAMILIES)
         kind = FAMILIES[self.family]
@@ -153,11 +157,11 @@ class StackSettings:
 
 
 class LayerCache:
-    """What one layer remembers of a generation.
+    """The caches of one layer for one generation.
 
     Args:
-        layer: whose attentions use it.
-        beam_size: how many neighbouring rows share a row of the memory.
+        layer: the layer.
+        beam_size: the number of neighbouring rows that share a row of the memory.
     """
 
     def __init__(self, layer: "TransformerLayer", beam_size: int = 1):
@@ -169,7 +173,7 @@ class LayerCache:
 
     @property
     def all(self) -> tuple[KVCache, ...]:
-        """One for each attention of the layer."""
+        """The caches, one for each attention of the layer."""
         if self.encoder_attn is None:
             return (self.self_attn,)
         return (self.self_attn, self.encoder_attn)
@@ -179,7 +183,7 @@ class TransformerLayer(nn.Module):
     """A layer: self-attention, attention to a memory if there is one, and a feed-forward.
 
     Args:
-        settings: of its stack.
+        settings: the settings of the stack.
     """
 
     def __init__(self, settings: StackSettings):
@@ -232,21 +236,21 @@ class TransformerLayer(nn.Module):
         """One pass.
 
         Args:
-            x: [B, T, C].
-            padding: [B, T], or with a cache [B, S] of all positions so far, True = padding.
+            x: inputs, [B, T, C].
+            padding: [B, T], or with a cache [B, S] for all positions so far; True = padding.
             memory, memory_padding: [B / beam, S, memory_dim] and [B / beam, S]; both may be None once the
                 cache has their keys.
-            token_ids: [B, T], for a router that chooses by them.
-            cache: of a generation.
+            token_ids: [B, T], for routers that select by a hash.
+            cache: the cache of a generation.
 
         Returns:
-            [B, T, C], and the routings of the layer.
+            The outputs [B, T, C], and the routings of the layer.
         """
         routings: list[Routing] = []
         queries = None if padding is None else padding[:, padding.size(1) - x.size(1) :]
         encoder_attn = self.encoder_attn
         layer_cache = cache and cache.self_attn
-        # attention, norm, and what the attention reads
+        # attention (None: feed-forward), norm, and keywords of the attention
         branches: list[tuple[Any, nn.Module, dict[str, Any]]] = [
             (
                 self.self_attn,
@@ -282,7 +286,7 @@ class TransformerLayer(nn.Module):
         return x, tuple(routings)
 
     def _feed_forward(self, x: Tensor, padding: Tensor | None, routings: list[Routing]) -> Tensor:
-        """[B, T, C], with its routings appended to the others."""
+        """Apply the feed-forward to x [B, T, C], and append its routings to the list."""
         fc1 = self.fc1
         if isinstance(fc1, SigmaMoE):
             x, routed = fc1(x, padding, with_routing=True)
