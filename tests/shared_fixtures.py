@@ -6,6 +6,7 @@ import random
 import shutil
 import signal
 import socket
+import subprocess
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -445,3 +446,24 @@ def text_data(tmp_path_factory, toy_data, preprocess):
     texts = {f"{split}pref": str(toy_data.parent / f"{split}.en") for split in ("train", "valid")}
     preprocess({"only-source": True, "destdir": str(folder), **texts})
     return folder
+
+
+@pytest.fixture
+def interrupted_start(monkeypatch):
+    """Ctrl-C comes while a program is started, which would sleep for a minute; the list has its process."""
+    popen = subprocess.Popen
+    started = []
+
+    def start(_, **options):
+        started.append(popen(["sleep", "60"], **options))
+        signal.raise_signal(signal.SIGINT)
+        return started[0]
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    # Where the tests run in the background SIGINT is ignored
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield started
+    signal.signal(signal.SIGINT, before)
+    for child in started:
+        child.kill()
+        child.wait()

@@ -150,6 +150,13 @@ except KeyboardInterrupt:
     assert lines == ["ready", "tidied"]
 
 
+def test_an_interrupt_while_a_child_starts_ends_the_child(execute, interrupted_start):
+    """Python prints and forgets what a handler raises in its own functions around a fork."""
+    with pytest.raises(KeyboardInterrupt):
+        execute("")
+    assert interrupted_start[0].poll() is not None
+
+
 def test_a_child_inherits_that_an_interrupt_is_ignored(execute, monkeypatch):
     """As in the background of a script: Ctrl-C in the terminal must not end the child."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)

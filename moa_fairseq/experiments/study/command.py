@@ -22,6 +22,7 @@ import itertools
 import json
 import logging
 import os
+import signal
 import subprocess
 import sys
 import time
@@ -40,7 +41,7 @@ from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import to_argv
-from moa_fairseq.process.signals import die_with_parent, terminate_as_interrupt
+from moa_fairseq.process.signals import die_with_parent, signals_held, terminate_as_interrupt
 
 log = logging.getLogger(__name__)
 
@@ -153,8 +154,13 @@ def _work_together(jobs: int, devices: Hardware) -> None:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(
                         itertools.islice(cards, devices.gpus)
                     )
-                worker = subprocess.Popen(command, env=environment, preexec_fn=die_with_parent())
+                with signals_held() as received:
+                    worker = subprocess.Popen(
+                        command, env=environment, preexec_fn=die_with_parent()
+                    )
                 workers.append(worker)
+                for number in received:
+                    signal.raise_signal(number)
             while any(worker.poll() is None for worker in workers):
                 if any(worker.returncode for worker in workers):
                     break

@@ -3,6 +3,7 @@
 import errno
 import importlib
 import json
+import math
 import os
 import random
 import signal
@@ -14,10 +15,11 @@ import pytest
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments import make
-from moa_fairseq.experiments.data import archives, monolingual, pieces, text_stages
+from moa_fairseq.experiments.data import archives, monolingual, obtain, pieces, text_stages
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.obtain import require_source
 from moa_fairseq.experiments.data.prepare import content_digest, prepared_folder, size_digest
+from moa_fairseq.process import locked
 
 # Of each kind: recipe → training sentences, steps (archives' extraction counted), the first step's output.
 KINDS = {
@@ -328,6 +330,20 @@ def test_the_real_processes_killed_at_random(made, tmp_path):
         running.wait()
     subprocess.run([*line, str(tmp_path / "killed")], check=True, capture_output=True)
     assert made.tree(tmp_path / "killed") == made.tree(tmp_path / "calm")
+
+
+def test_a_second_preparation_waits_until_the_first_has_ended(prepare, raw, monkeypatch):
+    """For its stages and for the downloads, which data sets share; test_make.py shows the waiting."""
+    waits = {}
+
+    def recorded(folder, *patience):
+        waits[folder.name] = patience
+        return locked(folder, *patience)
+
+    for module in (make, obtain):
+        monkeypatch.setattr(module, "locked", recorded)
+    prepare("multi30k", raw)
+    assert waits == {"out": (math.inf,), "downloads": (math.inf,)}
 
 
 def test_the_manifest_names_the_tools_that_made_each_stage(prepare, source, monkeypatch):

@@ -152,6 +152,23 @@ def test_a_dictionary_of_either_side_that_differs_is_refused(
         check_pretrained(recipe, data)
 
 
+def test_data_that_changed_since_the_pretraining_is_refused(
+    mixture, pretrained, write_config, tmp_path
+):
+    recipe = load_recipe(
+        write_config({**mixture, "pretrained": str(pretrained), "finetune": "ftg"})
+    )
+    dictionary = prepared_data(pretrained) / "dict.en.txt"
+    original = dictionary.read_text()
+    dictionary.write_text(original + "more 1\n")
+    data = shutil.copytree(dictionary.parent, tmp_path / "data")
+    try:
+        with pytest.raises(UserError, match=rf"{dictionary} was changed"):
+            check_pretrained(recipe, data)
+    finally:
+        dictionary.write_text(original)
+
+
 def test_a_recipes_own_dictionary_comes_before_the_pretrained_models(
     mixture, pretrained, write_config
 ):

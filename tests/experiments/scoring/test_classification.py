@@ -61,4 +61,5 @@ def test_a_result_keeps_the_accuracies_of_few_groups(values, kept, monkeypatch, 
     (tmp_path / classification.GROUPS / "test.tsv").write_text("\n".join(lines) + "\n")
     found = classification.score(tmp_path / "x.pt", tmp_path, "test", 100, True)
     assert len(found["accuracy"]["by"]["depth"]) == values
-    assert ("accuracy_by_depth" in found["meta"]["evaluation"]) == kept
+    by_depth = {str(depth): 100.0 for depth in range(values)} if kept else None
+    assert found["meta"]["evaluation"].get("accuracy_by_depth") == by_depth

@@ -165,6 +165,12 @@ def test_a_run_without_a_number_says_why(results, status):
     assert cells(later)["BLEU A"].status == status, "the last run counts"
 
 
+@pytest.mark.parametrize("more", [{}, {"status": None}], ids=["left out", "null"])
+def test_a_run_with_neither_number_nor_status_counts_as_not_run(results, more):
+    comparison = record(results, {**run(), "metrics": {}, **more})
+    assert cells(comparison)["BLEU A"].status == "not run"
+
+
 def test_runs_for_no_row_stand_apart(results):
     signature = "nrefs:1|case:mixed"
     other = run(

@@ -825,6 +825,12 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
     assert found == given
 
 
+def test_an_interrupt_while_a_worker_starts_ends_the_worker(interrupted_start):
+    with pytest.raises(KeyboardInterrupt):
+        command._work_together(2, Hardware())
+    assert [worker.poll() is None for worker in interrupted_start] == [False]
+
+
 def test_more_gpus_for_a_run_than_there_are_are_refused_before_any_worker(study, capsys):
     assert study("--jobs", "2", "--gpus", "1000")[0] == 2
     assert "--gpus 1000" in capsys.readouterr().err

@@ -222,6 +222,12 @@ def test_weights_that_diverged_replace_no_good_ones(old, value):
         load_checkpoint(crash)
 
 
+def test_weights_of_a_byte_that_diverged_are_not_written(old):
+    weight = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
+    with pytest.raises(UserError, match=r"checkpoint_last\.pt was not written.* NaN in diverged"):
+        checkpoint_utils.torch_persistent_save({"model": {"diverged": weight}}, str(old))
+
+
 # --- reading --------------------------------------------------------------------------------------
 
 

@@ -133,3 +133,9 @@ def test_a_terminated_training_ends_its_check(train, tmp_path, monkeypatch):
     with pytest.raises(SystemExit, match="143"):
         train()
     assert not list(tmp_path.rglob("*.json"))
+
+
+def test_an_interrupt_while_a_check_starts_ends_the_check(tmp_path, interrupted_start):
+    with pytest.raises(KeyboardInterrupt):
+        kernel_check._run("float32", tmp_path / "x.log")
+    assert interrupted_start[0].poll() is not None

@@ -18,7 +18,7 @@ from plugin.patches import malformed
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.malformed_checkpoints import _check_place
+from moa_fairseq.plugin.patches.malformed_checkpoints import _check_place, check_checkpoint
 from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
@@ -169,6 +169,13 @@ def test_a_data_set_that_is_not_there_gets_a_paragraph(capsys):
     error = FileNotFoundError("Dataset not found: test (data-bin)")
     print_user_errors(type(error), error, None)
     assert capsys.readouterr().err.endswith(f": error: {error}\n")
+
+
+def test_a_list_in_several_places_of_the_settings_counts_each_time():
+    """OmegaConf copies it for each place."""
+    state = {"model": {"w": torch.ones(1)}, "cfg": {"task": {"x": malformed.nested(12, 10)}}}
+    with pytest.raises(UserError, match=r"x\.pt .* more than 100,000 values"):
+        check_checkpoint(state, "x.pt", 4)
 
 
 def test_a_best_loss_may_be_a_tensor_of_one_number():
