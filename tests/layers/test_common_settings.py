@@ -138,6 +138,17 @@ def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
         cache.reorder(order)
 
 
+def test_a_cached_step_of_dynamic_positions_turns_at_the_speed_of_all_positions_so_far():
+    positions = build("MoA", "dynamic").positions
+    q, k = torch.randn(2, 1, 1, 1, 2 * positions.rotary_dim, dtype=torch.float64)
+    angles, _ = equations.speeds(positions, 7)
+    for x, turned in zip((q, k), positions.rotate(q, k, 6)):
+        one, other, rest = x.split([len(angles), len(angles), 2 * len(angles)], dim=-1)
+        angle = 6 * torch.tensor(angles, dtype=torch.float64)
+        exact = [one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()]
+        torch.testing.assert_close(turned, torch.cat([*exact, rest], -1))
+
+
 @pytest.mark.parametrize(("family", "name"), [pair for pair in PAIRS if pair not in TAKEN])
 def test_settings_without_a_meaning_are_refused_by_name(family, name):
     with pytest.raises(UserError, match=r"query_key_norm|rotary_dim"):

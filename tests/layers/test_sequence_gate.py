@@ -155,6 +155,16 @@ def test_means_of_a_window(window, padded):
         torch.testing.assert_close(torch.cat(parts, 1), expected.float(), rtol=1e-5, atol=1e-6)
 
 
+def test_means_of_bfloat16_are_counted_in_float32():
+    """A bfloat16 cannot count beyond 256."""
+    x = (1 + torch.arange(600) / 300).bfloat16().reshape(1, 600, 1)
+    cache = {}
+    steps = [running_mean(x[:, i : i + 1], None, None, cache) for i in range(600)]
+    expected = literal_means(x, None, None).float()
+    for means in (torch.cat(steps, 1), running_mean(x, None)):
+        torch.testing.assert_close(means, expected, rtol=1e-5, atol=0)
+
+
 @pytest.mark.parametrize("large", [1e7, 3e38, math.inf, math.nan])
 @pytest.mark.parametrize("stepwise", [False, True])
 def test_what_has_left_the_window_leaves_no_trace(stepwise, large):

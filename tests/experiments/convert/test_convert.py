@@ -30,7 +30,9 @@ def outputs(checkpoint, data):
     return out[words.ne(1)]
 
 
-@pytest.mark.thorough(keep=("[moh learned-translation", "[mae-translation"))
+@pytest.mark.thorough(
+    keep=("[moh learned-translation", "[moh none shared-translation", "[mae-translation")
+)
 @pytest.mark.parametrize("job", BASE_MODELS)
 @pytest.mark.parametrize(
     "flags",
@@ -39,10 +41,19 @@ def outputs(checkpoint, data):
         LEARNED,
         (*LEARNED, "--moh-scaling", "released"),
         (*LEARNED[:3], 1, "--experts-per-token", 3, "--moh-router", "learned"),
+        (*LEARNED[:3], 0, "--experts-per-token", 4, "--moh-router", "learned"),
         ("--to", "mae"),
         ("--to", "mae", "--mae-gate", "uniform", "--mae-dropped-heads", 2),
     ],
-    ids=["moh", "moh learned", "moh released", "moh one shared", "mae", "uni-mae"],
+    ids=[
+        "moh",
+        "moh learned",
+        "moh released",
+        "moh one shared",
+        "moh none shared",
+        "mae",
+        "uni-mae",
+    ],
 )
 def test_exact_conversions_give_the_same_outputs(job, flags, dense, convert, tmp_path):
     checkpoint, data = dense(job)

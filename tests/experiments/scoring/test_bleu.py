@@ -109,6 +109,8 @@ def test_values_by_hand():
     assert multi_bleu(["A\u00a0b c d e"], [["a\u00a0b c d e"]], lowercase=True)[
         "score"
     ] == pytest.approx(100)
+    (precision, *_) = multi_bleu(["Ä b c d e"], [["ä b c d e"]], lowercase=True)["precisions"]
+    assert precision == 80  # only ASCII letters are lowered
     assert multi_bleu(["", ""], [["a b", "c"]])["line"] == (
         "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"
     )

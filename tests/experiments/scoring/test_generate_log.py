@@ -3,7 +3,7 @@
 import pytest
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.scoring.generate_log import read_generate_log
+from moa_fairseq.experiments.scoring.generate_log import lines_of, read_generate_log
 
 HEADER = (
     "2024-05-01 10:00:00 | INFO | fairseq.tasks.translation | [en] dictionary: 480 types\n"
@@ -70,6 +70,13 @@ OLD = "S-0\ta\nT-0\tb\nH-0\t-1.0\tc d\nP-0\t-1.0\n"
 def test_what_a_log_says(write, content, expected):
     log = read_generate_log(write(content))
     assert {name: getattr(log, name) for name in expected} == expected
+
+
+@pytest.mark.parametrize(
+    ("data", "lines"), [(b"a\rb\n\n", ["a\rb", ""]), (b"a\r\nb", ["a\r", "b"]), (b"\n", [""])]
+)
+def test_a_carriage_return_ends_no_line_and_an_empty_line_counts(data, lines):
+    assert lines_of(data, "text") == lines
 
 
 def test_log_without_end_needs_permission(write):
