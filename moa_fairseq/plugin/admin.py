@@ -1,8 +1,6 @@
 """Admin (arXiv 2004.08249): post-norm layers whose shortcuts x·ω are set by a pass over the first batch."""
 
 import contextlib
-import functools
-import itertools
 import logging
 import math
 from collections.abc import Callable
@@ -18,67 +16,88 @@ logger = logging.getLogger(__name__)
 
 
 def unprofiled(model: nn.Module) -> bool:
-    """Whether the model has shortcuts, and all of them are as they were built."""
+    """Whether the model has shortcuts, and the ω of all of them is still 1."""
     shortcuts = [module for module in model.modules() if isinstance(module, Shortcut)]
     return bool(shortcuts) and all(shortcut.omega == 1 for shortcut in shortcuts)
 
 
+class _Stack:
+    """The shortcuts of an encoder or a decoder, in order, while they are profiled.
+
+    Args:
+        all_reduce: adds up a tensor over workers in place; None for one worker.
+    """
+
+    def __init__(self, all_reduce: Callable[[Tensor], None] | None):
+        self.all_reduce = all_reduce
+        self.shortcuts: list[Shortcut] = []
+        self.omega_squared = 1.0  # of the next shortcut
+
+    def measure(self, shortcut: Any, inputs: tuple[Tensor, Tensor]) -> None:
+        """Set the shortcut's ω, and compute ω² of the next one: a hook that runs before the shortcut.
+
+        Args:
+            shortcut: the module whose ω is set.
+            inputs: its arguments, the branch f(x) and x, each [T, B, C].
+        """
+        moments = _moments(inputs)
+        if self.all_reduce is not None:
+            self.all_reduce(moments)
+        count, total, square = moments
+        branch_variance, x_variance = (square / count - (total / count).square()).tolist()
+        shortcut.omega.fill_(math.sqrt(self.omega_squared))
+        self.omega_squared = self.omega_squared * x_variance + branch_variance
+
+
+def _moments(inputs: tuple[Tensor, Tensor]) -> Tensor:
+    """Count, sum and sum of squares of the numbers of real tokens in two tensors [T, B, C]: [3, 2]."""
+    padding = current_context().padding
+    if padding is not None and padding.shape != (inputs[0].size(1), inputs[0].size(0)):
+        padding = None
+    real = [values if padding is None else values[~padding.bool().t()] for values in inputs]
+    numbers = torch.stack(real).double().flatten(1)  # [2, numbers]
+    return torch.stack((torch.ones_like(numbers), numbers, numbers.square())).sum(2)
+
+
 def profile(
-    model: nn.Module, run: Callable[[], Any], add: Callable[[Tensor], None] | None = None
+    model: nn.Module, run: Callable[[], Any], all_reduce: Callable[[Tensor], None] | None = None
 ) -> None:
-    """Set the ω of every shortcut by a forward pass without gradients: before training, on its first batch.
+    """Set the ω of every shortcut by a forward pass without gradients, on the first batch of a training.
 
     In each stack, encoder and decoder apart, ω_1 = 1 and
 
         ω_{i+1}² = Var[x_i·ω_i] + Var[f_i(x_i)],
 
-    the variances over all numbers of all real tokens. As x_i is normalised (but for the first, an embedding),
-    ω² adds up the variances of the branches before. It is what the authors' code computes
-    (github.com/LiyuanLucasLiu/Transformer-Clinic): dropout is at work, and ω_i is in its place when f_{i+1}
-    is measured. Their variances include padding.
+    the variances over all numbers of all real tokens. As x_i is normalised (except x_1, an embedding), ω²
+    adds up the variances of the branches before it. The authors' code
+    (github.com/LiyuanLucasLiu/Transformer-Clinic) computes the same: dropout is on, and ω_i is set before
+    f_{i+1} is measured. The authors' variances include padding.
 
     Args:
-        model: with `Shortcut`s, in training mode.
-        run: calls the model with the batch. Its random numbers are drawn again by what follows.
-        add: adds up a tensor over workers in place; all of them must come here together.
+        model: a model with `Shortcut`s, in training mode.
+        run: calls the model with the batch. The update that follows draws the same random numbers again.
+        all_reduce: adds up a tensor over workers in place; all workers must call `profile` together.
     """
-    stacks: dict[str, list[Shortcut]] = {}
-    for name, module in model.named_modules():
-        if isinstance(module, Shortcut):
-            stacks.setdefault(name.partition(".")[0], []).append(module)
-    variance = dict.fromkeys(stacks, 1.0)
-
-    def measure(stack: str, shortcut: Any, inputs: tuple[Tensor, Tensor]) -> None:
-        padding = current_context().padding
-        if padding is not None and padding.shape != (inputs[0].size(1), inputs[0].size(0)):
-            padding = None
-        rows = [values if padding is None else values[~padding.bool().t()] for values in inputs]
-        both = torch.stack(rows).double().flatten(1)  # [2, numbers]
-        moments = torch.stack((torch.ones_like(both), both, both.square())).sum(2)  # [3, 2]
-        if add is not None:
-            add(moments)
-        number, total, square = moments
-        branch, x = (square / number - (total / number).square()).tolist()
-        shortcut.omega.fill_(math.sqrt(variance[stack]))
-        variance[stack] = variance[stack] * x + branch
-
+    stacks: dict[str, _Stack] = {}
     device = next(model.parameters()).device
-    with contextlib.ExitStack() as block:
-        for stack, shortcuts in stacks.items():
-            for shortcut in shortcuts:
-                hook = shortcut.register_forward_pre_hook(functools.partial(measure, stack))
-                block.callback(hook.remove)
-        block.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
-        block.enter_context(torch.no_grad())
-        # Those of the update itself are collected
-        block.enter_context(forward_context(routings=()))
+    with contextlib.ExitStack() as contexts:
+        for name, module in model.named_modules():
+            if isinstance(module, Shortcut):
+                stack = stacks.setdefault(name.partition(".")[0], _Stack(all_reduce))
+                stack.shortcuts.append(module)
+                contexts.callback(module.register_forward_pre_hook(stack.measure).remove)
+        contexts.enter_context(torch.random.fork_rng([device] if device.type == "cuda" else []))
+        contexts.enter_context(torch.no_grad())
+        # Only the routings of the update itself are collected.
+        contexts.enter_context(forward_context(routings=()))
         try:
             run()
         except BaseException:
-            # All or none: some would pass for profiled
-            for shortcut in itertools.chain(*stacks.values()):
-                shortcut.omega.fill_(1)
+            # If only some were set, the model would pass for a profiled one.
+            for stack in stacks.values():
+                for shortcut in stack.shortcuts:
+                    shortcut.omega.fill_(1)
             raise
-    for stack, shortcuts in stacks.items():
-        omegas = ", ".join(f"{shortcut.omega.item():.3f}" for shortcut in shortcuts)
-        logger.info("Admin: ω of the %s's residual sums, by the first batch: %s", stack, omegas)
+    for name, stack in stacks.items():
+        omegas = ", ".join(f"{shortcut.omega.item():.3f}" for shortcut in stack.shortcuts)
+        logger.info("Admin: ω of the %s's residual sums, by the first batch: %s", name, omegas)

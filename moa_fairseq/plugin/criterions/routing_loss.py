@@ -19,6 +19,8 @@ from moa_fairseq.plugin.logged_values import logged, mean_values
 
 _PREFIX = "router/"
 _ROUND = 4
+# Statistics that are summed over the modules of a model; all others are averaged.
+_SUMMED = ("dead_experts",)
 
 if TYPE_CHECKING:  # fairseq makes enums of a flag's choices, and its classes have no types
     from fairseq.criterions import FairseqCriterion as Extended
@@ -37,7 +39,7 @@ else:
 
 @dataclass
 class RoutingLossConfig:
-    """Flags of every criterion with routing; mixed into the config of a fairseq criterion."""
+    """Flags of every criterion with routing; it is mixed into the config of a fairseq criterion."""
 
     balance_loss: BalanceLoss = flag(
         "moa",
@@ -63,26 +65,28 @@ class RoutingLossConfig:
 
 
 class RoutingLossMixin(Extended):
-    """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion it extends.
+    """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion that it extends.
 
-    The auxiliary term is added in training only: validation loss and perplexity are the model's.
-    Every router's losses and load statistics are logged in both. `load_balance_loss` is always MoA's L_a; if
-    another balance loss was chosen, it is logged as `balance_loss`.
+    The auxiliary term is added in training only: validation loss and perplexity are the model's. Every
+        router's
+    losses and load statistics are logged in both. `load_balance_loss` in the log is always MoA's L_a; another
+    balance loss is logged as `balance_loss`.
     """
 
     routing = RoutingLossConfig()
 
     @classmethod
     def build_criterion(cls, cfg: Any, task: Any) -> "RoutingLossMixin":
-        """Build fairseq's criterion, which knows nothing of routing, and give it the flags.
+        """Build fairseq's criterion, and give it the flags of routing, which fairseq's does not read.
 
         Raises:
-            UserError: for a coefficient that is negative, infinite or not a number.
+            UserError: if a coefficient is negative, infinite or not a number.
         """
         for name in ("load_balance_coef", "z_loss_coef"):
             if not 0 <= getattr(cfg, name) < math.inf:
-                flag = f"--{name.replace('_', '-')}"
-                raise UserError(f"{flag} is {getattr(cfg, name)}: give 0 or a positive number.")
+                raise UserError(
+                    f"--{name.replace('_', '-')} is {getattr(cfg, name)}: give 0 or a positive number."
+                )
         criterion = super().build_criterion(cfg, task)
         names = RoutingLossConfig.__dataclass_fields__
         criterion.routing = RoutingLossConfig(**{name: getattr(cfg, name) for name in names})
@@ -102,41 +106,55 @@ class RoutingLossMixin(Extended):
         return loss, sample_size, logging_output
 
     def terms(self, routings: NamedRoutings) -> tuple[Tensor, dict[str, Any]]:
-        """The scalar Σ α·L_balance + β·L_z over the modules of one forward pass, and what is to be logged.
-
-        The values to log stay on the device: means over modules ("dead_experts": the sum over the model), and
-        each module's own on request.
+        """The auxiliary loss of one forward pass, and the entry for the log.
 
         Args:
-            routings: what `collect_routings` found, at least one.
+            routings: the names and routings of the modules (`collect_routings`), at least one.
 
         Returns:
-            The sum, or the mean with --aux-loss-reduce mean, over the modules on which losses may act, 0
-            where there are none; and an entry for the logging output.
+            auxiliary: α·L_balance + β·L_z, a scalar; the sum over the modules on which losses may act, or the
+                mean with --aux-loss-reduce mean; 0 if there are no such modules.
+            entry: an entry for the logging output, whose values stay on the device: each statistic of the
+                model, and with --router-log modules also of each module.
         """
-        name = str(self.routing.balance_loss)
-        kinds = RoutingSums.by_kind([routing for _, routing in routings])
-        balance = list(map(BALANCE_LOSSES[name], kinds))
-        z = list(map(OF_ANY_FAMILY["z_loss"], kinds))
-        weights = self.routing.load_balance_coef, self.routing.z_loss_coef
-        auxiliary = weighted_loss(kinds, balance, z, *weights, str(self.routing.aux_loss_reduce))
+        sums_by_kind = RoutingSums.by_kind([routing for _, routing in routings])
+        balance = list(map(BALANCE_LOSSES[str(self.routing.balance_loss)], sums_by_kind))
+        z = list(map(OF_ANY_FAMILY["z_loss"], sums_by_kind))
+        auxiliary = weighted_loss(
+            sums_by_kind,
+            balance,
+            z,
+            self.routing.load_balance_coef,
+            self.routing.z_loss_coef,
+            str(self.routing.aux_loss_reduce),
+        )
         with torch.no_grad():
-            rows: dict[str, list[Tensor]] = {"load_balance_loss": balance, "z_loss": z}
-            if name != "moa":
-                rows["balance_loss"] = balance
-                rows["load_balance_loss"] = list(map(BALANCE_LOSSES["moa"], kinds))
-            statistics = list(map(load_statistics, kinds))
-            rows.update({key: [row[key] for row in statistics] for key in statistics[0]})
-            # [statistics, modules]
-            values = torch.stack(list(map(one_row, rows.values())))
-            names = list(rows)
-            means = values.mean(1)
-            means[names.index("dead_experts")].mul_(len(routings))
-            if str(self.routing.router_log) == "modules":
-                modules = [routings[place][0] for sums in kinds for place in sums.order]
-                names += [f"{key}.{module}" for key in rows for module in modules]
-                means = torch.cat([means, values.flatten()])
-        return auxiliary, logged(_PREFIX, names, means)
+            statistics = self._statistics(sums_by_kind, balance, z)
+            modules = [routings[index][0] for sums in sums_by_kind for index in sums.order]
+            return auxiliary, self._entry(statistics, modules)
+
+    def _statistics(
+        self, sums_by_kind: list[RoutingSums], balance: list[Tensor], z: list[Tensor]
+    ) -> dict[str, Tensor]:
+        """Each logged statistic, [modules], in the order of the modules in `sums_by_kind`."""
+        by_kind = {"load_balance_loss": balance, "z_loss": z}
+        if str(self.routing.balance_loss) != "moa":
+            by_kind["balance_loss"] = balance
+            by_kind["load_balance_loss"] = list(map(BALANCE_LOSSES["moa"], sums_by_kind))
+        loads = list(map(load_statistics, sums_by_kind))
+        by_kind.update({name: [load[name] for load in loads] for name in loads[0]})
+        return {name: one_row(values) for name, values in by_kind.items()}
+
+    def _entry(self, statistics: dict[str, Tensor], modules: list[str]) -> dict[str, Any]:
+        values = torch.stack(list(statistics.values()))  # [statistics, modules]
+        names = list(statistics)
+        of_model = values.mean(1)
+        for name in _SUMMED:
+            of_model[names.index(name)].mul_(len(modules))
+        if str(self.routing.router_log) == "modules":
+            names += [f"{name}.{module}" for name in statistics for module in modules]
+            of_model = torch.cat([of_model, values.flatten()])
+        return logged(_PREFIX, names, of_model)
 
     @classmethod
     def reduce_metrics(cls, logging_outputs: list[dict[str, Any]]) -> None:

@@ -1,4 +1,6 @@
-"""Dense counterparts, `--arch dense_transformer_base` and relatives, and what mixtures share with them."""
+"""Dense counterparts, `--arch dense_transformer_base` and relatives, and the sizes that mixtures share with
+them.
+"""
 
 from fairseq.models.roberta.model import base_architecture as roberta_architecture
 from fairseq.models.transformer.transformer_legacy import transformer_vaswani_wmt_en_de_big
@@ -17,7 +19,7 @@ TINY = {
     "decoder_ffn_embed_dim": 256,
     "decoder_layers": 4,
 }
-# Of the dense Transformer-Tiny
+# The heads of the dense Transformer-Tiny.
 FOUR_HEADS = {
     "encoder_attention_heads": 4,
     "decoder_attention_heads": 4,
@@ -34,21 +36,21 @@ def _roberta(layers: int, embed_dim: int, ffn_embed_dim: int, attention_heads: i
     }
 
 
-def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "xl") -> dict:
+def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int) -> dict:
     """A causal language model of SwitchHead's Table 9, without its attention.
 
-    Input and output embeddings are two matrices there: with one the printed parameters do not come out. The
-    dropout of embeddings, residuals and output, and how weights start, are those of the authors' settings
-    and code; that of a feed-forward's inner units (App. A.5) has no effect on sigma-MoE.
+    Input and output embeddings are two matrices there: with one matrix the number of parameters is not the
+    printed one. The dropout of embeddings, residuals and output, and the initial weights, are those of the
+    authors' settings and code; the dropout of a feed-forward's inner units (App. A.5) has no effect on
+    sigma-MoE. Positions are Transformer-XL's.
 
     Args:
-        layers: how many.
-        embed_dim: the width; models of 1,024 and more have twice the dropout of smaller ones.
-        ffn_embed_dim: inner units of a feed-forward.
-        positions: a choice of --positions.
+        layers: the number of layers.
+        embed_dim: the width; models of width 1,024 and more have twice the dropout of smaller ones.
+        ffn_embed_dim: the number of inner units of a feed-forward.
 
     Returns:
-        Values of flags, for `register_models`.
+        The values of flags, for `register_models`.
     """
     # App. A.5
     dropout = 0.2 if embed_dim >= 1024 else 0.1
@@ -56,7 +58,7 @@ def lm_body(layers: int, embed_dim: int, ffn_embed_dim: int, positions: str = "x
         "decoder_layers": layers,
         "decoder_embed_dim": embed_dim,
         "decoder_ffn_embed_dim": ffn_embed_dim,
-        "positions": positions,
+        "positions": "xl",
         "initialization": "depth-scaled",
         "no_scale_embedding": True,
         "dropout": dropout,
@@ -73,8 +75,8 @@ register_arch("roberta", "roberta_medium_wt103", roberta_architecture, MEDIUM_RO
 register_arch("roberta", "roberta_tiny", roberta_architecture, TINY_ROBERTA)
 
 
-# fairseq's own models again, with a study's controls: width of a head, dropped heads, size of the branch. The
-# weights have the same names; `--positions` of language models may be rope or xl as well.
+# fairseq's own models again, with the controls of studies: width of a head, dropped heads, size of the
+# branch. The weights have the same names. Language models also have `--positions rope` and `--positions xl`.
 register_models(
     "dense",
     "dense_transformer",

@@ -48,9 +48,10 @@ register_models(
 # are chosen so that its authors' formula gives the printed cost. K is that of the models timed in their
 # Table 5; the other rows have another --experts-per-token.
 LANGUAGE_MODELS = {
-    "47m": _sizes(4, 10, 88) | lm_body(16, 412, 2053),
-    "262m": _sizes(8, 16, 144) | lm_body(18, 1024, 4110),
-    "tiny": _sizes(4, 10, 34) | lm_body(4, 160, 640),  # beside switchhead_lm_tiny
+    "47m": _sizes(4, 10, 88) | lm_body(layers=16, embed_dim=412, ffn_embed_dim=2053),
+    "262m": _sizes(8, 16, 144) | lm_body(layers=18, embed_dim=1024, ffn_embed_dim=4110),
+    # The body of switchhead_lm_tiny
+    "tiny": _sizes(4, 10, 34) | lm_body(layers=4, embed_dim=160, ffn_embed_dim=640),
     "base": _sizes(8, 8, 128),  # 8K8E128D in fairseq's own base, as dense_transformer_lm_base
 }
 register_models("moa", "moa_lm", {f"moa_lm_{row}": v for row, v in LANGUAGE_MODELS.items()})

@@ -7,47 +7,64 @@ from moa_fairseq.plugin.archs import register_models
 from moa_fairseq.plugin.models.dense import TINY, lm_body
 
 
-def _heads(heads: int, dim: int, num_experts: int = 1, per_token: int = 1) -> dict:
+def _heads(*, heads: int, dim: int, experts: int = 1, k: int = 1) -> dict:
     sizes = {"switchhead_heads": heads, "expert_dim": dim}
-    return sizes | {"num_experts": num_experts, "experts_per_token": per_token}
+    return sizes | {"num_experts": experts, "experts_per_token": k}
 
 
-def _dense(heads: int, dim: int) -> dict:
-    return _heads(heads, dim) | {"switchhead_experts": "none"}
+def _lm(*, layers: int, width: int, inner: int, **attention: int) -> dict:
+    """A causal language model: `lm_body` with the attention of `_heads`."""
+    return lm_body(layers, width, inner) | _heads(**attention)
 
 
-def _sigma_moe(num_experts: int, dim: int, dropout: float = 0.0) -> dict:
-    sizes = {"sigma_moe_num_experts": num_experts, "sigma_moe_expert_dim": dim}
+def _sigma_moe(*, experts: int, dim: int, dropout: float = 0.0) -> dict:
+    sizes = {"sigma_moe_num_experts": experts, "sigma_moe_expert_dim": dim}
     return sizes | {"sigma_moe_experts_per_token": 4, "sigma_moe_expert_dropout": dropout}
 
 
-# Causal language models, with or without sigma-MoE (SwitchAll). Table 9: the body's layers, width,
-# feed-forward and positions, and the attention's heads, D, E and k.
+_DENSE = {"switchhead_experts": "none"}
+_ROPE = {"positions": "rope-half"}
+
+# Causal language models, with or without sigma-MoE (SwitchAll). Table 9 prints the layers, their width, the
+# inner units of the feed-forward and the positions; and the attention's heads, D, E and k.
 LANGUAGE_MODELS = {
-    "switchhead_lm_47m": lm_body(16, 412, 2080) | _heads(2, 76, 5, 2),
-    "switchhead_lm_262m": lm_body(18, 1024, 4147) | _heads(2, 132, 8, 4),
-    "switchhead_lm_262m_h4": lm_body(18, 1024, 4188) | _heads(4, 112, 4, 2),  # C4 and peS2o
-    "switchhead_lm_enwik8": lm_body(12, 512, 2088) | _heads(2, 112, 4, 2),
-    "switchhead_rope_lm_45m": lm_body(16, 412, 2092, "rope-half") | _heads(2, 64, 5, 3),
-    "switchhead_rope_lm_243m": lm_body(18, 1024, 4136, "rope-half") | _heads(4, 100, 4, 2),
+    "switchhead_lm_47m": _lm(layers=16, width=412, inner=2080, heads=2, dim=76, experts=5, k=2),
+    "switchhead_lm_262m": _lm(layers=18, width=1024, inner=4147, heads=2, dim=132, experts=8, k=4),
+    # For C4 and peS2o
+    "switchhead_lm_262m_h4": _lm(
+        layers=18, width=1024, inner=4188, heads=4, dim=112, experts=4, k=2
+    ),
+    "switchhead_lm_enwik8": _lm(layers=12, width=512, inner=2088, heads=2, dim=112, experts=4, k=2),
+    "switchhead_rope_lm_45m": _lm(layers=16, width=412, inner=2092, heads=2, dim=64, experts=5, k=3)
+    | _ROPE,
+    "switchhead_rope_lm_243m": _lm(
+        layers=18, width=1024, inner=4136, heads=4, dim=100, experts=4, k=2
+    )
+    | _ROPE,
     # The feed-forward's experts replace --decoder-ffn-embed-dim, and have no dropout inside (App. A.5).
-    "switchall_lm_47m": lm_body(16, 412, 2048) | _heads(2, 76, 5, 2) | _sigma_moe(16, 128),
+    "switchall_lm_47m": _lm(layers=16, width=412, inner=2048, heads=2, dim=76, experts=5, k=2)
+    | _sigma_moe(experts=16, dim=128),
     "switchall_lm_259m": {
-        **lm_body(18, 1024, 4096),
-        **_heads(4, 112, 4, 2),
-        **_sigma_moe(32, 128, dropout=0.1),
-        "expert_dropout": 0.1,  # the attention's, too
+        **_lm(layers=18, width=1024, inner=4096, heads=4, dim=112, experts=4, k=2),
+        **_sigma_moe(experts=32, dim=128, dropout=0.1),
+        "expert_dropout": 0.1,  # in the attention
     },
-    "transformer_xl_lm_47m": lm_body(16, 412, 2053) | _dense(10, 41),
-    "transformer_xl_lm_262m": lm_body(18, 1024, 4110) | _dense(16, 64),
-    "transformer_xl_lm_enwik8": lm_body(12, 512, 2053) | _dense(8, 64),
-    "transformer_rope_lm_45m": lm_body(16, 412, 2053, "rope-half") | _dense(10, 41),
-    "transformer_rope_lm_244m": lm_body(18, 1024, 4110, "rope-half") | _dense(16, 64),
+    "transformer_xl_lm_47m": _lm(layers=16, width=412, inner=2053, heads=10, dim=41) | _DENSE,
+    "transformer_xl_lm_262m": _lm(layers=18, width=1024, inner=4110, heads=16, dim=64) | _DENSE,
+    "transformer_xl_lm_enwik8": _lm(layers=12, width=512, inner=2053, heads=8, dim=64) | _DENSE,
+    "transformer_rope_lm_45m": _lm(layers=16, width=412, inner=2053, heads=10, dim=41)
+    | _DENSE
+    | _ROPE,
+    "transformer_rope_lm_244m": _lm(layers=18, width=1024, inner=4110, heads=16, dim=64)
+    | _DENSE
+    | _ROPE,
     # For small data and small machines: all attentions have 128,000 parameters, W_R included.
-    "transformer_xl_lm_tiny": lm_body(4, 160, 640) | _dense(10, 16),
-    "switchhead_lm_tiny": lm_body(4, 160, 640) | _heads(2, 30, 5, 2),
-    "switchhead_lm_base": _heads(2, 101, 4, 2),  # parameters of dense_transformer_lm_base
-    "switchall_lm_tiny": lm_body(4, 160, 640) | _heads(2, 30, 5, 2) | _sigma_moe(16, 40),
+    "transformer_xl_lm_tiny": _lm(layers=4, width=160, inner=640, heads=10, dim=16) | _DENSE,
+    "switchhead_lm_tiny": _lm(layers=4, width=160, inner=640, heads=2, dim=30, experts=5, k=2),
+    # The parameters of dense_transformer_lm_base
+    "switchhead_lm_base": _heads(heads=2, dim=101, experts=4, k=2),
+    "switchall_lm_tiny": _lm(layers=4, width=160, inner=640, heads=2, dim=30, experts=5, k=2)
+    | _sigma_moe(experts=16, dim=40),
 }
 register_models("switchhead", "switchhead_lm", LANGUAGE_MODELS)
 
@@ -58,8 +75,8 @@ register_models(
     "switchhead",
     "switchhead_transformer",
     {
-        "switchhead_transformer_base": _heads(2, 100, 4, 2),
-        "switchhead_transformer_tiny": TINY | _heads(2, 42, 2, 1),
+        "switchhead_transformer_base": _heads(heads=2, dim=100, experts=4, k=2),
+        "switchhead_transformer_tiny": TINY | _heads(heads=2, dim=42, experts=2, k=1),
     },
 )
 
@@ -77,9 +94,10 @@ _LISTOPS = {
     "initialization": "depth-scaled",  # of the attention; RoBERTa's for the rest
 }
 ENCODERS = {
-    "switchhead_roberta_listops": _heads(2, 28, 4, 2) | {"encoder_ffn_embed_dim": 517},
-    "transformer_xl_roberta_listops": _dense(8, 16),
-    "transformer_xl_roberta_listops_2heads": _dense(2, 64),
+    "switchhead_roberta_listops": _heads(heads=2, dim=28, experts=4, k=2)
+    | {"encoder_ffn_embed_dim": 517},
+    "transformer_xl_roberta_listops": _heads(heads=8, dim=16) | _DENSE,
+    "transformer_xl_roberta_listops_2heads": _heads(heads=2, dim=64) | _DENSE,
 }
 register_models(
     "switchhead", "switchhead_roberta", {arch: _LISTOPS | v for arch, v in ENCODERS.items()}
