@@ -89,7 +89,13 @@ setup(
         "triton": ["triton>=3.1; platform_system == 'Linux'"],
         # the tests of moa-fairseq look in an installed chromium
         "browser": ["playwright>=1.45,<2"],
-        "test": ["pytest>=8,<10", "pytest-xdist>=3.6,<4", "ruff>=0.6", "mypy>=1.11,<3"],
+        "test": [
+            "pytest>=8,<10",
+            "pytest-xdist>=3.6,<4",
+            "hypothesis>=6.100,<7",
+            "ruff>=0.6",
+            "mypy>=1.11,<3",
+        ],
     },
     entry_points={"console_scripts": ["moa-fairseq=moa_fairseq.cli:main"]},
     zip_safe=False,

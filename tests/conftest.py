@@ -1,4 +1,11 @@
-"""Which tests run, and in which order. What they share is in shared_fixtures.py."""
+"""Which tests run, in which order, on how many examples. What they share is in shared_fixtures.py."""
+
+import random
+
+import pytest
+
+# Of each property: by default, and with --all
+EXAMPLES = (25, 250)
 
 
 def pytest_addoption(parser):
@@ -7,10 +14,31 @@ def pytest_addoption(parser):
     )
 
 
+@pytest.hookimpl(tryfirst=True)  # before hypothesis reads its seed
 def pytest_configure(config):
     """A process that only hands tests out to others (of pytest-xdist) does not import torch and fairseq."""
+    if config.pluginmanager.hasplugin("hypothesispytest"):
+        from hypothesis import HealthCheck, settings
+
+        thorough = config.getoption("thorough")
+        if config.option.hypothesis_seed is None:
+            config.option.hypothesis_seed = random.getrandbits(32) if thorough else 0
+        settings.register_profile(
+            "moa_fairseq",
+            database=None,
+            deadline=None,
+            max_examples=EXAMPLES[thorough],
+            suppress_health_check=[HealthCheck.function_scoped_fixture],  # they share a tmp_path
+        )
+        settings.load_profile("moa_fairseq")
     if config.getoption("dist", "no") == "no":
         config.pluginmanager.import_plugin("shared_fixtures")
+
+
+def pytest_terminal_summary(terminalreporter, config):
+    seed = getattr(config.option, "hypothesis_seed", None)
+    if seed is not None:
+        terminalreporter.write_line(f"properties: --hypothesis-seed={seed}")
 
 
 def pytest_collection_modifyitems(config, items):

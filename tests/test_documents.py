@@ -43,6 +43,7 @@ OTHERS_FLAGS = {
     "--array",
     "--wrap",
     "--data-binary",
+    "--hypothesis-seed",
 }
 
 
