@@ -64,6 +64,8 @@ def paired(differences: Sequence[float], margin: float) -> Difference:
         )
     mean = float(np.mean(differences))
     error = float(stats.sem(differences))
+    if min(differences) == max(differences):  # a rounded mean would differ from each of them
+        mean, error = float(differences[0]), 0.0
     half = float(stats.t.ppf(1 - ALPHA / 2, n - 1)) * error
     if error == 0:
         return Difference(n, mean, mean, mean, float(mean == 0), float(abs(mean) >= margin), 0.0)

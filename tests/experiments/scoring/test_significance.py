@@ -1,9 +1,12 @@
 """Intervals, tests and verdicts against cases computed by hand and against sacreBLEU's."""
 
+import itertools
 import math
 
 import numpy as np
 import pytest
+from hypothesis import assume, given
+from hypothesis import strategies as st
 from sacrebleu.metrics import BLEU
 from sacrebleu.significance import PairedTest
 from scipy import stats
@@ -38,9 +41,13 @@ def test_a_paired_difference_by_hand():
     )
 
 
-def test_paired_agrees_with_scipys_tests():
-    differences = np.random.default_rng(1).normal(0.02, 0.05, 9)
-    found = paired(list(differences), margin=0.04)
+NUMBERS = st.floats(-5, 5, width=16)
+
+
+@given(st.lists(NUMBERS, min_size=2, max_size=9), st.floats(0, 5, width=16))
+def test_paired_agrees_with_scipys_tests(differences, margin):
+    found = paired(differences, margin)
+    assume(len(set(differences)) > 1)
     result = stats.ttest_1samp(differences, 0.0)
     interval = result.confidence_interval(0.95)
     assert (found.p, found.low, found.high) == pytest.approx(
@@ -48,14 +55,17 @@ def test_paired_agrees_with_scipys_tests():
     )
     sides = (
         stats.ttest_1samp(differences, bound, alternative=way).pvalue
-        for bound, way in ((-0.04, "greater"), (0.04, "less"))
+        for bound, way in ((-margin, "greater"), (margin, "less"))
     )
     assert found.p_equivalent == pytest.approx(max(sides))
 
 
-def test_equal_differences_have_no_spread():
-    assert paired([0.5, 0.5], 0.1)[1:6] == (0.5, 0.5, 0.5, 0.0, 1.0)
-    assert paired([0.0, 0.0], 0.1)[1:6] == (0.0, 0.0, 0.0, 1.0, 0.0)
+@given(st.floats(-5, 5), st.integers(2, 9), st.floats(-1, 1, width=16))
+def test_equal_differences_have_no_spread(value, n, beyond):
+    """Also where their mean is rounded."""
+    margin = abs(value) + beyond
+    expected = (n, value, value, value, value == 0, margin <= abs(value), 0.0)
+    assert paired([value] * n, margin) == expected
 
 
 def test_one_difference_has_no_interval():
@@ -74,12 +84,18 @@ def test_the_minimum_detectable_effect_is_found_in_80_percent(n):
     )
 
 
-def test_holm_by_hand():
-    # 3 · 0.01, 2 · 0.02, then 1 · 0.03, which is raised to the one before it
-    assert holm({"a": 0.03, "b": 0.01, "c": 0.02}) == pytest.approx(
-        {"b": 0.03, "c": 0.04, "a": 0.04}
-    )
-    assert holm({"a": 0.6, "b": 0.7}) == {"a": 1.0, "b": 1.0}
+@given(st.lists(st.floats(0, 1) | st.sampled_from([0.01, 0.02]), min_size=1, max_size=5))
+def test_holm_is_bonferronis_test_of_every_set_of_hypotheses(values):
+    """Closed testing: a hypothesis falls if each set with it falls."""
+    names = range(len(values))
+    sets = [each for n in names for each in itertools.combinations(names, n + 1)]
+    expected = {
+        name: max(
+            min(1.0, len(each) * min(values[i] for i in each)) for each in sets if name in each
+        )
+        for name in names
+    }
+    assert holm(dict(enumerate(values))) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize(
@@ -142,8 +158,6 @@ def test_randomisation_agrees_with_sacrebleu():
 
 def test_randomisation_over_seeds_by_enumeration():
     """Two sentences, two seeds a system: all (4!)² ways to deal the outputs, by hand."""
-    import itertools
-
     # [runs, N, 1]
     values = np.array([[[3.0], [1.0]], [[2.0], [4.0]], [[0.0], [1.0]], [[1.0], [0.0]]])
 
