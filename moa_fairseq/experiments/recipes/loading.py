@@ -73,7 +73,7 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
             )
     explicit = _parse_overrides(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
-    recipe = _built(Recipe, [*layers, explicit], file)
+    recipe = _built(Recipe, [*layers, *explicit], file)
     # A row matches if its values change nothing but the printed number.
     names = recipe.rows if recipe.reproduces else ()
     row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
@@ -81,10 +81,10 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     # The row with the most values wins
     for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
         cell = ["reproduces.value=null", *values, f"reproduces.row={json.dumps(name)}"]
-        variant = _built(Recipe, [*layers, explicit, _parse_overrides(cell)], file)
+        variant = _built(Recipe, [*layers, *explicit, *_parse_overrides(cell)], file)
         if dataclasses.replace(variant, reproduces=None) == plain:
             recipe = variant
-    if "recipe" in (explicit.get("data") or ()):
+    if any("recipe" in (each.get("data") or ()) for each in explicit):
         recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
         quoted = reprlib.repr(recipe.experiment)
@@ -94,15 +94,16 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     return recipe
 
 
-def _parse_overrides(overrides: Sequence[str]) -> dict[str, Any]:
-    """`section.key=value` strings as a mapping of a recipe file."""
-    try:
-        mapping: Any = OmegaConf.to_container(
-            OmegaConf.from_dotlist(list(overrides)), resolve=False
-        )
-    except _NOT_YAML as error:
-        raise UserError(f"--set {' '.join(overrides)[:300]} is not valid YAML.") from error
-    return dict(mapping)
+def _parse_overrides(overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """A mapping for each `section.key=value`: merged into one, a null would vanish under a later value."""
+    mappings = []
+    for text in overrides:
+        try:
+            mapping: Any = OmegaConf.to_container(OmegaConf.from_dotlist([text]), resolve=False)
+        except _NOT_YAML as error:
+            raise UserError(f"--set {text[:300]} is not valid YAML.") from error
+        mappings.append(dict(mapping))
+    return mappings
 
 
 def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--row") -> list[str]:

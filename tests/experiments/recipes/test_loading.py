@@ -1,11 +1,16 @@
 """Recipe files: what is accepted, what is refused, and that the message names file and key."""
 
 import contextlib
+import dataclasses
+import functools
+import json
 import os
 from pathlib import Path
 
 import pytest
 import yaml
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import (
@@ -124,43 +129,60 @@ def test_the_experiment_is_the_file_name(small, write_config):
         load_recipe(write_config(small, name="other"))
 
 
-def test_base_is_merged_key_by_key_and_null_takes_away(small, write_config):
-    write_config(small)
-    child = {"base": "small.yaml", "experiment": "child", "average": None}
-    recipe = load_recipe(
-        write_config({**child, "train": {"flags": {"lr": 0.5, "optimizer": None}}})
+VALUES = [
+    ("average", None),
+    ("average", {"epochs": 3}),
+    ("average.epochs", None),
+    ("average.updates", 2),
+    ("generate.subsets", ["test", "test1"]),
+    ("generate.subsets", ["test2"]),
+    ("train.flags.lr", 0.5),
+    ("train.flags", {"lr": 0.2, "clip-norm": None}),
+]
+
+
+def placed(mapping, key, value):
+    """The mapping with a value at a dotted key: a mapping is merged, all else replaces what is there."""
+    section, _, rest = key.partition(".")
+    old = mapping.get(section) or {}
+    if rest:
+        value = placed(old, rest, value)
+    elif isinstance(value, dict):
+        value = {**old, **value}
+    return {**mapping, section: value}
+
+
+@settings(max_examples=settings.default.max_examples // 3)
+@given(st.lists(st.sampled_from(VALUES), max_size=4), st.integers(0, 4))
+@example([("average", None), ("average.updates", 2)], 1)
+def test_values_of_bases_and_of_set_lie_over_each_other_in_their_order(
+    small, write_config, values, split
+):
+    """However bases are nested."""
+    small["train"]["flags"]["save-interval-updates"] = 5
+    own = write_config(small)
+    for number, value in enumerate(values):
+        write_config(placed({}, *value), f"part{number}")
+    parts = [f"part{number}.yaml" for number in range(len(values))]
+    write_config({"base": parts[:split]}, "first")
+    write_config({"base": parts[split:]}, "second")
+    texts = [f"{key}={json.dumps(value)}" for key, value in values]
+
+    def outcome(path, overrides=()):
+        with contextlib.suppress(UserError):  # both kinds of checkpoints to average
+            return dataclasses.replace(load_recipe(path, overrides), experiment="", summary="")
+
+    expected = outcome(
+        write_config(functools.reduce(lambda all, one: placed(all, *one), values, small))
     )
-    assert recipe.train.flags == {
-        "label-smoothing": 0.1,
-        "lr": 0.5,
-        "num-workers": 0,
-        "optimizer": None,
-    }
-    assert recipe.average is None
-    assert recipe.data.bpe == 50
+    assert outcome(own, texts) == expected
+    child = {"base": ["small.yaml", "first.yaml", "second.yaml"]}
+    assert outcome(write_config(child, "child")) == expected
 
 
-def test_a_later_base_lies_over_an_earlier_one(small, write_config, tmp_path):
-    write_config(small)
-    (tmp_path / "configs" / "parts").mkdir()
-    part = {"train": {"flags": {"lr": 0.2, "clip-norm": 0.1}}, "average": None}
-    (tmp_path / "configs" / "parts" / "loud.yaml").write_text(yaml.safe_dump(part))
-    child = {
-        "base": ["small.yaml", "parts/loud.yaml"],
-        "experiment": "child",
-        "train": {"flags": {"lr": 0.5}},
-    }
-    recipe = load_recipe(write_config(child))
-    flags = {
-        "label-smoothing": 0.1,
-        "optimizer": "adam",
-        "lr": 0.5,
-        "num-workers": 0,
-        "clip-norm": 0.1,
-    }
-    assert recipe.train.flags == flags and recipe.average is None
+def test_a_base_that_is_not_there_is_named(write_config):
     with pytest.raises(UserError, match=r"base: \S+/parts/lost\.yaml is not a file"):
-        load_recipe(write_config({**child, "base": ["small.yaml", "parts/lost.yaml"]}))
+        load_recipe(write_config({"base": ["parts/lost.yaml"]}, "child"))
 
 
 def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
@@ -238,14 +260,6 @@ def test_the_reference_is_a_recipe_that_says_every_key():
         ("generate", Generate),
     ):
         assert set(said[section]) == set(cls.__dataclass_fields__), section
-
-
-def test_set_overrides_by_dotted_key(small, write_config):
-    said = ["train.max_epoch=7", "train.flags.clip-norm=0.5", "average=null", "data.bpe=null"]
-    recipe = load_recipe(write_config(small), [*said, "generate.subsets=[test, test1]"])
-    assert (recipe.train.max_epoch, recipe.train.flags["clip-norm"]) == (7, 0.5)
-    assert recipe.average is None and recipe.data.bpe is None
-    assert recipe.generate.subsets == ["test", "test1"]
 
 
 @pytest.mark.parametrize(
