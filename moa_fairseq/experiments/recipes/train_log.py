@@ -176,8 +176,12 @@ class TrainLog:
         if record is not None and wrong_number(record):
             return  # not fairseq's; a line of the log never ends a training
         if record is not None:
-            with disk_errors(self.path), open(self.path, "a", encoding="utf-8") as stream:
-                stream.write(f"{json.dumps(record)}\n")
+            text = f"{json.dumps(record)}\n"
+            with disk_errors(self.path), open(self.path, "a+b") as stream:
+                stream.seek(max(0, stream.tell() - 1))
+                if stream.read(1) not in (b"", b"\n"):  # a crash cut off the last line
+                    text = f"\n{text}"
+                stream.write(text.encode())
             self._show(record)
         elif match := _PARAMETERS.search(line):
             self.parameters.append(int(match.group(1).replace(",", "")))

@@ -4,6 +4,8 @@ import json
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import train_log
@@ -76,11 +78,17 @@ def test_going_on_takes_away_what_will_be_written_again(tmp_path):
     assert path.stat().st_mtime_ns == before
 
 
-def test_a_line_that_a_crash_cut_off_is_passed_over(tmp_path):
+@given(st.integers(1, 3), st.data())
+def test_a_line_that_a_crash_cut_off_costs_no_other(tmp_path, count, data):
     path = tmp_path / "train.jsonl"
-    write(path, [inner(1)])
-    path.write_text(path.read_text() + '{"epoch": 1, "upd')
-    assert list(read_records(path)) == [inner(1)]
+    write(path, map(inner, range(count)))
+    content = path.read_bytes()
+    cut = data.draw(st.integers(0, len(content)))
+    path.write_bytes(content[:cut])
+    rows = [inner(number) for number in range((content[:cut] + b"\n").count(b"}\n"))]
+    assert list(read_records(path)) == rows
+    TrainLog(path, 2, None)(PREFIX + json.dumps(inner(9)))
+    assert list(read_records(path)) == [*rows, inner(9)]
 
 
 def test_summary_weighs_speed_by_time(tmp_path):
