@@ -5,7 +5,7 @@ import random
 import pytest
 
 # Of each property: by default, and with --all
-EXAMPLES = (25, 250)
+EXAMPLES = (100, 1000)
 
 
 def pytest_addoption(parser):

@@ -1,6 +1,8 @@
 """Every attention as a plain module: batch first, with a cache, compiled, exported, on the meta device."""
 
 import copy
+import functools
+import math
 import sys
 from pathlib import Path
 
@@ -8,6 +10,8 @@ import pytest
 import torch
 import torch.nn.functional as F
 from equations import drawn
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from time_first import with_fairseq_call
 from torch import nn
 
@@ -83,6 +87,8 @@ FAMILIES = {
         **options,
     ),
 }
+POSITIONS = [None, "rope", "xl"]
+UNPLACED = ("GQE", "NAMOH", "latent")  # their keys take no "xl"
 FUTURE = torch.ones(T, T).triu(1).bool()
 PADDING = torch.arange(T) >= torch.tensor([[T], [4], [0]])  # a whole row, a part, none; [B, T]
 
@@ -154,17 +160,53 @@ def test_a_memory_makes_cross_attention(family):
     assert torch.equal(out, fairseq_call(module, x, memory, padding))
 
 
+prepared = functools.cache(build)
+FEW = settings(max_examples=settings.default.max_examples // 6)  # of each family
+
+
+def bits(draw, *shape):
+    """A tensor of bool, drawn."""
+    count = math.prod(shape)
+    number = draw(st.integers(0, 2**count - 1))
+    return torch.tensor([number >> place & 1 for place in range(count)]).bool().view(shape)
+
+
+@torch.no_grad()
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mask_for_each_sequence(family):
-    module = build(family, self_attention=True)
-    x = torch.randn(B, T, C, dtype=torch.float64)
-    mask = torch.rand(B, T, T, generator=torch.Generator().manual_seed(0)) < 0.4
-    mask |= FUTURE
-    for form in (mask, torch.zeros(mask.shape, dtype=torch.float64).masked_fill(mask, -torch.inf)):
-        out = module(x, mask=form)
-        for row in range(B):
-            alone = module(x[row : row + 1], mask=form[row])
-            torch.testing.assert_close(out[row : row + 1], alone)
+@FEW
+@given(st.data())
+def test_a_sentence_gets_alone_what_it_gets_in_a_batch(family, data):
+    """Wherever its padding stands; alone its mask is additive, and blocks the future itself."""
+    draw = data.draw
+    placed = st.sampled_from(POSITIONS[: 2 if family.startswith(UNPLACED) else 3])
+    module = prepared(family, self_attention=True, positions=draw(placed))
+    torch.manual_seed(draw(st.integers(0, 99)))
+    spans = st.tuples(st.integers(0, 2), st.integers(1, 4))
+    spans = [(first, first + size) for first, size in draw(st.lists(spans, min_size=1, max_size=3))]
+    longest = max(end for _, end in spans) + draw(st.integers(0, 1))
+    place = torch.arange(longest)
+    padding = torch.stack([(place < first) | (place >= end) for first, end in spans])
+    x = torch.randn(len(spans), longest, C, dtype=torch.float64)
+    options = {"causal": draw(st.booleans())}
+    if padding.any() or draw(st.booleans()):
+        options["padding"] = padding
+    shape = (longest, longest)
+    shape = draw(st.sampled_from([shape, (len(spans), *shape)]))
+    added = torch.zeros(shape, dtype=torch.float64)
+    form = draw(st.sampled_from([None, "bool", "float"]))
+    blocked = bits(draw, *shape) if form else added.bool()
+    if form == "float":
+        added = torch.randn_like(added)
+        options["mask"] = added.masked_fill(blocked, -torch.inf)
+    elif form:
+        options["mask"] = blocked
+    whole = module(x, **options)
+    if options["causal"]:
+        blocked = blocked | torch.ones(longest, longest).triu(1).bool()
+    masks = added.masked_fill(blocked, -torch.inf).expand(len(spans), -1, -1)
+    for row, (first, end) in enumerate(spans):
+        alone = module(x[row, None, first:end], mask=masks[row, first:end, first:end])
+        torch.testing.assert_close(whole[row, None, first:end], alone)
 
 
 @pytest.mark.thorough(keep="[dense]")
@@ -325,18 +367,6 @@ def test_routings_come_with_the_output(family):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_mask_and_causality_block_what_either_blocks(family):
-    module = build(family, self_attention=True)
-    x = torch.randn(B, T, C, dtype=torch.float64)
-    mask = torch.zeros(T, T, dtype=torch.bool)
-    mask[3:, 1] = True
-    both = module(x, mask=mask | FUTURE)
-    for form in (mask, torch.zeros(T, T, dtype=torch.float64).masked_fill(mask, -torch.inf)):
-        torch.testing.assert_close(module(x, mask=form, causal=True), both)
-    assert not torch.allclose(module(x, causal=True), both)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_weights_add_up_to_one(family):
     module = build(family, self_attention=True)
     x = torch.randn(B, T, C, dtype=torch.float64)
@@ -350,70 +380,48 @@ def test_weights_add_up_to_one(family):
     )
 
 
-def steps(sizes):
-    """(start, end) of steps of these sizes, again and again, through T positions."""
-    start = 0
-    while start < T:
-        for size in sizes:
-            if start < T:
-                yield start, min(start + size, T)
-                start += size
-
-
-@pytest.mark.thorough(
-    keep=tuple(f"-None-{how}-[1, 2, 5]" for how in ("left", "step", "named late"))
-)
-@pytest.mark.parametrize("sizes", [[1], [2], [5], [1, 2, 5]], ids=str)
-@pytest.mark.parametrize("how", ["no padding", "left", "step", "all so far", "named late"])
-@pytest.mark.parametrize(
-    ("family", "positions"),
-    [
-        (family, positions)
-        for family in FAMILIES
-        for positions in (None, "rope", "xl")
-        if positions != "xl"
-        or not family.startswith(("GQE", "NAMOH", "latent"))  # their keys lack positions
-    ],
-)
-def test_stepwise_equals_the_whole(family, positions, how, sizes):
-    module = build(family, self_attention=True, positions=positions)
-    x = torch.randn(B, T, C).double()
-    padding = {
-        "no padding": torch.zeros(B, T, dtype=torch.bool),
-        "left": torch.arange(T) < torch.tensor([[0], [2], [4]]),
-    }.get(how, torch.arange(T) == torch.tensor([[T], [3], [5]]))
-    whole = module(x, padding=padding, causal=True)
+@torch.no_grad()
+@pytest.mark.parametrize("family", FAMILIES)
+@FEW
+@given(st.data())
+def test_any_steps_equal_the_whole(family, data):
+    """Of any sizes, in beams, with positions taken back, and padding named for the step or for all so far."""
+    draw = data.draw
+    placed = st.sampled_from(POSITIONS[: 2 if family.startswith(UNPLACED) else 3])
+    module = prepared(family, self_attention=True, positions=draw(placed))
+    torch.manual_seed(draw(st.integers(0, 99)))
     cache = module.new_cache()
-    parts = []
-    for start, end in steps(sizes):
-        of_the_step = how == "step" or (how == "left" and start != 1)
-        given = padding[:, start:end] if of_the_step else padding[:, :end]
-        if how == "no padding" or (how == "named late" and not given.any()):
-            given = None
-        parts.append(module(x[:, start:end], padding=given, causal=True, cache=cache))
-        assert cache.length == end
-    torch.testing.assert_close(torch.cat(parts, 1)[~padding], whole[~padding])
+    x = torch.zeros(B, 0, C, dtype=torch.float64)
+    padding = torch.zeros(B, 0, dtype=torch.bool)
+    for size in draw(st.lists(st.integers(0, 3), min_size=1, max_size=5)):
+        start = x.size(1)
+        x = torch.cat([x, torch.randn(B, size, C, dtype=torch.float64)], 1)
+        padding = torch.cat([padding, bits(draw, B, size)], 1)
+        now = padding[:, start:]
+        named = [now, padding] if now.any() else [None, now, padding]
+        named = draw(st.sampled_from(named))
+        out = module(x[:, start:], padding=named, causal=True, cache=cache)
+        whole = module(x, padding=padding, causal=True)[:, start:]
+        torch.testing.assert_close(out[~now], whole[~now])
+        assert cache.length == x.size(1)
+        if draw(st.booleans()):
+            order = torch.tensor(draw(st.lists(st.integers(0, B - 1), min_size=B, max_size=B)))
+            cache.reorder(order)
+            x, padding = x[order], padding[order]
+        if cache.can_trim:
+            length = x.size(1) - draw(st.integers(0, min(2, x.size(1))))
+            cache.trim(length)
+            x, padding = x[:, :length], padding[:, :length]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_beam_and_a_trimmed_cache(family):
+def test_what_a_cache_cannot_forget_is_refused(family):
     module = build(family, self_attention=True)
-    x = torch.randn(B, T, C, dtype=torch.float64)
     cache = module.new_cache()
-    order = torch.tensor([2, 0, 0])
-    module(x[:, :3], causal=True, cache=cache)
-    cache.reorder(order)
-    mixed = torch.cat([x[order, :3], x[:, 3:]], 1)
-    whole = module(mixed, causal=True)
-    torch.testing.assert_close(module(x[:, 3:5], causal=True, cache=cache), whole[:, 3:5])
-    if family.startswith("MAE"):
-        with pytest.raises(ValueError, match="trimmed"):
-            cache.trim(4)
-        return
-    cache.trim(4)
-    torch.testing.assert_close(module(x[:, 4:], causal=True, cache=cache), whole[:, 4:])
-    with pytest.raises(ValueError, match="length 8"):
-        cache.trim(8)
+    module(torch.randn(B, 3, C, dtype=torch.float64), causal=True, cache=cache)
+    length, says = (2, "trimmed") if family.startswith("MAE") else (4, "length 4")
+    with pytest.raises(ValueError, match=says):
+        cache.trim(length)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -601,16 +609,9 @@ def test_what_a_layer_is_built_with_is_read():
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_of_no_token_and_a_memory_that_was_written_to(family):
-    module = build(family, self_attention=True)
-    x = torch.randn(B, T, C, dtype=torch.float64)
-    cache = module.new_cache()
-    whole = module(x, padding=PADDING, causal=True)
-    for start, end in ((0, 3), (3, 3), (3, T)):
-        out = module(x[:, start:end], padding=PADDING[:, :end], causal=True, cache=cache)
-        real = ~PADDING[:, start:end]
-        torch.testing.assert_close(out[real], whole[:, start:end][real])
+def test_a_memory_that_was_written_to_is_another(family):
     cross = build(family)
+    x = torch.randn(B, T, C, dtype=torch.float64)
     memory = torch.randn(B, S, C, dtype=torch.float64)
     cache = cross.new_cache()
     cross(x, memory, cache=cache)

@@ -7,6 +7,8 @@ import sys
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.layers import sdpa
@@ -21,49 +23,63 @@ def random(*shape, seed=0):
     return torch.randn(*shape, generator=generator, dtype=torch.float64)
 
 
-def literal(q, k, v, bias, padding):
-    """One query head after the other; head i reads key head i mod G."""
+def literal(q, k, v, bias, blocked):
+    """One query head after the other; head i reads key head i mod G. blocked: [B, T or 1, S]."""
     outs = []
     weights = []
     for i in range(q.size(1)):
         scores = q[:, i] @ k[:, i % k.size(1)].transpose(1, 2) / math.sqrt(q.size(-1))
         if bias is not None:
             scores = scores + bias[:, i % bias.size(1)]
-        if padding is not None:
-            scores = scores.masked_fill(padding[:, None], -math.inf)
-        weights.append(scores.softmax(-1))
+        weights.append(scores.masked_fill(blocked, -math.inf).softmax(-1).nan_to_num(0.0))
         outs.append(weights[-1] @ v[:, i % v.size(1)])
     return torch.stack(outs, 1), torch.stack(weights, 1)
 
 
-@pytest.mark.parametrize("groups", [1, 2, 6])
-@pytest.mark.parametrize("bias_shape", [None, (1, 1), (1, 6), (3, 1), (3, 6)])
-@pytest.mark.parametrize("padded", [False, True])
-def test_attend(groups, bias_shape, padded):
-    q = random(3, 6, 4, 8)
-    k = random(3, groups, 5, 8)
-    v = random(3, groups, 5, 8, seed=1)
-    bias = None if bias_shape is None else random(*bias_shape, 4, 5)
-    padding = torch.arange(5)[None] >= torch.tensor([[5], [3], [4]]) if padded else None
-    expected, weights = literal(q, k, v, bias, padding)
-    masks = Masks(padding=padding)
-    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected)
-    out, got = attend_with_weights(q, k, v, masks, bias=bias)
+@st.composite
+def attentions(draw):
+    """Queries, keys, values, masks and bias of any sizes, and what the formula makes of them."""
+    sizes = st.integers(1, 4)
+    sentences, beam, groups, sharing, length, keys = (draw(sizes) for _ in range(6))
+    batch = sentences * beam
+    heads = groups * sharing
+    seed = draw(st.integers(0, 99))
+    q = random(batch, heads, length, 6, seed=seed)
+    k, v = (random(sentences, groups, keys, 6, seed=seed + n) for n in (1, 2))
+    mask = padding = bias = None
+    blocked = torch.zeros(batch, length, keys, dtype=torch.bool)
+    scores = torch.zeros(batch, heads, length, keys, dtype=torch.float64)
+    form = draw(st.sampled_from([None, "bool", "float"]))
+    if form:
+        # A mask differs between sentences; hypotheses of a beam share one
+        each = (sentences,) * (beam == 1 and draw(st.booleans()))
+        mask = random(*each, length, keys, seed=seed + 3) > draw(st.sampled_from([0.0, 1.0, 9.0]))
+        blocked = blocked | mask
+    if form == "float":
+        added = random(*each, length, keys, seed=seed + 4)
+        scores = scores + added.expand(batch, -1, -1).unsqueeze(1)
+        mask = added.masked_fill(mask, -math.inf)
+    threshold = draw(st.sampled_from([None, 0.0, 1.0]))
+    if threshold is not None:
+        padding = random(sentences, keys, seed=seed + 5) > threshold
+        blocked = blocked | padding.repeat_interleave(beam, 0)[:, None]
+    if draw(st.booleans()):
+        bias = random(
+            draw(st.sampled_from([1, batch])), draw(st.sampled_from([1, heads])), length, keys
+        )
+        scores = scores + bias
+    copies = [each.repeat_interleave(beam, 0) for each in (k, v)]
+    expected = literal(q, *copies, scores, blocked)
+    return (q, k, v, Masks(mask, padding)), bias, expected
+
+
+@given(attentions())
+def test_masks_bias_shared_heads_and_beams_in_any_combination(attention):
+    arguments, bias, (expected, weights) = attention
+    torch.testing.assert_close(attend(*arguments, bias=bias), expected)
+    out, got = attend_with_weights(*arguments, bias=bias)
     torch.testing.assert_close(out, expected)
     torch.testing.assert_close(got, weights)
-
-
-def test_attend_reads_keys_once_for_a_beam():
-    q = random(6, 4, 1, 8)
-    k = random(2, 2, 5, 8)
-    v = random(2, 2, 5, 8, seed=1)
-    bias = random(6, 4, 1, 5)
-    padding = torch.arange(5)[None] >= torch.tensor([[5], [3]])
-    copies = [t.repeat_interleave(3, 0) for t in (k, v, padding)]
-    expected = literal(q, *copies[:2], bias, copies[2])
-    masks = Masks(padding=padding)
-    torch.testing.assert_close(attend(q, k, v, masks, bias=bias), expected[0])
-    torch.testing.assert_close(attend_with_weights(q, k, v, masks, bias=bias), expected)
 
 
 @pytest.mark.parametrize("dim", [2, 3, 6, 7, 25])
@@ -117,7 +133,11 @@ def test_padding_only_whatever_padded_keys_hold(dtype):
     out = attend(*leaves, Masks(padding=padding))
     grads = torch.autograd.grad(out.float().square().sum(), leaves)
     exact, _ = literal(
-        q[:2, :, :, :], k[:2], v.masked_fill(padding[:, None, :, None], 0)[:2], None, padding[:2]
+        q[:2, :, :, :],
+        k[:2],
+        v.masked_fill(padding[:, None, :, None], 0)[:2],
+        None,
+        padding[:2, None],
     )
     tolerance = {} if dtype == torch.float64 else dict(atol=2e-2, rtol=2e-2)
     torch.testing.assert_close(out[:2], exact.to(out.dtype), **tolerance)

@@ -152,7 +152,7 @@ def placed(mapping, key, value):
     return {**mapping, section: value}
 
 
-@settings(max_examples=settings.default.max_examples // 3)
+@settings(max_examples=settings.default.max_examples // 12)
 @given(st.lists(st.sampled_from(VALUES), max_size=4), st.integers(0, 4))
 @example([("average", None), ("average.updates", 2)], 1)
 def test_values_of_bases_and_of_set_lie_over_each_other_in_their_order(
@@ -172,9 +172,8 @@ def test_values_of_bases_and_of_set_lie_over_each_other_in_their_order(
         with contextlib.suppress(UserError):  # both kinds of checkpoints to average
             return dataclasses.replace(load_recipe(path, overrides), experiment="", summary="")
 
-    expected = outcome(
-        write_config(functools.reduce(lambda all, one: placed(all, *one), values, small))
-    )
+    whole = functools.reduce(lambda mapping, value: placed(mapping, *value), values, small)
+    expected = outcome(write_config({**whole, "experiment": "whole"}))
     assert outcome(own, texts) == expected
     child = {"base": ["small.yaml", "first.yaml", "second.yaml"]}
     assert outcome(write_config(child, "child")) == expected

@@ -8,11 +8,14 @@ import re
 from pathlib import Path
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data import archives
 from moa_fairseq.experiments.data.archives import contents, pack
-from moa_fairseq.experiments.records.json_files import append_json_line
+from moa_fairseq.experiments.records import json_files
+from moa_fairseq.experiments.records.json_files import append_json_line, read_json_lines
 from moa_fairseq.experiments.scoring.generate_log import read_lines
 from moa_fairseq.experiments.study import records
 from moa_fairseq.experiments.study.records import (
@@ -33,24 +36,27 @@ def ends(folder):
     return {key: record.content["end"] for key, record in records_of(folder).items()}
 
 
-def test_what_a_kill_cut_off_is_passed_over_and_the_next_line_takes_its_place(tmp_path, caplog):
-    path = tmp_path / "records.jsonl"
-    for seed in (1, 2):
-        append_record(tmp_path, made(seed=seed))
-    whole = path.read_bytes()
-    path.write_bytes(whole + whole[:30])
-    assert ends(tmp_path) == {("A", 1): "finished", ("A", 2): "finished"}
-    assert f"{path}, line 3 was cut off" in caplog.text
-    append_record(tmp_path, made(seed=3))
-    assert path.read_bytes() == whole + json.dumps(made(seed=3)).encode() + b"\n"
+texts = st.dictionaries(st.text(max_size=3), st.text() | st.integers(), max_size=2)
 
 
-def test_a_last_line_without_its_end_counts_where_it_is_whole(tmp_path):
-    """Editors leave such files, and a kill may fall there."""
+@given(st.lists(texts, min_size=1, max_size=3), st.data())
+def test_lines_up_to_any_byte_are_read_and_the_next_line_takes_its_place(tmp_path, values, data):
+    """Editors leave a whole last line without its end, and a kill may fall there."""
     path = tmp_path / "records.jsonl"
-    path.write_text(json.dumps(made()))
-    append_record(tmp_path, made(seed=2))
-    assert list(ends(tmp_path)) == [("A", 1), ("A", 2)] and path.read_bytes().count(b"\n") == 2
+    content = "".join(f"{json.dumps(value)}\n" for value in values).encode()
+    ends = [place for place, byte in enumerate(content) if byte == ord("\n")]
+    cut = data.draw(st.integers(0, len(content)) | st.sampled_from(ends))
+    path.write_bytes(content[:cut])
+    rows = values[: sum(end <= cut for end in ends)]
+    messages = []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(json_files.log, "warning", lambda *words: messages.append(words[1:]))
+        assert read_json_lines(path, "") == dict(enumerate(rows, 1))
+    is_cut = cut not in (0, *ends, *(end + 1 for end in ends))
+    assert messages == [(path, len(rows) + 1)] * is_cut
+    append_json_line(path, {"next": 1})
+    rows = "".join(f"{json.dumps(row)}\n" for row in [*rows, {"next": 1}])
+    assert path.read_text() == rows
 
 
 def test_a_rerun_takes_the_place_of_what_was_recorded(tmp_path):

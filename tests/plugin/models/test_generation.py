@@ -1,9 +1,13 @@
 """Beam search: the hypotheses of a sentence share the source's keys, and the results do not show it."""
 
+import functools
+
 import pytest
 import torch
 from fairseq.models.transformer import TransformerEncoderBase
 from fairseq.sequence_generator import SequenceGenerator
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from whole_models import build, dictionary
 
 from moa_fairseq.layers import Attention, MixtureOfAttention
@@ -70,6 +74,38 @@ def test_sharing_the_source_among_the_beam_changes_no_hypothesis(arch, alignment
             assert torch.equal(a["tokens"], b["tokens"])
             torch.testing.assert_close(a["score"], b["score"], rtol=1e-4, atol=1e-5)
             torch.testing.assert_close(a["attention"], b["attention"], rtol=1e-4, atol=1e-5)
+
+
+ONE = ("--encoder-layers", 1, "--decoder-layers", 1)
+SMALL = functools.cache(lambda arch: build(arch, *ONE, symbols=34).double().eval())
+
+
+@settings(max_examples=settings.default.max_examples // 12)
+@given(
+    st.sampled_from(
+        ["moa_transformer_tiny", "mae_transformer_tiny", "switchhead_transformer_tiny"]
+    ),
+    st.permutations(range(5)),
+    st.lists(st.integers(1, 7), min_size=5, max_size=5),
+    st.integers(0, 4),
+)
+def test_a_translation_has_the_same_score_in_any_batch(arch, order, lengths, split):
+    """Whatever its order, the sentences beside it, and so its padding."""
+    model = SMALL(arch)
+    generator = SequenceGenerator([model], WORDS, beam_size=2, max_len_a=0, max_len_b=4)
+
+    def scores(rows):
+        source = torch.ones(len(rows), max(lengths[row] for row in rows), dtype=torch.long)
+        for place, row in enumerate(rows):
+            source[place, -lengths[row] :] = torch.arange(lengths[row]) * (row + 2) % 30 + 4
+        net_input = {"src_tokens": source, "src_lengths": source.ne(1).sum(1)}
+        return {
+            row: torch.stack([beam["score"] for beam in beams])
+            for row, beams in zip(rows, generator.generate([model], {"net_input": net_input}))
+        }
+
+    parts = scores(order[: split + 1]) | (scores(order[split + 1 :]) if split < 4 else {})
+    torch.testing.assert_close(parts, scores(range(5)), rtol=1e-5, atol=1e-5)
 
 
 def test_only_an_order_that_repeats_every_sentence_is_a_beam():
