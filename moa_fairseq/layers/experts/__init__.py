@@ -1,4 +1,4 @@
-"""Products with the chosen experts: one function, `project`, and interchangeable ways to compute it.
+"""Products with the selected experts: one function, `project`, and interchangeable ways to compute it.
 
     order = ExpertPermutation(expert_ids, num_experts)            expert_ids [N, K]
     slots = project(x, weight, order, is_up=True)         x [N, C], weight [E, D, C] → [N·K, D]

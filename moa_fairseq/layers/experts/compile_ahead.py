@@ -1,4 +1,4 @@
-"""Compile kernels in many processes at once, for what would else wait for one after the other."""
+"""Compile kernels in many processes at once, instead of one after the other."""
 
 import multiprocessing
 import os
@@ -9,15 +9,14 @@ from typing import Any
 
 
 def run(build: Callable[..., None], cases: Sequence[tuple[Any, ...]], processes: int = 0) -> None:
-    """Call `build(*case)` for each case, in many processes at once.
+    """Call `build(*case)` for each case, in many processes at once, to fill Triton's cache on disk.
 
-    All that stays is Triton's cache on disk. A case that fails is named and left to whoever needs the
-    kernels.
+    A case that fails is printed; its kernels are compiled when they are first used.
 
     Args:
-        build: a module's function, which runs the kernels under `triton.table.compiling`.
-        cases: the arguments of each call; they are pickled.
-        processes: how many at most; 0: as many as there are cores.
+        build: a function of a module (it is pickled), which runs kernels under `triton.table.compiling`.
+        cases: the arguments of each call, which are pickled.
+        processes: the largest number of processes; 0: the number of cores.
     """
     start = time.perf_counter()
     processes = min(processes or os.cpu_count() or 1, len(cases))

@@ -1,9 +1,9 @@
-"""Every expert on every token in one product, then those that were chosen: the backend `reference`.
+"""Multiply all tokens with all experts, and keep the selected results: the backend `reference`.
 
-E / K times the arithmetic, but no step per expert, no sorting and no wait for the host. It is made of plain
-differentiable operations, so it can be compiled, exported and mapped, and keeps what torch keeps for them.
-For few tokens and small experts the other backends do the same with gradients of their own
-(`grouped.placed_rows`).
+This takes E / K times the arithmetic, but has no step for each expert, no sorting and no wait for the host.
+It consists of plain differentiable operations, so it can be compiled, exported and mapped, and keeps for the
+backward pass what torch keeps for them. For few tokens and small experts the other backends do the same with
+our own gradients (`grouped.placed_rows`).
 """
 
 from typing import TYPE_CHECKING
@@ -15,24 +15,23 @@ from torch.compiler import is_compiling
 if TYPE_CHECKING:
     from moa_fairseq.layers.experts.projection import Product
 
-# When this beats a loop over the experts, from benchmarks/kernels.py on two CPU cores: the surplus products
-# per expert must cost less than a step of the loop, in which gathering and calls cost as much as 24 columns
-# of arithmetic. A GPU's step waits for the host, and its arithmetic is cheaper.
-# In bfloat16 a CPU with units for it multiplies much faster, while oneDNN compiles a kernel for each number
-# of rows: measured on a Xeon with AMX.
-# Multiply-accumulates; the GPU's is an estimate
+# The cost of a step of a loop over experts, in multiply-accumulates. This way is faster than the loop if the
+# surplus products for each expert cost less than a step. Measured by benchmarks/kernels.py on two CPU cores,
+# where gathering and calls cost as much as 24 columns of arithmetic. On a GPU a step waits for the host, and
+# arithmetic is cheaper; its number is an estimate. In bfloat16 a CPU with units for it (measured on a Xeon
+# with AMX) multiplies much faster, while in the loop oneDNN compiles a kernel for each number of rows.
 _STEP = {
     "cpu": 1.0e6,
     "cpu bfloat16": 5.0e7,
     "cuda": 6.4e7,
 }
 _STEP_COLUMNS = 24
-# A loop does not read the matrices of unchosen experts, which pays once they do not fit the cache.
+# What fits the cache. A loop reads the weights of selected experts only, so beyond this it is faster.
 _CACHED_WEIGHTS = 1.5e6  # elements
 
 
 def unsupported_reason(product: "Product") -> str:
-    """Why one product over all of weight [E, D, C] is not faster than those that are asked for, or ""."""
+    """Why one product with all of weight [E, D, C] is not faster than the selected products; "" if it is."""
     if is_compiling():
         return "a graph must not depend on numbers of tokens"
     weight = product.weight
@@ -54,7 +53,7 @@ def unsupported_reason(product: "Product") -> str:
 
 
 def run(product: "Product") -> Tensor:
-    """As `experts.up` and `experts.down` of kernels: the product of all rows and experts, then a choice."""
+    """Compute a `Product` by the product of all rows with all experts."""
     weight = product.weight
     order = product.order
     num_experts, dim, _ = weight.shape

@@ -1,4 +1,4 @@
-"""Which expert serves which slot: sorted once for a batch, shared by the products that use it."""
+"""The expert of each slot, sorted once for a batch, for all products that use it."""
 
 from collections.abc import Callable
 from typing import Any, TypeVar
@@ -7,19 +7,19 @@ import torch
 from torch import Tensor
 
 Plan = TypeVar("Plan")
-# Of Triton's products: whether it leads up, slots per row, slots per sum
+# Arguments of Triton's products: whether a product leads up, slots of each row, slots of each sum
 Fan = tuple[bool, int, int]
 
 
 class ExpertPermutation:
     """The permutation of S = N·K slots (token t, choice k; flat index t·K + k) into the order of experts.
 
-    Everything is computed when it is first asked for, and kept.
+    Every property is computed on first use, and cached.
 
     Args:
-        expert_ids: the experts of each token, [N, K] int64; the K of a token differ.
+        expert_ids: the experts of each token, [N, K] int64; the K experts of a token differ.
         num_experts: E.
-        in_order: whether K = E and slot k of every token is expert k: then nothing needs sorting.
+        in_order: whether K = E and slot k of every token is expert k, so that nothing needs sorting.
     """
 
     def __init__(self, expert_ids: Tensor, num_experts: int, in_order: bool = False):
@@ -28,8 +28,8 @@ class ExpertPermutation:
         self.in_order = in_order
         self.tokens, self.per_token = expert_ids.shape  # N, K
         self.slots = expert_ids.numel()  # S
-        self.ways: dict[tuple[Any, ...], Any] = {}  # what `project` chose for weights of some sizes
-        # no cached_property: torch.compile cannot enter its lock
+        self.ways: dict[tuple[Any, ...], Any] = {}  # the ways that `project` selected, by sizes
+        # Not cached_property, because torch.compile cannot enter its lock
         self._expert: Tensor | None = None
         self._cell: Tensor | None = None
         self._order_and_offsets: tuple[Tensor, Tensor] | None = None
@@ -37,8 +37,8 @@ class ExpertPermutation:
 
     @property
     def expert(self) -> Tensor:
-        """[S] int64: flat slot → expert."""
-        # If all experts are chosen this is a copy, so it is made on demand
+        """The expert of each flat slot, [S] int64."""
+        # If all experts are selected this is a copy, so it is made on demand
         if self._expert is None:
             self._expert = self.expert_ids.reshape(-1)
         return self._expert
@@ -52,10 +52,10 @@ class ExpertPermutation:
         return self._cell
 
     def sort_by(self, sort: Callable[["ExpertPermutation"], tuple[Tensor, Tensor] | None]) -> None:
-        """Let `sort` compute `order` and `offsets` unless they are known.
+        """Let `sort` compute `order` and `offsets`, unless they are cached.
 
         Args:
-            sort: gets this object, and returns both, or None: then torch sorts.
+            sort: takes this object, and returns both; None: torch sorts.
         """
         if self._order_and_offsets is None:
             self._order_and_offsets = sort(self)
@@ -66,7 +66,8 @@ class ExpertPermutation:
         if self._order_and_offsets is None:
             expert = self.expert
             if self.num_experts <= 256 and expert.is_cuda:
-                expert = expert.to(torch.uint8)  # radix sort: one pass for each byte of the keys
+                # A radix sort takes one pass for each byte of the keys
+                expert = expert.to(torch.uint8)
             sorted_expert, order = torch.sort(expert, stable=True)
             boundaries = torch.arange(self.num_experts, device=order.device, dtype=expert.dtype)
             # searchsorted needs no zero-filled histogram
@@ -76,20 +77,20 @@ class ExpertPermutation:
 
     @property
     def order(self) -> Tensor:
-        """[S] int64, the sorted slots: position in the order of experts → flat slot; ties stay in order."""
+        """The flat slots in the order of experts, [S] int64; the slots of an expert stay in order."""
         return self.sorted[0]
 
     @property
     def offsets(self) -> Tensor:
-        """[E] int32: end of each expert's positions (cumulative counts)."""
+        """The end of each expert's slots in `order` (cumulative counts), [E] int32."""
         return self.sorted[1]
 
     def plan(self, kind: Callable[["ExpertPermutation", int], Plan], fan: int) -> Plan:
-        """kind(self, fan), made once: the products of a routing share it.
+        """kind(self, fan), which is cached: all products of a routing share it.
 
         Args:
             kind: a class of plans, such as `ExpertLoop`.
-            fan: slots of a row of the experts' width.
+            fan: the number of neighbouring slots that share a row of width D.
         """
         key = kind, fan
         if key not in self._plans:

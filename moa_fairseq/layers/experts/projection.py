@@ -1,4 +1,4 @@
-"""Products with the chosen experts, up to their width and down from it, and what computes them."""
+"""Products with the selected experts, from width C up to D and from D down to C, and their backends."""
 
 import logging
 from collections.abc import Callable
@@ -20,24 +20,24 @@ logger = logging.getLogger(__name__)
 _GROUPED_BY = "one mm per expert"
 if hasattr(F, "grouped_mm"):
     _GROUPED_BY = "torch grouped_mm where it applies"
-# Numbers that plain operations may keep for the backward pass; it saves calls
+# Plain operations take fewer calls, and are used if they keep at most so many numbers for the backward pass
 _KEPT_RESULTS = 2**13
 BACKENDS = ("auto", "reference", "grouped", "triton")
-# The dtypes in which `auto` takes Triton's kernels: those in which they passed their checks on this machine
+# The dtypes for which `auto` uses Triton's kernels: those in which the kernels passed their checks here
 _checked: tuple[torch.dtype, ...] = tuple(getattr(torch, name) for name in validation.DTYPES)
 
 
 def resolve_backend(name: str) -> str:
-    """The backend that `--expert-backend NAME` stands for on this machine; logged once, with the reason.
+    """The backend that `--expert-backend NAME` means on this machine, which is logged once, with the reason.
 
     Args:
         name: one of BACKENDS.
 
     Returns:
-        The same name, but "grouped" for "auto" where Triton's kernels may not be used beside the others.
+        The name itself, but "grouped" for "auto" if Triton's kernels may not be used.
 
     Raises:
-        UserError: for a name that is not in BACKENDS, and for `triton` where it cannot run.
+        UserError: for a name that is not in BACKENDS, and for "triton" if it cannot run here.
     """
     check_choice("expert_backend", name, BACKENDS)
     if name == "triton" and triton.why_not():
@@ -55,7 +55,7 @@ def resolve_backend(name: str) -> str:
 
 @cache
 def _automatic() -> tuple[str, str]:
-    """(backend, why) of `auto` on this machine: Triton on a GPU where its kernels passed their checks."""
+    """The backend of `auto` and the reason: Triton on a GPU on which its kernels passed their checks."""
     global _checked
     if not torch.cuda.is_available():
         return "grouped", ""
@@ -70,10 +70,10 @@ def _automatic() -> tuple[str, str]:
 
 
 def automatic(dtype: torch.dtype) -> tuple[str, str]:
-    """What `auto` takes for experts of K < E on this machine, and why.
+    """The backend that `auto` uses for K < E on this machine, and why.
 
     Args:
-        dtype: of rows and weights, after autocast.
+        dtype: the dtype of rows and weights, after autocast.
 
     Returns:
         "triton" or "grouped", and the reason, which may be "".
@@ -99,18 +99,19 @@ def _announce(asked: str, chosen: str, reason: str) -> str:
 
 
 class Product(NamedTuple):
-    """One product of tokens with the experts that a routing chose for them.
+    """One product of tokens with the experts that a routing selected for them.
 
-    Its narrow side has the experts' width D, its wide side the model's width C and a row for each of N
-    tokens. Up, with slot s = t·K + k, expert e(s) and its gate g(s) (1 without gates):
+    The narrow side has the width D of the experts; the wide side has the width C of the model and a row for
+    each of the N tokens. With slot s = t·K + k, its expert e(s) and its gate g(s) (1 without gates), the
+    product up is
 
         narrow[m] = Σ_{s : s // fan = m} g(s) · (W_e(s) x[t(s)] + b_e(s))
 
-    and down:
+    and the product down is
 
         wide[t] = Σ_{s of t} g(s) · W_e(s)ᵀ h[s // fan]
 
-    Its uses, with K experts for each token, or H heads with k experts each (K = H·k, slots head by head):
+    The uses, with K experts for each token, or H heads with k experts each (K = H·k, slots head by head):
 
         direction  fan  gates  use
         up         1    -      MoA's queries (Eq. 10), MoH's, NAMOH's; σ-MoE's first layer
@@ -141,26 +142,26 @@ def project(
     bias: Tensor | None = None,
     backend: str = "grouped",
 ) -> Tensor:
-    """A `Product`, by the first backend of `_WAYS` that supports it.
+    """Compute a `Product`, in the first way of `_WAYS` that supports it.
 
     Rows and weight follow autocast; the result has the dtype of the product. A row whose gates are all zero
     (padding) becomes zero.
 
     Args:
-        rows: up: [N, C]; down: [N·K / fan, D].
-        weight: [E, D, C].
+        rows: inputs; up: [N, C]; down: [N·K / fan, D].
+        weight: the experts' matrices, [E, D, C].
         order: the experts of the N·K slots.
-        is_up: the direction.
-        gates: [N, K] or [N·K], or None for ones.
-        fan: how many neighbouring slots share a row of the experts' width.
-        bias: up: [E, D]; down: [E, C].
+        is_up: whether the product leads up, from C to D.
+        gates: [N, K] or [N·K]; None: all gates are 1.
+        fan: the number of neighbouring slots that share a row of width D.
+        bias: the experts' biases; up: [E, D]; down: [E, C]; or None.
         backend: a name that `resolve_backend` returned.
 
     Returns:
-        Up: [N·K / fan, D]; down: [N, C].
+        The result; up: [N·K / fan, D]; down: [N, C].
 
     Raises:
-        ValueError: where the sizes do not fit each other.
+        ValueError: for sizes that do not fit each other.
     """
     experts, dim, model_dim = weight.shape
     expected = (order.tokens, model_dim) if is_up else (order.slots // fan, dim)
@@ -174,7 +175,7 @@ def project(
             raise ValueError(f"{gates.numel()} gates for {order.slots} slots")
         gates = gates.reshape(-1)  # [N, K] → [S]
     device = rows.device.type
-    # as for a matmul: torch does not cast for a custom Function
+    # As for a matrix product, because torch does not cast for a custom Function
     if device != "meta" and torch.is_autocast_enabled(device):
         rows = rows.to(torch.get_autocast_dtype(device))
         weight = weight.to(rows.dtype)
@@ -186,14 +187,14 @@ def project(
         ways = _IN_ORDER
     sizes = (backend, ways is _WAYS, weight.shape, weight.dtype, rows.dtype)
     way: Way | None = order.ways.get(sizes)
-    if way is None:  # asked once for the products of a routing
-        for way in ways[backend]:  # the last supports everything
+    if way is None:  # decided once for all products of a routing
+        for way in ways[backend]:  # the last way supports everything
             if not way.unsupported_reason(product):
                 break
         assert way is not None
         order.ways[sizes] = way
     run = way.run
-    # last of all the numbers, which an exported length must not be compared with
+    # The comparison of sizes comes last, because it would fix the length of an exported model
     keeps_less = None
     if torch.is_grad_enabled() and not _no_function(product):
         keeps_less = way.keeps_less
@@ -212,12 +213,12 @@ def project(
 
 
 class Way(NamedTuple):
-    """A way to compute a product."""
+    """A way to compute products."""
 
-    unsupported_reason: Callable[[Product], str]  # why it is not the one for a product, or ""
+    unsupported_reason: Callable[[Product], str]  # why this way is not for a product, or ""
     run: Callable[[Product], Tensor]
-    adds_biases: bool = False  # those of a product down, too
-    # The same with a gradient of its own, for more
+    adds_biases: bool = False  # whether `run` adds the biases of a product down, too
+    # `run` with our own gradient, for larger products
     keeps_less: Callable[[Product], Tensor] | None = None
 
 
@@ -226,7 +227,7 @@ def _always(product: Product) -> str:
 
 
 def _no_function(product: Product) -> str:
-    """Our autograd functions are not for torch.func, and what they do not for a trace of a loop."""
+    """Why our autograd functions do not support a product: torch.func cannot differentiate them."""
     if not is_compiling() and torch._C._functorch.peek_interpreter_stack() is not None:
         return "torch.func knows no gradient of it"
     return ""
@@ -289,14 +290,14 @@ _FEW = Way(every_expert.unsupported_reason, every_expert.run, keeps_less=_by_pla
 _SORTED = Way(_no_grouped_mm, lambda product: grouped.run(product, sorted_rows.SortedRows))
 _LOOP = Way(_no_loop, lambda product: grouped.run(product, expert_loop.ExpertLoop))
 _GROUPED = (_FEW, _SORTED, _LOOP, _EVERY)
-# Backend → its ways, the best first
+# The ways of each backend, the best first
 _WAYS = {
     "reference": (_EVERY,),
     "grouped": _GROUPED,
     "auto": (_FEW, Way(_not_checked, _by_triton, adds_biases=True), *_GROUPED),
     "triton": (Way(_no_triton, _by_triton, adds_biases=True), *_GROUPED),
 }
-# The same where every token has every expert, in order: one dense product
+# The ways of each backend if every token has every expert, in order: one dense product
 _IN_ORDER = {
     "reference": (_EVERY,),
     "grouped": (Way(_no_function, _by_one_product), _EVERY),

@@ -1,4 +1,4 @@
-"""What a router computes: float32 logits without a float32 copy of the input, or all of it in one kernel."""
+"""The products of routers: float32 logits without a float32 copy of the input, and routing in one kernel."""
 
 from typing import Any
 
@@ -12,16 +12,16 @@ from moa_fairseq.layers.experts import triton
 
 _HAS_WIDE_MM = "dtype" in torch.ops.aten.mm.overloads()  # mm(..., out_dtype=), for GPUs
 _MOST_EXPERTS = 128  # one program holds their logits for 64 tokens
-# The renormalisations that the kernel computes: whether it divides by the sum, and whether that is a constant
+# The renormalisations of the kernel: whether it divides by the sum, and whether the sum gets no gradient
 FUSED = {"detached": (True, True), "full": (True, False), "none": (False, False)}
 
 
 class _WideProduct(Function):
-    """x [N, C], weight [E, C] → x · weightᵀ in float32. Only x and weight are kept, as they are.
+    """x [N, C], weight [E, C] → x · weightᵀ in float32; the backward pass keeps x and weight, without copies.
 
-    The product of two half-precision numbers is exact in float32, so nothing is lost in the forward pass.
-    The gradient of the logits is rounded to the dtype of x, as every other gradient of a model in half
-    precision is; with weights in float32 (autocast) it is not.
+    The product of two half-precision numbers is exact in float32, so the forward pass loses nothing. The
+    gradient of the logits is rounded to the dtype of x, as every gradient of a model in half precision is; it
+    is not rounded if the weights are float32 (autocast).
     """
 
     @staticmethod
@@ -40,7 +40,7 @@ class _WideProduct(Function):
 def _product_grads(
     ctx: Any, grad: Tensor, x: Tensor, weight: Tensor
 ) -> tuple[Tensor | None, Tensor | None]:
-    """Gradients of x and weight from the logits' `grad` [N, E]."""
+    """The gradients of x and weight, from the gradient of the logits, `grad` [N, E]."""
     grad_x = None
     if ctx.needs_input_grad[0]:
         grad_x = (grad @ weight.to(grad.dtype)).to(x.dtype)
@@ -51,21 +51,21 @@ def _product_grads(
 
 
 def wide_product(x: Tensor, weight: Tensor) -> Tensor:
-    """x · weightᵀ in float32, of two tensors in half precision, or of one: no copy is kept.
+    """x · weightᵀ in float32, without keeping float32 copies of inputs in half precision.
 
     Args:
         x: [N, C].
         weight: [E, C].
 
     Returns:
-        [N, E] float32.
+        The product, [N, E] float32.
     """
     logits: Tensor = _WideProduct.apply(x, weight)
     return logits
 
 
 class _Route(Function):
-    """x, weight → (logits, probs, gate, index), as `top_k_routing`; gate None where it is probs."""
+    """x, weight → (logits, probs, gate, index) of `top_k_routing`; gate is None if it is probs."""
 
     @staticmethod
     def forward(
@@ -121,20 +121,20 @@ def top_k_routing(
     padding: Tensor | None,
     backend: str,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None] | None:
-    """MoA Eq. 7-9 in one kernel. Ties go to the expert with the lower number.
+    """Compute MoA Eq. 7-9 in one kernel. Of equal logits, the expert with the lower number is selected.
 
     Args:
-        x: [N, C].
-        weight: [E, C], of the router.
+        x: inputs, [N, C].
+        weight: the router's matrix, [E, C].
         per_token: K.
         renormalize: "detached", "full" or "none", as in `routers.RENORMALIZATIONS`.
-        padding: [N] bool, True = padding: gates to set to zero; or None.
+        padding: [N] bool, True = padding, whose gates become zero; or None.
         backend: a name that `resolve_backend` returned.
 
     Returns:
-        Logits [N, E], probabilities [N, E] and gates [N, K] in float32, and the chosen experts [N, K] int64,
-        the most probable first, or None if K = E. Or None alone, and the caller has to do it, where the
-        backend is not Triton's or its kernel does not take x.
+        Logits [N, E], probabilities [N, E] and gates [N, K] in float32, and the selected experts [N, K]
+        int64, the most probable first (None if K = E). None alone if the backend is not Triton or its kernel
+        does not support x; the caller must then compute them.
     """
     if unsupported_reason(x, weight, renormalize, backend):
         return None
@@ -143,7 +143,7 @@ def top_k_routing(
 
 
 def unsupported_reason(x: Tensor, weight: Tensor, renormalize: str, backend: str) -> str:
-    """Why `top_k_routing` leaves a routing to its caller, or "".
+    """Why `top_k_routing` returns None, or "".
 
     Args:
         x, weight, renormalize, backend: those of `top_k_routing`.

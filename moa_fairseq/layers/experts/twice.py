@@ -1,4 +1,4 @@
-"""Gradients of our own autograd functions that can be differentiated again."""
+"""Double backward for our own autograd functions."""
 
 from collections.abc import Callable, Sequence
 
@@ -12,20 +12,20 @@ def differentiable_gradients(
     needs: Sequence[bool],
     grad: Tensor,
 ) -> list[Tensor | None]:
-    """The gradients of function(*inputs), with a graph of their own: for a backward pass with create_graph.
+    """The gradients of function(*inputs), which can be differentiated again (create_graph=True).
 
-    torch calls a backward pass with gradients enabled if and only if they are to be differentiated again.
-    `torch.autograd.function.once_differentiable` would treat them as constants there, without a word, where
-    the incoming gradient needs none.
+    torch runs a backward pass with gradients enabled only if its results may be differentiated again. There
+    `torch.autograd.function.once_differentiable` would silently treat them as constants if the incoming
+    gradient requires no gradient.
 
     Args:
-        function: made of torch's operations alone.
-        inputs: its arguments.
-        needs: which of them need a gradient.
-        grad: the gradient of its result.
+        function: a function of torch's operations alone.
+        inputs: the arguments of the function.
+        needs: which inputs need a gradient.
+        grad: the gradient of the function's result.
 
     Returns:
-        A gradient for each input, None where none is needed.
+        A gradient for each input; None for an input that needs none.
     """
     inputs_with_grad = [x for x, need in zip(inputs, needs) if need and x is not None]
     gradients = iter(

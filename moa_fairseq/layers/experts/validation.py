@@ -1,9 +1,9 @@
-"""Whether the Triton kernels were checked on this machine: a file that `validate` writes, `auto` reads.
+"""The record of the checks of the Triton kernels on this machine, which `validate` writes and `auto` reads.
 
-A compiler's mistake is silent, and affects one kind of GPU with one version of Triton. So the file is valid
-for one GPU, one torch, one Triton and one source text of the kernels. It lies in the user's cache folder;
-those of results/kernels, which come with this package, count as well. It is written while the check goes on:
-a dtype may be trusted from the moment when all its cases have passed.
+A compiler's mistake is silent, and affects one kind of GPU with one version of Triton. So a record is valid
+for one kind of GPU, one torch, one Triton and one source text of the kernels. It is in the user's cache
+folder; the records in results/kernels, which come with this package, count as well. It is written during the
+check: a dtype may be trusted as soon as all its cases have passed.
 """
 
 import dataclasses
@@ -19,12 +19,12 @@ import torch
 from moa_fairseq.files import atomic_write, shipped, user_cache
 
 COMMAND = "python -m moa_fairseq.layers.experts.validate"
-DTYPES = ("bfloat16", "float16", "float32")  # that the kernels take
+DTYPES = ("bfloat16", "float16", "float32")  # the dtypes that the kernels support
 
 
 @cache
 def machine() -> dict[str, str]:
-    """What a validation is valid for."""
+    """What a record is valid for: GPU, versions, and a digest of the kernels' source text."""
     import triton
 
     digest = hashlib.sha256()
@@ -38,7 +38,7 @@ def machine() -> dict[str, str]:
 
 
 def path() -> Path:
-    """The file of this machine, under $XDG_CACHE_HOME or ~/.cache."""
+    """The path of this machine's record, under $XDG_CACHE_HOME or ~/.cache."""
     name = "-".join(machine().values())
     name = "".join(letter if letter.isalnum() or letter in ".-+" else "_" for letter in name)
     return user_cache() / f"triton-{name}.json"
@@ -46,13 +46,13 @@ def path() -> Path:
 
 @dataclasses.dataclass
 class CheckResult:
-    """What a check has found so far.
+    """The results of a check so far.
 
     Args:
-        groups: name of each group of cases that was gone through → how many there are.
-        failed: those in which something is wrong → what.
-        dtypes: those of which every group was gone through.
-        refused: those that the kernels do not take on this GPU.
+        groups: the name of each group that was checked → the number of its cases.
+        failed: the name of each group with a failure → a text for each failure.
+        dtypes: the dtypes of which every group was checked.
+        refused: the dtypes that the kernels do not support on this GPU.
     """
 
     groups: dict[str, int] = dataclasses.field(default_factory=dict)
@@ -62,7 +62,7 @@ class CheckResult:
 
 
 def write(outcome: CheckResult) -> Path:
-    """Record what is known."""
+    """Write the record of this machine. Returns its path."""
     record = machine() | {"date": datetime.date.today().isoformat()} | dataclasses.asdict(outcome)
     with atomic_write(path()) as stream:
         stream.write(json.dumps(record, indent=1) + "\n")
@@ -70,14 +70,14 @@ def write(outcome: CheckResult) -> Path:
 
 
 def read(file: Path | None = None) -> tuple[CheckResult, str]:
-    """What is known of this machine.
+    """Read a record.
 
     Args:
-        file: another than `path()`, such as the record of another machine of this kind.
+        file: a record of another machine of this kind; None: that of this machine, `path()`.
 
     Returns:
-        The outcome, empty where the file is missing, broken or about something else; and where and since when
-        it is known, or why nothing is.
+        The outcome, empty if the file is missing, broken or not valid here. A text for messages: where and
+        when the kernels were checked, or why there is no outcome.
     """
     holder = "another machine of this kind" if file else "this machine"
     file = file or path()
@@ -90,7 +90,7 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
         return CheckResult(), (
             f"its kernels were not checked on this machine; the first training, or {COMMAND}, does so"
         )
-    # Nothing is trusted; the text says why
+    # A broken record is ignored, and the text says why
     except (OSError, ValueError, KeyError, TypeError) as error:
         return CheckResult(), f"{file} cannot be read ({error}); {COMMAND} writes it anew"
     if not is_this_machine:
@@ -99,25 +99,25 @@ def read(file: Path | None = None) -> tuple[CheckResult, str]:
 
 
 def _outcome_of(record: dict[str, Any]) -> CheckResult:
-    """The outcome in a record. Raises KeyError, TypeError or ValueError for a broken one."""
+    """The outcome in a record. Raises KeyError, TypeError or ValueError for a broken record."""
     groups = dict(record["groups"])
     outcome = CheckResult(groups, dict(record["failed"]), list(record["dtypes"]))
     outcome.refused = list(record.get("refused", []))
-    sum(groups.values())  # a TypeError, unless all counts are numbers
+    sum(groups.values())  # raises TypeError unless all counts are numbers
     return outcome
 
 
 def shipped_path() -> Path:
-    """Where a record of this kind of machine lies that came with the package, if there is one."""
+    """The path of the record that comes with the package for this kind of machine, if it exists."""
     return shipped("results/kernels") / path().name
 
 
 def known() -> tuple[CheckResult, str]:
-    """As `read`, completed by what comes with the package: the check of another machine of this kind.
+    """The record of this machine, completed by the one that comes with the package for this kind of machine.
 
     Returns:
-        The outcome, in which this machine's own cases count before the other's; and where and since when it
-        is known, or why nothing is.
+        The outcome, in which a group checked on this machine replaces that of the other machine; and the
+        text, as `read` returns it.
     """
     local, since = read()
     other, other_since = read(shipped_path())
@@ -132,7 +132,7 @@ def known() -> tuple[CheckResult, str]:
 
 
 def _distrusted(outcome: CheckResult) -> tuple[str, ...]:
-    """The dtypes in which something failed; all of them where it was no dtype's own group."""
+    """The dtypes with a failure; all dtypes if a failed group (routing) belongs to no dtype."""
     failed = tuple(group.partition(",")[0] for group in outcome.failed)
     if set(failed) <= set(DTYPES):
         return failed
@@ -140,7 +140,7 @@ def _distrusted(outcome: CheckResult) -> tuple[str, ...]:
 
 
 def is_open(dtype: str) -> bool:
-    """Whether a check of a dtype would tell anything: it was not done to its end, and nothing has failed.
+    """Whether a check of a dtype is worthwhile: it has not been completed, and nothing has failed.
 
     Args:
         dtype: one of DTYPES.
@@ -150,10 +150,10 @@ def is_open(dtype: str) -> bool:
 
 
 def verdict() -> tuple[tuple[str, ...], str]:
-    """Which dtypes the kernels may be trusted in here.
+    """The dtypes in which the kernels may be used here.
 
     Returns:
-        The dtypes by name, which may be none; and why.
+        The names of the dtypes, which may be none; and the reason.
     """
     outcome, since = known()
     checked = sum(outcome.groups.values())

@@ -1,8 +1,8 @@
-"""Grouped backend: multiplies each expert's matrix with the rows that chose it; has its own gradients.
+"""The backend `grouped`: each expert's matrix times the rows that selected it, with our own gradients.
 
-Three ways to go through the experts, with the same results: `placed_rows` (one product, then a choice) where
-there is little to compute, `sorted_rows` (torch's grouped_mm) where torch has a kernel for the device and
-dtype, else `expert_loop`. Beside them stands `dense`, for K = E.
+There are three ways to go through the experts, with the same results: `placed_rows` (one product with all
+experts) if there is little to compute, `sorted_rows` (torch's grouped_mm) if torch has a kernel for the
+device and dtype, else `expert_loop`. A fourth, `dense`, is for K = E.
 """
 
 from typing import Any
@@ -49,14 +49,14 @@ class _Project(Function):
 
 
 def run(product: Any, kind: Any) -> Tensor:
-    """A product by a plan of the class `kind`.
+    """Compute a product by a plan of the class `kind`.
 
     Args:
         product: a `projection.Product`.
-        kind: PlacedRows, SortedRows or ExpertLoop; its object is kept in the product's order.
+        kind: PlacedRows, SortedRows or ExpertLoop; the product's `order` caches its object.
 
     Returns:
-        Up: [S / fan, D]; down: [N, C]. The biases of a product down are not in it.
+        The result; up: [S / fan, D]; down: [N, C], without biases.
     """
     plan = product.order.plan(kind, product.fan)
     rows = product.rows
@@ -68,6 +68,6 @@ def run(product: Any, kind: Any) -> Tensor:
     out: Tensor
     if torch.is_grad_enabled():
         out = _Project.apply(rows, weight, bias, gates, product, plan)
-    else:  # generation: a Function costs as much as a small product
+    else:  # in generation, an autograd Function costs as much as a small product
         out = plan.forward(rows, weight, bias, gates, product.is_up)
     return out

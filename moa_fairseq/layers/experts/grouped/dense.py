@@ -1,4 +1,4 @@
-"""K = E and one slot per narrow row: every token meets every expert in one ordinary GEMM without gathers."""
+"""K = E and one slot for each narrow row: one ordinary GEMM of all tokens with all experts."""
 
 from typing import Any
 
@@ -11,19 +11,20 @@ from torch.compiler import is_compiling
 from moa_fairseq.layers.experts import triton
 from moa_fairseq.layers.experts.twice import differentiable_gradients
 
-_PIECE = 1024  # rows: a CPU multiplies two dtypes by copies in the wider one, which then stay small
+# Rows of a piece. A CPU multiplies two dtypes by copies in the wider dtype, which pieces keep small.
+_PIECE = 1024
 
 
 def up(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-    """Every expert's product with every row, slot k being expert k.
+    """Multiply all rows with all experts, where slot k is expert k.
 
     Args:
-        rows: [N, C].
-        weight: [E, D, C].
-        bias: [E, D] or None.
+        rows: inputs, [N, C].
+        weight: the experts' matrices, [E, D, C].
+        bias: the experts' biases, [E, D], or None.
 
     Returns:
-        [N·E, D].
+        The results by slot, [N·E, D].
     """
     num_experts, expert_dim, _ = weight.shape
     flat_bias = None if bias is None else bias.reshape(-1)
@@ -32,10 +33,10 @@ def up(rows: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 class _Down(Function):
-    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C]; uses_triton: Triton's kernel may be used.
+    """slots [N·E, D], gate [N·E], weight [E, D, C] → [N, C]; uses_triton: whether to use Triton's kernel.
 
-    The gated slots are computed again in the backward pass rather than kept: they are as large as the
-    attention's output, which is kept already.
+    The backward pass computes the gated slots again instead of keeping them, because they are as large as the
+    slots, which are kept.
     """
 
     @staticmethod
@@ -51,7 +52,7 @@ class _Down(Function):
             saved = (slots, gate, weight)
             return (*differentiable_gradients(_plain, saved, ctx.needs_input_grad[:3], grad), None)
         grad_slots = grad_gate = grad_weight = gated = None
-        grad = grad.contiguous()  # once here instead of in each product
+        grad = grad.contiguous()  # copy once, instead of in each product
         if ctx.needs_input_grad[0] or ctx.needs_input_grad[1]:
             grad_slots = (grad @ weight.flatten(0, 1).t()).view_as(slots)
             if ctx.uses_triton:
@@ -69,13 +70,13 @@ class _Down(Function):
 
 
 def _plain(slots: Tensor, gate: Tensor, weight: Tensor) -> Tensor:
-    """The same of torch's operations alone."""
+    """The result of `_Down`, by torch's operations alone."""
     gated = (slots * gate.unsqueeze(1)).to(slots.dtype)
     return _by_token(gated, weight) @ weight.flatten(0, 1)
 
 
 def _times_gate(slots: Tensor, gate: Tensor, out: Tensor | None = None) -> Tensor:
-    """gate · slots in the dtype of the slots, which need not be the gate's; out may be the slots."""
+    """gate · slots, in the dtype of the slots, whatever that of the gate; out may be the slots."""
     out = torch.empty_like(slots) if out is None else out
     if slots.is_cuda or slots.dtype == gate.dtype:
         return torch.mul(slots, gate.unsqueeze(1), out=out)
@@ -90,16 +91,16 @@ def _by_token(slots: Tensor, weight: Tensor) -> Tensor:
 
 
 def down(slots: Tensor, weight: Tensor, gate: Tensor | None, uses_triton: bool = False) -> Tensor:
-    """The sum of a token's E slots, each multiplied by its gate and its expert's matrix.
+    """Multiply each slot by its gate and its expert's matrix, and sum the E slots of each token.
 
     Args:
-        slots: [N·E, D], slot k being expert k.
-        weight: [E, D, C].
-        gate: [N·E] or None for ones. A gate in another dtype stays in it.
-        uses_triton: one kernel of Triton's may compute the gradients of slots and gate.
+        slots: inputs by slot, [N·E, D], where slot k is expert k.
+        weight: the experts' matrices, [E, D, C].
+        gate: [N·E], in any dtype; None: all gates are 1.
+        uses_triton: whether a kernel of Triton may compute the gradients of slots and gate.
 
     Returns:
-        [N, C].
+        The sums, [N, C].
     """
     if gate is None:
         return _by_token(slots, weight) @ weight.flatten(0, 1)

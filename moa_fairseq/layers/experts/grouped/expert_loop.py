@@ -1,8 +1,8 @@
-"""One expert after the other: gather its rows, multiply them, write or add the products to their places.
+"""A loop over experts: gather the rows of an expert, multiply them, and write or add the products.
 
-Each step gathers a piece of one expert's share of the batch, small enough for the processor's cache: nothing
-as large as all slots is ever stored. An expert's slots belong to different rows, so adding them never
-collides. Each iteration needs the expert's row count on the host, so this is for the CPU.
+Each step gathers a piece of an expert's rows that fits the processor's cache, so nothing as large as all
+slots is stored. The slots of an expert belong to different rows, so no row is added to twice in a step. Each
+step needs the expert's number of rows on the host, so the loop is for CPUs.
 """
 
 from collections.abc import Iterator, Sequence
@@ -12,21 +12,21 @@ from torch import Tensor
 
 from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 
-# An expert's rows are processed in pieces of about this size, so that gathered rows take little memory.
-# Shorter pieces cost time (512: 2 % of a layer of 16K32E256D on two CPU cores), longer ones gain nothing.
+# The rows of a piece, so that gathered rows take little memory. Shorter pieces cost time (512: 2 % of a layer
+# of 16K32E256D on two CPU cores), longer pieces save none.
 _PIECE = 1024
 
 
 class ExpertLoop:
-    """A plan of the products of one routing (`ExpertPermutation.plan`): every expert's slots, in pieces.
+    """A plan of the products of one routing (`ExpertPermutation.plan`): the slots of every expert, in pieces.
 
-    Making it is the one place that waits for a GPU. What it knows of each piece: `experts`, its expert (a
-    large share makes several pieces, none is empty); `wide_rows` and `narrow_rows`, the rows of its slots.
-    `unchosen` are the experts without a piece.
+    Only the constructor waits for a GPU. `experts` has the expert of each piece (an expert with many slots
+    has several pieces, and no piece is empty); `wide_rows` and `narrow_rows` have the rows of its slots.
+    `unchosen` are the experts without slots.
 
     Args:
-        order: of the S slots.
-        fan: how many neighbouring slots share a row of the experts' width.
+        order: the permutation of the S slots.
+        fan: the number of neighbouring slots that share a row of width D.
     """
 
     def __init__(self, order: ExpertPermutation, fan: int):
@@ -41,7 +41,7 @@ class ExpertLoop:
         for expert, end in enumerate(order.offsets.tolist()):
             if end == start:
                 self.unchosen.append(expert)
-            else:  # even shares: a short remainder would cost the calls of a long piece
+            else:  # pieces of even lengths: a short remainder would cost as many calls as a long piece
                 pieces = max(1, round((end - start) / _PIECE))
                 least, longer = divmod(end - start, pieces)
                 self.experts += [expert] * pieces
@@ -55,7 +55,7 @@ class ExpertLoop:
     def _pieces(
         self, gate: Tensor | None, is_up: bool
     ) -> Iterator[tuple[int, Tensor, Tensor, Tensor | None]]:
-        """(expert, its rows, its sums, their gates [rows of the piece, 1] or None) of each piece."""
+        """For each piece: the expert, rows to read, rows to write, gates [rows of the piece, 1] or None."""
         sides = (self.wide_rows, self.narrow_rows)
         gates: Sequence[Tensor | None] = [None] * len(self.experts)
         if gate is not None:
@@ -65,7 +65,7 @@ class ExpertLoop:
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
-        """As `SortedRows.forward`, piece by piece."""
+        """Compute what `SortedRows.forward` does, piece by piece."""
         if is_up:
             matrices = weight.transpose(1, 2)
             per_sum = self.per_narrow
@@ -76,7 +76,7 @@ class ExpertLoop:
         for expert, source, target, share in self._pieces(gate, is_up):
             inputs = rows.index_select(0, source)
             matrix = matrices[expert]
-            if share is not None and not is_up:  # the gate is applied on the narrow side
+            if share is not None and not is_up:  # the gate is applied at width D
                 inputs.mul_(share)
             # [rows of the piece, C or D] · [C or D, D or C]
             if bias is None:
@@ -89,14 +89,14 @@ class ExpertLoop:
         return out.to(rows.dtype)
 
     def _clear_unchosen(self, *gradients: Tensor | None) -> None:
-        """The gradients of an expert that nobody chose are zero, not missing."""
+        """Set the gradients of experts without slots to zero."""
         for gradient in gradients:
             if gradient is not None:
                 for expert in self.unchosen:
                     gradient[expert].zero_()
 
     def _by_slot(self, gate: Tensor | None, gradients: list[Tensor]) -> Tensor:
-        """The gradients of all pieces in the order of the gates, [S]."""
+        """Reorder the gradients of all pieces to the order of the gates, [S]."""
         assert gate is not None
         result = torch.empty_like(gate)
         if gradients:
@@ -113,7 +113,7 @@ class ExpertLoop:
         is_up: bool,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """As `SortedRows.backward`; an expert that nobody chose gets zeros."""
+        """Compute what `SortedRows.backward` does; the gradients of an expert without slots are zero."""
         if is_up:
             matrices = weight
             per_row = self.per_wide
@@ -146,7 +146,8 @@ class ExpertLoop:
                     if share is not None:
                         product = product.mul_(share)
                     _put(grad_rows, source, product, per_row)
-            if needs[1] and inputs is None:  # not earlier: the cache has room for two such buffers
+            # Gathered only now, because the cache has room for two such buffers
+            if needs[1] and inputs is None:
                 inputs = rows.index_select(0, source)
             narrow, wide = (upstream, inputs) if is_up else (inputs, upstream)
             if share is not None and narrow is not None:
@@ -171,13 +172,13 @@ class ExpertLoop:
 def _gate_gradients(
     product: Tensor, inputs: Tensor, upstream: Tensor, bias: Tensor | None, expert: int
 ) -> Tensor:
-    """Of the gates of a piece's slots, [rows of the piece]."""
+    """The gradients of the gates of a piece, [rows of the piece]."""
     gradients = (product * inputs).sum(1)
     return gradients if bias is None else gradients + upstream @ bias[expert]
 
 
 def _add_product(target: Tensor, left: Tensor, right: Tensor, is_first: bool) -> None:
-    """Write or add [D, rows of the piece] · [rows of the piece, C]."""
+    """Write the product [D, rows of the piece] · [rows of the piece, C] to the target, or add it."""
     if is_first:
         torch.mm(left, right, out=target)
     else:
@@ -185,7 +186,7 @@ def _add_product(target: Tensor, left: Tensor, right: Tensor, is_first: bool) ->
 
 
 def _add_sum(target: Tensor, rows: Tensor, is_first: bool) -> None:
-    """Write or add the sum of the rows [rows of the piece, D]."""
+    """Write the sum of the rows [rows of the piece, D] to the target, or add it."""
     if is_first:
         torch.sum(rows, 0, out=target)
     else:
@@ -193,7 +194,7 @@ def _add_sum(target: Tensor, rows: Tensor, is_first: bool) -> None:
 
 
 def _target(like: Tensor, rows: int, columns: int, slots_each: int) -> Tensor:
-    """[rows, columns] to write to, or zeros to add to, in float32 at least: sums would lose bits."""
+    """A target [rows, columns]: to write to, or zeros to add to, in float32 or wider, as sums lose bits."""
     if slots_each == 1:
         return like.new_empty(rows, columns)
     dtype = torch.promote_types(like.dtype, torch.float32)

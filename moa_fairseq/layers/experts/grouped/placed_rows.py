@@ -1,6 +1,6 @@
-"""Every expert on every token in one product, then those that were chosen, for few tokens or small experts.
+"""Multiply all tokens with all experts, and keep the selected results: for few tokens or small experts.
 
-As `every_expert`, with gradients of its own: nothing is kept but what the product was given.
+This is `every_expert` with our own gradients, which keep only the inputs for the backward pass.
 """
 
 import torch
@@ -11,7 +11,7 @@ from moa_fairseq.layers.experts.grouped.sorted_rows import SortedRows
 
 
 class PlacedRows(SortedRows):
-    """As `SortedRows`, but slots stand at their experts' places, [N, E·D], with zeros elsewhere."""
+    """A plan as `SortedRows`, where each token has a place for each expert, [N, E·D], and zeros elsewhere."""
 
     def __init__(self, order: ExpertPermutation, fan: int):
         self.slots = order.slots

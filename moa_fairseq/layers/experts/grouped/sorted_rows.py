@@ -1,8 +1,8 @@
-"""All experts at once by torch's grouped_mm: rows are gathered in expert order, one call multiplies them.
+"""All experts in one call of torch's grouped_mm, on rows gathered in the order of experts.
 
-For GPUs: nothing waits for the host. Rows are only ever gathered, never scattered: a permutation's
-gradient is the inverse permutation, and the slots of a row are neighbours, so their sum is a plain
-reduction. Results of the model's width are made in steps of rows or columns, never for all slots at once.
+This is for GPUs, because nothing waits for the host. Rows are gathered and never scattered: the gradient of a
+permutation is the inverse permutation, and the slots of a row are neighbours, so their sum is a plain
+reduction. Results of width C are computed in steps of rows or columns, never for all slots at once.
 """
 
 from collections.abc import Iterator, Sequence
@@ -14,18 +14,18 @@ from torch import Tensor
 from moa_fairseq.layers.experts.expert_permutation import ExpertPermutation
 
 HAS_GROUPED_MM = hasattr(F, "grouped_mm")
-_ALIGNMENT = 16  # bytes; grouped_mm demands strides that are multiples of it
-# A buffer of this size is never cut: launches would cost more than it does
+_ALIGNMENT = 16  # bytes; grouped_mm requires strides that are multiples of this
+# Smaller buffers are computed in one step, because more launches would cost more than the memory
 _FREE_ELEMENTS = 8 * 2**20
-_UNIT = 128  # rows or columns of a step are a multiple of it
+_UNIT = 128  # the number of rows or columns of a step is a multiple of this
 
 
 def unsupported_reason(rows: Tensor, weight: Tensor) -> str:
-    """Why torch's grouped_mm does not multiply these rows, or is not faster; "" if it is.
+    """Why torch's grouped_mm does not support these rows, or is not faster; "" if it is faster.
 
     Args:
-        rows: [M, I].
-        weight: [E, O, I].
+        rows: inputs, [M, I].
+        weight: matrices, [E, O, I].
     """
     if not HAS_GROUPED_MM or rows.dtype != weight.dtype or rows.size(0) == 0:
         return "torch has no grouped_mm, or not for these rows"
@@ -40,21 +40,21 @@ def unsupported_reason(rows: Tensor, weight: Tensor) -> str:
 
 
 def _steps(total: int, other: int, least: int) -> Iterator[tuple[int, int]]:
-    """(start, end) of steps through `total`: of _FREE_ELEMENTS // other, or of `least` if that is more."""
+    """(start, end) of steps through `total`, of length _FREE_ELEMENTS // other, but at least `least`."""
     most = max(_FREE_ELEMENTS // max(1, other), least)
     step = max(1, -(-most // _UNIT)) * _UNIT
     return ((start, min(start + step, total)) for start in range(0, max(total, 1), step))
 
 
 class SortedRows:
-    """A plan of one routing's products (`ExpertPermutation.plan`), each over all experts and slots at once.
+    """A plan of the products of one routing (`ExpertPermutation.plan`), for all experts and slots at once.
 
-    wide_row [S]: sorted position → wide row; inverse [S]: flat slot → sorted position. Results of the
-    experts' width, [S, D], are stored for every slot; those of the model's width, [S, C], never.
+    wide_row [S] maps a sorted position to the row of width C, inverse [S] maps a flat slot to its sorted
+    position. Results of width D, [S, D], are stored for every slot; results of width C, [S, C], never are.
 
     Args:
-        order: of the S slots.
-        fan: how many neighbouring slots share a row of the experts' width.
+        order: the permutation of the S slots.
+        fan: the number of neighbouring slots that share a row of width D.
     """
 
     def __init__(self, order: ExpertPermutation, fan: int):
@@ -74,17 +74,17 @@ class SortedRows:
     def forward(
         self, rows: Tensor, weight: Tensor, bias: Tensor | None, gate: Tensor | None, is_up: bool
     ) -> Tensor:
-        """The sums of a `Product`.
+        """Compute the sums of a `Product`.
 
         Args:
-            rows: up: [N, C]; down: [S / fan, D].
-            weight: [E, D, C].
-            bias: [E, D] or None; of a product up only.
-            gate: [S] or None for ones.
-            is_up: the direction.
+            rows: inputs; up: [N, C]; down: [S / fan, D].
+            weight: the experts' matrices, [E, D, C].
+            bias: the experts' biases, [E, D], or None; for products up only.
+            gate: [S]; None: all gates are 1.
+            is_up: whether the product leads up, from C to D.
 
         Returns:
-            Up: [S / fan, D]; down: [N, C].
+            The sums; up: [S / fan, D]; down: [N, C].
         """
         if not is_up:
             return self._down(self._arrange(self._by_slot(rows, gate)), weight)
@@ -101,15 +101,15 @@ class SortedRows:
         is_up: bool,
         needs: Sequence[bool],
     ) -> list[Tensor | None]:
-        """Gradients of rows, weight, bias and gate, those that `needs` asks for.
+        """Compute the gradients of rows, weight, bias and gate.
 
         Args:
-            grad: of the result of `forward`.
-            rows, weight, bias, gate, is_up: as `forward` had them.
-            needs: which of the four gradients are asked for.
+            grad: the gradient of the result of `forward`.
+            rows, weight, bias, gate, is_up: the arguments of `forward`.
+            needs: which of the four gradients are needed.
 
         Returns:
-            Four gradients, None where none is asked for; the one of the rows may be there unasked.
+            Four gradients, None for one that is not needed (that of the rows may exist nevertheless).
         """
         grad_rows = grad_weight = grad_bias = grad_gate = None
         if is_up:
@@ -179,7 +179,7 @@ class SortedRows:
         return rows.index_select(0, self.inverse)
 
     def _arrange(self, slots: Tensor) -> Tensor:
-        """[S, D] in the order of experts."""
+        """Gather slots [S, D] in the order of experts."""
         return slots.index_select(0, self.order)
 
     def _down(self, arranged: Tensor, weight: Tensor) -> Tensor:
