@@ -14,9 +14,9 @@ from moa_fairseq.layers.dense import DenseAttention
 from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.routing import Routing
 
-# layers, width, heads of the dense model
+# size → layers, width and heads of the dense model
 SIZES = {"S": (12, 384, 6), "B": (12, 768, 12), "L": (24, 1024, 16), "XL": (28, 1152, 16)}
-# size, per cent of the heads that work → layers × (heads, shared, chosen by a token), as in the authors' code
+# (size, per cent of active heads) → (layers, (heads, shared, selected)) by depth, as in MoH's code
 MIXTURES: dict[tuple[str, int], tuple[tuple[int, tuple[int, int, int]], ...]] = {
     ("S", 90): ((8, (6, 3, 2)), (4, (6, 6, 0))),
     ("S", 75): ((2, (6, 2, 1)), (4, (6, 3, 1)), (4, (6, 3, 2)), (2, (6, 6, 0))),
@@ -27,20 +27,20 @@ MIXTURES: dict[tuple[str, int], tuple[tuple[int, tuple[int, int, int]], ...]] = 
     ("XL", 90): ((9, (8, 8, 0)), (10, (16, 16, 0)), (9, (24, 16, 3))),
     ("XL", 75): ((9, (8, 8, 0)), (10, (16, 10, 2)), (9, (24, 14, 2))),
 }
-PATCH = 2  # a side
+PATCH = 2  # pixels of a side of a patch
 CLASS_DROPOUT = 0.1  # the share of images without a class in training
-FREQUENCIES = 256  # of a noise level
+FREQUENCIES = 256  # the width of the encoding of a noise level
 
 
 def waves(places: Tensor, width: int) -> Tensor:
-    """Cosines, then sines of each place at width / 2 frequencies from 1 down to 1/10,000.
+    """Cosines, then sines, of each place at width / 2 frequencies from 1 down to 1/10,000.
 
     Args:
-        places: [N]: columns or rows of patches, or levels of noise.
-        width: of the result, even.
+        places: numbers of columns or rows of patches, or noise levels, [N].
+        width: the width of the result, an even number.
 
     Returns:
-        [N, width] float32.
+        The encodings, [N, width] float32.
     """
     half = width // 2
     steps = torch.arange(half, dtype=torch.float32, device=places.device)
@@ -58,7 +58,7 @@ class Block(nn.Module):
 
     Args:
         width: C; the feed-forward has 4·C inner units.
-        attention: a self-attention of that width.
+        attention: a self-attention of width C.
     """
 
     def __init__(self, width: int, attention: Attention):
@@ -73,11 +73,11 @@ class Block(nn.Module):
         """One layer.
 
         Args:
-            x: [B, T, C].
-            condition: [B, C], of each image.
+            x: the patches, [B, T, C].
+            condition: the condition of each image, [B, C].
 
         Returns:
-            [B, T, C], and the routings of its attention.
+            The patches, [B, T, C], and the routings of the attention.
         """
         width = x.size(-1)
         parts = self.condition(F.silu(condition)).unsqueeze(1).split([2 * width, width] * 2, -1)
@@ -87,18 +87,19 @@ class Block(nn.Module):
 
 
 class DiT(nn.Module):
-    """The noise, and its variance, of square images in latent space, given the noise's level and a class.
+    """Predicts the noise in square latent images, and its variance, from the noise level and a class.
 
     Args:
-        size: a name of SIZES.
-        layers: (how many, (heads, h_s, K)) by depth, as MIXTURES["XL", 90]; None: dense.
-        image_size: pixels of a side, in latent space; patches have a side of 2.
-        channels: of an image, in latent space.
-        classes: how many; one more stands for none.
-        settings: of `MixtureOfHeads`; moh_scaling is "released" unless given, as in the authors' code.
+        size: a name in SIZES.
+        layers: (number of layers, (heads, h_s, K)) by depth, such as MIXTURES["XL", 90]; None: dense.
+        image_size: the pixels of a side in latent space, a multiple of the patches' side, 2.
+        channels: the channels of an image in latent space.
+        classes: the number of classes; one more class means "no class".
+        settings: keywords of `MixtureOfHeads`; moh_scaling is "released" unless given, as in the authors'
+            code.
 
     Raises:
-        UserError: for sizes that there are not, or that do not fit each other.
+        UserError: for an unknown size, and for layers or an image_size that do not fit it.
     """
 
     def __init__(
@@ -123,7 +124,7 @@ class DiT(nn.Module):
         self.classes = classes
         self.patches = nn.Conv2d(channels, width, PATCH, stride=PATCH)
         half = waves(torch.arange(self.side), width // 2)
-        # Of columns, of rows
+        # Encodings of columns, then of rows
         places = [
             half.repeat(self.side, 1),
             half.repeat_interleave(self.side, 0),
@@ -143,7 +144,7 @@ class DiT(nn.Module):
             self.blocks.append(Block(width, attention))
         self.condition = nn.Linear(width, 2 * width)
         self.out = nn.Linear(width, 2 * channels * PATCH**2)
-        # each block begins as the identity, and the output as zero
+        # Each block starts as the identity, and the output as zero
         for name, parameter in self.named_parameters():
             if "condition." in name or name.startswith("out."):
                 nn.init.zeros_(parameter)
@@ -152,20 +153,20 @@ class DiT(nn.Module):
     def forward(
         self, images: Tensor, level: Tensor, classes: Tensor, with_routing: bool = False
     ) -> Any:
-        """One step of denoising. In training a tenth of the classes, drawn anew each time, count as none.
+        """One step of denoising. In training, a random tenth of the images lose their class.
 
         Args:
-            images: [B, C, S, S], noisy, S being image_size and C the channels.
-            level: [B], of the noise, up to 1,000.
-            classes: [B] int64; the number `classes` of the model stands for none.
-            with_routing: return the routings, too.
+            images: noisy images, [B, C, S, S], where S is image_size and C the number of channels.
+            level: noise levels up to 1,000, [B].
+            classes: the classes, [B] int64; the model's `classes` means "no class".
+            with_routing: whether to return the routings, too.
 
         Returns:
-            [B, 2·C, S, S], of noise and variance; with_routing: a pair of it and a list of `Routing` by
+            Noise and variance, [B, 2·C, S, S]. If with_routing, a pair of this and a list of `Routing` by
             depth, without the dense layers.
 
         Raises:
-            UserError: A shape or a class that this model was not built for.
+            UserError: for a shape or a class that this model was not built for.
         """
         self._check(images, level, classes)
         x = self.patches(images).flatten(2).transpose(1, 2) + self.positions
@@ -194,7 +195,7 @@ class DiT(nn.Module):
                 raise UserError(
                     f"{name} has the shape {[*values.shape]}. Give one value per image: [{images.size(0)}]."
                 )
-        # a GPU would have to be waited for, and a graph cannot read values
+        # Reading values would wait for a GPU, and a graph cannot read them
         readable = classes.device.type == "cpu" and not torch.compiler.is_compiling()
         if readable and ((classes < 0) | (classes > self.classes)).any():
             raise UserError(

@@ -1,7 +1,7 @@
-"""MoH (arXiv 2410.11842) beside an attention that another library computes: hooks weight its heads.
+"""MoH (arXiv 2410.11842) for the attention modules of other libraries, whose heads are weighted by hooks.
 
-The library's module stays. Grouped keys, positions, norms, windows, soft caps, caches, kernels are its own.
-All heads are computed, and the output of each is multiplied by its gate before the output projection (Eq. 4).
+The library's module stays, with its grouped keys, positions, norms, windows, soft caps, caches and kernels.
+It computes all heads, and each is multiplied by its gate before the output projection (Eq. 4).
 """
 
 import contextlib
@@ -31,27 +31,27 @@ from moa_fairseq.layers.routing import Routing
 from moa_fairseq.layers.threads import Collectors
 from moa_fairseq.layers.torch_compat import full_precision
 
-OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # what libraries call W_O
-QUERIES = "q_proj"  # the projection of queries
-FUSED = "qkv"  # that of [q | k | v], as timm has it
+OUTPUTS = ("o_proj", "out_proj", "dense", "c_proj", "Wo")  # names of W_O in libraries
+QUERIES = "q_proj"  # the name of the projection to queries
+FUSED = "qkv"  # the name of the projection to [q | k | v] in timm
 _OF_KEYS = "w?[kv]|.*_[kv]$"  # names of projections to keys and values
 
 
 @dataclass
 class MixtureSettings:
-    """The mixtures of one model; its config keeps these fields.
+    """The settings of the mixtures of one model, which its config stores.
 
     Args:
-        shared_heads: h_s, heads that work for every token: the first ones of each layer.
-        active: how many heads work for a token, the shared ones included (h_s + K).
-        router: "query-norm" compares the norms of the queries and has no parameters (MoH 4.4); "learned" has
+        shared_heads: h_s, the number of heads that are active for every token; the first heads of a layer.
+        active: h_s + K, the number of active heads of a token, shared heads included.
+        router: "query-norm" compares the norms of the queries and has no parameters (MoH §4.4); "learned" has
             linear maps of the attention's input (Eq. 5-6).
-        scaling: of the learned router's gates, as in `SharedAndRoutedRouter`.
-        straight_through: which gates of "query-norm" have a gradient, as in `QueryNormRouter`.
-        balance: β of the balance loss (Eq. 7-8), which is summed over layers.
-        layers: for each layer (h_s, h_s + K), or None for a layer that stays dense. It replaces
-            shared_heads and active.
-        output: the name of the output projection in an attention, if it is none of `OUTPUTS`.
+        scaling: the scaling of the learned router's gates, as in `SharedAndRoutedRouter`.
+        straight_through: the gates of "query-norm" that have a gradient, as in `QueryNormRouter`.
+        balance: β, the coefficient of the balance loss (Eq. 7-8), which is summed over layers.
+        layers: for each layer (h_s, h_s + K), or None for a layer that stays dense; replaces shared_heads and
+            active.
+        output: the name of the output projection in an attention, if it is not in `OUTPUTS`.
         queries: the name of the query projection, which "query-norm" reads.
     """
 
@@ -67,13 +67,13 @@ class MixtureSettings:
 
     @classmethod
     def of(cls, fields: dict[str, Any]) -> "MixtureSettings":
-        """The settings that a call or a config names, checked.
+        """Make settings from the fields in a call or a config, and check them.
 
         Args:
-            fields: name → value; what is left out has its default.
+            fields: name → value; a field that is left out has its default.
 
         Raises:
-            UserError: for a field that there is not, that is not read, or that has no such value.
+            UserError: for an unknown field, an impossible value, and a field that would be ignored.
         """
         unknown = sorted(fields.keys() - cls.__dataclass_fields__.keys())
         if unknown:
@@ -136,12 +136,12 @@ class MixtureSettings:
 
 
 class RouterWeight(nn.Module):
-    """The learned router's W as a bare parameter, in float32 or wider: [N, C] → [N, E].
+    """The learned router's linear map [N, C] → [N, E], in float32 or wider, with a bare parameter.
 
-    A linear module would be quantised with the model's, and adapters for "all linear layers" would wrap it.
+    An nn.Linear would be quantised with those of the model, and wrapped by adapters for "all linear layers".
 
     Args:
-        weight: [E, C], which becomes the parameter.
+        weight: the initial value of the parameter, [E, C].
     """
 
     def __init__(self, weight: Tensor):
@@ -155,18 +155,18 @@ class RouterWeight(nn.Module):
 
 
 class HeadMixture(nn.Module):
-    """The gates of one attention's heads: Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
+    """The router and the gates of one attention, which becomes Σ_i g_i · H^i · W_O^i (MoH Eq. 4).
 
-    It takes part in the attention's calls by `hooks`. `sizes` is saved with the weights: a dense model which
-    loads them has a key too many, and another mixture refuses them.
+    `hooks` insert it into the attention's calls. The buffer `sizes` is saved with the weights, so that a
+    dense model reports an unexpected key, and a mixture of other sizes refuses them.
 
     Args:
-        attention: the library's module; it is only looked at here, `attach` changes it.
-        model_dim: width of the attention's input, C.
+        attention: the library's module, which `attach` changes, but not the constructor.
+        model_dim: the width of the attention's input, C.
         num_heads: h.
         sizes: (h_s, h_s + K).
         output: the name of the attention's output projection.
-        settings: `MixtureSettings` of the model.
+        settings: the `MixtureSettings` of the model.
 
     Raises:
         UserError: for impossible numbers of heads, or projections that do not fit them.
@@ -196,7 +196,7 @@ class HeadMixture(nn.Module):
                 "that what a gate would weight there is no head: leave such a model dense."
             )
         projection = getattr(attention, output)
-        # Conv1D names no features
+        # Conv1D has no in_features and out_features
         shape = getattr(getattr(projection, "weight", None), "shape", (0, 0))
         self.width = getattr(projection, "in_features", shape[0])
         to = getattr(projection, "out_features", shape[-1])
@@ -234,7 +234,7 @@ class HeadMixture(nn.Module):
         self.output = output
         self.queries = settings.queries
         self.facts = (shared, active, SCALINGS.index(settings.scaling))
-        # Averages cut integers
+        # float32, because averaging checkpoints truncates integers
         self.register_buffer("sizes", torch.tensor(self.facts, dtype=torch.float32))
 
     def _load_from_state_dict(self, state_dict: dict[str, Any], prefix: str, *rest: Any) -> None:
@@ -251,19 +251,19 @@ class HeadMixture(nn.Module):
         super()._load_from_state_dict(state_dict, prefix, *rest)
 
     def attach(self, attention: nn.Module) -> None:
-        """Make it a part of the attention, with its hooks."""
+        """Make this a submodule of the attention, and register the hooks."""
         attention.mixture = self
         self.train(attention.training)
         hooks.attach(attention)
 
     def route(self, call: hooks.Call, x: Tensor) -> None:
-        """Choose the heads of a call by x, [..., C] or the queries [..., h·D]."""
+        """Select the heads of a call by its input x [..., C], or its queries [..., h·D]."""
         routing = self.router(x)
         call.gates = routing.gates_by_expert
         lost = self.training and not torch.is_grad_enabled()
         backward = _backward()
         for collector in _COLLECTORS.around():
-            # a checkpoint computes again what a block around the backward pass has already
+            # Gradient checkpointing runs this again in the backward pass; the routing is collected already
             if backward is None or collector.backward in (None, backward):
                 collector.add((self, routing, lost))
 
@@ -271,15 +271,15 @@ class HeadMixture(nn.Module):
 def install(
     attentions: Sequence[tuple[Any, str, int, int]], settings: MixtureSettings, dtype: Any
 ) -> None:
-    """Give attentions of one model their mixtures.
+    """Add a mixture to each attention of a model.
 
     Args:
-        attentions: by depth, each with the name of its output projection, C and h.
-        settings: of all of them.
-        dtype: of the routers' parameters; their device is that of the output projection.
+        attentions: by depth, tuples of an attention, the name of its output projection, C and h.
+        settings: the settings of all mixtures.
+        dtype: the dtype of the routers' parameters; their device is that of the output projection.
 
     Raises:
-        UserError: for what cannot be a mixture; then no attention is changed.
+        UserError: for an attention that cannot be a mixture; then no attention is changed.
     """
     mixtures = []
     count = len(attentions)
@@ -296,7 +296,7 @@ def install(
     for attention, mixture in mixtures:
         mixture.attach(attention)
     if "torch._dynamo" in sys.modules:
-        torch._dynamo.reset()  # what was compiled before the hooks were there would never call them
+        torch._dynamo.reset()  # graphs compiled before would not call the hooks
 
 
 _COLLECTORS = Collectors("mixtures of heads")
@@ -304,16 +304,16 @@ _adding = threading.Lock()
 
 
 def _backward() -> int | None:
-    """The backward pass that this thread is in: -1 for none, None where torch.compile cannot ask."""
+    """The id of the backward pass that runs in this thread; -1: none; None: torch.compile cannot know."""
     if torch.compiler.is_dynamo_compiling():
         return None
     return torch._C._current_graph_task_id()
 
 
-class _Routings:  # a list would be a guard of torch.compile, which would compile anew for each length
+class _Routings:  # not a list, whose length torch.compile would guard, and compile again for each length
     def __init__(self) -> None:
         self.backward = _backward()
-        # (mixture, routing, whether its gradient is lost), and those before it
+        # A linked list: ((mixture, routing, whether its gradient is lost), the records before)
         self.last: Any = ((), ())
 
     def add(self, record: Any) -> None:
@@ -321,24 +321,25 @@ class _Routings:  # a list would be a guard of torch.compile, which would compil
             self.last = (record, self.last)
         else:
             with _adding:
-                # the passes of one block may run in several threads
+                # The passes of one block may run in several threads
                 self.last = (record, self.last)
 
 
 @contextlib.contextmanager
 def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
-    """At the end of the block the list has what its forward passes chose: pass by pass, by depth in each.
+    """A block that collects routings: at its end the list has those of its forward passes, by pass and depth.
 
-    What a checkpoint computes again is not in it, but in the blocks that are opened again with it. Blocks may
-    be nested: each collects all. The passes are those of the block's thread and asyncio task, and of threads
-    in a copy of its context (`Collectors`). Those that run at the same time are mixed.
+    A routing that gradient checkpointing computes again is collected only by a block that is also opened
+    again. Blocks may be nested; each collects all routings. The passes are those of the block's thread and
+    asyncio task, and of threads in a copy of its context (`Collectors`). Routings of simultaneous passes are
+    mixed.
 
     Args:
-        model: with mixtures; those in which every head is shared choose nothing, and add nothing.
+        model: a model with mixtures. A mixture in which every head is shared has no routings.
 
     Raises:
-        UserError: where a balance loss would have no gradient, because a pass in training mode had none, by
-            a checkpoint with use_reentrant=True or torch.no_grad, but the block was opened with gradients.
+        UserError: if a balance loss would have no gradient: the block was opened with gradients, but a pass
+            in training mode ran without, by gradient checkpointing with use_reentrant=True or torch.no_grad.
     """
     mixtures = [m for m in model.modules() if isinstance(m, HeadMixture) and m.router.routed_heads]
     routings: list[Routing] = []
@@ -369,18 +370,18 @@ def collect_routings(model: nn.Module) -> Iterator[list[Routing]]:
 def balance_loss(
     routings: Sequence[Routing], mask: Tensor | None = None, device: torch.device | None = None
 ) -> Tensor:
-    """Σ over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are no padding.
+    """The sum over layers of L_b = Σ_i P_i · f_i (MoH Eq. 7-8), over the tokens that are not padding.
 
     Args:
-        routings: of B·T tokens each, of layers on one device or several.
+        routings: the routings of B·T tokens each, which may be on several devices.
         mask: the attention mask [B, T], 0 = padding. None or another shape: no token is padding.
-        device: of the result (default: the last layer's).
+        device: the device of the result (default: that of the last routing).
 
     Returns:
         A scalar, not multiplied by β.
 
     Raises:
-        UserError: for no routings.
+        UserError: if there are no routings.
     """
     if not routings:
         raise UserError(

@@ -1,7 +1,8 @@
 """MoH (arXiv 2410.11842) in causal language models of Hugging Face's transformers.
 
-`to_mixture_of_heads` turns a model in place. Importing this module lets AutoConfig and AutoModelForCausalLM
-read what `save_pretrained` wrote: a mixture of a `llama` has the model type `moh_llama`.
+`to_mixture_of_heads` converts a model in place. After an import of this module, AutoConfig and
+AutoModelForCausalLM read what `save_pretrained` wrote. A mixture made of a `llama` has the model type
+`moh_llama`.
 """
 
 import copy
@@ -37,17 +38,18 @@ def to_mixture_of_heads(
     active: int | None = None,
     **settings: Any,
 ) -> PreTrainedModel:
-    """Turn a dense causal language model into a mixture of heads, in place.
+    """Convert a dense causal language model into a mixture of heads, in place.
 
     Args:
-        model: of a class that AutoModelForCausalLM loads, before adapters are added. Its parameters stay.
+        model: a model of a class that AutoModelForCausalLM loads, before adapters are added. Its parameters
+            stay.
         shared_heads, active, settings: the fields of `MixtureSettings`.
 
     Returns:
         The model, now of the class `MoH<Name>` with a config of the type `moh_<type>`.
 
     Raises:
-        UserError: for a model that cannot be one, which is then unchanged.
+        UserError: for a model that cannot be converted, which is then unchanged.
     """
     base: Any = type(model)
     kind = base.__name__
@@ -85,7 +87,7 @@ def to_mixture_of_heads(
 
 
 def _install(model: PreTrainedModel, config: Any) -> None:
-    """Give each attention its mixture; raises UserError before it changes anything."""
+    """Add a mixture to each attention. Raises UserError before anything is changed."""
     settings = MixtureSettings.of(config.moh)
     if config.is_encoder_decoder or config.get_text_config() is not config:
         raise UserError(
@@ -99,7 +101,7 @@ def _install(model: PreTrainedModel, config: Any) -> None:
     names = (settings.output,) if settings.output else OUTPUTS
     rows = []
     for module in attentions.values():
-        # Laguna's differ; Bart's config has the encoder's
+        # In Laguna, layers differ in heads; the config of Bart has the number of the encoder
         number = getattr(module, "num_heads", heads)
         for name in names:
             if hasattr(module, name):
@@ -122,7 +124,7 @@ def _install(model: PreTrainedModel, config: Any) -> None:
 
 
 class _MixtureConfig:
-    """What all configs of mixtures are."""
+    """The base class of the configs of mixtures."""
 
 
 def _is_causal_lm(base: Any) -> bool:
@@ -134,14 +136,14 @@ _making = threading.Lock()
 
 
 def mixture_class(base: Any) -> Any:
-    """The class of base's mixtures, as MoHLlamaForCausalLM of LlamaForCausalLM, known to the Auto classes.
+    """The mixture class of a model class, such as MoHLlamaForCausalLM, which the Auto classes then load.
 
-    Its forward pass adds the balance loss, times `balance`, to the loss in training.
+    In training its forward pass adds the balance loss, times `balance`, to the loss.
 
     Args:
         base: a class that AutoModelForCausalLM loads.
     """
-    with _making:  # two classes of one name could not be told apart by pickle
+    with _making:  # pickle could not distinguish two classes of the same name
         return _mixture_class(base)
 
 
@@ -187,7 +189,7 @@ def _mixture_class(base: Any) -> Any:
             loss = out[0]
             items = inputs.get("num_items_in_batch")
             term = beta * balance_loss(routings, inputs.get("attention_mask"), loss.device)
-            # Trainer adds up micro-batches, each divided by the number of all labels
+            # Trainer sums the losses of micro-batches, each divided by the number of labels in the update
             if items is not None:
                 term = term * (labels[..., 1:].ne(_IGNORED).sum() / items).to(loss.device)
             loss = loss + term
@@ -201,9 +203,9 @@ def _mixture_class(base: Any) -> Any:
     globals().update({Config.__name__: Config, Model.__name__: Model})  # pickle looks here
     AutoConfig.register(Config.model_type, Config, exist_ok=True)
     AutoModelForCausalLM.register(Config, Model, exist_ok=True)
-    # Trainer's label smoothing shifts the labels of the classes named here alone
+    # Trainer's label smoothing shifts labels only for the classes that are named here
     MODEL_FOR_CAUSAL_LM_MAPPING_NAMES[Config.model_type] = Model.__name__
-    try:  # transformers 5 stacks the experts' matrices of a checkpoint by a table of model types
+    try:  # transformers 5 has a table of model types whose checkpoints get their experts' matrices stacked
         from transformers import conversion_mapping as table
     except ImportError:
         return Model
@@ -214,7 +216,7 @@ def _mixture_class(base: Any) -> Any:
 
 
 def _register(model_type: str) -> None:
-    """Let AutoConfig make the classes of this type's mixtures when it reads such a folder."""
+    """Let AutoConfig make the classes of a mixture when it reads a folder of type `moh_<model_type>`."""
 
     class Later:
         @classmethod
@@ -230,7 +232,7 @@ for _model_type in tuple(MODEL_FOR_CAUSAL_LM_MAPPING_NAMES):
 
 
 def __getattr__(name: str) -> Any:
-    """The class MoH<Name>, which a pickle asks for before anything has made it."""
+    """Make the class MoH<Name> if a pickle needs it before it exists."""
     if name.startswith(_PREFIX):
         base = getattr(transformers, name[len(_PREFIX) :], None)
     else:

@@ -1,8 +1,8 @@
-"""The hooks by which a mixture of heads takes part in the calls of its attention.
+"""The hooks that insert a mixture of heads into the calls of its attention.
 
-Those on the attention read its input, and follow projections that are replaced later, by adapters or by
-quantisation. Those on the projections read the queries, and weight the heads. What a call hands from one hook
-to the next is its thread's: nothing of it lies on a module, which several threads may call.
+Hooks on the attention read its input, and move the other hooks if an adapter or quantisation has replaced a
+projection. Hooks on the projections read the queries, and weight the heads. The state of a call belongs to
+its thread and is not stored on a module, because several threads may call the same module.
 """
 
 import sys
@@ -20,13 +20,13 @@ from moa_fairseq.layers.threads import PerThread
 
 
 class Call:
-    """A call of an attention: what its hooks hand on to each other.
+    """The state of one call of an attention, which its hooks share.
 
     Args:
-        attention: with a mixture.
-        x: its input.
-        outer: the call inside which this one is made, in the same thread.
-        frame: Python's, by its id; None in a graph of torch.compile, which has none.
+        attention: the attention, with a mixture.
+        x: the input of the attention.
+        outer: the call in the same thread that contains this call, if any.
+        frame: the id of Python's frame of the call; None in a graph of torch.compile, which has no frames.
     """
 
     def __init__(self, attention: Any, x: Any, outer: "Call | None", frame: int | None):
@@ -50,7 +50,7 @@ _attaching = threading.Lock()
 
 
 def _frames_of(attention: Any) -> Iterator[int]:
-    """The calls of an attention that the caller is in, the innermost first: each frame's id."""
+    """The ids of the frames of all running calls of an attention in this thread, the innermost first."""
     frame: FrameType | None = sys._getframe()
     while frame is not None:
         if frame.f_code.co_name == "_call_impl" and frame.f_locals.get("self") is attention:
@@ -59,10 +59,10 @@ def _frames_of(attention: Any) -> Iterator[int]:
 
 
 def _innermost_call(entered: int | None = None) -> Call | None:
-    """The innermost call that this thread is in. A KeyboardInterrupt ends a call without `_leave`.
+    """The innermost running call of this thread. A KeyboardInterrupt ends a call without `_leave`.
 
     Args:
-        entered: the frame of the call that begins, which another one may have had before it.
+        entered: the id of the frame of the call that begins; an ended call may have had the same id.
     """
     calls = _THREAD.value
     call: Call | None = calls.innermost
@@ -76,22 +76,23 @@ def _innermost_call(entered: int | None = None) -> Call | None:
 
 
 def attach(attention: Any) -> None:
-    """Give an attention with a `mixture` its hooks, and those of its projections.
+    """Register the hooks of an attention with a `mixture`, and those of its projections.
 
-    They are functions, which find the mixture by the module: a copy or replica of the model calls its own.
+    The hooks are functions that find the mixture through the module, so that a copy or replica of the model
+    uses its own mixture.
 
     Args:
         attention: the library's module.
     """
     attention.register_forward_pre_hook(_enter, with_kwargs=True)
-    # register_forward_hook(_leave, always_call=True), by whose numbers torch.compile would tell layers apart
+    # register_forward_hook(_leave, always_call=True) would number hooks, and torch.compile compile each layer
     attention._forward_hooks[_ID] = _leave
     attention._forward_hooks_always_called[_ID] = True
     _follow(attention)
 
 
 def _follow(attention: Any) -> None:
-    """Have the hooks on the projections that the attention has now."""
+    """Register the hooks on the projections that the attention has now."""
     mixture = attention.mixture
     output = getattr(attention, mixture.output)
     if _weight_heads not in output._forward_pre_hooks.values():
@@ -103,7 +104,7 @@ def _follow(attention: Any) -> None:
 
 
 def _move_hook(projection: nn.Module, kind: str, hook: Any) -> None:
-    """Register a hook on a projection, and remove it from what an adapter around that holds."""
+    """Register a hook on a projection, and remove it from the modules inside, which an adapter may wrap."""
     with _attaching:
         if hook in getattr(projection, f"_{kind}s").values():  # another thread was faster
             return
@@ -150,7 +151,7 @@ def _called_again(call: Call) -> UserError:
 
 
 def _weight_heads(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ...]:
-    """Multiply the heads [..., h·D], which the output projection is about to read, by their gates."""
+    """Multiply the heads [..., h·D], which the output projection reads, by their gates."""
     heads, *rest = args
     call = _innermost_call()
     if call is None or call.output is not projection:
@@ -183,7 +184,7 @@ def _weight_heads(projection: nn.Module, args: tuple[Any, ...]) -> tuple[Any, ..
 
 
 def _leave(attention: Any, args: tuple[Any, ...], output: Any) -> None:
-    """End the call, also where it fails: then there is no output."""
+    """End the call. If the call has failed, there is no output."""
     call = _innermost_call()
     if call is None or call.attention is not attention:
         return  # it failed before it began

@@ -1,4 +1,4 @@
-"""What `generate` of transformers asks of a model: a cache, rules of the beam search, outputs."""
+"""What `generate` of transformers needs from a model: a cache, rules of the search, and outputs."""
 
 import copy
 import dataclasses
@@ -16,24 +16,25 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers.kv_cache import KVCache
 from moa_fairseq.layers.transformer_layer import LayerCache
 
-OLDEST = (4, 57)  # 4.48 reads a cache as a tuple of tensors; what lies between is untested
+OLDEST = (4, 57)  # 4.48 reads a cache as a tuple of tensors; versions between the two are untested
 if tuple(map(int, transformers.__version__.split(".")[:2])) < OLDEST:
     raise UserError(
         f"transformers {transformers.__version__} is too old for exported models: they need 4.57 or newer, "
         "pip install --upgrade 'transformers>=4.57'."
     )
-# How transformers calls a cache: `cache` from 5.24, `past_key_values` before
+# The name of a cache in transformers: `cache` from 5.24, `past_key_values` before
 _FIELDS = {field.name for field in dataclasses.fields(Seq2SeqLMOutput)}
 CACHE = "cache" if "cache" in _FIELDS else "past_key_values"
-# What a model returns. transformers' own outputs have up to ten fields, and each pass compares each of them
-# with all others.
+# The output of a model. The outputs of transformers have up to ten fields, and each pass compares each field
+# with all others, which takes time.
 MixtureOutput = dataclasses.make_dataclass(
     "MixtureOutput",
     [(name, Any, None) for name in ("loss", "logits", CACHE, "encoder_last_hidden_state")],
     bases=(ModelOutput,),
     namespace={"__module__": __name__},
 )
-# What the encoder returns to `generate`; transformers 5 gives the decoder no mask that the user left out.
+# The output of the encoder in `generate`. It has the padding, because transformers 5 passes no mask to the
+# decoder if the user gave none.
 MemoryOutput = dataclasses.make_dataclass(
     "MemoryOutput",
     [(name, Any, None) for name in ("last_hidden_state", "padding")],
@@ -43,10 +44,10 @@ MemoryOutput = dataclasses.make_dataclass(
 
 
 class GenerationCache:
-    """The caches of all layers, with what `generate` asks of a cache.
+    """The caches of all layers, with the methods that `generate` calls.
 
     Args:
-        layers: a cache of each.
+        layers: the cache of each layer.
     """
 
     is_compileable = False
@@ -57,22 +58,22 @@ class GenerationCache:
     def __init__(self, layers: list[LayerCache]):
         self.layers = layers
         self.caches: list[KVCache] = [cache for layer in layers for cache in layer.all]
-        # Of all hypotheses of a beam search, those whose sentence is not finished, ascending; None: all
+        # The hypotheses of a beam search whose sentence is not finished, ascending; None: all hypotheses
         self.rows: Tensor | None = None
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
-        """How many positions it holds."""
+        """The number of positions in the cache."""
         return self.layers[layer_idx].self_attn.length
 
     def get_max_cache_shape(self) -> int:
-        """No limit, as transformers writes it."""
+        """-1, which means no limit in transformers."""
         return -1
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        """Follow the hypotheses of a beam: row i becomes row beam_idx[i].
+        """Follow the hypotheses of a beam: replace row i by row beam_idx[i].
 
         Args:
-            beam_idx: [B] int64 of all hypotheses, each within its sentence.
+            beam_idx: [B] int64, for all hypotheses; each index is in the same sentence as its row.
         """
         if self.rows is not None:
             beam_idx = torch.searchsorted(self.rows, beam_idx[self.rows])
@@ -80,10 +81,10 @@ class GenerationCache:
             cache.reorder(beam_idx)
 
     def keep(self, rows: Tensor) -> None:
-        """Forget all hypotheses but some: those of sentences that are not finished.
+        """Drop the hypotheses of finished sentences.
 
         Args:
-            rows: of the hypotheses that stay, [B'] int64, ascending.
+            rows: the indices of the hypotheses that stay, [B'] int64, ascending.
         """
         order = rows if self.rows is None else torch.searchsorted(self.rows, rows)
         for cache in self.caches:
@@ -91,28 +92,29 @@ class GenerationCache:
         self.rows = rows
 
 
-# The cache of the beam search that runs in this thread
+# The cache of the beam search that runs in this context
 _SEARCHED: ContextVar[GenerationCache | None] = ContextVar("_SEARCHED", default=None)
 
 
 def _symbols(ids: Any, vocabulary: int) -> list[int]:
-    """Those of the ids, one or several or None, that are in the vocabulary."""
+    """A list of the ids (one id, several or None) that are in the vocabulary."""
     symbols = torch.as_tensor([] if ids is None else ids).flatten().tolist()
     return [symbol for symbol in symbols if 0 <= symbol < vocabulary]
 
 
 class FairseqRules:
-    """fairseq's rules of a search, in one pass over the scores.
+    """The rules of fairseq's search, in one pass over the scores.
 
-    No symbol that is suppressed; no end before the shortest length; at the longest one only the end has a
-    probability, its own. transformers' `forced_eos_token_id` sets it to 1, which changes the order of the
-    hypotheses, and its other rules read and copy all scores five times a step.
+    Suppressed symbols are forbidden, and so is the end before the minimum length. At the maximum length all
+    symbols but the end are forbidden, and the end keeps its probability. transformers' `forced_eos_token_id`
+    would set it to 1, which changes the order of hypotheses, and its other rules would read and copy all
+    scores five times in each step.
 
     Args:
-        generation_config: suppress_tokens, min_length and max_length, with the prompt, and eos_token_id. Ids
-            outside of the vocabulary forbid nothing.
+        generation_config: suppress_tokens, eos_token_id, min_length and max_length (with the prompt) are
+            read. Ids outside the vocabulary are ignored.
         vocabulary: V.
-        forces_end: whether the last symbol is the end, where there is one end.
+        forces_end: whether the symbol at the maximum length must be the end, if there is only one end.
     """
 
     def __init__(self, generation_config: Any, vocabulary: int, forces_end: bool):
@@ -125,17 +127,17 @@ class FairseqRules:
         self._masks: dict[str, Tensor] = {}
 
     def _mask(self, name: str, ids: list[int], scores: Tensor) -> Tensor:
-        """[V] bool, True at the ids; made once."""
+        """A mask [V] bool, True at the ids, which is cached under its name."""
         if name not in self._masks:
             self._masks[name] = scores.new_zeros(scores.size(-1), dtype=torch.bool)
             self._masks[name][ids] = True
         return self._masks[name]
 
     def __call__(self, input_ids: Tensor, scores: Tensor) -> Tensor:
-        """The scores [B, V] with -inf where a rule forbids a symbol, as a new tensor.
+        """The scores [B, V] with -inf for forbidden symbols, as a new tensor.
 
         Args:
-            input_ids: [B, T], the symbols so far.
+            input_ids: the symbols so far, [B, T].
             scores: [B, V].
         """
         length = input_ids.size(1)
@@ -150,14 +152,15 @@ class FairseqRules:
 
 
 class Processors(LogitsProcessorList):
-    """transformers' list, which does not inspect the signature of every processor at every step.
+    """A list of processors that does not inspect the signature of each processor in each step.
 
-    FairseqRules come first: what they forbid must not be all that a warper of samples leaves. At the longest
-    length the others may change the end's score, but not forbid it, as no other symbol is left.
+    FairseqRules come first, because a later processor for sampling might otherwise leave only symbols that
+    they forbid. At the maximum length the other processors may change the score of the end, but cannot forbid
+    it, because no other symbol is left.
     """
 
     def __call__(self, input_ids: Tensor, scores: Tensor, **kwargs: Any) -> Tensor:
-        """The scores [B, V] that the processors make of them, one after the other."""
+        """Apply the processors to the scores [B, V], one after the other."""
         if kwargs:
             changed: Tensor = super().__call__(input_ids, scores, **kwargs)
             return changed
@@ -173,9 +176,9 @@ class Processors(LogitsProcessorList):
 
 
 class MixtureGenerationMixin(GenerationMixin):
-    """What translation and causal language models have in common.
+    """The base of translation models and causal language models.
 
-    transformers looks for its own mixin by the name of a base class, which therefore ends like it.
+    transformers looks for a base class whose name contains GenerationMixin, hence the name of this class.
     """
 
     config: Any
@@ -190,18 +193,18 @@ class MixtureGenerationMixin(GenerationMixin):
         memory: Tensor | None = None,
         memory_padding: Tensor | None = None,
     ) -> tuple[Tensor, Any]:
-        """The decoder's logits [B, T, V] and routings; a hypothesis that the cache forgot has logits of 0.
+        """The decoder's logits [B, T, V], which are 0 for hypotheses that the cache dropped, and routings.
 
         Args:
             ids: [B, T].
-            mask: [B, T], or [B, S] of all positions so far; 0 = padding.
-            cache: of all positions so far.
-            memory: [B, S', C], one row for all hypotheses of a sentence; None where there is none, or where
-                the cache has its keys.
+            mask: [B, T], or [B, S] for all positions so far; 0 = padding.
+            cache: the cache, or None.
+            memory: [B, S', C], one row for all hypotheses of a sentence; None: there is no memory, or the
+                cache has its keys.
             memory_padding: [B, S'], True = padding.
 
         Raises:
-            UserError: for the cache of another beam search, which has forgotten hypotheses.
+            UserError: for the cache of another beam search, which has dropped hypotheses.
         """
         model = self.model
         if cache is None or cache.rows is None:
@@ -226,7 +229,7 @@ class MixtureGenerationMixin(GenerationMixin):
             _SEARCHED.reset(token)
 
     def _check_early_stop_heuristic(self, **state: Any) -> Tensor:
-        """transformers calls it at the end of every step: there sentences that have ended leave the cache."""
+        """Remove finished sentences from the cache; transformers calls this at the end of each step."""
         is_running: Tensor = super()._check_early_stop_heuristic(**state)
         cache = _SEARCHED.get()
         if cache is not None:
@@ -257,7 +260,7 @@ class MixtureGenerationMixin(GenerationMixin):
             model_kwargs[CACHE] = GenerationCache(self.model.decoder.new_caches(beam))
 
     def _prepare_decoder_input_ids_for_generation(self, *args: Any, **kwargs: Any) -> Any:
-        """With a mask of prompts that have padding: later steps see their last symbol alone."""
+        """Add a mask if prompts have padding, because later steps see only their last symbol."""
         ids, inputs = super()._prepare_decoder_input_ids_for_generation(*args, **kwargs)
         symbols = ids.ne(self.model.decoder.settings.padding_idx)
         if inputs.get("decoder_attention_mask") is None and not symbols.all():
@@ -283,7 +286,7 @@ class MixtureGenerationMixin(GenerationMixin):
 
 
 class EncoderCall:
-    """The encoder as `generate` calls it.
+    """The encoder, in the form in which `generate` calls it.
 
     Args:
         model: a translation model.
@@ -297,7 +300,7 @@ class EncoderCall:
     def forward(
         self, input_ids: Tensor, attention_mask: Tensor | None = None, **kwargs: Any
     ) -> Any:
-        """The encoder's output [B, S, C], and where it is padding, [B, S]."""
+        """Run the encoder: its output [B, S, C] and padding [B, S]."""
         stack = self.model.model.source_stack
         padding = self.model._padding(input_ids, attention_mask, stack)
         memory, _ = stack(input_ids, padding)
@@ -307,11 +310,11 @@ class EncoderCall:
 
 
 def cache_of(inputs: dict[str, Any]) -> GenerationCache | None:
-    """The cache among the inputs of a forward pass, by either of its names."""
+    """The cache in the inputs of a forward pass, under either of its names."""
     cache: GenerationCache | None = inputs.get("cache") or inputs.get("past_key_values")
     return cache
 
 
 def new_ids(ids: Tensor, cache: GenerationCache | None) -> Tensor:
-    """Those of the ids [B, T] whose keys the cache lacks."""
+    """The ids, of ids [B, T], whose keys are not in the cache."""
     return ids if cache is None else ids[:, cache.get_seq_length() :]

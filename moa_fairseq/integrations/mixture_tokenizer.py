@@ -1,8 +1,8 @@
-"""The text of models that were trained here, as a tokenizer of Hugging Face's transformers.
+"""The tokenizer of exported models, for Hugging Face's transformers.
 
-Importing `mixture_transformer` lets AutoTokenizer read it from the folders of
-`moa-fairseq export --transformers`. Needs regex and sacremoses, and sentencepiece or subword-nmt if the run
-has pieces or merges.
+After an import of `mixture_transformer`, AutoTokenizer reads it from the folders of `moa-fairseq export
+--transformers`. It needs regex and sacremoses, and sentencepiece or subword-nmt if the run has pieces or
+merges.
 """
 
 import json
@@ -20,20 +20,21 @@ SEGMENTATIONS = ("merges", "pieces", "bytes", "gpt2", "words")
 
 
 class MixtureTokenizer(PreTrainedTokenizer):
-    """Raw text ↔ the ids of a model, as the run's own commands have them.
+    """Converts raw text to the ids of a model and back, as the commands of the run do.
 
     It encodes text of the source language, and `text_target` of the target language; it decodes the target
-    language. <unk> is decoded with skip_special_tokens as well, as fairseq does.
+    language. As in fairseq, <unk> is decoded even with skip_special_tokens.
 
     Args:
-        vocab_file: JSON of the symbols by id: "source", and "target" if that is another list.
-        merges_file: of subword-nmt.
-        source_spm, target_spm: SentencePiece's models, the second if there are two.
-        gpt2_encoder, gpt2_merges: encoder.json and vocab.bpe.
-        segmentation: a name of SEGMENTATIONS.
+        vocab_file: JSON with the lists of symbols by id, "source" and, if it differs, "target".
+        merges_file: the merges of subword-nmt.
+        source_spm, target_spm: the models of SentencePiece; target_spm only if there are two.
+        gpt2_encoder, gpt2_merges: the files encoder.json and vocab.bpe.
+        segmentation: a name in SEGMENTATIONS.
         steps: line functions of the source language, with their options.
-        target_language: that of decoded text; None: of a language model.
-        prefix, suffix: the symbols around every encoded text; those around `text_target` are none and </s>.
+        target_language: the language of decoded text; None: the model is a language model.
+        prefix, suffix: the symbols before and after every encoded text; a `text_target` has only </s> after
+            it.
         options: those of transformers.
     """
 
@@ -69,7 +70,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
         self._symbols = {"target": symbols["source"]} | symbols
         self._ids: dict[str, dict[str, int]] = {}
         for side, names in self._symbols.items():
-            # by id; a symbol that stands there twice has its last id, as in fairseq
+            # As in fairseq, a symbol that is listed twice has its last id
             self._ids[side] = dict(zip(names, range(len(names))))
         self._side = "source"
         self._codec = _codec(segmentation, self._files[1:], steps, target_language)
@@ -90,11 +91,11 @@ class MixtureTokenizer(PreTrainedTokenizer):
 
     @property
     def vocab_size(self) -> int:
-        """Symbols of the side that is encoded."""
+        """The number of symbols of the language that is encoded now."""
         return len(self._symbols[self._side])
 
     def get_vocab(self) -> dict[str, int]:
-        """Symbol → id of the side that is encoded."""
+        """Symbol → id, for the language that is encoded now."""
         return {**self._ids[self._side], **self.added_tokens_encoder}
 
     def _switch_to_input_mode(self) -> None:
@@ -104,11 +105,11 @@ class MixtureTokenizer(PreTrainedTokenizer):
         self._side = "target"
 
     def tokenize(self, text: str, **kwargs: Any) -> list[str]:
-        """Raw text as symbols.
+        """Split raw text into symbols.
 
         Args:
             text: one line.
-            kwargs: not read.
+            kwargs: not used.
         """
         is_target = self._side == "target" and hasattr(self._codec, "encode_target")
         return (self._codec.encode_target if is_target else self._codec.encode)(text).split()
@@ -125,11 +126,11 @@ class MixtureTokenizer(PreTrainedTokenizer):
     def build_inputs_with_special_tokens(
         self, token_ids_0: list[int], token_ids_1: list[int] | None = None
     ) -> list[int]:
-        """Ids with those around them.
+        """Add the ids of the special symbols.
 
         Args:
-            token_ids_0: of a text.
-            token_ids_1: of a second one, which these models do not read.
+            token_ids_0: the ids of a text.
+            token_ids_1: None; these models do not read a second text.
         """
         if token_ids_1 is not None:
             raise UserError(
@@ -152,11 +153,11 @@ class MixtureTokenizer(PreTrainedTokenizer):
     def save_vocabulary(
         self, save_directory: str, filename_prefix: str | None = None
     ) -> tuple[str, ...]:
-        """Copy the files. Returns their paths.
+        """Copy the files of the tokenizer. Returns their paths.
 
         Args:
-            save_directory: where they go.
-            filename_prefix: of their names.
+            save_directory: the folder of the copies.
+            filename_prefix: a prefix of their names, or None.
         """
         written = []
         for name, path in zip(self.vocab_files_names.values(), self._files):
@@ -173,7 +174,7 @@ class MixtureTokenizer(PreTrainedTokenizer):
 def _codec(
     segmentation: str, files: Sequence[Any], steps: Sequence[Any], target_language: str | None
 ) -> Any:
-    """What turns raw text into symbols and back. Its libraries are imported here: a model works without."""
+    """The codec of raw text and symbols. Its libraries are imported here, as a model works without them."""
     from moa_fairseq.text.codecs import (
         ByteCodec,
         Gpt2Codec,

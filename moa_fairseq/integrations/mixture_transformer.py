@@ -1,6 +1,6 @@
-"""Models that were trained here, as models of Hugging Face's transformers.
+"""Exported models, for Hugging Face's transformers.
 
-Importing this module lets AutoConfig, AutoTokenizer, AutoModelForSeq2SeqLM, AutoModelForCausalLM and
+After an import of this module, AutoConfig, AutoTokenizer, AutoModelForSeq2SeqLM, AutoModelForCausalLM and
 AutoModelForMaskedLM read the folders of `moa-fairseq export --transformers`.
 """
 
@@ -44,11 +44,11 @@ class MixtureTransformerConfig(PretrainedConfig):
 
     Args:
         encoder_stack, decoder_stack: the fields of `StackSettings`; a model without an encoder is a causal
-            language model, one without a decoder a masked one.
-        shared_embedding, own_output: as of `MixtureTransformer`.
-        label_smoothing: of the loss, fairseq's ε.
-        balance_loss, load_balance_coef, z_loss_coef, aux_loss_reduce, aux_loss_scale: the flags of fairseq's
-            criterions with routing; coefficients of 0 leave the routers' losses out.
+            language model, a model without a decoder a masked language model.
+        shared_embedding, own_output: those of `MixtureTransformer`.
+        label_smoothing: ε of the loss, as in fairseq.
+        balance_loss, load_balance_coef, z_loss_coef, aux_loss_reduce, aux_loss_scale: the flags of the
+            plugin's criterions; with coefficients of 0 there are no auxiliary losses.
         options: those of transformers.
     """
 
@@ -78,22 +78,22 @@ class MixtureTransformerConfig(PretrainedConfig):
         self.z_loss_coef = z_loss_coef
         self.aux_loss_reduce = aux_loss_reduce
         self.aux_loss_scale = aux_loss_scale
-        # Transformers makes a config without any values
+        # transformers also makes configs without arguments
         stack = decoder_stack or encoder_stack or {}
         self.vocab_size = stack.get("vocab_size", 0)
         self.hidden_size = stack.get("embed_dim", 0)
         self.num_hidden_layers = stack.get("layers", 0)
         self.num_attention_heads = stack.get("attention_heads", 1)
         options.setdefault("is_encoder_decoder", bool(encoder_stack and decoder_stack))
-        options["tie_word_embeddings"] = False  # a tied matrix stands in the model once
+        options["tie_word_embeddings"] = False  # a tied matrix exists once in the model
         super().__init__(**options)
 
 
 class MixtureTransformerModel(PreTrainedModel):
-    """What the three kinds of models have in common.
+    """The base of the three kinds of models.
 
     Args:
-        config: with the stacks that the kind has.
+        config: a config with the stacks of this kind.
 
     Raises:
         UserError: for a config of another kind.
@@ -103,8 +103,8 @@ class MixtureTransformerModel(PreTrainedModel):
     base_model_prefix = "model"
     main_input_name = "input_ids"
     supports_gradient_checkpointing = True
-    _is_stateful = True  # for transformers: its cache cannot go back, so no assistant may draft
-    stacks: tuple[bool, bool]  # whether it has an encoder, and a decoder
+    _is_stateful = True  # the cache cannot go back, so no assistant model may draft
+    stacks: tuple[bool, bool]  # whether the kind has an encoder, and a decoder
 
     def __init__(self, config: MixtureTransformerConfig):
         super().__init__(config)
@@ -125,12 +125,12 @@ class MixtureTransformerModel(PreTrainedModel):
         self.post_init()
 
     def _init_weights(self, module: nn.Module) -> None:
-        """Modules initialise themselves; a buffer that no file has is filled."""
+        """Fill a buffer that is in no file; modules have initialised all other tensors."""
         if isinstance(module, RunningStatistics) and getattr(module, "pending", None) is not None:
             module.forget()
 
     def gradient_checkpointing_enable(self, gradient_checkpointing_kwargs: Any = None) -> None:
-        """As transformers', non-reentrant: else the routers' losses of the first pass have no gradient."""
+        """Enable gradient checkpointing, non-reentrant: otherwise auxiliary losses would have no gradient."""
         kwargs = {"use_reentrant": False, **(gradient_checkpointing_kwargs or {})}
         if kwargs["use_reentrant"]:
             raise UserError(
@@ -140,17 +140,17 @@ class MixtureTransformerModel(PreTrainedModel):
         super().gradient_checkpointing_enable(gradient_checkpointing_kwargs=kwargs)
 
     def get_input_embeddings(self) -> nn.Module:
-        """The embeddings of what the model reads first."""
+        """The embeddings of the encoder, or of a decoder alone."""
         stack = self.model.decoder if self.model.encoder is None else self.model.source_stack
         return stack.embed_tokens
 
     def set_input_embeddings(self, value: nn.Module) -> None:
-        """Put other embeddings in their place."""
+        """Replace the embeddings of the encoder, or of a decoder alone."""
         stack = self.model.decoder if self.model.encoder is None else self.model.source_stack
         stack.embed_tokens = value
 
     def _padding(self, ids: Tensor, mask: Tensor | None, stack: Any) -> Tensor | None:
-        """[B, T], or [B, S] of a longer mask, True = padding; None where there is none."""
+        """The padding [B, T], or [B, S] if the mask is longer, True = padding; None: no padding."""
         padding = ids.eq(stack.settings.padding_idx)
         if mask is not None:
             padding = F.pad(padding, (mask.size(1) - ids.size(1), 0)) | mask.eq(0)
@@ -161,18 +161,18 @@ class MixtureTransformerModel(PreTrainedModel):
     def _loss(
         self, logits: Tensor, labels: Tensor, routings: tuple[Routing, ...], items: Any = None
     ) -> Tensor:
-        """fairseq's criterion: cross entropy, and in training the routers' losses, per label.
+        """The plugin's criterion for each label: cross entropy, and in training auxiliary losses.
 
         Args:
             logits: [B, T, V].
-            labels: [B, T], IGNORED where there is no loss.
-            routings: of the pass.
-            items: how many labels the update has, if it has more than this pass.
+            labels: [B, T]; a position with the label IGNORED has no loss.
+            routings: the routings of the pass.
+            items: the number of labels in the update; None: in this pass.
         """
         config = self.config
         size = logits.size(-1)
         wide = logits if logits.dtype == torch.float64 else logits.float()
-        # fairseq spreads ε over the other V − 1 words, torch over all V
+        # fairseq distributes ε over the other V − 1 words, torch over all V words
         loss = F.cross_entropy(
             wide.flatten(0, 1),
             labels.flatten(),
@@ -200,14 +200,14 @@ class MixtureTransformerModel(PreTrainedModel):
         num_items_in_batch: Any = None,
         **others: Any,
     ) -> Any:
-        """What a forward pass returns.
+        """The output of a forward pass.
 
         Args:
-            logits, labels, routings: as of `_loss`; without labels there is no loss.
+            logits, labels, routings: those of `_loss`; without labels there is no loss.
             parts: further fields of the output.
-            return_dict: False: a tuple.
-            num_items_in_batch: how many labels an update has, of Trainer.
-            others: not read.
+            return_dict: False: the output is a tuple.
+            num_items_in_batch: the number of labels in an update, which Trainer passes.
+            others: not used.
         """
         loss = None if labels is None else self._loss(logits, labels, routings, num_items_in_batch)
         out = MixtureOutput(loss=loss, logits=logits, **parts)
@@ -220,13 +220,13 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
     stacks = (True, True)
 
     def get_encoder(self, *args: Any, **kwargs: Any) -> Any:
-        """The encoder, as `generate` calls it."""
+        """The encoder, in the form in which `generate` calls it."""
         return EncoderCall(self)
 
     def encode(
         self, ids: Tensor, attention_mask: Tensor | None = None
     ) -> tuple[Tensor, tuple[Routing, ...]]:
-        """The encoder's output [B, S, C] and routings.
+        """Run the encoder. Returns its output [B, S, C] and routings.
 
         Args:
             ids: [B, S].
@@ -236,7 +236,7 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         return stack(ids, self._padding(ids, attention_mask, stack))
 
     def prepare_decoder_input_ids_from_labels(self, labels: Tensor) -> Tensor:
-        """What the decoder reads: the labels one later, after the end; padding where no label is."""
+        """The decoder's inputs: the start symbol, then the labels but the last; padding for ignored ones."""
         start = self.config.decoder_start_token_id
         ids = torch.cat([torch.full_like(labels[:, :1], start), labels[:, :-1]], 1)
         return ids.masked_fill(labels.eq(IGNORED), self.config.pad_token_id)
@@ -272,13 +272,13 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         """One pass.
 
         Args:
-            input_ids, attention_mask: of the source, [B, S].
-            decoder_input_ids, decoder_attention_mask: of the target [B, T], the mask of all positions so far;
-                by default made of the labels.
-            encoder_outputs: in place of input_ids.
-            labels: [B, T], -100 where there is no loss.
-            kwargs: those of `_output`, and of `generate` cache or past_key_values, by the name of this
-                transformers' version. Others are not read.
+            input_ids, attention_mask: the ids and mask of the source, [B, S].
+            decoder_input_ids, decoder_attention_mask: the ids of the target, [B, T], by default made from the
+                labels, and the mask of all positions so far.
+            encoder_outputs: the output of the encoder, in place of input_ids.
+            labels: [B, T]; a position with the label -100 has no loss.
+            kwargs: those of `_output`, and the cache of `generate` as cache or past_key_values, depending on
+                the version of transformers. Others are not used.
 
         Returns:
             MixtureOutput with the logits [B, T, V].
@@ -295,7 +295,7 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         attended: Tensor | None = memory
         padding = None
         if cache is not None and cache.get_seq_length():
-            attended = None  # its keys are there
+            attended = None  # the cache has its keys
         elif input_ids is not None:
             padding = self._padding(input_ids, attention_mask, self.model.source_stack)
         elif attention_mask is not None and not attention_mask.all():
@@ -303,7 +303,7 @@ class MixtureTransformerForConditionalGeneration(MixtureTransformerModel, Mixtur
         else:
             padding = getattr(encoder_outputs, "padding", None)
         beam = 1 if cache is None else cache.layers[0].all[-1].beam_size
-        if beam > 1 and attended is not None:  # the hypotheses of a sentence share its keys
+        if beam > 1 and attended is not None:  # the hypotheses of a sentence share keys
             attended = attended[::beam]
             padding = padding if padding is None else padding[::beam]
         assert decoder_input_ids is not None
@@ -342,10 +342,10 @@ class MixtureTransformerForCausalLM(MixtureTransformerModel, MixtureGenerationMi
 
         Args:
             input_ids: [B, T].
-            attention_mask: [B, T], with a cache [B, S] of all positions so far; 0 = padding.
-            labels: [B, T], the input_ids themselves; the loss is that of the next one. -100: no loss.
-            shift_labels: [B, T], in place of labels: what follows each of the input_ids, as fairseq has it.
-            kwargs: as of `MixtureTransformerForConditionalGeneration.forward`.
+            attention_mask: [B, T], with a cache [B, S] for all positions so far; 0 = padding.
+            labels: [B, T], the same as input_ids; each position predicts the next label. -100: no loss.
+            shift_labels: [B, T], in place of labels: the label that each position predicts, as in fairseq.
+            kwargs: those of `MixtureTransformerForConditionalGeneration.forward`.
 
         Returns:
             MixtureOutput with the logits [B, T, V].
@@ -376,8 +376,8 @@ class MixtureTransformerForMaskedLM(MixtureTransformerModel):
         Args:
             input_ids: [B, T].
             attention_mask: [B, T], 0 = padding.
-            labels: [B, T], -100 where there is no loss.
-            kwargs: those of `_output`; others are not read.
+            labels: [B, T]; a position with the label -100 has no loss.
+            kwargs: those of `_output`; others are not used.
 
         Returns:
             MixtureOutput with the logits [B, T, V].

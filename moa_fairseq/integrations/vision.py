@@ -1,7 +1,7 @@
 """MoH (arXiv 2410.11842) in timm's vision Transformers: ViT, DeiT and others with timm's plain attention.
 
-`to_mixture_of_heads` turns a model in place. Its state dict is saved as any other of timm's, and loaded into
-a model that the same call has made. The training loop adds `heads.balance_loss`.
+`to_mixture_of_heads` converts a model in place. Its state dict is saved as that of any timm model, and is
+loaded into a model that the same call has converted. The training loop adds `heads.balance_loss`.
 """
 
 from dataclasses import replace
@@ -24,18 +24,19 @@ except RuntimeError as error:  # operator torchvision::nms does not exist
 def to_mixture_of_heads(
     model: nn.Module, shared_heads: int | None = None, active: int | None = None, **settings: Any
 ) -> nn.Module:
-    """Turn a model of timm into a mixture of heads, in place.
+    """Convert a timm model into a mixture of heads, in place.
 
     Args:
-        model: whose attentions are timm's `Attention`, without a wrapper. Its class and its parameters stay,
-            and so does an attention that pools tokens at the end.
-        shared_heads, active, settings: router, scaling, straight_through and layers of `MixtureSettings`.
+        model: a model whose attentions are timm's `Attention`, without a wrapper. Its class and parameters
+            stay. An attention that pools tokens at the end stays dense.
+        shared_heads, active, settings: fields of `MixtureSettings`; of the settings, router, scaling,
+            straight_through and layers.
 
     Returns:
         The model.
 
     Raises:
-        UserError: for a model that cannot be one, which is then unchanged.
+        UserError: for a model that cannot be converted, which is then unchanged.
     """
     kind = type(model).__name__
     modules = [*model.modules()]
