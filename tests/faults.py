@@ -287,6 +287,7 @@ def main(words=None):
     )
     add("--unasked", action="store_true", help="of these, those that have no verdict yet")
     add("--first", action="store_true", help="ask the first of a fault's tests alone")
+    add("--caught", action="store_true", help="ask the test alone that is said to catch a fault")
     add(
         "--timeout",
         type=int,
@@ -316,9 +317,8 @@ def main(words=None):
         copy = Copy(folder)
         for fault in faults:
             began = time.monotonic()
-            kind, why = verdict(
-                fault, copy, args.timeout, not args.no_baseline, 1 if args.first else None
-            )
+            most = 0 if args.caught else 1 if args.first else None
+            kind, why = verdict(fault, copy, args.timeout, not args.no_baseline, most)
             seconds = round(time.monotonic() - began, 1)
             verdicts[fault["id"]] = {"verdict": kind, "why": why, "seconds": seconds}
             print(f"{fault['id']}: {kind}, {seconds} s: {why}", flush=True)
@@ -364,6 +364,7 @@ def _share(faults, args):
                 str(args.timeout),
             ]
             words += ["--no-baseline"] * args.no_baseline + ["--first"] * args.first
+            words += ["--caught"] * args.caught
             workers += [subprocess.Popen(words)] if own else []
         for worker in workers:
             worker.wait()

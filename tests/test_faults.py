@@ -1,5 +1,7 @@
 """The planted faults of faults.yaml: each can be planted, and what it asks is there."""
 
+import datetime
+import os
 import subprocess
 import sys
 from pathlib import Path
@@ -146,6 +148,21 @@ def test_a_fault_whose_old_text_is_gone_does_not_apply(tmp_path):
         == faults.MISSING
     )
     assert not copy.asked
+
+
+@pytest.mark.thorough
+def test_a_tenth_of_the_faults_is_caught_as_recorded():
+    """Another tenth each day of ten; MOA_FAIRSEQ_FAULTS_DATE=YYYY-MM-DD asks that of another day."""
+    date = os.environ.get("MOA_FAIRSEQ_FAULTS_DATE", datetime.date.today().isoformat())
+    ids = [
+        fault["id"]
+        for fault in FAULTS[datetime.date.fromisoformat(date).toordinal() % 10 :: 10]
+        if "caught" in fault and "integrations" not in fault["caught"]
+    ]
+    print(f"the faults of {date}: {' '.join(ids)}")
+    words = [sys.executable, faults.__file__, *ids, "--caught", "--no-baseline"]
+    done = subprocess.run(words, capture_output=True, text=True)
+    assert done.returncode == 0, done.stdout
 
 
 @pytest.mark.thorough
