@@ -1,8 +1,8 @@
-"""The one loop that makes files: shows, runs, skips, resumes and logs a list of steps.
+"""The one loop that makes files: it shows, runs, skips, resumes and logs a list of steps.
 
-A step is done when the fingerprint of its inputs stands in `state.json` of the folder that the list is made
-in, and its output is as it was then. An output gets its name when it is whole; before, it is `NAME.partial`.
-`state.json` also says what made each output: a `provenance` for each session that left something in it.
+A step is done if `state.json` in the folder of the list has the fingerprint of its inputs, and its output has
+not changed since. An output gets its name when it is complete; before, its name is `NAME.partial`.
+`state.json` also has a `provenance` for each session that wrote a part of an output.
 """
 
 from __future__ import annotations
@@ -24,41 +24,40 @@ from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
 
-OUT = "{out}"  # in a command: where it writes
+OUT = "{out}"  # the output's place in a command
 STATE = "state.json"
 COMMANDS = "commands.sh"
 PARTIAL = ".partial"
 COMMENT = "#   "
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-Record = dict[str, Any]  # of a step in STATE
+Record = dict[str, Any]  # the entry of a step in STATE
 
 
 @dataclasses.dataclass(frozen=True)
 class Step:
-    """One file or folder, and what makes it.
+    """One file or folder, and how it is made.
 
     Args:
-        name: of the step in state.json, and of its log.
+        name: the name of the step in state.json and of its log.
         output: the file or folder.
-        argv: a command, in which OUT stands for the output, or a function that writes to the path it is given
-            and returns facts (JSON values).
-        inputs: what the output follows from, by name: JSON values, files (their size and time count), and
-            earlier steps of the same folder; or a function that finds them, which raises UserError where one
-            is missing.
-        captured: "out" or "both" (errors, too): what the command prints is the output; "": it writes it
-            itself.
-        used: further inputs, which only the making could tell: gets the facts of the output, and whether they
-            are to be looked at anew; else they are as they were when it was made.
-        watch: gets each line that a command prints.
-        finish: gets the path of what a command made, checks or completes it, and returns facts.
-        in_place: the output is a folder in which the command goes on by itself (fairseq's checkpoints).
-            Another `goal` is gone on to; other inputs are refused, so that no training is lost.
-        goal: of a step in place: how far it goes, as JSON values.
-        ready: makes a folder that holds something ready for going on in it.
-        conditions: what `provenance` says of the step beside commit and versions, such as the hardware; or a
-            function that finds it when the step begins.
-        as_of_today: turns an entry of state.json that an earlier version wrote into today's.
+        argv: a command, in which OUT stands for the output; or a function that writes to the path that it is
+            given and returns facts (JSON values).
+        inputs: what the output depends on: names → JSON values, files (by size and time) and earlier steps in
+            the same folder; or a function that returns them, and raises UserError if one is missing.
+        captured: "out" or "both": the output is what the command prints, without or with its errors; "": the
+            command writes the output itself.
+        used: a function that returns further inputs, known only after the output is made. Its arguments are
+            the facts of the output, and whether to check these inputs anew or return those recorded.
+        watch: a function that gets each line that the command prints.
+        finish: a function that gets the command's output, checks or completes it, and returns facts.
+        in_place: True if the output is a folder in which the command itself resumes (fairseq's checkpoints).
+            It resumes for another `goal`; other inputs are an error, so that no training is lost.
+        goal: the end of a step in place, as JSON values.
+        ready: a function that prepares a folder with content for resuming in it.
+        conditions: conditions for `provenance`, such as the hardware; or a function that returns them when
+            the step begins.
+        as_of_today: a function that converts an entry of state.json by an earlier version into today's.
     """
 
     name: str
@@ -77,12 +76,12 @@ class Step:
 
     @property
     def begun(self) -> bool:
-        """True when the output is a folder that holds something."""
+        """True if the output is a folder that is not empty."""
         return self.output.is_dir() and any(self.output.iterdir())
 
     @property
     def command(self) -> list[str]:
-        """What is shown of it, with the output's own name; empty for a function."""
+        """The command to show, with the output's name in place of OUT; [] for a function."""
         if callable(self.argv):
             return []
         words = [word.replace(OUT, str(self.output)) for word in self.argv]
@@ -104,25 +103,25 @@ def make(
     whole: str = "",
     wanted: Callable[[Step], bool] = lambda step: True,
 ) -> dict[str, Any]:
-    """Make every wanted output that is not there yet, in order; finished ones stay.
+    """Run every wanted step whose output is missing or outdated, in order.
 
     Args:
-        steps: all of them; one that is not wanted may be an input of others.
-        folder: keeps state.json and the logs; one program at a time makes something in it.
+        steps: all steps; one that is not wanted may be an input of others.
+        folder: the folder of state.json and the logs, which only one program uses at a time.
         executor: runs the commands.
-        dry_run: the commands are shown, and nothing is done.
-        patience: seconds to wait for another program that is at work in the folder.
-        commands: the file that keeps what was run, else COMMANDS in the folder.
-        whole: the line that makes all of it; it is shown and kept, and the commands, which need what
-            functions make, stand below it as comments.
-        wanted: whether a step is to be made.
+        dry_run: True to show the commands and do nothing.
+        patience: seconds to wait for another program that uses the folder.
+        commands: the file that records the commands (default: COMMANDS in the folder).
+        whole: the command line that makes everything. It is shown and recorded; the commands of the steps,
+            which need the outputs of functions, follow it as comments.
+        wanted: a function that tells whether to run a step.
 
     Returns:
-        Name of each wanted step → its facts; {} of a dry run.
+        Name of each wanted step → its facts; {} for a dry run.
 
     Raises:
-        UserError: where a step fails, one that is not wanted was begun in place from other inputs, or another
-            program keeps the folder.
+        UserError: if a step fails, if a step in place that is not wanted was begun with other inputs, or if
+            another program uses the folder for too long.
     """
     executor = executor or Executor()
     commands = commands or folder / COMMANDS
@@ -151,9 +150,9 @@ def make(
 def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, prefix: str) -> Any:
     """Make the output of a step, unless it is done. Returns its facts.
 
-    Crash safety rests on the order of writes. A step in place: a record without a fingerprint, the output,
-    the whole record. Any other step: NAME.partial, the removal of the old record, the rename to NAME, the new
-    record. So no record ever has the fingerprint of another output.
+    The order of writes makes a crash harmless. For a step in place it is: a record without a fingerprint, the
+    output, the whole record. For any other step: NAME.partial, the removal of the old record, the rename to
+    NAME, the new record. So no record ever has the fingerprint of another output.
     """
     records = read_step_records(folder)
     inputs = _resolved(step, records)
@@ -187,7 +186,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
 
 
 def _is_done(step: Step, record: Record, inputs: dict[str, Any], folder: Path) -> bool:
-    """True if the record is of these inputs and this goal, and the output is as it was then."""
+    """True if the record has these inputs and this goal, and the output has not changed since."""
     used = dict(step.used(record.get("facts"), True))
     fingerprint = fingerprint_of(inputs | used, dict(step.goal))
     if not record.get("fingerprint"):
@@ -203,9 +202,9 @@ def _is_done(step: Step, record: Record, inputs: dict[str, Any], folder: Path) -
 def _begin_in_place(
     step: Step, record: Record, inputs: dict[str, Any], session: dict[str, Any], folder: Path
 ) -> tuple[dict[str, Any], list[dict[str, Any]]]:
-    """Record that a step in place begins. Returns the earlier facts, and all sessions with this one.
+    """Record that a step in place begins. Returns the earlier facts, and all sessions including this one.
 
-    The record is written before the command starts, so that an interrupted step is known by its inputs.
+    The record is written before the command starts, so that the inputs of an interrupted step are known.
     """
     facts: dict[str, Any] = {}
     made_by = [session]
@@ -265,7 +264,7 @@ def _refuse_others(step: Step, record: Record, inputs: dict[str, Any]) -> None:
 
 
 def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
-    """The inputs of a step as they are read back from JSON. Raises UserError for a file that is missing."""
+    """The inputs of a step as state.json has them. Raises UserError for a missing file."""
 
     def plain(value: Any) -> Any:
         if isinstance(value, Step):
@@ -287,24 +286,24 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _contents(folder: Path) -> str:
-    """Digits that change when a file in the folder is written, added or taken away."""
+    """A digest that changes when a file in the folder is written, added or removed."""
     contents = []
     for path in sorted(folder.rglob("*")):
-        with contextlib.suppress(FileNotFoundError):  # a training that is at work takes files away
+        with contextlib.suppress(FileNotFoundError):  # a running training removes files
             if path.is_file():
                 contents.append([os.path.relpath(path, folder), *file_signature(path)[1:]])
     return fingerprint_of(contents)
 
 
 def _sizes(output: Path, folder: Path) -> dict[str, int]:
-    """Name, seen from `folder`, → bytes of a file, or of the files in a folder, logs aside."""
+    """Path relative to `folder` → bytes, for an output that is a file, or for its files except logs."""
     paths = output.rglob("*") if output.is_dir() else [output]
     files = (path for path in paths if path.is_file() and path.suffix != ".log")
     return {os.path.relpath(path, folder): path.stat().st_size for path in files}
 
 
 def read_step_records(folder: Path) -> dict[str, Record]:
-    """name of a step → what state.json says of it, but for damaged entries and those of older versions."""
+    """Name of a step → its entry in state.json, without damaged entries and those of older versions."""
     return {
         name: record for name, record in saved_json(folder / STATE).items() if _is_entry(record)
     }
@@ -319,14 +318,14 @@ def _is_entry(record: Any) -> bool:
 
 
 def made_by_of(record: Record, output: Path | None = None) -> list[dict[str, Any]]:
-    """What made the output of a step.
+    """The sessions that made the output of a step.
 
     Args:
-        record: of the step, as `read_step_records` has it.
-        output: of a step in place that has not ended: whether its last session left something is looked at.
+        record: the entry of the step, see `read_step_records`.
+        output: the output of an unfinished step in place: its last session is left out if it changed nothing.
 
     Returns:
-        `provenance` of each session that left something, in order; none where an earlier version made it.
+        The `provenance` of each session, in order; [] if an earlier version made the output.
     """
     sessions = [dict(session) for session in record.get("made_by", []) if isinstance(session, dict)]
     if output and sessions and sessions[-1].get("from") == _contents(output):
@@ -338,9 +337,9 @@ def write_step_record(folder: Path, name: str, **record: Any) -> None:
     """Replace the entry of a step in state.json.
 
     Args:
-        folder: what the file lies in.
-        name: of the step.
-        record: the entry; an empty one is taken out.
+        folder: the folder of the file.
+        name: the name of the step.
+        record: the new entry; without any the entry is removed.
     """
     records = read_step_records(folder)
     records.pop(name, None)
@@ -350,11 +349,11 @@ def write_step_record(folder: Path, name: str, **record: Any) -> None:
 
 
 def keep_command(line: str, commands: Path) -> None:
-    """Add a command to the script of what was run (once: a resumed run repeats it).
+    """Add a command to the script of commands that were run, once: a resumed run repeats its commands.
 
     Args:
-        line: for a shell, or a comment.
-        commands: the script, which is begun where there is none.
+        line: a command for a shell, or a comment.
+        commands: the script, which is made if necessary.
     """
     refuse_link(commands)
     lines = []
@@ -371,13 +370,13 @@ def keep_command(line: str, commands: Path) -> None:
 
 
 def fingerprint_of(*values: Any) -> str:
-    """16 hexadecimal digits that change when any of the JSON values does."""
+    """A digest of JSON values, of 16 hexadecimal digits."""
     text = json.dumps(values, sort_keys=True, ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()[:16]
 
 
 def file_signature(path: Path) -> list[Any]:
-    """Name, size and time of a file: enough to tell that it was made again."""
+    """Name, size and modification time of a file, which show whether it was written again."""
     stat = path.stat()
     return [path.name, stat.st_size, stat.st_mtime_ns]
 
@@ -391,7 +390,7 @@ def remove(path: Path) -> None:
 
 
 def replace(new: Path, old: Path) -> None:
-    """Rename `new` to `old`; a folder that was there is moved aside first and removed last."""
+    """Rename `new` to `old`. An old folder is first moved aside, and removed last."""
     aside = old.with_name(f"{old.name}.old")
     remove(aside)
     if old.is_dir() or (new.is_dir() and old.exists()):

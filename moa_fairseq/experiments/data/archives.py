@@ -22,8 +22,8 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, refuse_irregular
 
 BLOCK = 1 << 20
-MOST_BYTES = 256 << 20  # of all that `contents` holds in memory
-# The standard library's exceptions for damaged bytes, including bad numbers, names and sizes.
+MOST_BYTES = 256 << 20  # the most that `contents` holds in memory
+# What the standard library raises for damaged bytes, including bad numbers, names and sizes.
 _DAMAGED = (
     *(EOFError, zlib.error, lzma.LZMAError, tarfile.TarError, zipfile.BadZipFile),
     *(ValueError, OverflowError, struct.error, IndexError),
@@ -76,13 +76,13 @@ def contents(archive: Path) -> dict[str, bytes]:
     """All ordinary files of an archive, in memory; nothing is written.
 
     Args:
-        archive: A tar (also .tar.gz and .tar.xz) or zip archive.
+        archive: a tar (also .tar.gz and .tar.xz) or zip archive.
 
     Returns:
         Name → bytes. If two files have one name, the later file is returned.
 
     Raises:
-        UserError: There is no such file, it has more than 256 MiB, or as in `extract`.
+        UserError: if there is no such file, or if it unpacks to more than 256 MiB; see also `extract`.
     """
     refuse_irregular(archive, "Archive")
     files: dict[str, bytes] = {}
@@ -103,14 +103,14 @@ def contents(archive: Path) -> dict[str, bytes]:
 
 
 def pack(archive: Path, files: Mapping[str, bytes]) -> None:
-    """Write a .tar.xz, whose bytes are the same for the same files.
+    """Write a .tar.xz archive. The same files always give the same bytes.
 
     Args:
-        archive: The output file; an existing file is replaced as a whole.
-        files: Name → bytes.
+        archive: the output file; an existing file is replaced as a whole.
+        files: name in the archive → content.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: if the archive cannot be written.
     """
     with (
         atomic_write(archive, "wb") as output,
@@ -128,12 +128,13 @@ def _damage_named(archive: Path) -> Iterator[None]:
     """Turn errors of reading an archive into errors for users."""
     try:
         yield
-    # Also NotImplementedError: encrypted, or a compression unknown to Python
+    # zipfile's error for an encrypted member; its NotImplementedError, for an unknown compression, is one too
     except RuntimeError as error:
         remedy = "Unpack it with the program that made it, and give --data the folder"
         raise UserError(f"This program cannot unpack {archive} ({error}). {remedy}.") from error
     except (*_DAMAGED, OSError) as error:
-        # A disk error is not the archive's fault; one of gzip or bz2, or a seek before the start, is
+        # An OSError with a number is a disk's error, except EINVAL, a seek before the start of the archive;
+        # gzip and bz2 raise OSErrors without a number for damaged bytes
         if isinstance(error, OSError) and error.errno not in (None, errno.EINVAL):
             raise
         raise DamagedArchive(
@@ -142,7 +143,7 @@ def _damage_named(archive: Path) -> Iterator[None]:
 
 
 class _Blocks:
-    """A stream for tarfile, which reads names of any length at once.
+    """A stream that refuses long reads: tarfile would read a name of any length at once.
 
     Args:
         stream: the unpacked archive.

@@ -11,7 +11,7 @@ import numpy
 
 from moa_fairseq.errors import UserError
 
-DICTIONARY = "dict.txt"  # of data in one language
+DICTIONARY = "dict.txt"  # the dictionary of data in one language
 # `sentence_prediction`'s names for the folders of the sentences and of their classes.
 INPUT = "input0"
 LABEL = "label"
@@ -30,7 +30,7 @@ class Prepared:
     Args:
         folder: the binarised folder; for data that fairseq does not read, the folder of the text.
         sentences: subset → number of sentences; {} if unknown.
-        fingerprint: of the inputs and settings.
+        fingerprint: changes when the inputs or settings of the data change; see `fingerprint_of`.
     """
 
     folder: Path
@@ -67,9 +67,9 @@ def check_binarised(
 
     Args:
         folder: made by fairseq-preprocess.
-        languages: two, or () for data of a language model or a classifier.
+        languages: source and target; () for data of a language model or a classifier.
         subsets: the required subsets.
-        joined: both dictionaries must be equal.
+        joined: True if the two dictionaries must be equal.
 
     Returns:
         Subset → number of sentences.
@@ -118,15 +118,15 @@ def _require(path: Path, size: int | None = None) -> None:
 def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[str, Path]:
     """A subset's files, without their endings .bin and .idx.
 
-    A pair may be binarised the other way round.
+    The folder may have been binarised with source and target exchanged.
 
     Args:
         folder: made by fairseq-preprocess.
-        languages: two, or () for data of a language model or a classifier.
-        subset: its name, such as "train".
+        languages: source and target; () for data of a language model or a classifier.
+        subset: the name of the subset, such as "train".
 
     Returns:
-        Language, or folder of a classifier, or "" → path without ending.
+        Language (for a classifier INPUT and LABEL, for a language model "") → path without ending.
     """
     if not languages:
         sides = (INPUT, LABEL) if is_classification(folder) else ("",)
@@ -143,10 +143,10 @@ def check_stem(stem: Path) -> int:
     """Check `<stem>.idx`, in fairseq's mmap format, against `<stem>.bin`; return the number of sentences.
 
     Args:
-        stem: the path of both, without ending.
+        stem: the path of both files, without ending.
 
     Raises:
-        UserError: for a file that is missing or cut off, another format, or no sentence.
+        UserError: for a file that is missing or cut off, has another format, or has no sentence.
     """
     index = stem.with_name(f"{stem.name}.idx")
     binary = stem.with_name(f"{stem.name}.bin")

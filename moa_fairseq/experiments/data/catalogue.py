@@ -15,19 +15,20 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.text.steps import Step
 
 TABLE = Path(__file__).with_name("datasets.yaml")
-# Two languages; one language with a vocabulary of its own; one with GPT-2's; sentences with a class each.
+# The kinds of data: text in two languages; in one language with a vocabulary of its own; in one language with
+# GPT-2's vocabulary; sentences with a class each.
 TRANSLATION = "translation"
 LANGUAGE_MODELING = "language_modeling"
 MASKED_LM = "masked_lm"
 CLASSIFICATION = "classification"
-# How words are segmented: joint merges, or pieces of raw text.
+# How words are segmented: by joint merges of tokenised text, or into pieces of raw text.
 SUBWORD_NMT = "subword_nmt"
 SENTENCEPIECE = "sentencepiece"
 LEAST_COVERAGE = 0.98  # the smallest share of letters with a piece that SentencePiece accepts
 # File names of the source and the target language in WMT's sets.
 SIDES = ("src", "ref")
 SHARD = "{shard}"  # in the names of numbered files
-# Line functions that depend on the language; `tokenize` also applies them to the user's own raw text.
+# Line functions that depend on the language; the setting `tokenize` applies them to the user's own raw text.
 _WITH_LANGUAGE = ("normalize_punctuation", "tokenize")
 
 
@@ -37,10 +38,10 @@ class PublicFile(NamedTuple):
     Args:
         name: its path below the folder of downloads.
         urls: addresses, tried in order; pip:NAME==VERSION is a wheel that pip fetches.
-        size: in bytes.
-        sha256, md5: as published, in hexadecimal digits.
-        about: rounded size in bytes, if the exact size is unknown.
-        remedy: what to do if no address serves it.
+        size: the exact size in bytes.
+        sha256, md5: the published checksum, in hexadecimal digits.
+        about: a rounded size in bytes, if the exact size is unknown.
+        remedy: a sentence for the user if no address serves the file.
     """
 
     name: str
@@ -58,7 +59,7 @@ class PublicFile(NamedTuple):
 
     @property
     def bytes(self) -> int:
-        """Its size, or the rounded size if the exact one is unknown."""
+        """The file's size, or its rounded size if the exact one is unknown; 0 if both are."""
         return self.size or self.about or 0
 
 
@@ -79,12 +80,12 @@ class Part(NamedTuple):
 
     @property
     def name(self) -> str:
-        """Its first name, for people."""
+        """The first of its file names without the folder, for people."""
         return Path(self.members[0]).name
 
     @property
     def source(self) -> str:
-        """The public file that contains it or that it is; "" for the user's own text."""
+        """The name of the public file that is or contains this text; "" for the user's own text."""
         name = self.archive or self.members[0]
         return name if name in public_files() else ""
 
@@ -95,8 +96,8 @@ class Cleaning(NamedTuple):
     Args:
         min, max: fewest and most tokens. Without `max` only pairs with an empty side are dropped, and the
             text is not changed.
-        ratio: a side may have at most this many times the other's tokens.
-        word: longest token in characters.
+        ratio: one side may have at most this many times the tokens of the other side.
+        word: the largest number of characters in a token.
     """
 
     min: int = 1
@@ -109,8 +110,8 @@ class HoldOut(NamedTuple):
     """Every n-th line of the training text becomes another split.
 
     Args:
-        split: the other split's name.
-        every: n.
+        split: the name of the other split.
+        every: the number n.
     """
 
     split: str
@@ -122,19 +123,20 @@ class Dataset:
     """How one data set becomes text for fairseq; the head of datasets.yaml explains the keys.
 
     Args:
-        name: in `moa-fairseq prepare` and in recipes.
+        name: its name in `moa-fairseq prepare` and in recipes.
         kind: TRANSLATION, LANGUAGE_MODELING, MASKED_LM or CLASSIFICATION.
         summary: one line for readers.
         splits: split → its parts, read one after the other.
-        languages: two of them are selected, the usual source and target first; () for text in one language,
-            or for the user's own text.
+        languages: the languages, of which the user selects two; the usual source and target come first. ()
+            for text in one language, and for the user's own text.
         steps: split, or "other" for splits without an entry → its line functions: names, or name → options.
-        clean: which pairs are kept: fields of `Cleaning`, "after" (a stage) and "splits" (else train alone).
-        hold_out: lines that become another split.
-        merges: of BPE, learned on both sides of the training text together.
-        joined_dictionary: one dictionary for both languages.
+        clean: which pairs are kept: fields of `Cleaning`, "after" (the stage that is followed by cleaning)
+            and "splits" (by default train alone).
+        hold_out: the lines of the training text that become another split.
+        merges: the number of BPE merges, learned on both sides of the training text together.
+        joined_dictionary: True if both languages share one dictionary.
         preprocess: further flags of fairseq-preprocess.
-        codes: the merges of a text that comes segmented.
+        codes: the file of the merges by which a published text was segmented.
         expected: split → published or known number of lines.
         bring: the files that --data must contain, for people.
         encoder: the tokeniser of text in one language: words, sentencepiece, bytes, or none if nothing is
@@ -143,13 +145,13 @@ class Dataset:
         released_pieces: pieces are learnt as in SwitchHead's release (`pieces.RELEASED`), with its faults.
         tokens: split → number of pieces to use, from the beginning; other splits are used completely.
         learn_on: with `tokens`: the number of parts of the training text that SentencePiece learns on.
-        byte_splits: split → bytes, in the order of the one file that they are cut from.
+        byte_splits: split → number of bytes, in the order in which the splits are cut from one file.
         published: languages, merges and md5 of the published segmented text.
         generated: the settings of `ListOps`, for generated data.
-        words: split → words of the published text, including one end of line each.
+        words: split → number of words of the published text, where the end of each line counts as a word.
         licence: the terms of use, for people.
         disk: gigabytes needed for a complete preparation.
-        raw: for segmented text: the data set whose steps process raw text of the same kind.
+        raw: for a segmented text, the name of the data set whose steps process raw text of the same kind.
     """
 
     name: str
@@ -190,7 +192,7 @@ class Dataset:
         return any(part.archive for part in _flat(self.splits))
 
     def parts(self, languages: Sequence[str] = ()) -> dict[str, list[Part]]:
-        """split → its parts; for a source and a target language they alternate.
+        """split → its parts. For two languages, parts of the source and of the target alternate.
 
         Args:
             languages: source and target, or () for text in one language.
@@ -222,7 +224,7 @@ class Dataset:
         """The public files that its parts are taken from, without repetitions.
 
         Args:
-            languages: of the texts; (): all that the data set has.
+            languages: the languages of the texts; (): all that the data set has.
         """
         names: dict[str, None] = {}
         for language in languages or self.languages or ("",):
@@ -243,10 +245,10 @@ class Dataset:
         """The line functions for one language of a split, for text.steps.apply_steps.
 
         Args:
-            split: its name.
-            language: of the text.
-            settings: of a recipe's data section. `lowercase` adds a step; `tokenize` means Moses' tokeniser
-                if the table has none.
+            split: the name of the split.
+            language: the language of the text.
+            settings: a recipe's data section. `lowercase` adds a step; `tokenize` adds Moses' tokeniser if
+                the data set has no line functions.
         """
         rows = self.steps.get(split, self.steps.get("other", ()))
         rows = rows or (_WITH_LANGUAGE if settings.get("tokenize") else ())
@@ -285,7 +287,7 @@ class Dataset:
         """This data set with the user's own train, valid and test.
 
         Args:
-            raw: apply the data set's line functions to the text.
+            raw: True to apply this data set's line functions to the text.
         """
         parallel = datasets()["parallel"]
         steps = {"other": self.steps.get("test", ()), **self.steps}
@@ -298,7 +300,7 @@ class Dataset:
 
         Args:
             stage: "tokens" or "bpe".
-            split: its name.
+            split: the name of the split.
         """
         if self.clean.get("after") != stage or split not in self.clean.get("splits", ["train"]):
             return None
@@ -313,14 +315,14 @@ def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
 
 
 def _table() -> dict[str, Any]:
-    # Ten times as fast, if libyaml is installed
+    # libyaml, if it is installed, reads ten times as fast
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(TABLE.read_text("utf-8"), Loader=loader)
 
 
 @functools.lru_cache(maxsize=1)
 def public_files() -> dict[str, PublicFile]:
-    """name → PublicFile."""
+    """All public files of datasets.yaml, by name."""
     table = _table()
     files = {}
     for name, row in table["files"].items():
@@ -340,7 +342,7 @@ def public_files() -> dict[str, PublicFile]:
 
 @functools.lru_cache(maxsize=1)
 def datasets() -> dict[str, Dataset]:
-    """name → Dataset, of every kind."""
+    """All data sets of datasets.yaml, by name."""
 
     def part(row: dict[str, Any]) -> Part:
         return Part(**row)._replace(members=tuple(row["members"]))

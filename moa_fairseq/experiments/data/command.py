@@ -64,67 +64,118 @@ def names() -> dict[str, Dataset]:
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """The flags of `moa-fairseq prepare`."""
-    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
+    _add_file_flags(parser)
+    _add_text_flags(parser)
+    _add_segmentation_flags(parser)
+    _add_generation_flags(parser)
+    parser.add_argument("--json", action="store_true", help="print only the manifest, as JSON")
+
+
+def _add_file_flags(parser: argparse.ArgumentParser) -> None:
     add = parser.add_argument
+    about = "; ".join(f"{name}: {dataset.summary}" for name, dataset in names().items())
     add("name", metavar="NAME", choices=sorted(names()), help=about)
     add("output", type=Path, nargs="?", metavar="OUT", help="output folder (default: data/NAME)")
-    data_help = "folder with archives or extracted files; files that it lacks are downloaded"
-    add("--from", type=Path, dest="at_hand", metavar="DIR", help=data_help)
-    add("--offline", action="store_true", help="never download")
-    downloads_help = "folder for downloads (default: downloads, next to OUT)"
-    add("--downloads", type=Path, metavar="DIR", help=downloads_help)
-    processes = "number of processes (default: %(default)s)"
-    add("--workers", type=int, default=default_workers(), metavar="N", help=processes)
-    editions = (
-        "variant of the data set: vaswani or vaswani_rebuilt (wmt14_en_de), cased (iwslt14_de_en), depth3 "
-        "(listops)"
+    add(
+        "--from",
+        type=Path,
+        dest="at_hand",
+        metavar="DIR",
+        help="folder with archives or extracted files; files that it lacks are downloaded",
     )
-    add("--flavour", metavar="NAME", help=editions)
+    add("--offline", action="store_true", help="never download")
+    add(
+        "--downloads",
+        type=Path,
+        metavar="DIR",
+        help="folder for downloads (default: downloads, next to OUT)",
+    )
+    add(
+        "--workers",
+        type=int,
+        default=default_workers(),
+        metavar="N",
+        help="number of processes (default: %(default)s)",
+    )
+
+
+def _add_text_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument
+    add(
+        "--flavour",
+        metavar="NAME",
+        help="variant of the data set: vaswani or vaswani_rebuilt (wmt14_en_de), cased (iwslt14_de_en), "
+        "depth3 (listops)",
+    )
     add("--source", metavar="LANG", help="source language; give both to reverse a pair")
     add("--target", metavar="LANG", help="target language")
-    merges = (
-        "number of joint BPE merges to learn, 0 for none; for text_sp and --segmentation sentencepiece the "
-        "number of pieces (default: the data set's)"
+    add(
+        "--bpe",
+        type=int,
+        metavar="N",
+        help="number of joint BPE merges to learn, 0 for none; for text_sp and --segmentation "
+        "sentencepiece the number of pieces (default: the data set's)",
     )
-    add("--bpe", type=int, metavar="N", help=merges)
-    first = (
-        "training tokens, from the beginning of the text (c4 and pes2o; default: the data set's)"
+    add(
+        "--tokens",
+        type=int,
+        metavar="N",
+        help="training tokens, from the beginning of the text (c4 and pes2o; default: the data set's)",
     )
-    add("--tokens", type=int, metavar="N", help=first)
-    raw = (
-        "your own train, valid and test are raw text: apply the data set's tokeniser, for parallel that of "
-        "Moses; --no-tokenize: they are already tokenised (default: raw text is an error)"
+    add(
+        "--tokenize",
+        action=argparse.BooleanOptionalAction,
+        help="your own train, valid and test are raw text: apply the data set's tokeniser, for parallel "
+        "that of Moses; --no-tokenize: they are already tokenised (default: raw text is an error)",
     )
-    add("--tokenize", action=argparse.BooleanOptionalAction, help=raw)
-    pieces = parser.add_argument_group("subword segmentation of raw text (parallel, text_sp)")
-    cut = "subword segmentation; sentencepiece reads raw text without a tokeniser (default: %(default)s)"
-    pieces.add_argument(
-        "--segmentation", choices=(SUBWORD_NMT, SENTENCEPIECE), default=SUBWORD_NMT, help=cut
+
+
+def _add_segmentation_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group(
+        "subword segmentation of raw text (parallel, text_sp)"
+    ).add_argument
+    add(
+        "--segmentation",
+        choices=(SUBWORD_NMT, SENTENCEPIECE),
+        default=SUBWORD_NMT,
+        help="subword segmentation; sentencepiece reads raw text without a tokeniser "
+        "(default: %(default)s)",
     )
-    model = f"SentencePiece model type (default: {LATER['piece_model']})"
-    pieces.add_argument("--piece-model", choices=("unigram", "bpe"), help=model)
-    coverage = (
-        "character coverage of SentencePiece: share of the training text's letters that get a piece (text_sp "
-        "and sentencepiece; default: 0.9995, without byte fallback 1)"
+    add(
+        "--piece-model",
+        choices=("unigram", "bpe"),
+        help=f"SentencePiece model type (default: {LATER['piece_model']})",
     )
-    pieces.add_argument("--character-coverage", type=float, metavar="SHARE", help=coverage)
-    unknown = (
-        "accept training text in which more than 5 %% of the pieces are <unk> (default: an error)"
+    add(
+        "--character-coverage",
+        type=float,
+        metavar="SHARE",
+        help="character coverage of SentencePiece: share of the training text's letters that get a piece "
+        "(text_sp and sentencepiece; default: 0.9995, without byte fallback 1)",
     )
-    pieces.add_argument("--allow-unknown", action="store_true", help=unknown)
-    fallback = (
-        "split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)"
+    add(
+        "--allow-unknown",
+        action="store_true",
+        help="accept training text in which more than 5 %% of the pieces are <unk> (default: an error)",
     )
-    pieces.add_argument("--byte-fallback", action=argparse.BooleanOptionalAction, help=fallback)
-    generated = parser.add_argument_group("generated data (listops)")
+    add(
+        "--byte-fallback",
+        action=argparse.BooleanOptionalAction,
+        help="split letters without a piece into their UTF-8 bytes, so that none is <unk> (default: on)",
+    )
+
+
+def _add_generation_flags(parser: argparse.ArgumentParser) -> None:
+    add = parser.add_argument_group("generated data (listops)").add_argument
     defaults = datasets()["listops"].generated
-    sizes = f"number of expressions (default: {' '.join(map(str, defaults['sizes'].values()))})"
-    generated.add_argument(
-        "--sizes", type=int, nargs=3, metavar=("TRAIN", "VALID", "TEST"), help=sizes
+    add(
+        "--sizes",
+        type=int,
+        nargs=3,
+        metavar=("TRAIN", "VALID", "TEST"),
+        help=f"number of expressions (default: {' '.join(map(str, defaults['sizes'].values()))})",
     )
-    seed = f"random seed (default: {defaults['seed']})"
-    generated.add_argument("--seed", type=int, metavar="N", help=seed)
-    add("--json", action="store_true", help="print only the manifest, as JSON")
+    add("--seed", type=int, metavar="N", help=f"random seed (default: {defaults['seed']})")
 
 
 def run(args: argparse.Namespace) -> int:
@@ -135,11 +186,17 @@ def run(args: argparse.Namespace) -> int:
     check_place(output)
     with terminate_as_interrupt():
         subsets = [name for name in dataset.subsets if name in ("train", "valid", "test")]
-        folders = (args.at_hand, output, Executor(), args.downloads or output.parent / "downloads")
-        settings = _settings(dataset, args)
-        command = shlex.join(["moa-fairseq", *sys.argv[1:]])
         Preparation(
-            settings, subsets, *folders, args.offline, args.workers, dataset, whole=command
+            settings=_settings(dataset, args),
+            subsets=subsets,
+            source=args.at_hand,
+            root=output,
+            executor=Executor(),
+            downloads=args.downloads,
+            offline=args.offline,
+            workers=args.workers,
+            dataset=dataset,
+            whole=shlex.join(["moa-fairseq", *sys.argv[1:]]),
         ).run()
     folder = output
     if dataset.kind == MASKED_LM:
@@ -178,73 +235,92 @@ def _dataset(args: argparse.Namespace) -> Dataset:
 
 
 def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
-    name = dataset.name
-    one_language = dataset.kind != TRANSLATION
-    segmented = name != "text_sp" and (one_language or dataset.codes is not None)
-    generated = bool(names()[name].generated)
-    by_pieces = args.segmentation == SENTENCEPIECE
-    of_pieces = args.piece_model or args.byte_fallback is not None
-    pair = (args.source, args.target)
-    refusals = [
-        *_out_of_range(args),
-        (generated and args.at_hand, f"{name} is generated and reads no files: leave --from out"),
-        (
-            not (args.at_hand or dataset.downloadable),
-            f"{name} is your own text: give its folder with --from",
-        ),
-        (one_language and any(pair), f"{name} has one language: leave --source and --target out"),
-        (
-            not (one_language or dataset.languages or all(pair)),
-            f"{name} needs --source and --target",
-        ),
-        (segmented and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"),
-        (
-            by_pieces and name != "parallel",
-            f"{name} has a fixed segmentation: leave --segmentation out",
-        ),
-        (by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces"),
-        (
-            of_pieces and not by_pieces,
-            "--piece-model and --byte-fallback need --segmentation sentencepiece",
-        ),
-        (
-            args.character_coverage is not None and not (by_pieces or name == "text_sp"),
-            "--character-coverage needs text_sp or --segmentation sentencepiece",
-        ),
-        (name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces"),
-        (
-            args.tokens is not None and not dataset.tokens,
-            f"{name} is always used whole: leave --tokens out",
-        ),
-        (args.tokenize and not dataset.takes_raw, f"{name} has no tokeniser: leave --tokenize out"),
-        (
-            args.tokenize is False and one_language,
-            f"{name} is never tokenised: leave --no-tokenize out",
-        ),
-        (
-            not generated and (args.sizes or args.seed is not None),
-            f"{name}: leave --sizes and --seed out",
-        ),
-    ]
-    for wrong, problem in refusals:
-        if wrong:
-            raise UserError(f"{problem}.")
+    """Raise a UserError for the first flag that makes no sense for this data set."""
+    _check_ranges(args)
+    _check_files(args, dataset)
+    _check_languages(args, dataset)
+    _check_segmentation(args, dataset)
+    _check_text(args, dataset)
 
 
-def _out_of_range(args: argparse.Namespace) -> list[tuple[Any, str]]:
-    """(whether it is so, what is wrong) of each number and folder."""
+def _refuse(condition: Any, problem: str) -> None:
+    if condition:
+        raise UserError(f"{problem}.")
+
+
+def _check_ranges(args: argparse.Namespace) -> None:
     coverage = args.character_coverage
-    return [
-        (args.workers < 1, f"--workers {args.workers} is less than 1"),
-        (args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder"),
-        (
-            coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
-            f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
-        ),
-        (args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens} is less than 1"),
-        ((args.bpe or 0) < 0, f"--bpe {args.bpe} is negative: give a number of merges, or 0"),
-        (args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1"),
-    ]
+    _refuse(args.workers < 1, f"--workers {args.workers} is less than 1")
+    _refuse(args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder")
+    _refuse(
+        coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
+        f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
+    )
+    _refuse(args.tokens is not None and args.tokens < 1, f"--tokens {args.tokens} is less than 1")
+    _refuse((args.bpe or 0) < 0, f"--bpe {args.bpe} is negative: give a number of merges, or 0")
+    _refuse(args.sizes and min(args.sizes) < 1, f"--sizes {args.sizes}: each must be at least 1")
+
+
+def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
+    name = dataset.name
+    # Not dataset.generated, into which `_dataset` has put --seed and --sizes
+    if names()[name].generated:
+        _refuse(args.at_hand, f"{name} is generated and reads no files: leave --from out")
+    else:
+        _refuse(args.sizes or args.seed is not None, f"{name}: leave --sizes and --seed out")
+    _refuse(
+        not (args.at_hand or dataset.downloadable),
+        f"{name} is your own text: give its folder with --from",
+    )
+
+
+def _check_languages(args: argparse.Namespace, dataset: Dataset) -> None:
+    name = dataset.name
+    pair = (args.source, args.target)
+    if dataset.kind == TRANSLATION:
+        _refuse(not (dataset.languages or all(pair)), f"{name} needs --source and --target")
+    else:
+        _refuse(any(pair), f"{name} has one language: leave --source and --target out")
+
+
+def _check_segmentation(args: argparse.Namespace, dataset: Dataset) -> None:
+    name = dataset.name
+    is_fixed = dataset.kind != TRANSLATION or dataset.codes is not None
+    by_pieces = args.segmentation == SENTENCEPIECE
+    if name != "text_sp":
+        _refuse(
+            is_fixed and args.bpe is not None, f"{name} has a fixed segmentation: leave --bpe out"
+        )
+    _refuse(
+        by_pieces and name != "parallel",
+        f"{name} has a fixed segmentation: leave --segmentation out",
+    )
+    _refuse(by_pieces and args.bpe == 0, "--bpe 0: --segmentation sentencepiece needs pieces")
+    _refuse(
+        (args.piece_model or args.byte_fallback is not None) and not by_pieces,
+        "--piece-model and --byte-fallback need --segmentation sentencepiece",
+    )
+    _refuse(
+        args.character_coverage is not None and not (by_pieces or name == "text_sp"),
+        "--character-coverage needs text_sp or --segmentation sentencepiece",
+    )
+    _refuse(name == "text_sp" and args.bpe == 0, "--bpe 0: text_sp needs pieces")
+
+
+def _check_text(args: argparse.Namespace, dataset: Dataset) -> None:
+    name = dataset.name
+    _refuse(
+        args.tokens is not None and not dataset.tokens,
+        f"{name} is always used whole: leave --tokens out",
+    )
+    _refuse(
+        args.tokenize and not dataset.takes_raw,
+        f"{name} has no tokeniser: leave --tokenize out",
+    )
+    _refuse(
+        args.tokenize is False and dataset.kind != TRANSLATION,
+        f"{name} is never tokenised: leave --no-tokenize out",
+    )
 
 
 def _settings(dataset: Dataset, args: argparse.Namespace) -> dict[str, Any]:

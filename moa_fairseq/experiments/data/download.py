@@ -26,12 +26,12 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import PublicFile
 from moa_fairseq.files import checksum, disk_errors
 
-BLOCK = 1 << 20
-TIMEOUT = 30
-# A server that sends fewer bytes per second over so many seconds counts as an interrupted connection.
+BLOCK = 1 << 20  # bytes that are read at once
+TIMEOUT = 30  # seconds without a byte
+# A connection counts as interrupted if it brings fewer than SLOWEST bytes per second over WATCHED seconds.
 SLOWEST = 1024
 WATCHED = 60
-# Waits before further tries of an address; received bytes are kept between them.
+# Seconds to wait before the second and later tries of an address; bytes that were received are kept.
 PAUSES = (1, 5, 20)
 # Some servers reject Python's own user agent; others would compress a .gz once more in transit.
 HEADERS = {
@@ -50,15 +50,15 @@ log = logging.getLogger(__name__)
 
 
 class _Refused(Exception):
-    """This address does not serve the file; the next one may."""
+    """Raised if an address does not serve the file; the next address may."""
 
 
 class Unavailable(UserError):
     """A public file that is not available, or is not the right file.
 
     Args:
-        message: for the user.
-        why: the answer of each address, or the reason for not trying them; "" for a wrong local file.
+        message: the whole message for the user.
+        why: the answer of each address, or why no address was tried; "" for a wrong file of the user.
     """
 
     def __init__(self, message: str, why: str = "") -> None:
@@ -67,14 +67,14 @@ class Unavailable(UserError):
 
 
 def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
-    """What is wrong with a file, as the second half of a sentence; "" if nothing is.
+    """What is wrong with a file, as the second half of a sentence; "" for a good file.
 
     Checks the beginning, the size, the format, and the published sha256 or md5, if any.
 
     Args:
         path: the file.
         source: the expected file.
-        digest: computes a file's checksum by an algorithm, "sha256" or "md5".
+        digest: a function of a file and an algorithm, "sha256" or "md5", that returns the checksum.
     """
     with open(path, "rb") as stream:
         head = stream.read(512)
@@ -119,11 +119,11 @@ def obtain(
         at_hand: the user's folders, searched for its name or the last part of the name.
         kept: the folder of downloads.
         offline: never download.
-        digest: see `find_flaw`; for existing files.
+        digest: see `find_flaw`; it is called for existing files only.
         pauses: see `download`.
 
     Raises:
-        Unavailable: if it is not available, or the user's folders have another file of its name.
+        Unavailable: if the file is not available, or the user's folders have another file of its name.
     """
     base = Path(source.name).name
     for folder, name in itertools.product(at_hand, (source.name, base)):
@@ -164,7 +164,7 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
         pauses: seconds before each new try of an address (default: PAUSES); () for a single try.
 
     Raises:
-        Unavailable: if all addresses failed; the message names them and what to do.
+        Unavailable: if all addresses failed; the message names the addresses and a remedy.
     """
     target = folder / source.name
     failures = []
@@ -186,7 +186,7 @@ def download(source: PublicFile, folder: Path, pauses: Sequence[float] | None = 
 
 
 def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) -> None:
-    """Receive everything at `url` into the part file, and check it. Raises _Refused."""
+    """Receive the file at `url` into `part` and check it. Raises _Refused if that fails."""
     log.info(f"downloading {url}")
     resumable = source.pinned and part.is_file()
     for pause in (*pauses, None):
@@ -221,7 +221,7 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
 
 
 def _received(source: PublicFile, part: Path) -> int:
-    """Bytes of the part file from which a download can resume."""
+    """The number of bytes in the part file, after which a download can resume."""
     if part.is_file() and source.pinned:
         return part.stat().st_size
     return 0
@@ -265,7 +265,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
 
 
 def _total_bytes(answer: requests.Response, received: int) -> int:
-    """The size of the whole file by an answer's headers; 0 if they do not say. Raises _Refused."""
+    """The size of the whole file by an answer's headers; 0 if they do not give it. Raises _Refused."""
     length = answer.headers.get("Content-Length", "0")
     if not re.fullmatch(r"\d{1,18}", length):
         raise _Refused(f"the answer's size is not a number (Content-Length: {length[:40]!r})")
@@ -280,7 +280,7 @@ def _total_bytes(answer: requests.Response, received: int) -> int:
 def _ask(url: str, headers: dict[str, str]) -> requests.Response:
     """An answer whose header has arrived. Raises ConnectionError after WATCHED seconds without it.
 
-    TIMEOUT alone is not enough: it starts over with every byte.
+    TIMEOUT alone is not enough, because it starts over with every byte.
     """
     answers: queue.SimpleQueue[Any] = queue.SimpleQueue()
 

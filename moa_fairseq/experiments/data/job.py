@@ -48,16 +48,16 @@ class PreparationJob:
     Args:
         settings: the recipe's `data` section.
         subsets: the subsets that training and scoring need.
-        source: the --data folder, or None for a data set that is downloaded or generated.
+        source: the user's folder (--data, --from); None for a data set that is downloaded or generated.
         root: the folder of the stages.
-        executor: runs the commands.
+        executor: runs the commands of the steps.
         downloads: the folder of public files; by default next to `root`.
         offline: never download.
-        workers: number of processes for text.
-        dataset: replaces the table's row.
-        commands: the file that records the commands.
-        whole: the command line that makes all of it.
-        unread: the steps are only shown, and the source may not exist yet.
+        workers: the number of processes for text.
+        dataset: the data set, instead of the one that settings["recipe"] names.
+        commands: the file that records the commands; by default in `root`.
+        whole: the command line that makes all of the data.
+        unread: True if the steps are only shown, so that the source need not exist yet.
     """
 
     settings: Mapping[str, Any]
@@ -90,7 +90,7 @@ class PreparationJob:
 
     @functools.cached_property
     def store(self) -> Store:
-        """The source of its files."""
+        """The store that finds or fetches the files of the data set."""
         return Store(self.source, self.downloads or self.root.parent / "downloads", self.offline)
 
     @functools.cached_property
@@ -106,7 +106,7 @@ class PreparationJob:
     def texts(self) -> dict[str, list[TextFile]]:
         """split → its files, fetched and extracted if necessary; the files of two languages alternate.
 
-        If only some tokens of the text are used: the files that these were taken from.
+        If only some tokens of the text are used, these are the files from which they were taken.
         """
         if self.data.tokens:
             facts = read_step_records(self.root).get("text", {}).get("facts") or {}
@@ -117,12 +117,12 @@ class PreparationJob:
                     number = max(number or 0, self.data.learn_on)
                 texts[split] = list(map(self.text_file, parts[:number]))
             return texts
-        # All together, so that an archive is read once.
+        # All parts in one call, so that each archive is read once
         flat = [*itertools.chain.from_iterable(self.parts.values())]
         codes = self.data.codes
         files = self.store.text_files(flat, [codes] if codes else [], self.data, self.root)
         if codes in files:
-            # The merges of text that was segmented elsewhere: fine-tuning a model on it needs them.
+            # The merges of a text that was segmented elsewhere, for fine-tuning a model on other text
             with atomic_write(self.root / CODES) as stream:
                 stream.writelines(f"{line}\n" for line in read_lines(files[codes].path))
         return {split: [files[part] for part in parts] for split, parts in self.parts.items()}
@@ -169,11 +169,11 @@ class PreparationJob:
         return self.checksum(path) if path else None
 
     def checksum(self, path: Path) -> str:
-        """sha256 of a file that the data is made from."""
+        """The sha256 of a file from which the data is made."""
         return known_checksum(self.store.downloads / MEMORY, path)
 
     def read(self) -> dict[str, Any]:
-        """split → markup and sha256 of each of its files."""
+        """split → markup and sha256 of each file of its text."""
         read = {}
         for split, files in self.texts.items():
             read[split] = [[file.markup, self.checksum(file.path)] for file in files]
@@ -187,14 +187,14 @@ class PreparationJob:
         dictionaries: Mapping[str, Any] = types.MappingProxyType({}),
         finish: Callable[[Path, dict[str, Symbols]], Any] = lambda new, counts: None,
     ) -> Step:
-        """fairseq-preprocess of the text made by a step.
+        """The step that binarises a text by fairseq-preprocess.
 
         Args:
-            text: the step.
-            splits: all but train and valid are tests.
-            name: of the folder of sentences or of classes.
+            text: the step that makes the text.
+            splits: the splits; all but train and valid are given to fairseq-preprocess as tests.
+            name: for a classifier, the name of the folder of sentences or of classes.
             dictionaries: flags of fairseq-preprocess that name existing dictionaries.
-            finish: called with the new folder and its symbols; adds further files to it.
+            finish: called with the new folder and the numbers of its symbols; adds further files to it.
         """
         folder = text.output / name
         kind = self.data.kind
@@ -240,7 +240,7 @@ class PreparationJob:
         )
 
     def manifest(self, last: Step, **settings: Any) -> Step:
-        """manifest.json of the steps up to `last`."""
+        """The step that writes manifest.json after the step `last`; settings: further ones to record."""
 
         def write(new: Path) -> None:
             described = dict(self.settings) if self.languages else {"recipe": self.data.name}

@@ -31,7 +31,7 @@ log = logging.getLogger(__name__)
 
 
 def language_modeling_steps(job: PreparationJob) -> list[Step]:
-    """Text with a vocabulary of its own: (model →) text (→ binarised)."""
+    """The steps of text with a vocabulary of its own: (model →) text (→ binarised)."""
     return LanguageModelPreparation(job).steps()
 
 
@@ -39,7 +39,7 @@ class LanguageModelPreparation:
     """The steps of running text with a vocabulary of its own.
 
     Args:
-        job: its data section and its files.
+        job: the data section of the recipe, and the files of the data set.
     """
 
     def __init__(self, job: PreparationJob):
@@ -63,7 +63,7 @@ class LanguageModelPreparation:
         steps = []
         if self.data.encoder == "sentencepiece":
             model_inputs: dict[str, Any] = {"pieces": self.count}
-            # Whose settings older versions did not count as an input
+            # Older versions did not count the settings of released pieces as an input
             if not self.data.released_pieces:
                 model_inputs["settings"] = self.learning
             inputs = functools.partial(self._inputs, model_inputs)
@@ -128,7 +128,7 @@ class LanguageModelPreparation:
         return facts
 
     def _grow(self, new: Path) -> dict[str, Any]:
-        """Write only so many tokens of each split."""
+        """Write the first tokens of each split, as many as are requested."""
         self._announce()
         job = self.job
         growing = job.root / "growing"  # survives an interruption, unlike the step's own folder
@@ -160,7 +160,7 @@ class LanguageModelPreparation:
         return inputs
 
     def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> dict[str, Any]:
-        """The content of the files that were read, if they still exist."""
+        """The checksums of the files that were read, computed anew (recount) if the files still exist."""
         content: dict[str, Any] = {}
         if not self.data.tokens:
             return content
@@ -180,7 +180,7 @@ class LanguageModelPreparation:
 
 
 def masked_lm_steps(job: PreparationJob) -> list[Step]:
-    """Running text in GPT-2's encoding: bpe → binarised, whose folder also has the manifest."""
+    """The steps of running text in GPT-2's encoding: bpe → binarised, whose folder also has the manifest."""
     data = job.data
     bpe = job.root / "bpe"
 

@@ -22,7 +22,7 @@ _GROUPS = ("dependency", "depth", "length")
 # The seed and the block number determine an expression, whatever the number of processes.
 _DRAWS = 10000
 _BLOCKS = 100000
-_MOST_IDLE = 10  # blocks in a row without a new expression: there are no more
+_MOST_IDLE = 10  # after so many blocks without a new expression, there are hardly any more
 
 
 @dataclasses.dataclass(frozen=True)
@@ -30,10 +30,10 @@ class Expression:
     """One expression.
 
     Args:
-        tokens: such as `[MAX 2 [SM 9 4 ] ]`.
-        value: a digit.
-        depth: 1 for a digit, one more for each operator around it.
-        length: symbols, an operator's two brackets counted (three for each operator).
+        tokens: its text, such as `[MAX 2 [SM 9 4 ] ]`.
+        value: its value, from 0 to 9.
+        depth: the depth of the tree: 1 for a digit, and one more for each operator around it.
+        length: the number of symbols; an operator and its two brackets are three.
         dependency: the dependency depth: the number of values in the longest chain of dependences that leads
             to the result; arguments that an operator does not select do not count.
     """
@@ -48,7 +48,8 @@ class Expression:
 _value = operator.attrgetter("value")
 
 
-def _middle(arguments: Sequence[Expression]) -> Sequence[Expression]:
+def _medians(arguments: Sequence[Expression]) -> Sequence[Expression]:
+    """The argument in the middle by value, or the two arguments there."""
     ordered = sorted(arguments, key=_value)
     return ordered[(len(ordered) - 1) // 2 : len(ordered) // 2 + 1]
 
@@ -57,7 +58,7 @@ def _middle(arguments: Sequence[Expression]) -> Sequence[Expression]:
 OPERATORS: dict[str, Callable[[Sequence[Expression]], Sequence[Expression]]] = {
     "[MIN": lambda arguments: [min(arguments, key=_value)],
     "[MAX": lambda arguments: [max(arguments, key=_value)],
-    "[MED": _middle,
+    "[MED": _medians,
     "[SM": list,
 }
 SYMBOLS = (CLOSE, *OPERATORS, *DIGITS)
@@ -68,7 +69,8 @@ class ListOps:
     """The settings of a ListOps data set, from datasets.yaml.
 
     Args:
-        sizes: split → expressions; a fifth of each has each dependency depth from 2 to max_depth = 6.
+        sizes: split → number of expressions, of which each dependency depth from 2 to max_depth has an
+            equal share (a fifth, as max_depth is 6).
         seed: random seed of all expressions.
         max_length: longest expression, counted as in `Expression.length`.
         max_depth: greatest `Expression.depth`.
@@ -95,30 +97,28 @@ class ListOps:
             UserError: if there are not enough different expressions.
         """
         depths = range(2, self.max_depth + 1)
-        shares: dict[int, list[int]] = {}
-        for place, depth in enumerate(depths):
-            # Which differ by one at most
-            shares[depth] = [len(range(place, size, len(depths))) for size in self.sizes.values()]
-        numbers = dict(zip(shares, map(sum, shares.values())))
-        of_depth = self._drawn(numbers, workers)
-        chance = random.Random(f"listops deal {self.seed}")
+        shares = {split: _even_shares(size, depths) for split, size in self.sizes.items()}
+        totals = {depth: sum(share[depth] for share in shares.values()) for depth in depths}
+        rng = random.Random(f"listops deal {self.seed}")
         out: dict[str, list[Expression]] = {split: [] for split in self.sizes}
-        for depth, share in shares.items():
-            chance.shuffle(of_depth[depth])
-            samples = iter(of_depth[depth])
-            for expressions, count in zip(out.values(), share):
-                expressions.extend(itertools.islice(samples, count))
+        for depth, expressions in self._distinct_expressions(totals, workers).items():
+            rng.shuffle(expressions)
+            samples = iter(expressions)
+            for split, share in shares.items():
+                out[split].extend(itertools.islice(samples, share[depth]))
         for expressions in out.values():
-            chance.shuffle(expressions)
+            rng.shuffle(expressions)
         return out
 
-    def _drawn(self, wanted: Mapping[int, int], workers: int) -> dict[int, list[Expression]]:
-        """Dependency depth → as many different expressions as requested."""
+    def _distinct_expressions(
+        self, wanted: Mapping[int, int], workers: int
+    ) -> dict[int, list[Expression]]:
+        """Draw as many different expressions as requested of each dependency depth."""
         expressions: dict[int, list[Expression]] = {depth: [] for depth in wanted}
         texts: set[str] = set()
         idle = 0
-        blocks = ([(self, block)] for block in range(_BLOCKS))
-        for block in ordered_map(_block, blocks, workers, "ListOps"):
+        blocks = ([(self, number)] for number in range(_BLOCKS))
+        for block in ordered_map(_draw_block, blocks, workers, "ListOps"):
             before = len(texts)
             for expression in block:
                 depth = expression.dependency
@@ -135,29 +135,37 @@ class ListOps:
         problem = f"ListOps has only {count:,} different expressions of dependency depth {depth}"
         raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
-    def draw(self, chance: random.Random) -> Expression | None:
+    def draw(self, rng: random.Random) -> Expression | None:
         """One expression, or None if it became too long."""
-        root = self._subtree(chance, self.max_depth)
+        root = self._subtree(rng, self.max_depth)
         if root.depth < 2:
-            arguments = self._arguments(chance, self.max_arguments - 1, self.max_depth - 1)
-            arguments.insert(_below(chance, len(arguments)), root)
-            root = _operation(chance, arguments)
+            arguments = self._arguments(rng, self.max_arguments - 1, self.max_depth - 1)
+            arguments.insert(_random_below(rng, len(arguments)), root)
+            root = _operation(rng, arguments)
         if root.length <= self.max_length:
             return root
         return None
 
-    def _subtree(self, chance: random.Random, max_depth: int) -> Expression:
-        if max_depth == 1 or chance.random() > self.operator_probability:
-            value = _below(chance, 10)
+    def _subtree(self, rng: random.Random, max_depth: int) -> Expression:
+        if max_depth == 1 or rng.random() > self.operator_probability:
+            value = _random_below(rng, 10)
             return Expression(DIGITS[value], value)
-        return _operation(chance, self._arguments(chance, self.max_arguments, max_depth - 1))
+        return _operation(rng, self._arguments(rng, self.max_arguments, max_depth - 1))
 
-    def _arguments(self, chance: random.Random, most: int, max_depth: int) -> list[Expression]:
-        return [self._subtree(chance, max_depth) for _ in range(2 + _below(chance, most - 1))]
+    def _arguments(self, rng: random.Random, most: int, max_depth: int) -> list[Expression]:
+        return [self._subtree(rng, max_depth) for _ in range(2 + _random_below(rng, most - 1))]
 
 
-def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expression:
-    name = tuple(OPERATORS)[_below(chance, len(OPERATORS))]
+def _even_shares(number: int, parts: Sequence[int]) -> dict[int, int]:
+    """Part → its share of a number; the first parts have one more if the number is not a multiple."""
+    quotient, remainder = divmod(number, len(parts))
+    return {
+        part: quotient + 1 if index < remainder else quotient for index, part in enumerate(parts)
+    }
+
+
+def _operation(rng: random.Random, arguments: Sequence[Expression]) -> Expression:
+    name = tuple(OPERATORS)[_random_below(rng, len(OPERATORS))]
     chosen = OPERATORS[name](arguments)
     total = sum(map(_value, chosen))
     tokens = [name]
@@ -167,26 +175,30 @@ def _operation(chance: random.Random, arguments: Sequence[Expression]) -> Expres
         depth = max(depth, argument.depth)
         length += argument.length
     return Expression(
-        " ".join([*tokens, CLOSE]),
-        total % 10 if name == "[SM" else total // len(chosen),
-        1 + depth,
-        3 + length,
-        1 + max(argument.dependency for argument in chosen),
+        tokens=" ".join([*tokens, CLOSE]),
+        value=total % 10 if name == "[SM" else total // len(chosen),
+        depth=1 + depth,
+        length=3 + length,
+        dependency=1 + max(argument.dependency for argument in chosen),
     )
 
 
-def _below(chance: random.Random, end: int) -> int:
-    """A number from 0 … end − 1, by `random`, which is the same in every version of Python."""
-    return int(chance.random() * end)
+def _random_below(rng: random.Random, end: int) -> int:
+    """An integer from 0 to end − 1, by `random()`, which is the same in every version of Python."""
+    return int(rng.random() * end)
 
 
-def _block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
-    """The different expressions of one block that are neither too long nor just a digit."""
-    ((settings, block),) = batch
-    chance = random.Random(f"listops {settings.seed} {block}")
+def _draw_block(batch: list[tuple[ListOps, int]]) -> list[Expression]:
+    """The different expressions of one block that are neither too long nor just a digit.
+
+    Args:
+        batch: one pair of the settings and the block's number.
+    """
+    ((settings, number),) = batch
+    rng = random.Random(f"listops {settings.seed} {number}")
     expressions = {}
     for _ in range(_DRAWS):
-        expression = settings.draw(chance)
+        expression = settings.draw(rng)
         if expression is not None:
             expressions[expression.tokens] = expression
     return list(expressions.values())
@@ -198,11 +210,11 @@ def write_split(folder: Path, split: str, expressions: Sequence[Expression]) -> 
     Args:
         folder: the output folder for `input0/<split>`, `label/<split>` and `groups/<split>.tsv`, with a line
             per expression.
-        split: its name.
-        expressions: in order.
+        split: the name of the split.
+        expressions: the expressions of the split, in order.
 
     Returns:
-        lines, and tokens of the sentences.
+        "lines" and "tokens": the numbers of expressions and of their tokens.
     """
     sentences = []
     classes = []

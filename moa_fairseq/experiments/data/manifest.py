@@ -34,14 +34,14 @@ def manifest_of(
 
     Args:
         root: the folder with the stages and their state.json.
-        settings: of the data section.
-        sources: name → urls or origin, bytes, sha256.
+        settings: the recipe's data section.
+        sources: name of a file → its urls or origin, bytes and sha256.
         texts: split → the files that were read.
-        dataset: with its terms of use, published numbers of lines and checksums.
-        counts: split, or split.language → its binarised symbols.
+        dataset: the data set; its terms of use, published numbers of lines and checksums are copied.
+        counts: split, or split.language → the numbers of its binarised symbols.
     """
     records = read_step_records(root)
-    records.pop("manifest", None)  # which is replaced
+    records.pop("manifest", None)  # the earlier manifest, which is replaced
     stages = {name: records[name]["facts"] for name in STAGES if name in records}
     sessions: list[dict[str, Any]] = []
     outputs = {}
@@ -50,7 +50,7 @@ def manifest_of(
         for file, size in sorted(mark.get("files", {}).items()):
             outputs[file] = {"bytes": size, "sha256": checksum(root / file)}
     lines = {}
-    # Of each split, the last that counts its lines
+    # The number of lines of a split is that of the last stage that counts them
     for name in (
         "text",
         "tokens",
@@ -83,15 +83,15 @@ def manifest_of(
         "lines": numbers,
         "symbols": symbols_of(counts),
         "outputs": outputs,
-        # segmented file → its md5 and that of the published file, if the settings are those of the latter
+        # segmented file → its md5 and the published md5, if the text was made with the published settings
         "published": compared,
-        # recorded when the stages were made; not recorded by an earlier version
+        # recorded when each stage was made, but not by earlier versions
         "tools": combined([session.get("tools") or {} for session in sessions]),
     }
 
 
 def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
-    """Symbols, share of <unk> and longest sentence of each binarised split, as lines of text."""
+    """A table of the symbols, share of <unk> and longest sentence of each binarised split, in lines."""
     rows = []
     for split, counts in (manifest.get("symbols") or {}).items():
         rows.append({"split": split} | counts)
@@ -106,7 +106,7 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
 
 
 def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
-    """Split, or split.language → number of symbols, number and share of <unk>, length of the longest line."""
+    """Split, or split.language → numbers of symbols and of <unk>, share of <unk>, longest line."""
     return {
         name: {
             "symbols": count.symbols,
@@ -119,10 +119,10 @@ def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
 
 
 def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:
-    """manifest.json of a folder, or {}.
+    """The content of a folder's manifest.json; {} if there is none.
 
     Args:
-        folder: of prepared data.
+        folder: the folder of prepared data.
         remedy: the last sentence of the error.
 
     Raises:

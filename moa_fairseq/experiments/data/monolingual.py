@@ -23,12 +23,13 @@ from moa_fairseq.text.workers import chunks
 
 Texts = Mapping[str, Sequence[TextFile]]
 Facts = dict[str, dict[str, int]]
-CHUNK = 5000
-BATCH = 200  # lines, which may be whole documents
-SAVED = 50_000_000  # bytes
-# SwitchHead's text has no mark at line ends. fairseq ends each line with a mark, so lines are made this long.
+CHUNK = 5000  # lines that are encoded at once
+BATCH = 200  # lines that are encoded at once if they may be whole documents
+SAVED = 50_000_000  # bytes between two records of the progress
+# SwitchHead's text has no mark at line ends, but fairseq ends each line with one. Lines of so many pieces
+# make these marks rare.
 ROW = 100_000
-# Bytes as decimal numbers; fairseq's end-of-line symbol represents a line feed.
+# Each byte as a decimal number. A line feed is not written: fairseq's end-of-line symbol represents it.
 _BYTES = list(map("{} ".format, range(256)))
 log = logging.getLogger(__name__)
 
@@ -41,7 +42,7 @@ def write_lines(texts: Texts, folder: Path) -> Facts:
         folder: the output folder.
 
     Returns:
-        Split → lines, longest (bytes of the longest), tokens (words between white space).
+        Split → "lines", "longest" (bytes of the longest line), "tokens" (words between white space).
 
     Raises:
         UserError: for words that are fairseq's symbols, except the <unk> of WikiText, and for an empty
@@ -69,11 +70,11 @@ def write_bytes(texts: Texts, sizes: Mapping[str, int], folder: Path) -> Facts:
 
     Args:
         texts: "train" → the file.
-        sizes: split → bytes, in the order of the file.
+        sizes: split → number of bytes, in the order of the file.
         folder: the output folder.
 
     Returns:
-        Split → lines, bytes.
+        Split → "lines" and "bytes".
 
     Raises:
         UserError: if the file's size is not the sum of all splits.
@@ -103,12 +104,12 @@ def write_pieces(texts: Texts, model: Path, folder: Path, workers: int) -> Facts
 
     Args:
         texts: split → its files.
-        model: SentencePiece's file.
+        model: the file of the SentencePiece model.
         folder: the output folder.
-        workers: threads.
+        workers: the number of threads.
 
     Returns:
-        Split → lines (of the text), longest (bytes of the longest), tokens (pieces).
+        Split → "lines" (of the text), "longest" (bytes of the longest line), "tokens" (pieces).
 
     Raises:
         UserError: for a split without text.
@@ -143,18 +144,18 @@ def grow_pieces(
     `path`.json records the progress after every SAVED bytes. Neither text nor pieces are kept in memory.
 
     Args:
-        parts: of the text, in order; parts after the last piece are not fetched.
-        fetch: part → its file.
-        digest: part → the checksum of its file; None if it no longer exists. If a file has changed since it
-            was read, everything starts over.
-        model: SentencePiece's file.
-        path: the file, whose folder is created.
-        most: pieces.
-        workers: threads.
+        parts: the parts of the text, in order; parts after the last piece are not fetched.
+        fetch: a function that returns the file of a part.
+        digest: a function that returns the checksum of a part's file; None if the file no longer exists. If a
+            file has changed since it was read, everything starts over.
+        model: the file of the SentencePiece model.
+        path: the output file, whose folder is created.
+        most: the number of pieces to write.
+        workers: the number of threads.
 
     Returns:
-        lines (of the text), longest (bytes of the longest), tokens (pieces), parts (number of parts read),
-        files (name of such a part → its checksum).
+        "lines" (of the text), "longest" (bytes of the longest line), "tokens" (pieces), "parts" (number of
+        parts that were read) and "files" (name of such a part → its checksum).
 
     Raises:
         UserError: if the text has fewer pieces.
@@ -206,14 +207,14 @@ class _Progress:
     """How much of a growing text is written.
 
     Args:
-        of: what the text follows from: the settings of the call, with the number of pieces `most`.
-        files: name of each part begun → its checksum.
-        parts: number of parts read.
-        in_part: lines read of the part after these.
-        lines: read in all.
-        tokens: pieces written.
-        bytes: of the file when this was saved.
-        longest: bytes of the longest line.
+        of: the settings of the call, among them `most`, the number of pieces to write.
+        files: name of each part that was begun → its checksum.
+        parts: the number of parts that were read completely.
+        in_part: the number of lines that were read of the next part.
+        lines: the number of lines that were read of all parts.
+        tokens: the number of pieces that were written.
+        bytes: the size of the output file when this record was saved.
+        longest: the number of bytes of the longest line.
     """
 
     of: dict[str, Any]
@@ -232,7 +233,7 @@ class _Progress:
         return missing
 
     def write(self, row: list[int], encoder: Any, stream: BinaryIO) -> int:
-        """Write a line: the first pieces of the row, as far as they are missing. Returns their number."""
+        """Write a line of the row's pieces, at most as many as are missing. Returns their number."""
         row = row[: self.missing]
         if row:
             # By number, so that a letter without a piece becomes <unk> instead of a separate word.
@@ -241,7 +242,7 @@ class _Progress:
         return len(row)
 
     def save(self, longest: _Longest, stream: BinaryIO, file: Path) -> None:
-        """Record the progress, after what was written is on the disk."""
+        """Record the progress, once all that was written is on the disk."""
         stream.flush()
         os.fsync(stream.fileno())
         self.bytes = stream.tell()
@@ -255,7 +256,7 @@ def _saved_progress(
     parts: Sequence[Part],
     digest: Callable[[Part], str | None],
 ) -> _Progress:
-    """The progress of an interrupted call with the same settings on the same text, or none."""
+    """The progress of an interrupted call with the same settings on the same text, or a new record."""
     saved = saved_json(path.with_name(f"{path.name}.json"))
     if saved.get("of") != settings or not path.is_file() or path.stat().st_size < saved["bytes"]:
         return _Progress(settings)

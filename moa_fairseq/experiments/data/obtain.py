@@ -26,9 +26,9 @@ from moa_fairseq.process import locked
 
 MEMORY = "checked.json"  # checksums of files, so that gigabytes are not read twice
 OVERRIDE = "MOA_FAIRSEQ_IGNORE_DISK"
-MOST_NAMES = 20  # in one error
+MOST_NAMES = 20  # file names that one error lists
 GIVEN = "the user's folder"  # --from, or --data of a recipe; the manifest has no path outside its folder
-# Running text in 8,000 pieces: bytes per token as text, binarised and in between; and in packed files.
+# Bytes per token of running text in 8,000 pieces: as text, binarised and in between; and in packed files.
 TOKEN_BYTES = 12
 PACKED_BYTES = 2
 log = logging.getLogger(__name__)
@@ -54,7 +54,7 @@ class Store:
     def parts(
         self, dataset: Dataset, languages: Sequence[str], required: Sequence[str]
     ) -> dict[str, list[Part]]:
-        """split → its parts, by file names alone; `text_files` fetches those that the user's folder lacks.
+        """split → its parts. Only file names are read; `text_files` fetches what the user's folder lacks.
 
         For text outside archives, splits that are neither required nor in that folder are left out.
 
@@ -64,8 +64,8 @@ class Store:
             required: splits that training and scoring need.
 
         Raises:
-            UserError: listing all missing files that cannot be fetched; also if the user's folder seems to
-                contain the user's own text.
+            UserError: for missing files that cannot be fetched, all of which the error lists; also if the
+                user's folder seems to contain the user's own text.
         """
         parts = dataset.parts(languages)
         names = {}
@@ -75,7 +75,7 @@ class Store:
         texts = filter(None, map(self._find, train))
         unpacked = [path.name for path in texts if path.suffix != ".gz"]
         if unpacked and valid and valid[0].source and not any(map(self._find, valid)):
-            # else half of the text would be downloaded
+            # Otherwise, half of the text would be the user's own and half would be downloaded
             problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {valid[0].name}"
             remedy = "give data.recipe=parallel (moa-fairseq prepare parallel)"
             raise UserError(f"{problem}. If it is your own text, and not {dataset.name}, {remedy}.")
@@ -101,8 +101,8 @@ class Store:
         Args:
             parts: the required parts.
             optional: further parts, which may be missing: no archive is fetched for them alone.
-            announced: the data set whose terms are printed before a download.
-            root: the folder of its stages.
+            announced: the data set whose terms of use are printed before a download.
+            root: the folder of that data set's stages.
 
         Returns:
             Part → its file.
@@ -207,19 +207,19 @@ def _markup(path: Path, part: Part) -> str:
 
 
 def known_checksum(memory: Path, path: Path, algorithm: str = "sha256") -> str:
-    """A file's checksum; if it is remembered and the file was not touched since, the file is not read again.
+    """A file's checksum. The file is read only if it was touched since its checksum was remembered.
 
     Args:
         memory: the JSON file that remembers checksums.
-        path: of the file.
-        algorithm: by hashlib's name.
+        path: the file.
+        algorithm: hashlib's name of the checksum.
 
     Returns:
-        Hexadecimal digits.
+        The checksum in hexadecimal digits.
     """
     cache = saved_json(memory)
     key = f"{path.resolve()} {algorithm}"
-    # the last changes with the file even if its time was set back
+    # st_ctime_ns changes with the file even if its modification time was set back
     now = [*file_signature(path), path.stat().st_ctime_ns]
     entry = cache.get(key)
     if not isinstance(entry, list) or entry[:-1] != now:
@@ -234,14 +234,14 @@ def before_download(
     """Print a data set's terms and the size of the download, and check the free disk space.
 
     Args:
-        dataset: with its licence, and the disk space for a complete preparation.
+        dataset: the data set; its licence and its disk space for a complete preparation are read.
         root: the folder of the stages.
-        downloads: the folder of the files.
+        downloads: the folder to which the files are downloaded.
         missing: the files to download.
 
     Raises:
-        UserError: if a disk is too small for the files to be written to it, unless the environment variable
-            OVERRIDE is set.
+        UserError: if a disk has too little space for the files, unless the environment variable OVERRIDE is
+            set.
     """
     if dataset.licence:
         log.info(f"{dataset.name}: terms of use: {dataset.licence}")
@@ -261,9 +261,9 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
     """Print the terms and the size of a data set that is used in part; check the free disk space.
 
     Args:
-        dataset: with its licence.
-        store: where its files come from.
-        tokens: sum over all splits.
+        dataset: the data set, whose licence is printed.
+        store: the store of its files.
+        tokens: the number of tokens to prepare, of all splits together.
         root: the folder of the stages.
 
     Raises:
@@ -286,12 +286,17 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
 
 
 def _size_of(paths: Iterable[Path]) -> int:
-    """The bytes of those that are files."""
+    """The number of bytes of those paths that are files."""
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
 def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
-    """Raise UserError if a disk has less free space than these folders on it need."""
+    """Raise UserError if a disk has less free space than its folders need.
+
+    Args:
+        name: the data set, for the error.
+        places: (folder, bytes that it needs) pairs.
+    """
     needs: dict[int, float] = {}
     for place, need in places:
         path = place.absolute()
@@ -308,7 +313,7 @@ def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
 
 
 def format_bytes(size: float) -> str:
-    """Bytes in words: 1.8 GB, 23 MB, 0.6 MB."""
+    """A number of bytes in words, such as 1.8 GB, 23 MB or 0.6 MB."""
     unit = "GB" if size >= 1e9 else "MB"
     amount = size / (1e9 if size >= 1e9 else 1e6)
     return f"{amount:.{0 if amount >= 10 else 1}f} {unit}"
@@ -320,11 +325,11 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     A folder without any file of the data set is an error, because the user wants the folder to be used.
 
     Args:
-        settings: of the data section.
+        settings: the recipe's data section.
         source: the value of --data, or None.
 
     Raises:
-        UserError: which files to give, or what is wrong with the folder.
+        UserError: if the folder is missing or unusable; the message names the files to give.
     """
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:

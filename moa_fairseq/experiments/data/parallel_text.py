@@ -40,13 +40,15 @@ _SEGMENT = re.compile(r'<seg id="[0-9]*">\s*|\s*</seg>\s*')
 _END = r"[.!?。！？][\"'”»)]?$"
 _GLUED = re.compile(rf"[^\W_]{_END}")
 _APART = re.compile(rf"\s{_END}")
-# How a text writes the hyphens of compounds
+# How a text writes the hyphens of compounds: `a @-@ b` or `a-b`
 SPLIT = "split"
 WHOLE = "whole"
 _COMPOUND = re.compile(r"[^\W_]-(?=[^\W_])")
-_LOOKED_AT = 1000  # lines
-_ACCIDENTS = 2  # lines
-_MOST_ODD = 0.02  # of the lines
+# A text is refused if, of its first _LOOKED_AT lines, more than _ACCIDENTS and more than the share _MOST_ODD
+# have control characters. Fewer are accidents, which any text may have.
+_LOOKED_AT = 1000
+_ACCIDENTS = 2
+_MOST_ODD = 0.02
 _TED_HEADERS = ("<url>", "<talkid>", "<keywords>")
 _TED_TAGS = re.compile("</?(?:title|description)>")
 
@@ -59,14 +61,14 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
 
     Args:
         path: the file.
-        mark_bad: a line of undecodable bytes, with a NUL or of absurd length is returned as BAD and its
-            reason (one of BAD_LINES) instead of an error, so that it can be dropped and counted.
-        most: largest number of bytes per line.
+        mark_bad: True to return a line of undecodable bytes, with a NUL or of absurd length as BAD and the
+            reason (one of BAD_LINES), so that it can be dropped and counted. False to raise an error.
+        most: the largest number of bytes of a line.
 
     Raises:
-        UserError: with the line number for such a line; for a truncated gzip file; for .zst without the
-            package that reads it; and if many of the first lines have the control characters that Windows'
-            text becomes when it is taken for Latin-1.
+        UserError: for such a line, with its number; for a truncated gzip file; for .zst without the package
+            that reads it; and if many of the first lines have control characters, because text in Windows'
+            encoding was read as Latin-1.
     """
     number = odd = 0
 
@@ -81,7 +83,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
 
     try:
         with _opened(path) as stream:
-            # a packed file of some kilobytes may have a line that would fill the memory
+            # Limited, because a packed file of some kilobytes may have a line that would fill the memory
             for number, raw in enumerate(iter(lambda: stream.readline(most + 1), b""), start=1):
                 if len(raw) > most:
                     reason = LONG
@@ -111,7 +113,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                 yield BAD + reason
             if number < _LOOKED_AT:
                 check()
-    except Exception as error:  # also of a package that may be missing
+    except Exception as error:  # zstandard's errors cannot be named: the package may be missing
         kind = "zstandard" if type(error).__name__ == "ZstdError" else "gzip"
         if kind == "gzip" and not isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
             raise
@@ -121,7 +123,7 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
 
 
 def _opened(path: Path) -> Any:
-    """The bytes of a file, unpacked."""
+    """A stream of the unpacked bytes of a file."""
     if path.suffix == ".gz":
         return gzip.open(path, "rb")
     if path.suffix != ".zst":
@@ -135,7 +137,7 @@ def _opened(path: Path) -> Any:
         ) from error
     # Some data sets are packed with a window of up to 2 GB.
     opened = zstandard.open(path, "rb", dctx=zstandard.ZstdDecompressor(max_window_size=2**31))
-    return io.BufferedReader(opened)  # which has lines
+    return io.BufferedReader(opened)  # zstandard's own stream cannot read lines
 
 
 def read_documents(path: Path) -> Iterator[str]:
@@ -146,7 +148,7 @@ def read_documents(path: Path) -> Iterator[str]:
 
     Raises:
         UserError: for a line that is not an object with a "text", or whose text cannot be written as UTF-8;
-            and see `read_lines`.
+            see also `read_lines`.
     """
     for number, line in enumerate(read_lines(path, most=MAX_DOCUMENT_BYTES), 1):
         if not line.strip():
@@ -182,7 +184,7 @@ def read_documents(path: Path) -> Iterator[str]:
 # How to get the lines of text from the files that the evaluation campaigns publish.
 MARKUP: dict[str, Callable[[Iterator[str]], Iterator[str]]] = {
     "plain": iter,
-    # `<seg id="1"> … </seg>`; everything else is a header. Entities are not changed.
+    # Segments are `<seg id="1"> … </seg>`; all other lines are headers. Entities are not changed.
     "sgm": lambda lines: (_SEGMENT.sub("", line) for line in lines if "<seg id" in line),
     # WIT3's training files: headers of a talk are removed, its title and description lose their tags.
     "wit3": lambda lines: (
@@ -197,10 +199,10 @@ def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = 
     Args:
         text: a line.
         path, number: the line's file and number, for the error.
-        symbols: forbidden words.
+        symbols: the forbidden words.
 
     Raises:
-        UserError: with the line and the word.
+        UserError: if the line has such a word.
     """
     reserved = set(symbols).intersection(text.split())
     if reserved:
@@ -214,7 +216,7 @@ def refuse_symbols(text: str, path: Path, number: int, symbols: Sequence[str] = 
 
 
 def no_text(paths: Iterable[Path]) -> UserError:
-    """What to raise for a split whose files have no word."""
+    """The error for a split whose files have no word."""
     files = " and ".join(map(str, paths))
     return UserError(
         f"{files}: no line has text. Write the text of the split there; lines that are taken out of train "
@@ -227,14 +229,14 @@ class TextFile(NamedTuple):
 
     Args:
         path: the file, plain, .gz or .zst.
-        markup: a key of MARKUP, or documents.
+        markup: a key of MARKUP, or "documents".
     """
 
     path: Path
     markup: str = "plain"
 
     def lines(self, mark_bad: bool = False) -> Iterator[str]:
-        """The lines of text; see read_lines. For documents one after the other, see read_documents."""
+        """The lines of text, see `read_lines`; for "documents" their texts, see `read_documents`."""
         if self.markup == "documents":
             return read_documents(self.path)
         return MARKUP[self.markup](read_lines(self.path, mark_bad))
@@ -247,12 +249,12 @@ def read_pairs(files: Sequence[TextFilePair], mark_bad: bool = False) -> Iterato
     """The aligned lines of pairs of files, one pair of files after the other.
 
     Args:
-        files: (source, target) of each pair.
+        files: the (source, target) pairs of files.
         mark_bad: see `read_lines`.
 
     Raises:
-        UserError: if a pair of files is empty or differs in length. UTF-16 has other lines than UTF-8: for
-            such a file the message gives the encoding.
+        UserError: if a pair of files is empty or its files differ in length. A file in UTF-16 also differs in
+            length; its message is about the encoding.
     """
     for pair in files:
         count = 0
@@ -286,7 +288,10 @@ def is_raw(lines: Iterable[str]) -> bool:
 
 
 def hyphens(lines: Iterable[str]) -> str:
-    """How compounds are written: SPLIT (`a @-@ b`, as `tokenizer.perl -a` does), WHOLE (`a-b`), or ""."""
+    """How most compounds are written: SPLIT (`a @-@ b`, as `tokenizer.perl -a` does) or WHOLE (`a-b`).
+
+    "" if there are no compounds, or equally many of both.
+    """
     split = 0
     compounds = 0
     for line in lines:
@@ -298,11 +303,11 @@ def hyphens(lines: Iterable[str]) -> str:
 
 
 def find_file(folder: Path | None, name: str) -> Path | None:
-    """A file in a folder, with its plain name or .gz; None if there is none.
+    """A file in a folder, unpacked or as .gz; None if there is none.
 
     Args:
-        folder: searched; for None the result is None.
-        name: a path below it; the last part of the name alone is also searched.
+        folder: the folder, or None.
+        name: a path below the folder; the last part of the path alone is also tried.
     """
     places = []
     if folder:

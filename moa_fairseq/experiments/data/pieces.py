@@ -19,8 +19,8 @@ from moa_fairseq.text.subwords import plain
 
 MODEL = "sentencepiece.model"
 SPACE = "\u2581"  # SentencePiece's sign for a space
-# SwitchHead's settings for language models: the text is normalised (NFKC), the rest is SentencePiece's
-# default.
+# SwitchHead's settings for language models. Everything else, among it the normalisation to NFKC, is
+# SentencePiece's default.
 RELEASED: dict[str, Any] = {"model_type": "bpe", "split_digits": True}
 # SentencePiece cuts <unk>, <s> and </s> out of its training text, so that < and > are too rare there for
 # pieces. WikiText's <unk> is a word of the text: it gets a piece, which fairseq does not confuse with its own
@@ -31,7 +31,7 @@ LANGUAGE_MODEL: dict[str, Any] = RELEASED | {
 }
 # SentencePiece silently skips these lines of its training text: longer lines, and lines with a letter
 # that it uses itself.
-LONGEST = 4192  # bytes
+LONGEST = 4192  # bytes, the default of SentencePiece's max_sentence_length
 RESERVED = "\u2585"
 _LIMIT = re.compile(r"too high .* <= (?P<most>\d+)|required_chars. \d+ vs (?P<least>\d+)")
 
@@ -44,10 +44,10 @@ def translation_settings(
     Only white space is normalised, because scores of a text and of its NFKC form differ.
 
     Args:
-        piece_model: unigram or bpe.
-        byte_fallback: a character without a piece becomes the bytes of its UTF-8, so none is unknown. Then
-            the rarest characters of the training text, 0.05 %, have no piece; otherwise all have one.
-        coverage: another share of the characters with a piece.
+        piece_model: "unigram" or "bpe".
+        byte_fallback: True if a character without a piece becomes the bytes of its UTF-8, so that none is
+            unknown. By default 0.05 % of the characters, the rarest, then have no piece; otherwise all have.
+        coverage: the share of the characters that have a piece, instead of that default.
     """
     return {
         "model_type": piece_model,
@@ -70,19 +70,20 @@ def learn(
     """Learn a model on text.
 
     Args:
-        lines: of the text.
+        lines: the lines of the text.
         what: the text's file, for the error.
-        count: number of pieces; fewer without `hard_vocab_limit` if the text has fewer.
+        count: the number of pieces; without `hard_vocab_limit` a text with fewer gives fewer.
         model: the file to write.
-        released: skip the lines that SentencePiece skips; otherwise it gets them in parts.
-        fixed: the data set determines the number, and the user cannot choose another.
-        settings: of SentencePiece's trainer.
+        released: True to let SentencePiece skip the lines that it skips; False to give it parts of them.
+        fixed: True if the data set determines the number, so that the user cannot choose another.
+        settings: settings of SentencePiece's trainer.
 
     Returns:
-        pieces: number of pieces; lines: number of lines read; left_out: number of lines not learnt from.
+        "pieces": the number of pieces; "lines": the number of lines that were read; "left_out": the number of
+        lines that SentencePiece skipped.
 
     Raises:
-        UserError: if SentencePiece cannot learn so many pieces on this text; also all errors of reading it.
+        UserError: if SentencePiece cannot learn so many pieces on this text, or if the text cannot be read.
     """
     facts = {"lines": 0, "left_out": 0}
     interruptions: list[BaseException] = []
@@ -99,7 +100,7 @@ def learn(
         except (
             Exception,
             KeyboardInterrupt,
-        ) as error:  # which the trainer replaces by its own error
+        ) as error:  # kept, because the trainer replaces it by its own error
             interruptions.append(error)
             raise
 
@@ -112,7 +113,7 @@ def learn(
                 vocab_size=count,
                 **settings,
             )
-        except (RuntimeError, ValueError) as error:  # the latter for a number beyond C++'s int
+        except (RuntimeError, ValueError) as error:  # a ValueError for a number beyond C++'s int
             if interruptions:
                 raise interruptions[0] from None
             raise UserError(_story(str(error), what, count, facts, fixed)) from error
@@ -120,7 +121,13 @@ def learn(
 
 
 def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed: bool) -> str:
-    """The cause and the remedy if SentencePiece fails although the text's form is right."""
+    """The message for a text in the right form on which SentencePiece cannot learn.
+
+    Args:
+        problem: SentencePiece's own message.
+        what, count, fixed: see `learn`.
+        facts: the numbers of lines that were read and left out.
+    """
     limit = _LIMIT.search(problem)
     if "sentences_" in problem or "all_chars_count" in problem:
         if facts["left_out"]:
@@ -188,12 +195,12 @@ def _read(model: str, size: int, time: int) -> Any:
 
 
 def encode(model: str, line: str) -> str:
-    """A line as pieces between spaces; by number, so that a letter without a piece becomes <unk>."""
+    """A line as pieces between spaces; a letter without a piece becomes <unk>."""
     return PieceCodec(processor(model)).encode(line)
 
 
 def names(languages: Sequence[str], joined: bool) -> dict[str, str]:
-    """Language → the file of its model: a common one, or one per language."""
+    """Language → the name of its model's file: one file for all languages (joined), or one for each."""
     stem = MODEL.removesuffix(".model")
     return {language: MODEL if joined else f"{stem}.{language}.model" for language in languages}
 

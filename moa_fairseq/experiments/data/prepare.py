@@ -49,7 +49,7 @@ class Preparation(PreparationJob):
     """One data section of a recipe, ready to run."""
 
     def run(self) -> Prepared:
-        """Make everything that is missing. Raises UserError for unusable data."""
+        """Run all steps whose outputs are missing. Raises UserError for unusable data."""
         check_place(self.root)
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
@@ -80,7 +80,7 @@ class Preparation(PreparationJob):
         return Prepared(source, sentences, content_digest(source))
 
     def steps(self) -> list[Step]:
-        """All steps, in order; only the names of files are read."""
+        """All steps, in order. Only the names of the source's files are read."""
         unknown = ", ".join(subset for subset in self.subsets if subset not in self.data.subsets)
         if unknown:
             has = f"{self.data.name} has {', '.join(self.data.subsets)}"
@@ -91,7 +91,7 @@ class Preparation(PreparationJob):
 
 
 def classification_steps(job: PreparationJob) -> list[Step]:
-    """Generated sentences: text → binarised, the sentences, the classes and the groups."""
+    """The steps of generated sentences: text → binarised sentences, classes and groups."""
     settings = dict(job.data.generated)
 
     def draw(new: Path) -> dict[str, Any]:
@@ -130,7 +130,7 @@ _KINDS: dict[str, Callable[[PreparationJob], list[Step]]] = {
 
 
 def content_digest(source: Path) -> str:
-    """A digest of a binarised folder's content: the same for equal data, wherever it was made."""
+    """A digest of a binarised folder's content, which is the same for equal data in any folder."""
     return fingerprint_of({path.name: checksum(path) for path in _binarised_files(source)})
 
 
@@ -148,7 +148,7 @@ def _binarised_files(source: Path) -> list[Path]:
     return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]
 
 
-# Keys of a data section that were added later, with the values that leave the data as before.
+# Keys of a data section that older versions did not have, with the values that give the older versions' data.
 LATER: dict[str, Any] = {
     "segmentation": SUBWORD_NMT,
     "piece_model": "unigram",
@@ -166,7 +166,7 @@ def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Pa
     for key, value in LATER.items():
         if settings.get(key) == value:
             recorded.pop(key, None)
-    recorded.pop("allow_unknown", None)  # which does not change the data
+    recorded.pop("allow_unknown", None)  # a key that does not change the data
     if not recorded.get("tokens"):
         recorded.pop("tokens", None)
     return parent / f"{name}-{fingerprint_of(recorded, place)[:8]}"

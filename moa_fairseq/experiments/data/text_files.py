@@ -36,7 +36,8 @@ _DICTIONARIES = (
     ENCODER,
     VOCAB,
 )
-_BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")  # next to the binarised folder
+# Merges or pieces, next to the binarised folder
+_BESIDE = (f"bpe/{CODES}", CODES, "model/sentencepiece*.model")
 _REMEDY = "Put the original back, or delete this file and prepare the data again."
 log = logging.getLogger(__name__)
 
@@ -53,7 +54,7 @@ def text_files(data: Path) -> dict[str, Path]:
         The name in a prepared folder, such as "binarised/dict.en.txt" → the file.
 
     Raises:
-        UserError: for what is no ordinary file: a pipe would hang.
+        UserError: for anything but an ordinary file, because reading a pipe would hang.
     """
     within: set[Path] = set()
     for pattern in _DICTIONARIES:
@@ -71,15 +72,15 @@ def text_files(data: Path) -> dict[str, Path]:
 def rules_of(
     manifest: Mapping[str, Any], remedy: str = "Prepare the data again."
 ) -> dict[str, Any]:
-    """How a manifest turns text into symbols: kind, encoder; for translation languages and line functions.
+    """The rules by which the text of a manifest was turned into symbols.
 
     Args:
-        manifest: of a prepared folder, or of a run's copy.
+        manifest: the manifest of a prepared folder, or of a run's copy.
         remedy: the last sentence of the error.
 
     Returns:
-        kind, encoder, merges (whether there are any); for translation source, target and steps; {} if the
-        manifest does not say.
+        "kind", "encoder" and "merges" (whether there are any); for translation also "source", "target" and
+        "steps" (line functions). {} if the manifest does not give them.
 
     Raises:
         UserError: for a file that no program wrote.
@@ -112,7 +113,12 @@ def _is_step(step: Any) -> bool:
         name, options = step
         inspect.signature(STEPS[name]).bind("", **options)
         return all(isinstance(value, (str, bool)) for value in options.values())
-    except (AttributeError, LookupError, TypeError, ValueError):  # anything else in a foreign file
+    except (
+        AttributeError,
+        LookupError,
+        TypeError,
+        ValueError,
+    ):  # a stranger's file may have any value
         return False
 
 
@@ -134,8 +140,8 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
 
     Args:
         data: the binarised folder.
-        run_folder: the run's state.json says what data it was trained on, if it was.
-        fingerprint: of the data.
+        run_folder: the run folder; its state.json has the fingerprint of the data of an earlier training.
+        fingerprint: the fingerprint of `data`.
         new: the folder of the copy.
 
     Raises:
@@ -180,12 +186,16 @@ def copy_text(data: Path, new: Path) -> None:
 
 
 def kept_text(checkpoint: Path) -> Path | None:
-    """The copy of its data's text files, as a binarised folder, in the run folder of a checkpoint.
+    """The binarised folder that a run keeps as a copy of its data's text files.
 
-    None if no run has a copy.
+    Args:
+        checkpoint: a checkpoint in the run folder.
+
+    Returns:
+        The folder; None if the checkpoint is in no run folder with a copy.
 
     Raises:
-        UserError: if it was changed, or a file was added.
+        UserError: if the copy was changed, or a file was added to it.
     """
     run = _run_of(checkpoint, f"{KEPT}/{MANIFEST}")  # an exported model has no state.json
     if run is None:
@@ -203,15 +213,16 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     """Check that data has the text files of a model's training.
 
     Args:
-        checkpoint: of the model, in its run folder or elsewhere.
+        checkpoint: the model's checkpoint, in its run folder or elsewhere.
         data: the binarised folder.
-        named: the user named this data, so that a run of an older version, without a copy, may use it.
+        named: True if the user named this data: then a model of an older version, whose run has no copy of
+            its text files, may use it.
 
     Returns:
-        The files that cannot be checked, by their names in a prepared folder.
+        The names, in a prepared folder, of the files that could not be checked.
 
     Raises:
-        UserError: for different files, and files that changed since they were made.
+        UserError: for files that differ from those of the training, and files that were changed.
     """
     saved_text = kept_text(checkpoint)
     unknown = check_text(data)
@@ -289,7 +300,7 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
 
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:
-    """The folder that has a file, and a checkpoint directly or in its checkpoints/."""
+    """The folder of a checkpoint, or the folder above, if `file` is in it; None if it is in neither."""
     for place in checkpoint.resolve().parents[:2]:
         if (place / file).is_file():
             return place

@@ -37,10 +37,10 @@ from moa_fairseq.text.steps import Step, words_of
 from moa_fairseq.text.workers import chunks, ordered_map
 
 Pair = tuple[str, str]
-CHUNK = 2000
-# With more unusable lines than this, the file has another encoding, or is not text.
+CHUNK = 2000  # pairs that a process treats at once
+# The largest share of unusable lines: a file with more has another encoding, or is not text.
 MOST_BAD = 0.01
-# Perl's \s for Unicode text; Python's own also takes the separators U+001C to U+001F.
+# Perl's \s for Unicode text, as Moses uses it; Python's \s also matches the separators U+001C to U+001F.
 _SPACES = re.compile("[\t\n\x0b\x0c\r \x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]+")
 _VERSION = re.compile(r"#version: +0\.[12] *")
 _REMEDY = (
@@ -53,10 +53,9 @@ class Treatment(NamedTuple):
     """The processing of a pair.
 
     Args:
-        steps: line functions of each side, applied first.
-        codes: the file of the merges that are applied next, or each side's SentencePiece model,
-            or "".
-        cleaning: the filter, applied last.
+        steps: the line functions of each side, applied first.
+        codes: the file of the merges, or the two sides' SentencePiece models, applied next; "" for neither.
+        cleaning: the filter of pairs, applied last.
     """
 
     steps: tuple[tuple[Step, ...], tuple[Step, ...]] = ((), ())
@@ -68,12 +67,12 @@ class Split(NamedTuple):
     """One split: its files and their processing.
 
     Args:
-        name: of the split.
+        name: the name of the split.
         files: pairs of files, read one after the other.
         treatment: the processing of each pair of lines.
-        hold_out: lines that go to another split.
-        lenient: lines that are not text are dropped and counted; otherwise they are an error.
-        own: the user's own text, in which words that are fairseq's symbols are an error.
+        hold_out: the lines that go to another split.
+        lenient: True if lines that are not text are dropped and counted; otherwise they are an error.
+        own: True for the user's own text, in which a word that is one of fairseq's symbols is an error.
     """
 
     name: str
@@ -85,7 +84,7 @@ class Split(NamedTuple):
 
 
 def preprocess_pairs(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
-    """The processed pairs; for a dropped pair, the reason."""
+    """Process pairs of lines. Returns each processed pair, or the reason for dropping it."""
     return [_treat(pair, treatment) for pair in pairs]
 
 
@@ -111,13 +110,13 @@ def write_splits(
 
     Args:
         splits: the splits to read.
-        languages: of both sides.
+        languages: the languages of the two sides.
         folder: the output folder.
-        workers: processes.
+        workers: the number of processes.
 
     Returns:
-        Split → {"lines", "tokens_<language>", and for a split that was read "read" (pairs) and "dropped":
-        reason → pairs}.
+        Split → "lines" and "tokens_<language>"; for a split that was read also "read" (number of pairs) and
+        "dropped" (reason → number of pairs).
 
     Raises:
         UserError: for files that are not aligned text, or if a split has no pair left.
@@ -199,7 +198,7 @@ def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str,
     for file in itertools.chain.from_iterable(split.files):
         try:
             collections.deque(read_lines(file.path), maxlen=0)
-        except UserError as error:  # which names the file
+        except UserError as error:  # its message names the file
             remedy = str(error)
             break
     raise UserError(
@@ -215,8 +214,8 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
     then the limits apply.
 
     Args:
-        source, target: tokens separated by white space.
-        rules: the limits; without `max` only empty sides matter.
+        source, target: the two sides, tokens separated by white space.
+        rules: the limits; without `max`, pairs with an empty side are dropped and others stay unchanged.
     """
     if rules.max is None:
         if source.strip() and target.strip():
@@ -274,8 +273,8 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
     The result equals `subword-nmt learn-bpe -s MERGES` on the concatenated files.
 
     Args:
-        text_files: tokenised text.
-        merges: number of operations; fewer if the text has fewer.
+        text_files: the files of tokenised text.
+        merges: the number of operations; a text with fewer gives fewer.
         codes: the file to write.
 
     Raises:

@@ -30,13 +30,13 @@ from moa_fairseq.experiments.make import Step
 from moa_fairseq.text.languages import writes_no_spaces
 from moa_fairseq.text.tokenizer import has_prefixes
 
-SHOWN = 3  # pairs of the training text
-SAMPLE = 1000  # pairs to inspect
+SHOWN = 3  # pairs of the training text that the log shows
+SAMPLE = 1000  # pairs of the training text that are inspected
 log = logging.getLogger(__name__)
 
 
 def translation_steps(job: PreparationJob) -> list[Step]:
-    """tokens → bpe, or model → pieces → sample → binarised."""
+    """The steps tokens → bpe, or model → pieces → sample → binarised."""
     return TranslationPreparation(job).steps()
 
 
@@ -44,7 +44,7 @@ class TranslationPreparation:
     """The steps of one parallel data set.
 
     Args:
-        job: its data section and its files.
+        job: the data section of the recipe, and the files of the data set.
     """
 
     def __init__(self, job: PreparationJob):
@@ -110,7 +110,7 @@ class TranslationPreparation:
         return write_splits(self._splits_to_tokenise(), self.languages, new, self.job.workers)
 
     def learn_pieces(self, new: Path) -> dict[str, int]:
-        """Learn the SentencePiece models, or copy the given one. Returns the number of pieces by file."""
+        """Learn the SentencePiece models, or copy the given one. Returns file name → number of pieces."""
         new.mkdir()
         counts = {}
         for name in dict.fromkeys(self.models.values()):
@@ -131,7 +131,7 @@ class TranslationPreparation:
         return counts
 
     def segment(self, new: Path) -> dict[str, Any]:
-        """Write each split in pieces, or by merges that are learnt here or given."""
+        """Segment each split into SentencePiece pieces, or by merges, which are learnt here or given."""
         new.mkdir()
         codes: str | tuple[str, str] = str(new / CODES)
         if self.uses_pieces:
@@ -182,7 +182,7 @@ class TranslationPreparation:
             "pieces": self._codes_input(),
             "settings": self._piece_settings(),
         }
-        # Without bytes, the letters of long lines were once unknown
+        # An earlier version skipped long lines: without byte fallback, their letters could be unknown
         if not self.settings["byte_fallback"]:
             inputs["longest"] = pieces.LONGEST
         return inputs
@@ -191,7 +191,11 @@ class TranslationPreparation:
         return {"tokens": tokens, "codes": self._codes_input(), "cleaning": self.cleaning}
 
     def _codes_input(self) -> Any:
-        """The checksum of the given codes, else how many are learnt. Raises UserError for a missing file."""
+        """The checksum of the given file of codes, or the number of codes to learn.
+
+        Raises:
+            UserError: if the given file is missing.
+        """
         codes = self.given_codes
         if codes and not Path(codes).is_file():
             raise UserError(
@@ -212,7 +216,7 @@ class TranslationPreparation:
             target = self.data.steps_for(split, second, self.settings)
             treatment = Treatment((source, target), cleaning=self.data.cleaning("tokens", split))
             is_train = split == "train"
-            # pieces cut any word into text
+            # SentencePiece cuts any word into pieces, none of which is one of fairseq's symbols
             must_be_words = not self.data.downloadable and not self.uses_pieces
             hold_out = self.data.hold_out if is_train else None
             splits.append(
@@ -221,7 +225,7 @@ class TranslationPreparation:
         return splits
 
     def _refuse_raw_text(self, sample: list[tuple[str, str]]) -> None:
-        """Raise UserError if text that is taken as it is does not look tokenised."""
+        """Raise UserError if text that is used without changes does not look tokenised."""
         data = self.data
         is_processed = data.steps or data.codes or self.settings.get("tokenize") is not None
         if is_processed or self.uses_pieces or not is_raw(itertools.chain(*sample)):
@@ -254,7 +258,7 @@ class TranslationPreparation:
             )
 
     def _texts(self, split: str) -> list[TextFilePair]:
-        """The files of a split: (source, target) pairs."""
+        """The (source, target) pairs of files of a split."""
         texts = self.job.texts.get(split, [])
         return list(zip(texts[::2], texts[1::2]))
 
@@ -293,11 +297,11 @@ def sample_pairs(
     Args:
         source: the two input files.
         destination: the two output files.
-        fraction: above 0 and at most 1.
-        seed: determines the selected pairs.
+        fraction: the fraction of the pairs, above 0 and at most 1.
+        seed: the random seed, which determines the selected pairs.
 
     Returns:
-        The numbers of pairs that are written (`lines`) and read (`of`).
+        "lines" and "of": the numbers of pairs that were written and read.
     """
     total = sum(1 for _ in read_lines(source[0].path))
     order = list(range(total))

@@ -14,8 +14,8 @@ from fairseq.data.indexed_dataset import MMapIndexedDataset
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import LABEL, subset_stems
 
-WARNED = 0.001
-REFUSED = 0.05
+WARNED = 0.001  # a larger share of <unk> is worth a warning
+REFUSED = 0.05  # a larger share of <unk> in the training text is an error
 _READ_AT_ONCE = 50_000_000  # symbols
 log = logging.getLogger(__name__)
 
@@ -46,11 +46,11 @@ def count_symbols(
 
     Args:
         folder: made by fairseq-preprocess.
-        languages: two, or () for data in one language.
-        splits: their names.
+        languages: source and target; () for data in one language.
+        splits: the names of the splits.
 
     Returns:
-        "train", or "train.de" for each of two languages → its symbols.
+        Split, such as "train", or for two languages split and language, such as "train.de" → its symbols.
     """
     counts = {}
     for split in splits:
@@ -61,7 +61,7 @@ def count_symbols(
 
 
 def _count(stem: Path) -> Symbols:
-    dataset = MMapIndexedDataset(str(stem))  # its memory map is closed with it: copy before
+    dataset = MMapIndexedDataset(str(stem))  # the memory map of its sizes closes with it: copy them
     sizes = numpy.array(dataset.sizes)
     total = int(sizes.sum(dtype=numpy.int64))
     width = Path(f"{stem}.bin").stat().st_size // total
@@ -81,12 +81,13 @@ def check_unknown(
     Args:
         counts: see `count_symbols`.
         text: the folder of the text in pieces, for the error.
-        learnt: learnt here; in a published text or with a vocabulary of words, any <unk> is accepted.
-        allowed: the user accepts any share.
-        remedy: a sentence.
+        learnt: True if the pieces were learnt here. In a published text, and with a vocabulary of words, any
+            share of <unk> is accepted.
+        allowed: True if the user accepts any share.
+        remedy: a sentence of the error.
 
     Raises:
-        UserError: if the training text has more than `REFUSED`.
+        UserError: if the share in the training text is above REFUSED.
     """
     shares = {name: counted.share for name, counted in counts.items()}
     log.info(

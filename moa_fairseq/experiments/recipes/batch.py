@@ -30,11 +30,12 @@ from moa_fairseq.experiments.recipes.schema import (
 from moa_fairseq.experiments.scoring.meta_model import quiet
 
 TABLE = Path(__file__).with_name("corpus_sizes.json")
-SPECIAL_SYMBOLS = 4  # of a fairseq dictionary, in addition to the lines of dict.*.txt
+SPECIAL_SYMBOLS = 4  # symbols of a fairseq dictionary in addition to the lines of dict.*.txt
 # fairseq's default of --max-source-positions and --max-target-positions: it skips longer sentences.
 MAX_POSITIONS = 1024
-LOUD_DEVIATION = 0.01
-# Of the way from the minimum to the peak: more than this at the last update is worth a warning.
+LOUD_DEVIATION = 0.01  # a batch that deviates more from the recipe's is worth a warning
+# A learning rate that is, at the last update, farther than this fraction of the way from the minimum to the
+# peak is worth a warning.
 FAR_FROM_MINIMUM = 0.1
 # Schedules that end: the name of their last rate, and the setting that moves their end.
 SCHEDULES = {
@@ -51,8 +52,8 @@ class BatchPlan:
     Args:
         devices: number of processes that train together.
         update_freq: accumulation steps per update.
-        max_tokens: most tokens per device and step, including padding.
-        wanted: tokens per update requested by the recipe, or None.
+        max_tokens: the largest number of tokens per device and step, including padding.
+        wanted: the number of tokens per update that the recipe requests, or None.
     """
 
     devices: int
@@ -87,13 +88,13 @@ class BatchPlan:
 def plan_batch(train: Train, devices: int) -> BatchPlan:
     """Keep the effective batch on any number of devices.
 
-    The fewest accumulation steps that respect train.max_tokens, then --max-tokens lowered so that devices x
-    steps x max-tokens is the effective batch, or less by under devices x steps. If that would be below
-    train.min_tokens, fewer steps.
+    The number of accumulation steps is the smallest that respects train.max_tokens. Then --max-tokens is
+    lowered, so that devices x steps x max-tokens is the effective batch, or smaller by less than devices x
+    steps. If --max-tokens would be below train.min_tokens, there are fewer steps.
 
     Args:
         train: the recipe's section.
-        devices: number of processes that train together.
+        devices: the number of processes that train together.
     """
     requested = train.effective_batch_tokens
     if requested is None:
@@ -110,7 +111,7 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     """Leave out devices that cannot share an update because each would get less than the longest sentence.
 
     Args:
-        recipe: without train.min_tokens, the longest sentence or sample determines it.
+        recipe: the recipe; without train.min_tokens the length of the longest sentence or sample is used.
         hardware: all devices.
         data: the binarised folder; without it, the known size of the corpus is used.
 
@@ -175,14 +176,14 @@ class CorpusSize:
     """A training set. Token counts include the end of each sentence.
 
     Args:
-        name: of the corpus, or of its folder.
+        name: the name of the corpus, or of its folder.
         sentences, source_tokens, target_tokens: their numbers.
-        vocabulary: number of symbols in the target's dictionary, including fairseq's own.
-        fill: target tokens of an update as a fraction of the tokens it may have; the rest is padding and
-            sentences that are longer on the source side.
+        vocabulary: the number of symbols in the target's dictionary, including fairseq's own.
+        fill: the target tokens of an update as a fraction of the tokens that it may have; the rest is
+            padding, or is lost because sentences are longer on the source side.
         origin: the source of the numbers.
-        batches: number of batches per epoch, for measured data only.
-        longest: tokens of the longest sentence, for a plan without data.
+        batches: the number of batches per epoch, for measured data only.
+        longest: the number of tokens of the longest sentence, for a plan without data.
     """
 
     name: str
@@ -196,7 +197,7 @@ class CorpusSize:
     longest: int | None = None
 
     def updates_per_epoch(self, batch: BatchPlan) -> int:
-        """Updates per epoch."""
+        """The number of updates per epoch."""
         if self.batches is not None:
             return math.ceil(math.ceil(self.batches / batch.devices) / batch.update_freq)
         return max(1, round(self.target_tokens / (batch.effective * self.fill)))
@@ -207,8 +208,8 @@ def planned_updates(train: Train, batch: BatchPlan, size: CorpusSize | None) -> 
 
     Args:
         train: the recipe's section.
-        batch: how an update is shared.
-        size: of the training set; without it, max_epoch is ignored.
+        batch: how an update is spread over devices.
+        size: the size of the training set; without it, max_epoch is ignored.
     """
     limits = [train.max_update] if train.max_update else []
     if train.max_epoch and size:
@@ -224,7 +225,7 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
 
     Args:
         args: fairseq's parsed flags of the training.
-        updates: of the whole training.
+        updates: the number of updates of the whole training.
     """
     if updates is None:
         return None
@@ -247,12 +248,12 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     optimizer = optim.build_optimizer(config.optimizer, [torch.nn.Parameter(torch.zeros(1))])
     schedule = optim.lr_scheduler.build_lr_scheduler(config.lr_scheduler, optimizer)
     schedule.step_begin_epoch(1)
-    # The rate after update n is that of update n + 1
+    # step_update(n) returns the rate of update n + 1
     rate = schedule.step_update(max(0, updates - 1))
     peak = max(config.optimization.lr)
     (name, remedy) = SCHEDULES[args.lr_scheduler]
     minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
-    # a schedule of few updates is still some steps from its end
+    # A schedule of few updates is still far from its minimum one or two updates before its end
     if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
         return None
     return (
@@ -265,7 +266,7 @@ def training_set(recipe: Recipe, data: Path | None) -> CorpusSize | None:
     """The size of the training set: measured in a binarised folder, else looked up; None if unknown.
 
     Args:
-        recipe: of the training.
+        recipe: the training.
         data: the binarised folder, or None.
 
     Raises:
@@ -292,12 +293,12 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
     """Read the lengths of all training sentences and cut them into batches as fairseq will.
 
     Args:
-        recipe: of the training.
-        folder: made by fairseq-preprocess.
-        max_tokens: of a batch on one device.
+        recipe: the training.
+        folder: the folder made by fairseq-preprocess.
+        max_tokens: the largest number of tokens of a batch on one device.
 
     Raises:
-        UserError: if its training set or dictionary is missing, or a sentence is longer than max_tokens.
+        UserError: if the training set or dictionary is missing, or a sentence is longer than max_tokens.
     """
     from fairseq.data import data_utils
 
@@ -311,7 +312,7 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
         with open(dictionary, "rb") as lines:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
             vocabulary = sum(1 for _ in lines) + SPECIAL_SYMBOLS + masks
-    except OSError as error:  # it says why
+    except OSError as error:  # it has the reason
         raise UserError(
             f"--data {folder}: cannot read {dictionary.name} ({error.strerror})."
         ) from error
@@ -345,15 +346,16 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
 
 def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndarray, numpy.ndarray]:
-    """Tokens of every sentence of a split, including its end.
+    """The number of tokens of every sentence of a split, including the sentence end.
 
     Args:
-        recipe: for its languages.
-        folder: made by fairseq-preprocess.
-        split: its name, such as "train".
+        recipe: the recipe, whose languages are read.
+        folder: the folder made by fairseq-preprocess.
+        split: the name of the split, such as "train".
 
     Returns:
-        For N source and N target sentences [N] int64 each; for one text twice the lengths of its lines.
+        The lengths of the N source and of the N target sentences, [N] int64 each; for text in one language
+        both are the lengths of its lines.
 
     Raises:
         UserError: if a file is missing.
@@ -368,6 +370,8 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
             raise UserError(
                 f"{stem}.idx is missing, so fairseq-preprocess did not make this folder."
             )
-        dataset = MMapIndexedDataset(str(stem))  # its memory map is closed with it: copy before
+        dataset = MMapIndexedDataset(
+            str(stem)
+        )  # the memory map of its sizes closes with it: copy them
         sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
     return sizes[0], sizes[-1]

@@ -28,9 +28,9 @@ log = logging.getLogger(__name__)
 
 
 def trained_checkpoint(folder: Path) -> Path:
-    """A run folder's result: its averaged checkpoint, else its best; average.pt if neither exists.
+    """The result of a run folder: its averaged checkpoint, else its best; average.pt if neither exists.
 
-    For a --save-dir of fairseq-train it is also the best checkpoint.
+    The folder may also be a --save-dir of fairseq-train.
     """
     names = ("average.pt", "checkpoints/checkpoint_best.pt", "checkpoint_best.pt")
     paths = list(map(folder.joinpath, names))
@@ -46,15 +46,18 @@ def pretrained_checkpoint(pretrained: str) -> Path:
 
 
 def is_whole(checkpoint: Path) -> bool:
-    """False for a checkpoint that was cut off: its zip directory is at the very end."""
+    """False for a checkpoint that is missing or was cut off, because a zip file ends with its directory."""
     return checkpoint.is_file() and zipfile.is_zipfile(checkpoint)
 
 
 def checkpoint_to_resume(folder: Path) -> Path | None:
     """checkpoint_last.pt, or the newest readable checkpoint if a crash or a disk damaged the last one.
 
-    Reads the whole file, because torch writes a checksum for every part of it. Warns of every damaged file
-    that it skips. None if training has to start from the beginning.
+    Reads the whole file, because torch writes a checksum for every part of it, and warns of every damaged
+    file that it skips.
+
+    Returns:
+        The checkpoint; None if there are none, so that training starts from the beginning.
 
     Raises:
         UserError: if there are checkpoints but none is readable.
@@ -73,8 +76,9 @@ def checkpoint_to_resume(folder: Path) -> Path | None:
         except (zipfile.BadZipFile, zlib.error, EOFError, NotImplementedError):
             pass
         except OSError as error:
-            # a position before the start of a file that was cut off, or a bad disk; otherwise (no permission,
-            # an unavailable server) the checkpoint may be complete, and an older one must not replace it
+            # These errors are of a file that was cut off (a position before its start), or of a bad disk.
+            # With any other (no permission, an unavailable server) the checkpoint may be complete, and an
+            # older one must not replace it
             if error.errno not in (None, errno.EINVAL, errno.EIO):
                 raise
         log.warning(
@@ -102,13 +106,13 @@ def complete_the_last(folder: Path) -> None:
     log.info("train: %s is damaged or missing; resuming from %s", LAST, newest.name)
     state = load_checkpoint(newest).get("extra_state") or {}
     better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
-    # LAST at the end: it marks completion
+    # LAST is written at the end, because it marks completion
     for name in [BEST] * (better and newest.name != BEST) + [LAST]:
         copy_whole(shutil.copy, str(newest), str(folder / name))
 
 
 def prepared_data(run_folder: Path) -> Path | None:
-    """The binarised folder that a run was made on, if it still exists."""
+    """The binarised folder on which a run was trained, if it still exists."""
     folder = prepare_facts(run_folder).get("folder")
     if isinstance(folder, str) and Path(folder).is_dir():
         return Path(folder)
@@ -120,11 +124,11 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
 
     Args:
         model: the folder or file.
-        data: the binarised folder given by the user.
+        data: the binarised folder that the user gave, if any.
 
     Returns:
-        The checkpoint, and `data`, else the folder recorded by the run; None if there is no record, as after
-        plain fairseq-train.
+        The checkpoint, and `data` or the folder that the run recorded; None for the folder if there is no
+        record, as after plain fairseq-train.
 
     Raises:
         UserError: for a folder without a checkpoint.
@@ -150,12 +154,12 @@ def prepare_facts(run_folder: Path) -> dict[str, Any]:
 
 
 def finetuned(recipe: Recipe) -> Recipe:
-    """The recipe with the consequences of `pretrained` and `finetune`; others are returned unchanged.
+    """The recipe with the consequences of `pretrained` and `finetune`; a recipe without them is unchanged.
 
-    noft: nothing is trained, the pretrained model is evaluated; train.seed draws the random expert of MAE's
-    Table 5. ftg: the gates by plain SGD at the recipe's gate-lr; all other optimisation flags are for the
-    experts. The data is segmented with the merges and numbered with the dictionaries of the pretrained run,
-    unless the recipe gives others.
+    With noft nothing is trained and the pretrained model is evaluated; train.seed draws the random expert of
+    MAE's Table 5. With ftg the gates are trained by plain SGD at the recipe's gate-lr, and its other
+    optimisation flags, which are for the experts, are left out. The data is segmented with the merges and
+    numbered with the dictionaries of the pretrained run, unless the recipe gives others.
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
@@ -196,16 +200,16 @@ def finetuned(recipe: Recipe) -> Recipe:
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:
-    """Before hours are lost: check that the pretrained checkpoint exists and the data has its dictionaries.
+    """Check that the pretrained checkpoint exists and the data has its dictionaries, before hours are lost.
 
     Warns if something could not be checked.
 
     Args:
-        recipe: its `pretrained` is a run folder or a checkpoint.
+        recipe: the recipe, whose `pretrained` is a run folder or a checkpoint.
         data: the binarised folder for the fine-tuning.
 
     Raises:
-        UserError: with the key or the file, and the remedy.
+        UserError: if one of these is missing or different.
     """
     pretrained = recipe.pretrained or ""
     checkpoint = pretrained_checkpoint(pretrained)

@@ -54,7 +54,7 @@ from moa_fairseq.experiments.recipes.running import STAGES, run_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.process import environment_of_a_child, flags
 
-ALL_ROWS = "all"  # of --row
+ALL_ROWS = "all"  # the value of --row for all rows
 log = logging.getLogger(__name__)
 
 
@@ -295,9 +295,9 @@ def _print_plan(
         data = None
     report = planner.plan(recipe, data, machines, results)
     if args.json:
-        print(json.dumps(report, indent=1))
+        print(json.dumps(report.as_dict(), indent=1))
     else:
-        print(f"{recipe.experiment}: {recipe.summary}\n{planner.as_text(report)}")
+        print(f"{recipe.experiment}: {recipe.summary}\n{report.text()}")
 
 
 def _place_of_record(args: argparse.Namespace, config: Path) -> Path:

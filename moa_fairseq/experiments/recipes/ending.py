@@ -13,7 +13,7 @@ from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.recipes.batch import BatchPlan, measured_size, planned_updates
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
 
-# Flags with names of files to read: at the first start of a training, and after its end.
+# Flags that name files to read, by section. Those of "train" are read only at the first start of a training.
 _FILES = {
     "train": ("finetune-from-model", "continue-once"),
     "generate": ("lm-path",),
@@ -29,12 +29,12 @@ def missing_checkpoints(
     """Settings by which the training would leave less than the average or the evaluation needs.
 
     Args:
-        recipe: of the training.
-        updates: of the whole training, if the data is known; otherwise train.max_update is used.
-        per_epoch: updates per epoch, if the data is known.
+        recipe: the training.
+        updates: the number of updates of the training, if the data is known (default: train.max_update).
+        per_epoch: the number of updates per epoch, if the data is known.
 
     Returns:
-        (key, problem) of each.
+        A (key, problem) pair for each.
     """
     if recipe.finetune == "noft":  # nothing is trained
         return
@@ -125,16 +125,16 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
     """Raise an error for a training that would end without the files that the recipe needs.
 
     Args:
-        recipe: of the training.
-        batch: how an update is shared.
+        recipe: the training.
+        batch: how an update is spread over devices.
         data: the binarised folder.
 
     Raises:
-        UserError: with the key.
+        UserError: for such a training; the message names the key to change.
     """
     size = None
     if recipe.kind == TRANSLATION:  # for other types the updates per epoch are only estimated
-        # fairseq itself reports a sentence that is too long for a batch
+        # No error for a sentence that is too long for a batch: fairseq reports it
         with contextlib.suppress(UserError):
             size = measured_size(recipe, data, batch.max_tokens)
     updates = planned_updates(recipe.train, batch, size)
@@ -155,11 +155,11 @@ def check_files(recipe: Recipe, first_start: bool) -> None:
     """Raise an error for a recipe with the name of a missing file.
 
     Args:
-        recipe: with its flags.
-        first_start: also check files that only the first start of a training reads.
+        recipe: the recipe.
+        first_start: True to check also the files that only the first start of a training reads.
 
     Raises:
-        UserError: with the flag and the file.
+        UserError: for a missing file; the message names the flag.
     """
     for section, names in _FILES.items():
         flags: Any = getattr(getattr(recipe, section), "flags", {})

@@ -27,10 +27,10 @@ class Device(NamedTuple):
     """A GPU's data sheet.
 
     Args:
-        capability: CUDA's, (major, minor).
-        memory: in bytes.
-        peak_half, peak_single: operations per second in fp16 or bf16, and in fp32.
-        counts: numbers of GPUs that --plan shows by default.
+        capability: CUDA's compute capability, (major, minor).
+        memory: the size of its memory in bytes.
+        peak_half, peak_single: the peak number of operations per second in fp16 or bf16, and in fp32.
+        counts: the numbers of such GPUs that --plan shows by default.
     """
 
     capability: tuple[int, int]
@@ -52,7 +52,7 @@ DEVICES = {
     "RTX5090": Device((12, 0), 32_000_000_000, 209.5e12, 104.8e12, (1,)),
 }
 
-# torch's names; a card that is not listed is unknown, even if its name is similar.
+# torch's name of a card → its key in DEVICES. Any other card is unknown, even if its name is similar.
 _NAMES = {name: name for name in DEVICES}
 _NAMES |= dict.fromkeys(
     ("Tesla V100-SXM2-32GB", "Tesla V100-SXM3-32GB", "Tesla V100-PCIE-32GB"), "V100"
@@ -77,12 +77,12 @@ class World:
     """Several machines (or torchrun's processes) that train one model.
 
     Args:
-        size: processes of all machines together.
-        rank: number of this machine's first process, 0 on the machine that owns the run folder.
-        here: number of processes that this program starts.
-        init_method: their meeting point, for torch.distributed.
-        spawn: whether fairseq-train makes several processes from one.
-        device: the GPU of a process that fairseq-train does not spawn.
+        size: the number of processes of all machines together.
+        rank: the number of this machine's first process; 0 on the machine that writes the run folder.
+        here: the number of processes that this program starts.
+        init_method: the address at which the processes meet, for torch.distributed.
+        spawn: whether fairseq-train starts the processes of this machine itself.
+        device: the number of the GPU of a process that fairseq-train does not start itself.
     """
 
     size: int
@@ -108,9 +108,9 @@ class Hardware:
     """The devices of one run.
 
     Args:
-        gpus: number of this machine's GPUs to use; 0 means CPU.
-        name: of the GPU or CPU, for people.
-        capability: CUDA's (major, minor), of the least capable GPU.
+        gpus: the number of this machine's GPUs to use; 0 means the CPU.
+        name: the name of the GPU or CPU, for people.
+        capability: CUDA's compute capability, (major, minor), of the least capable GPU.
         visible: the numbers of all GPUs visible to torch; the first `gpus` of them are used.
         world: the other machines or processes of the same training, or None.
         bfloat16_units: whether the CPU has units for bfloat16 products (AMX or AVX512-BF16).
@@ -125,7 +125,7 @@ class Hardware:
 
     @property
     def devices(self) -> int:
-        """Processes that train together on all machines: one per GPU, or one on each machine's CPU."""
+        """The number of processes that train together: one per GPU, or one on each machine's CPU."""
         if self.world:
             return self.world.size
         return max(1, self.gpus)
@@ -149,7 +149,7 @@ class Hardware:
         return {}
 
     def describe(self) -> str:
-        """For logs and result.json: '2 x NVIDIA A100' or the CPU and its cores.
+        """The hardware in logs and result.json: '2 x NVIDIA A100', or the CPU and its number of cores.
 
         Processes of a world may share one machine's CPU, so their number does not multiply its cores.
         """
@@ -181,7 +181,7 @@ def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
 
     Args:
         device_name: a key of DEVICES.
-        gpus: their number (default: 1).
+        gpus: the number of GPUs (default: 1).
 
     Raises:
         UserError: for a number below 1.
@@ -198,8 +198,8 @@ def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hard
 
     Args:
         present: this machine's hardware.
-        wanted: N; None for all GPUs, 0 for the CPU.
-        dry_run: if N is larger than the number of GPUs, show the commands for that many V100s (fp16).
+        wanted: the number N; None for all GPUs, 0 for the CPU.
+        dry_run: True to assume V100s, whose precision is fp16, if N is larger than the number of GPUs.
 
     Raises:
         UserError: for more GPUs than present, except in a dry run, and for a negative number.
@@ -231,14 +231,14 @@ def find_world(
     GPUs form a separate world, so that fairseq leaves the job's other machines alone.
 
     Args:
-        gpus: on each machine, 0 for its CPU.
+        gpus: the number of GPUs on each machine; 0 for its CPU.
         nodes: the number of machines.
-        node_rank: this one's number, from 0.
-        master: HOST or HOST:PORT of number 0.
-        environment: the variables.
+        node_rank: the number of this machine, from 0.
+        master: HOST or HOST:PORT of machine 0.
+        environment: the environment variables.
 
     Raises:
-        UserError: if they contradict each other, or a number or address is invalid.
+        UserError: if these contradict each other, or a number or address is invalid.
     """
     if nodes is None and node_rank is None and master is None:
         return _world_of_a_job(gpus, environment)
@@ -282,8 +282,8 @@ def _world_of_a_job(gpus: int, environment: Mapping[str, str]) -> World | None:
     job = environment.get("SLURM_JOB_ID", "")
     if gpus < 2 or not job.isdigit():
         return None
-    # Otherwise, fairseq would take the job's other machines and tasks, whatever their purpose, for
-    # processes of this training.
+    # Without a world of its own, fairseq would take all other machines and tasks of the job for processes of
+    # this training
     return World(gpus, 0, gpus, f"tcp://127.0.0.1:{10_000 + int(job) % 50_000}", spawn=True)
 
 
@@ -341,11 +341,11 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
     """Raise an error for settings that fairseq would reject only once every process runs.
 
     Args:
-        recipe: with its flags.
+        recipe: the recipe.
         hardware: the run's hardware.
 
     Raises:
-        UserError: with the flag.
+        UserError: for such a setting; the message names the flag.
     """
     flags = recipe.training_flags
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
@@ -377,7 +377,11 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
 
 
 def _cpu(cores: str) -> Hardware:
-    """This machine's CPU. cores: the prefix of its name."""
+    """This machine's CPU.
+
+    Args:
+        cores: the beginning of the CPU's name for people, such as "8 CPU cores".
+    """
     facts: dict[str, str] = {}
     # The file exists only on Linux; the name of the processor is for people
     with contextlib.suppress(OSError), open("/proc/cpuinfo", encoding="utf-8") as lines:

@@ -20,7 +20,7 @@ from moa_fairseq.experiments.recipes.schema import (
 )
 from moa_fairseq.plugin.patches.lengths import DEFAULT_BLOCK
 
-# Values of --sample-break-mode that keep a line whole, however long it is.
+# Values of --sample-break-mode by which a line of any length stays whole.
 WHOLE_LINES = ("complete", "complete_doc", "eos")
 JOINED = "@@ "  # the only value of --post-process that fairseq-eval-lm supports
 BREAK_MODE = "sample-break-mode"
@@ -32,13 +32,13 @@ def check_blocks(
     """Check the blocks that fairseq-eval-lm would cut a language model's text into.
 
     Args:
-        recipe: for its task.
+        recipe: the recipe, whose task the message names.
         training, evaluation: the flags of fairseq-train and fairseq-eval-lm, as fairseq parsed them.
 
     Raises:
-        UserError: if it would read longer blocks than the language model, if a context window leaves no
-            token to evaluate or is combined with carried chunks, and if it would stop at the sub-words to
-            be joined, or leave them unchanged.
+        UserError: if the blocks are longer than the language model's limit, if a context window leaves no
+            token to evaluate or is combined with carried chunks, and for a value of --post-process that
+            fairseq-eval-lm does not support.
     """
     if evaluation.post_process not in (None, JOINED):
         raise UserError(
@@ -73,12 +73,13 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
     fairseq would stop at it after the training, or skip it.
 
     Args:
-        recipe: for its kind, subsets and flags.
+        recipe: the recipe; its kind of model, its subsets and its flags are read.
         training: the flags of fairseq-train, as fairseq parsed them.
         data: the binarised folder.
 
     Raises:
-        UserError: with the sentence, and the settings that can still be changed after the training.
+        UserError: for a sentence that is too long; the message names the settings that help, also after the
+            training.
     """
     begins_with_s = recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None
     start = int(begins_with_s)

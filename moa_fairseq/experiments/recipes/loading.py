@@ -29,15 +29,15 @@ from moa_fairseq.files import shipped
 from moa_fairseq.process import flags
 
 T = TypeVar("T")
-# In addition to its own errors PyYAML passes on any error of a value that does not fit its tag
+# In addition to its own errors, PyYAML passes on any error of a value that does not fit its tag
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
 _NOT_YAML = (*_ODD, RecursionError, OverflowError)
 _OTHER_FOLDERS = (
     "parts",
     "studies",
-)  # of configs/: parts of several recipes; studies
-# Files of one recipe: a base that is listed twice at every step would be read 2^n times
+)  # folders of configs/ without recipes: parts of several recipes, and studies
+# The most files of one recipe: a base that each of n files lists twice would be read 2^n times
 MOST_LAYERS = 64
 _IN_WORDS = {
     int: "a whole number",
@@ -55,13 +55,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     `reproduces` names that row.
 
     Args:
-        path: a YAML file; its `base:` is merged under it key by key: a path relative to its own folder, else
-            the name of a shipped recipe, or a list of them, later ones over earlier ones. A base may have
-            bases.
+        path: a YAML file. Its values replace those of its `base:`, key by key. A base is a path relative to
+            the file's folder or the name of a shipped recipe; of several bases, later ones replace earlier
+            ones. A base may have bases.
         overrides: `section.key=value` strings, the value in YAML, applied last.
 
     Raises:
-        UserError: with file and key.
+        UserError: for an invalid recipe; the message names the file and the key.
     """
     path = Path(path)
     layers = _layers(path)
@@ -110,10 +110,10 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
     """The `section.key=value` strings that select one of a recipe's `rows`.
 
     Args:
-        recipe: of the file.
-        name: of the row.
-        cell: also the values of `reproduces`, which identify the printed number.
-        file: the row's file, for the error.
+        recipe: the recipe of the file.
+        name: the name of the row.
+        cell: True to include the values of `reproduces`, which identify the printed number.
+        file: the file of the recipe, for the error.
 
     Raises:
         UserError: for an unknown row, and for a row that is not a mapping.
@@ -133,11 +133,11 @@ def row_overrides(recipe: Recipe, name: str, cell: bool = False, file: str = "--
 def _layers(
     path: Path, above: Sequence[Path] = (), layers: list[dict[str, Any]] | None = None
 ) -> list[dict[str, Any]]:
-    """`layers` and the mappings of a recipe file: those of its bases, lowest first, then its own."""
+    """Append to `layers` the mappings of a recipe file: those of its bases, lowest first, then its own."""
     mapping = read_mapping(path, "recipe")
     layers = [] if layers is None else layers
     names = mapping.pop("base", [])
-    if above:  # a base's rows are not inherited
+    if above:  # the rows of a base are not inherited
         mapping.pop("rows", None)
     for name in names if isinstance(names, list) else [names]:
         if not isinstance(name, str) or "\0" in name:
@@ -156,9 +156,9 @@ def _layers(
                 f"makes a recipe of more than {MOST_LAYERS} files: merge some of them.",
             )
         _layers(base, (path.resolve(), *above), layers)
-    if mapping.get("experiment") is None:  # a base has another name
+    if mapping.get("experiment") is None:  # so that the name of a base does not replace it
         mapping["experiment"] = path.stem
-    if names:  # their summaries describe other experiments
+    if names:  # the summaries of bases describe other experiments
         mapping.setdefault("summary", path.stem.replace("_", " "))
     layers.append(mapping)
     return layers
@@ -177,8 +177,8 @@ def find_recipe(path: Path, folder: Path = Path()) -> Path:
     included. A path within configs/, such as parts/moa_losses.yaml, also works.
 
     Args:
-        path: as the user wrote it.
-        folder: the start of a relative path.
+        path: the path as the user wrote it.
+        folder: the folder to which a relative path is relative.
     """
     near = folder / path
     if near.is_file() or path.suffix not in ("", ".yaml"):
@@ -200,8 +200,8 @@ def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
     Args:
         cls: a dataclass of `schema`.
         mapping: name of a field → value from YAML.
-        file: its file, for the error.
-        prefix: the section's dotted key, for the error.
+        file: the file of the mapping, for the error.
+        prefix: the dotted key of the mapping, for the error.
 
     Raises:
         UserError: for unknown, missing or ill-typed keys.
@@ -239,7 +239,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
         kind = None
         if error.full_key:
             kind = typing.get_type_hints(holder).get(str(error.key))
-        # Of an Optional
+        # The types in an Optional
         parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)
         expectation = ""
         for part in parts:
@@ -259,7 +259,7 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
 
 
 def _objects(kind: Any, value: Any) -> Any:
-    """The dataclasses represented by plain values."""
+    """The dataclasses that plain values represent."""
     if typing.get_origin(kind) is Union:
         kind = typing.get_args(kind)[0]
     if value is None or not dataclasses.is_dataclass(kind):
@@ -294,7 +294,7 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
     args = parse_training_flags(
         ["DATA", *flags(line | {"tensorboard-logdir": None})], refusal, training
     )
-    # which adds the task's flags to the parser
+    # Parsing adds the task's flags to the parser
     parse_training_flags(["DATA", "--path", "MODEL", *flags(task_flags)], refusal, evaluation)
     programs = {"data": options.get_preprocessing_parser(), "model": training, "train": training}
     programs.update(generate=evaluation, score=evaluation)
@@ -312,7 +312,7 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
                 raise UserError(
                     f"{section}.flags.{name}: the section's program has no such flag{near}."
                 )
-            if problem := reserved(section, actions[f"--{name}"].dest):  # for a flag with two names
+            if problem := reserved(section, actions[f"--{name}"].dest):  # a flag may have two names
                 raise UserError(f"{section}.flags.{name}: {problem}")
     if recipe.kind == CAUSAL_LM and recipe.score:
         words = flags(task_flags | recipe.score.flags)
@@ -331,7 +331,7 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
 
 
 def near_or_all(name: str, known: Collection[str]) -> str:
-    """The nearest known names by `did_you_mean`, else the list of them."""
+    """The nearest known names by `did_you_mean`, else the list of all known names."""
     return did_you_mean(name, known) or f" (known: {', '.join(sorted(known))[:300]})"
 
 
@@ -340,7 +340,7 @@ def read_mapping(path: Path, kind: str) -> dict[str, Any]:
 
     Args:
         path: the file.
-        kind: its content, such as "recipe", for the error.
+        kind: the kind of file, such as "recipe", for the error.
 
     Raises:
         UserError: for a file that is missing or damaged, or is not a mapping.
@@ -365,8 +365,8 @@ def fail(file: str, key: str, problem: str) -> NoReturn:
 
     Args:
         file: the file that was read.
-        key: dotted.
-        problem: the rest of the sentence.
+        key: the dotted key.
+        problem: the rest of the message.
 
     Raises:
         UserError: always.

@@ -4,7 +4,7 @@ Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
 
     fp32, amp                 4 weight + 4 gradient + 8 Adam; amp + 2                              = 16, 18
     fp16, bf16                2 weight + 2 gradient + 4 master + 4 its gradient + 8 Adam           = 20
-    several GPUs              + one gradient for the buckets that are reduced
+    several GPUs              + one gradient, for the buckets in which gradients are summed over GPUs
 """
 
 from __future__ import annotations
@@ -17,16 +17,20 @@ from torch import nn
 
 from moa_fairseq.experiments.recipes.schema import Recipe
 
-OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}  # per parameter; for others Adam's 8
+OPTIMIZER_BYTES = {
+    "nag": 4,
+    "sgd": 4,
+    "adagrad": 4,
+}  # per parameter; other optimizers have Adam's 8
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:
     """Bytes per parameter that training keeps on each device.
 
     Args:
-        flags: of fairseq-train: optimizer, sharding, memory-efficient-*.
+        flags: the flags of fairseq-train; optimizer, sharding and memory-efficient-* are read.
         precision: see `precision_name`.
-        devices: number of devices that train together.
+        devices: the number of devices that train together.
     """
     half = precision in ("fp16", "bf16")
     efficient = flags.get("memory-efficient-fp16") or flags.get("memory-efficient-bf16")
@@ -52,14 +56,15 @@ def disk(
     weight is stored once per name if it comes from a GPU.
 
     Args:
-        recipe: for its flags, and whether there is an average.
-        model: on any device: only shapes are read.
-        on_gpu: whether it is trained on a GPU.
-        updates, epochs: complete ones of the training, None if unknown.
+        recipe: the training; its flags are read, and whether it has an average.
+        model: the model on any device, because only shapes are read.
+        on_gpu: whether the model is trained on a GPU.
+        updates, epochs: the numbers of updates and of complete epochs of the training, None if unknown.
 
     Returns:
-        "checkpoint": bytes of one file, two more of which are there while a new one is written; "files": how
-        many stay; "total": bytes of all. The last two are None if nothing limits the number.
+        "checkpoint": the bytes of one file (while a checkpoint is written there are two more files); "files":
+        the number of files that stay; "total": the bytes of all of them. The last two are None if nothing
+        limits the number of files.
     """
     flags = recipe.training_flags
     parameters = dict(model.named_parameters())

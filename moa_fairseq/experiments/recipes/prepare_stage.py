@@ -29,7 +29,7 @@ from moa_fairseq.process import Executor, to_shell
 EMBEDDED = ("embedded", "embedded_gpt2bpe")
 # The keys of the recipe's data section that affect a binarised folder; the others have no effect there.
 BINARISED_KEYS = ("source", "target", "joined_dictionary")
-# Every tenth package and the last, skipped packages, the total.
+# The lines of `moa-fairseq corpus` to show: every tenth package and the last, skipped packages, the total.
 _SHOWN = re.compile(
     r"\[ *(?:\d*0/|(\d+)/\1\])|.*(?:left out|unique pairs|warning|error)", re.IGNORECASE
 )
@@ -37,14 +37,14 @@ log = logging.getLogger(__name__)
 
 
 def prepare(run: Run, executor: Executor) -> Prepared:
-    """Make the data of a run, or find existing data; records it in the run's folder.
+    """Make the data of a run, or find existing data, and record it in the run's folder.
 
     Raises:
-        UserError: For missing or unusable data.
+        UserError: for missing or unusable data.
     """
     job, corpus = _job_of(run, executor)
     require_source(job.settings, job.source)
-    if corpus:  # the second time it does nothing
+    if corpus:  # the command does nothing if the corpus exists
         command_line = to_shell(corpus, executor.environment)
         log.info("$ %s", command_line)
         keep_command(command_line, run.folder / COMMANDS)
@@ -92,7 +92,7 @@ def load_prepared_data(run: Run) -> Prepared:
     """The data made by an earlier prepare stage.
 
     Raises:
-        UserError: If there is none, or if the recipe now requires other data.
+        UserError: if there is none, or if the recipe now requires other data.
     """
     folder = run.folder
     facts = prepare_facts(folder)
@@ -142,6 +142,6 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
 
 
 def show_of_corpus(line: str) -> None:
-    """Show a line of `moa-fairseq corpus` on progress, missing packages or the end; its log has all."""
+    """Show a line of `moa-fairseq corpus` if it matches _SHOWN; the log of the command has all lines."""
     if _SHOWN.match(line):
         log.info("  %s", line)

@@ -28,8 +28,7 @@ from moa_fairseq.experiments.records.json_files import changes, is_number, selec
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.zero_shot import result_in
 
-# Settings that do not change the experiment.
-_FREE = ("max_tokens", "headline", "seed")
+_FREE = ("max_tokens", "headline", "seed")  # settings that do not change the experiment
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 _MAKER = ("data", "versions", "commit", "date", "command")
 log = logging.getLogger(__name__)
@@ -47,11 +46,11 @@ def settings(recipe: Recipe) -> dict[str, Any]:
 
 
 def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
-    """The same as `settings`, from the run folder's chain of finished steps.
+    """The settings of `settings`, read from the chain of finished steps in a run folder.
 
     Args:
-        folder: the run's, with state.json.
-        recipe: for its type of evaluation, its subsets and its fine-tuning.
+        folder: the run folder, with state.json.
+        recipe: the recipe; its type of evaluation, its subsets and its fine-tuning are read.
 
     Returns:
         The settings; for a damaged state.json a value that no recipe has.
@@ -74,7 +73,7 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
         if origin is not None and origin == average.get("fingerprint"):
             origin = average["inputs"]["train"][0]
             count = average["inputs"]["count"]
-            if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # of updates
+            if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # by updates
                 interval = train["facts"].get(INTERVAL)
         finished = origin is not None and origin == train.get("fingerprint")
         inputs = train["inputs"] if finished else {}
@@ -99,7 +98,7 @@ def _settings(
     flags = dict(scoring)
     flags.pop("also", None)  # only an additional number
     finished.update(averaged=count, evaluation=_without_free(section), scoring=flags)
-    if interval:  # of checkpoints of updates
+    if interval:  # between checkpoints that are saved by updates
         finished["averaged_every"] = interval
     return finished
 
@@ -111,13 +110,13 @@ def _without_free(values: Mapping[str, Any]) -> dict[str, Any]:
 def data_differences(
     recipe: Recipe, folder: Path, lines: Mapping[str, int], claim: bool = False
 ) -> dict[str, str]:
-    """Differences between binarised data and a recipe's, as far as both are known.
+    """Differences between the data that a recipe requires and binarised data, as far as both are known.
 
     Args:
-        recipe: the reference.
+        recipe: the recipe.
         folder: the binarised folder, with its manifest.json in it or next to it.
         lines: subset → number of lines.
-        claim: for a row of a paper, unknown properties count as differences.
+        claim: True to count unknown properties as differences, for a row of a paper.
 
     Returns:
         Dotted key → 'recipe → data'.
@@ -204,7 +203,7 @@ def _manifest_facts(
         for split, steps_of_split in manifest.get("steps", {}).items():
             facts[f"steps of {split}"] = steps_of_split
         for split, fact in manifest.get("splits", {}).items():
-            # An end of line counts as one
+            # The end of a line counts as a word
             facts[f"words of {split}"] = fact["words"] + fact["lines"]
     return facts
 
@@ -228,9 +227,9 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
     """Differences between a run and the row of a paper; none if it reproduces the row.
 
     Args:
-        published: the recipe as in its file.
+        published: the recipe of the file, without any --set.
         done: the run's settings, see `settings_made`.
-        data: see `data_differences`.
+        data: the differences of the data, see `data_differences`.
 
     Returns:
         'key: row → run' for each difference.
@@ -243,12 +242,12 @@ def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict
     """The provenance of a run: of its training or, for a model that is only evaluated, of the evaluation.
 
     Args:
-        folder: the run's.
-        recipe: determines which.
-        checkpoints: of an unfinished training.
+        folder: the run folder.
+        recipe: the recipe, which determines the step.
+        checkpoints: the folder of checkpoints, for an unfinished training.
 
     Returns:
-        The record by `provenance`, for all sessions together; {} if an earlier version made the run.
+        The records by `provenance` of all sessions, combined; {} if an earlier version made the run.
     """
     name = "train"
     if recipe.finetune == "noft" and recipe.subsets:
@@ -261,8 +260,8 @@ def record(run: Run, started: float) -> Path | None:
     """Write result.json if the run scores, and its speed if requested.
 
     Args:
-        run: with finished steps.
-        started: start time, as time.time().
+        run: the run, whose steps are finished.
+        started: the start time, by time.time().
 
     Returns:
         result.json; None if nothing was scored.
@@ -278,7 +277,7 @@ def record(run: Run, started: float) -> Path | None:
     records = read_step_records(folder)
     trained: dict[str, Any] = records.get("train", {}).get("facts") or {}
     made_by = maker(folder, recipe)
-    made_by.setdefault("hardware", trained.get("hardware"))  # of an earlier version
+    made_by.setdefault("hardware", trained.get("hardware"))  # recorded there by an earlier version
     if options.stage == "train" and options.record:
         _record_speed(run, summary, trained, made_by)
     outputs = _score_files(run)
@@ -335,7 +334,7 @@ def record(run: Run, started: float) -> Path | None:
 
 
 def _score_files(run: Run) -> dict[str, Path]:
-    """Subset → file with its scores."""
+    """Subset → the file of its scores."""
     outputs = {}
     for step in steps(run):
         if step.name.startswith("score-"):
@@ -366,7 +365,7 @@ def _record_speed(
     run: Run, summary: Mapping[str, Any], trained: Mapping[str, Any], made_by: Mapping[str, Any]
 ) -> None:
     """Write the speed of a training to the file of --record."""
-    from moa_fairseq.experiments.recipes.planner import workload
+    from moa_fairseq.experiments.recipes.workload import workload
 
     assert run.options.record
     row: dict[str, Any] = {"experiment": run.recipe.experiment}
@@ -385,7 +384,7 @@ def _record_speed(
 def _differences_from_the_row(
     run: Run, finished: Mapping[str, Any], headline: str, left_out: Mapping[str, int]
 ) -> list[str]:
-    """Differences between a finished run and the row that its recipe reproduces; [] for other recipes."""
+    """Differences between a finished run and its recipe's row; [] for a recipe that reproduces none."""
     recipe = run.recipe
     published = run.options.published
     if not published or not recipe.reproduces:

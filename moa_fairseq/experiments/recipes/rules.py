@@ -32,7 +32,7 @@ from moa_fairseq.experiments.recipes.schema import (
 )
 from moa_fairseq.process import unsafe_value
 
-# Models that are scored directly from checkpoints: the beginning of their headline metrics, their name.
+# For a kind of model without translations, the beginning of its headline metrics, and its name in messages.
 _SCORED = {
     MASKED_LM: ("masked_lm_", "a masked language model"),
     CAUSAL_LM: ("lm_", "a causal language model"),
@@ -57,13 +57,13 @@ _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "gen-subset": "set generate.subsets",
     "subset": "set score.subsets",
 }
-# With these flags an evaluation reads fewer sentences, or none of them changes what the model reads. For a
-# translation the first flag is free: its result gives the number of skipped sentences.
+# With these flags an evaluation reads only a part of the subset, or of its sentences. A translation may have
+# the first flag: its result gives the number of skipped sentences.
 PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
 FLAG_NAME = re.compile(r"[a-z][a-z0-9]*(-[a-z0-9]+)*")
 FILE_NAME = re.compile(r"\w[\w.-]*")  # a part of file names: a language, a subset
 Problems = Iterator[tuple[str, str]]
-# fairseq-train would repeat these at each start, or lack their files: no run of a recipe could resume.
+# Flags of fairseq-train with which no run could resume: they act at every start, or leave out checkpoints.
 _ONCE = "fairseq would repeat it at every start and lose the training"
 _FROM = (
     "to start from the weights of a model, set train.flags.finetune-from-model, which does so once"
@@ -85,17 +85,17 @@ CANNOT_GO_ON = {
 
 
 def problems(recipe: Recipe) -> Problems:
-    """(key, problem) if keys contradict each other or a value is not allowed."""
+    """Yield a (key, problem) pair for each contradiction between keys and each value that is not allowed."""
     for rule in (_values, _names, _data, _ends, _average, _kind, _finetuning, _flags):
         yield from rule(recipe)
 
 
 def reserved(section: str, flag: str) -> str:
-    """Why a section's free flags must not include a flag; "" if they may.
+    """Why the `flags` of a section must not include a flag; "" if they may.
 
     Args:
         section: one of SECTIONS.
-        flag: its name, with dashes or underscores.
+        flag: the name of the flag, with dashes or underscores.
     """
     flag, key = flag.replace("_", "-"), flag.replace("-", "_")
     if flag in REFUSED:
@@ -122,7 +122,7 @@ def reserved(section: str, flag: str) -> str:
 
 
 def _values(recipe: Recipe) -> Problems:
-    """Choices, and the ranges of numbers."""
+    """Check choices and the ranges of numbers."""
     if not re.fullmatch(r"[a-z0-9_]+", recipe.experiment):
         yield (
             "experiment",
@@ -147,7 +147,7 @@ def _values(recipe: Recipe) -> Problems:
 
 
 def _names(recipe: Recipe) -> Problems:
-    """Languages, subsets and tasks, which are parts of file names."""
+    """Check the names of languages, subsets and tasks, which are parts of file names."""
     names = [("data.source", recipe.data.source), ("data.target", recipe.data.target)]
     for section in ("generate", "score"):
         for name in getattr(getattr(recipe, section), "subsets", ()):
@@ -185,7 +185,7 @@ def _data(recipe: Recipe) -> Problems:
 
 
 def _pieces(data: Data) -> Problems:
-    """SentencePiece's settings, and keys that have no effect without it."""
+    """Check SentencePiece's settings, and keys that have no effect without it."""
     takes = ("parallel", "binarised")
     if (share := data.character_coverage) is not None:
         if data.segmentation != SENTENCEPIECE and data.recipe != "text_sp":
@@ -252,7 +252,7 @@ def _average(recipe: Recipe) -> Problems:
 
 
 def _kind(recipe: Recipe) -> Problems:
-    """Required keys of translations, which have no meaning for other models, and the reverse."""
+    """Check the keys that a translation requires and other models forbid, and the reverse."""
     data = recipe.data
     score = recipe.score
     task = recipe.train.task
@@ -324,7 +324,7 @@ def _finetuning(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    """Rules for all flags; `loading.check_flags` checks each program's own flags."""
+    """Check the rules of all flags; `loading.check_flags` asks each program's parser."""
     for section in SECTIONS:
         if values := getattr(recipe, section):
             for name, value in values.flags.items():
@@ -339,7 +339,7 @@ def _flags(recipe: Recipe) -> Problems:
 
 
 def _flag(section: str, name: str, value: Any) -> Iterator[str]:
-    """The problems of one flag of a section."""
+    """Yield the problems of one flag of a section."""
     if not FLAG_NAME.fullmatch(name):
         proper = name[:100].lower().replace("_", "-").lstrip("-")
         yield f"write flags as on the command line, without the leading dashes: {proper}."
@@ -348,7 +348,7 @@ def _flag(section: str, name: str, value: Any) -> Iterator[str]:
     if name == "model-overrides" and value is not None:
         try:
             is_dictionary = isinstance(ast.literal_eval(value), dict)
-        # as literal_eval documents
+        # These are the exceptions that literal_eval documents
         except (ValueError, SyntaxError, TypeError, MemoryError, RecursionError):
             is_dictionary = False
         if not is_dictionary:
@@ -362,7 +362,7 @@ def _flag(section: str, name: str, value: Any) -> Iterator[str]:
             yield f"must not be above {LARGEST:,}."
         if isinstance(item, float) and math.isnan(item):
             yield "must be a number, not nan."
-        if not isinstance(item, (str, int, float, type(None))):  # and bool, which is an int
+        if not isinstance(item, (str, int, float, type(None))):  # a bool is an int
             kinds = "text, a number, true, false, null or a flat list of these"
             yield f"a flag's value must be {kinds}, not {reprlib.repr(item)}."
     if problem := unsafe_value(value):

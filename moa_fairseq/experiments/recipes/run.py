@@ -26,13 +26,13 @@ class Options:
         data: the user's folder of raw or binarised text.
         save_dir: the run folder, if it is not runs/<experiment>.
         restart: whether the run folder is moved aside first.
-        record: a further file for the result, or for the speed of a training.
-        command_line: for result.json.
+        record: a further file for the result, or with --stage train for the speed of the training.
+        command_line: the command line of this program, for result.json.
         preparation: the command line that makes only the data.
         user_dir: the user's own plugin, which imports this package.
         data_root: the folder of data sets.
         published: the recipe without any --set, which may reproduce a row of a paper.
-        training: fairseq's parsed flags of the training, for a look at its schedule.
+        training: the flags of the training as fairseq parsed them, for checks before it starts.
     """
 
     stage: str = "all"
@@ -58,10 +58,10 @@ class Run:
 
     Args:
         recipe: the experiment.
-        hardware: devices that can share its updates.
+        hardware: the devices that can share its updates.
         folder: the run folder.
         options: the command line's other settings.
-        prepared: its binarised data.
+        prepared: the binarised data.
     """
 
     recipe: Recipe
@@ -86,14 +86,14 @@ class Run:
 
     @property
     def conditions(self) -> dict[str, Any]:
-        """Provenance of every step in addition to commit and versions."""
+        """What the provenance of every step has in addition to commit and versions."""
         return {"hardware": self.hardware.describe(), "command": self.options.command_line}
 
     def command(self, program: str, values: Mapping[str, Any]) -> list[str]:
-        """A fairseq program on the data, with the plugin, the task, its languages and the given flags.
+        """The command of a fairseq program on the data, with the plugin, the task and the given flags.
 
         Args:
-            program: its name, such as "fairseq-train".
+            program: the name of the program, such as "fairseq-train".
             values: flag → value: None and False leave a flag out, True gives it without a value.
 
         Raises:

@@ -55,17 +55,17 @@ def run_recipe(
     """Run the requested stages, or show their commands.
 
     Args:
-        recipe: The experiment.
-        hardware: The devices that train it.
-        options: The command line's settings outside the recipe.
-        executor_class: Makes the executor of commands, from the environment of its children.
-        dry_run: Show the commands and do nothing.
+        recipe: the experiment.
+        hardware: the devices that train it.
+        options: the command line's settings outside the recipe.
+        executor_class: makes the executor of commands from their environment variables.
+        dry_run: True to show the commands and do nothing.
 
     Returns:
         result.json if the recipe was scored.
 
     Raises:
-        UserError: Finished steps are kept and not repeated by the next call.
+        UserError: if a step fails. Finished steps stay, and the next call does not repeat them.
     """
     folder = options.save_dir or Path("runs") / recipe.experiment
     run = Run(recipe, hardware, folder, options)
@@ -103,14 +103,16 @@ def run_recipe(
         if run.hardware.world and run.hardware.world.rank:
             _take_part(run, executor, run.hardware.world.rank)
             return None
-        if not any(run.checkpoints.glob("*.pt")):  # the log of a training that cannot be resumed
+        if not any(
+            run.checkpoints.glob("*.pt")
+        ):  # then the log is of a training that cannot resume
             (folder / "train.jsonl").unlink(missing_ok=True)
         if options.stage != "prepare":
             main_steps = [step for step in steps(run) if step.name != ZERO_SHOT]
             make(main_steps, folder, executor=executor, wanted=wanted)
         _write_recipe(recipe, folder)
         result = record(run, started)
-        if zero_shot:  # it adds to the result, which is there also if it fails
+        if zero_shot:  # the last step adds to the result, which exists even if this step fails
             make(steps(run), folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
         if result and options.record:
             with atomic_write(options.record) as stream:
@@ -120,7 +122,7 @@ def run_recipe(
 
 
 def _write_recipe(recipe: Recipe, folder: Path) -> None:
-    """Write recipe.yaml with the end of the training that was done: this call may give another."""
+    """Write recipe.yaml. Its end of the training is that of the finished training, not of this call."""
     # result.json gives the reproduced row
     mapping = dict(dataclasses.asdict(recipe), reproduces=None, rows={})
     goal = read_step_records(folder).get("train", {}).get("goal", {})
@@ -154,7 +156,7 @@ def _move_aside(folder: Path) -> None:
 
 
 def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
-    """The run folder's lock, for the leading process; the others write only a log."""
+    """The lock of the run folder for the main process; other processes write only a log, without a lock."""
     if not run.hardware.is_main_process:
         return contextlib.nullcontext()
     if run.hardware.shared:
@@ -182,7 +184,7 @@ def _check_requirements(run: Run) -> None:
 
 
 def _check_shared(run: Run) -> None:
-    """Only training is shared by several programs; one program does everything else. Raises UserError."""
+    """Raise UserError unless this program, one of several, only trains: a single program does the rest."""
     folder = run.folder
     options = run.options
     if options.stage != "train":
@@ -212,7 +214,7 @@ def _check_shared(run: Run) -> None:
 
 
 def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
-    """The run on its data, on as many devices as can share an update; logs consequences of the data."""
+    """The run with its data and as many devices as can share an update; logs what follows from the data."""
     data = None
     if prepared.folder.is_dir():
         data = prepared.folder
@@ -273,7 +275,7 @@ def _log_reproduction_status(run: Run, known: Path) -> None:
     assert cell and published
     sentences = run.prepared.sentences
     if not sentences:
-        with contextlib.suppress(UserError):  # for missing subsets: then the numbers stay unknown
+        with contextlib.suppress(UserError):  # if a subset is missing, the numbers stay unknown
             sentences = {
                 split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits
             }

@@ -32,7 +32,7 @@ KINDS = {
     "sentence_prediction": CLASSIFICATION,
 }
 
-# Free for translations: the result gives the number of skipped sentences.
+# A translation may have this flag: its result gives the number of skipped sentences.
 SKIP = "skip-invalid-size-inputs-valid-test"
 POSITIONS = ("max-source-positions", "max-target-positions")
 LARGEST = 2**63 - 1  # largest whole number in torch
@@ -83,7 +83,7 @@ STOP_FLAGS = ("patience", "stop-time-hours", "stop-min-lr")
 
 
 def _key(text: str, example: Any = None, choices: Iterable[str] = (), **default: Any) -> Any:
-    """A key of a section. text, choices: its description in docs/recipe.yaml; example: its value there."""
+    """A key of a section; docs/recipe.yaml shows its description (text, choices) and the example."""
     metadata = {"text": text, "example": example, "choices": tuple(choices)}
     return dataclasses.field(metadata=metadata, **default)
 
@@ -101,7 +101,7 @@ class Reproduces:
 
 @dataclasses.dataclass
 class Data:
-    """The text, and its way to a binarised folder."""
+    """The text, and how it becomes a binarised folder."""
 
     recipe: str = _key("source of the text", "parallel", DATA_RECIPES)
     source: Optional[str] = _key(
@@ -185,7 +185,7 @@ class Model:
     )
 
     def as_flags(self) -> Dict[str, Any]:
-        """All of it as flags of fairseq-train."""
+        """The whole section as flags of fairseq-train."""
         settings = {
             name.replace("_", "-"): value for name, value in vars(self).items() if name != "flags"
         }
@@ -228,7 +228,7 @@ class Train:
 
 @dataclasses.dataclass
 class Average:
-    """The number of last checkpoints to average; null as the whole section: the best one is used."""
+    """The number of last checkpoints to average; if the whole section is null, the best one is used."""
 
     epochs: Optional[int] = _key("number of epoch checkpoints", 5, default=None)
     updates: Optional[int] = _key(
@@ -237,7 +237,7 @@ class Average:
 
     @property
     def count(self) -> int:
-        """Number of checkpoints in the average."""
+        """The number of checkpoints in the average."""
         return self.epochs or self.updates or 0
 
 
@@ -303,7 +303,7 @@ class Recipe:
 
     @property
     def row(self) -> Optional[str]:
-        """Its name in `rows`; None for the file's own row."""
+        """The name of the reproduced row in `rows`; None for the file's own row."""
         if self.reproduces and self.reproduces.row in self.rows:
             return self.reproduces.row
         return None
@@ -343,28 +343,28 @@ class Recipe:
 
     @property
     def goal(self) -> Dict[str, Any]:
-        """The end of the training."""
+        """The settings that end the training; a later start may change them."""
         flags = self.training_flags
         stops = {name: flags[name] for name in STOP_FLAGS if flags.get(name) is not None}
         return {"max_epoch": self.train.max_epoch, "max_update": self.train.max_update} | stops
 
     @property
     def averaged_interval(self) -> Optional[int]:
-        """Updates between two of the checkpoints to average; None for epoch checkpoints."""
+        """The number of updates between two checkpoints to average; None for epoch checkpoints."""
         if self.average and self.average.updates:
             return self.train.flags.get(INTERVAL)
         return None
 
     @property
     def subsets(self) -> List[str]:
-        """The evaluated subsets, the recipe's result first."""
+        """The evaluated subsets; the first gives the recipe's result."""
         if self.generate:
             return self.generate.subsets
         return self.score.subsets if self.score else []
 
     @property
     def splits(self) -> List[str]:
-        """Parts of the data that the recipe needs."""
+        """The splits of the data that the recipe needs."""
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
 
 
@@ -373,7 +373,7 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
     if not isinstance(mark.get("inputs"), dict):
         return dict(mark)
     inputs = dict(mark["inputs"])
-    # a damaged file may hold anything in their place
+    # A damaged file may have a value of any type instead of these mappings
     facts: Dict[str, Any] = {}
     if isinstance(mark.get("facts"), dict):
         facts.update(mark["facts"])

@@ -36,9 +36,18 @@ _TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
 _OWN_BLOCK = re.compile(r"--tokens-per-sample (\d{1,18}): the model's own$", re.MULTILINE)
 # Settings of fairseq-eval-lm that belong to the number, in the order in which they are reported.
 _SETTINGS = (
-    *("tokens-per-sample", "context-window", "carried-chunks", "batch-size"),
-    *("sample-break-mode", "softmax-batch", "post-process", "remove-bpe"),
+    "tokens-per-sample",
+    "context-window",
+    "carried-chunks",
+    "batch-size",
+    "sample-break-mode",
+    "softmax-batch",
+    "post-process",
+    "remove-bpe",
 )
+# Form of the references' hyphens → the BLEU after one compound split: the text or the pipeline splits them.
+_BLEU_OF_HYPHENS = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
+_EXAMPLES = {SPLIT: "a @-@ b", WHOLE: "a-b"}
 
 
 def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, Any]:
@@ -46,7 +55,7 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
 
     Args:
         path: output of `moa-fairseq score --json` or fairseq-eval-lm.
-        recipe: for its type and flags.
+        recipe: the recipe; its type of model and its flags are read.
         data: the binarised folder.
         subset: the evaluated subset.
 
@@ -69,20 +78,22 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
     return scores
 
 
-def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[str, Any]:
+def read_report(
+    text: str, path: Path, recipe: Recipe, data_tokens: int | None = None
+) -> dict[str, Any]:
     """fairseq-eval-lm's output as scores.
 
     Args:
         text: the output.
-        path: its file, for the error.
-        recipe: for the flags of its evaluation.
-        wanted: tokens of the data, all of which must be evaluated.
+        path: the file of the output, for the error.
+        recipe: the recipe, whose flags of the evaluation are reported.
+        data_tokens: the number of tokens of the data, all of which must be evaluated (None: not checked).
 
     Returns:
         Metric → "score" (lm_bits is the loss in bits per token); "meta": settings of the evaluation.
 
     Raises:
-        UserError: if it has no perplexity, or fewer tokens.
+        UserError: if the output has no perplexity, or if fewer tokens were evaluated.
     """
     perplexity = _PERPLEXITY.search(text)
     tokens = _TOKENS.search(text)
@@ -94,11 +105,11 @@ def read_report(text: str, path: Path, recipe: Recipe, wanted: int = 0) -> dict[
         evaluation["tokens_per_sample"] = int(block.group(1))
     if tokens:
         evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
-        if count < wanted:
+        if data_tokens and count < data_tokens:
             length = recipe.training_flags.get("tokens-per-sample")
             raise UserError(
-                f"{path}: fairseq-eval-lm evaluated {count:,} of {wanted:,} tokens, because it skips text "
-                f"longer than the model's limit. Run the recipe again with --set "
+                f"{path}: fairseq-eval-lm evaluated {count:,} of {data_tokens:,} tokens, because it skips "
+                f"text longer than the model's limit. Run the recipe again with --set "
                 f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
             )
     return {
@@ -158,45 +169,64 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
 def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
     """The metric of a run's result, which depends on its references.
 
-    For running text, and without spaces between words, it is sacreBLEU with the language's tokeniser. A
-    row's BLEU may include one compound split, done by the tokeniser (`-a`) or the BLEU pipeline: for text
-    with the other type of hyphens, the other pipeline gives the same number.
+    For running text it is sacreBLEU with the language's tokeniser.
 
     Args:
-        recipe: of the run.
+        recipe: the recipe of the run.
         published: the recipe without any --set.
-        scores: of the recipe's first subset.
+        scores: the scores of the recipe's first subset.
     """
-    headline = (recipe.score or Score()).headline
     if recipe.data.running_text:
         return "sacrebleu"
+    headline = (recipe.score or Score()).headline
+    if _has_no_spaces(recipe, scores):
+        headline = _headline_without_spaces(headline, scores)
+    return _headline_of_hyphens(headline, published, scores)
+
+
+def _has_no_spaces(recipe: Recipe, scores: dict[str, Any]) -> bool:
+    """Whether the references have no spaces between words, by their text or their language."""
+    if recipe.kind != TRANSLATION:
+        return False
     measured = scores.get("meta", {}).get("without_spaces") is True
-    if recipe.kind == TRANSLATION and (measured or writes_no_spaces(recipe.data.target or "")):
-        signature = str(scores.get("sacrebleu", {}).get("signature"))
-        if headline != "sacrebleu" and not re.search(r"tok:(13a|none)\b", signature):
-            log.warning(
-                "the references have no spaces between words, but %s counts words: see sacrebleu",
-                headline,
-            )
-            return "sacrebleu"
-    dataset = datasets().get(published.data.recipe)
-    split_once = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
-    hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
-    expected = (published.score or Score()).headline
-    is_of_split_text = expected == split_once[WHOLE] or (
-        expected == split_once[SPLIT] and dataset is not None and dataset.splits_hyphens
+    return measured or writes_no_spaces(recipe.data.target or "")
+
+
+def _headline_without_spaces(headline: str, scores: dict[str, Any]) -> str:
+    """sacreBLEU instead of a metric that counts words, if its tokeniser does not need spaces."""
+    signature = str(scores.get("sacrebleu", {}).get("signature"))
+    if headline == "sacrebleu" or re.search(r"tok:(13a|none)\b", signature):
+        return headline
+    log.warning(
+        "the references have no spaces between words, but %s counts words: see sacrebleu", headline
     )
-    if (
-        not is_of_split_text
-        or headline != expected
-        or split_once.get(hyphens, headline) == headline
-    ):
+    return "sacrebleu"
+
+
+def _headline_of_hyphens(headline: str, published: Recipe, scores: dict[str, Any]) -> str:
+    """The BLEU after one compound split, if the recipe's headline is this BLEU for other hyphens.
+
+    For example, a paper's BLEU is compound_split_bleu, whose pipeline splits a-b into a @-@ b. If the
+    tokeniser of the run (`-a`) has split the hyphens of the references, multi_bleu gives the same number.
+    """
+    if headline != (published.score or Score()).headline:
+        return headline  # the user's own choice
+    dataset = datasets().get(published.data.recipe)
+    is_after_one_split = headline == _BLEU_OF_HYPHENS[WHOLE] or (
+        headline == _BLEU_OF_HYPHENS[SPLIT] and dataset is not None and dataset.splits_hyphens
+    )
+    hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
+    bleu = _BLEU_OF_HYPHENS.get(hyphens, headline)
+    if not is_after_one_split or bleu == headline:
         return headline
     log.warning(
         "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
-        *(hyphens, "a @-@ b" if hyphens == SPLIT else "a-b", split_once[hyphens], headline),
+        hyphens,
+        _EXAMPLES[hyphens],
+        bleu,
+        headline,
     )
-    return split_once[hyphens]
+    return bleu
 
 
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:

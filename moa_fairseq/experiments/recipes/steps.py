@@ -46,13 +46,13 @@ from moa_fairseq.experiments.scoring.zero_shot import OUTPUT
 from moa_fairseq.files import checksum
 from moa_fairseq.process import flags, positional
 
-LEFT_OUT = "left_out"  # number of sentences without a translation
+LEFT_OUT = "left_out"  # the key of the number of sentences without a translation
 ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
 log = logging.getLogger(__name__)
 
 
 def steps(run: Run) -> list[Step]:
-    """All steps of a run, in order, for --dry-run and for a run."""
+    """All steps of a run after its data, in order."""
     recipe = run.recipe
     model_steps = [] if recipe.finetune == "noft" else [_train(run)]
     before = [_text(run)] if model_steps else []
@@ -72,7 +72,10 @@ def steps(run: Run) -> list[Step]:
 
 
 def _text(run: Run) -> Step:
-    """The run's own copy of its dictionaries, merges and rules, in place: other files are errors."""
+    """The step that copies the data's dictionaries, merges and rules into the run folder.
+
+    It is a step in place, so that other files at a later start are an error.
+    """
     data = run.prepared.folder
 
     def inputs() -> dict[str, Any]:
@@ -171,13 +174,13 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "num-epoch-checkpoints": average.epochs,
         "num-update-checkpoints": average.updates,
         "output": OUT,
-        "force": True,  # for repeated commands; here it writes a temporary file next to the output
+        "force": True,  # so that people can repeat the command; here its output is a temporary file
     }
 
     def inputs() -> dict[str, Any]:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
-        except UserError as error:  # too few checkpoints; the remedy is a key of the recipe
+        except UserError as error:  # too few checkpoints: add the key of the recipe and the remedy
             key = "average.updates" if by_updates else "average.epochs"
             num_saved = len(numbered_checkpoints(run.checkpoints, by_updates))
             fewer = f"--set {key}={num_saved} averages those, " if num_saved > 1 else ""
@@ -200,13 +203,20 @@ def _average(run: Run, average: Average, train: Step) -> Step:
 def _evaluated(
     run: Run, settings: Any, subset: str, made: list[Step]
 ) -> Callable[[], Mapping[str, Any]]:
-    """The inputs of a step that evaluates the checkpoint with a section of the recipe."""
+    """The inputs of a step that evaluates the checkpoint.
+
+    Args:
+        run: the run.
+        settings: the section of the recipe for the evaluation.
+        subset: the evaluated subset.
+        made: the steps that make the model, in order; [] for a pretrained model.
+    """
 
     def inputs() -> dict[str, Any]:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
             remedy = f"Run --stage {missing} first"
-            # The stage would do nothing
+            # The train stage would do nothing then
             if missing == "train" and (run.checkpoints / LAST).exists():
                 remedy = (
                     "If the training is done, average its checkpoints by --set average.epochs=N"
@@ -220,17 +230,17 @@ def _evaluated(
 
 
 def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
-    """The beam search, in fp32 so that scores do not depend on the hardware."""
+    """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
     values: dict[str, Any] = {"path": str(run.model), "gen-subset": subset}
     values.update(
         {"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens}
     )
     values["remove-bpe"] = SENTENCEPIECE if section.remove_bpe and by_pieces else section.remove_bpe
-    for name in POSITIONS:  # which are also limits of the task
+    for name in POSITIONS:  # these are also limits of the task
         values[name] = run.recipe.training_flags.get(name)
     values.update(section.flags)
-    translated: set[str] = set()  # ids of sentences, each with --nbest lines
+    translated: set[str] = set()  # the sentences' ids: each sentence has --nbest lines
     total = run.prepared.sentences.get(subset, 0)
     pace = max(100, (total or 1000) // 10)
     goal = f" of {total:,}" if total else ""
@@ -274,14 +284,16 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
 
 
 def _score(run: Run, section: Score, generated: Step) -> Step:
-    """The scoring of the translations, also by the headline's BLEU pipeline."""
+    """The step that scores translations, also by the BLEU pipeline of the headline metric."""
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
     values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
-    if run.recipe.data.running_text:  # without tokens for the other pipelines
+    if run.recipe.data.running_text:  # the other pipelines need tokens
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
     generate = run.recipe.generate
-    if generate and generate.remove_bpe:  # by fairseq-generate: any @@ belongs to the text
+    if (
+        generate and generate.remove_bpe
+    ):  # fairseq-generate has joined them: any @@ belongs to the text
         values["remove-bpe"] = "none"
     values.update(section.flags, json=True)
     if generate and generate.flags.get(SKIP):
@@ -293,7 +305,7 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
 
 
 def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
-    """A language model's perplexity or a classifier's accuracy, in fp32 like translations."""
+    """The step of a language model's perplexity or a classifier's accuracy, in fp32 like translations."""
     kind = run.recipe.kind
     name = f"score-{subset}"
     model = str(run.model)
@@ -311,7 +323,7 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
 
 
 def _zero_shot(run: Run, tasks: list[str], made: list[Step]) -> Step:
-    """Accuracies on tasks of lm_eval, which the program also adds to the run's result.json."""
+    """The step of accuracies on tasks of lm_eval; the command also adds them to the run's result.json."""
     line = [
         "moa-fairseq",
         *flags({"user-dir": run.options.user_dir}),

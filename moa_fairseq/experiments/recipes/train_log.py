@@ -21,7 +21,7 @@ from typing import Any
 from moa_fairseq.errors import UserError
 from moa_fairseq.files import atomic_write, disk_errors
 
-# Numbers have a largest length: an endless line of digits is searched only once.
+# A number has a largest length, so that an endless line of digits is searched only once.
 _COUNT = r"[0-9][0-9,]{0,30}"
 _PARAMETERS = re.compile(rf"num\. (?:shared|expert) model params: ({_COUNT})")
 _UPDATED = re.compile(rf"(?<![0-9,])({_COUNT}) of {_COUNT} parameters are updated")
@@ -96,8 +96,8 @@ def prune(path: Path, updates: int) -> None:
     """Remove the records after some update: training resumes there and writes them again.
 
     Args:
-        path: a train.jsonl.
-        updates: number of updates of the last record to keep.
+        path: the train.jsonl.
+        updates: the number of updates of the last record to keep.
     """
     records = list(read_records(path))
     retained = [record for record in records if updates_of(record) <= updates]
@@ -111,10 +111,11 @@ def summarise(path: Path) -> dict[str, Any]:
     """A summary of a training in a few numbers.
 
     Args:
-        path: its train.jsonl.
+        path: the train.jsonl.
 
     Returns:
-        updates, epochs, train_seconds, tokens_per_second (of the target) and the last valid_ppl, if any.
+        "updates", "epochs", "train_seconds", "tokens_per_second" (target tokens) and the last "valid_ppl", if
+        there is one.
 
     Raises:
         UserError: see `read_records`.
@@ -123,7 +124,7 @@ def summarise(path: Path) -> dict[str, Any]:
     # An interrupted epoch ends twice; its last record covers all of it.
     epochs = {finite(record["epoch"]): record for record in records if "train_loss" in record}
     tokens = seconds = before = 0.0
-    for record in epochs.values():  # by speed and batch size: fairseq's times are whole seconds
+    for record in epochs.values():  # not by fairseq's times, which are whole seconds
         updates = updates_of(record)
         speed = finite(record.get("train_wps")) or 0.0
         in_epoch = (finite(record.get("train_wpb")) or 0.0) * (updates - before)
@@ -153,9 +154,10 @@ class TrainLog:
     Args:
         path: the train.jsonl to which records are added.
         max_epoch, max_update: the end of the training, for the remaining time.
-        parameters: numbers of parameters in fairseq's log, shared and of experts.
-        updated: number of trained parameters, if the task logs it.
-        started: of this session: seconds of a clock, and the fraction of the training done at that time.
+        parameters: the numbers of parameters in fairseq's log, shared ones and those of experts.
+        updated: the number of trained parameters, if the task logs it.
+        started: the start of this session by time.monotonic(), in seconds, and the fraction of the training
+            that was done then; None until they are known.
         goes_on: whether this session resumes from a checkpoint; the first record gives the fraction done.
         skipped: messages about skipped sentences, which fairseq repeats in every epoch.
     """
@@ -164,17 +166,16 @@ class TrainLog:
     max_epoch: int | None
     max_update: int | None
     parameters: list[int] = dataclasses.field(default_factory=list)
-    updated: int | None = None  # trained parameters, if the task logs it
-    started: tuple[float, float] | None = None  # time, and the fraction of the training done
+    updated: int | None = None
+    started: tuple[float, float] | None = None
     goes_on: bool = False
-    # Messages about skipped sentences: fairseq repeats them in every epoch.
     skipped: set[str] = dataclasses.field(default_factory=set)
 
     def __call__(self, line: str) -> None:
         """Take one line of standard output."""
         record = parse_record(line)
         if record is not None and wrong_number(record):
-            return  # not fairseq's; a line of the log never ends a training
+            return  # another program's line: no line of the log may end a training
         if record is not None:
             text = f"{json.dumps(record)}\n"
             with disk_errors(self.path), open(self.path, "a+b") as stream:
@@ -222,7 +223,7 @@ class TrainLog:
             self._print(f"  epoch {epoch}, update {updates:,}{end}: {state}{remaining}", last=False)
 
     def _time_left(self, epochs: float, updates: int) -> str:
-        """The remaining time at the speed of this session, as soon as it is known."""
+        """The remaining time at the speed of this session; "" while it is unknown."""
         now = time.monotonic()
         goals = ((epochs, self.max_epoch), (updates, self.max_update))
         fraction = max((number / goal for number, goal in goals if goal), default=0.0)
@@ -235,7 +236,12 @@ class TrainLog:
 
     @staticmethod
     def _print(text: str, last: bool) -> None:
-        """On a terminal the progress line rewrites itself; in a file every line stays."""
+        """Print a line; on a terminal it replaces the progress line before it.
+
+        Args:
+            text: the line.
+            last: False for a progress line, which the next line replaces on a terminal.
+        """
         if sys.stdout.isatty():
             print(f"\r\x1b[K{text}", end="\n" if last else "", flush=True)
         else:

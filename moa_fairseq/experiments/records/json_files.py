@@ -1,6 +1,6 @@
-"""Writes JSON files, and reads JSON and YAML that a person, a stranger, a crash or a bad disk may have made.
+"""Writes JSON files, and reads JSON and YAML files, which a stranger, a crash or a bad disk may have spoilt.
 
-What is read is plain: mappings, lists, text in UTF-8, numbers, true, false and null, and not without end.
+Only plain values are read: mappings, lists, text in UTF-8, numbers, true, false and null, up to a size.
 """
 
 from __future__ import annotations
@@ -25,14 +25,14 @@ from moa_fairseq.process import refuse_without_locks
 
 log = logging.getLogger(__name__)
 
-# PyYAML reads some 100,000 bytes a second; the longest study here has 8,000.
+# The largest files. PyYAML reads some 100,000 bytes a second, and the longest study here has 8,000.
 MOST_BYTES = {"JSON": 64 << 20, "YAML": 256 << 10}
-MOST_VALUES = 100_000  # of a YAML file, with every `*alias` written out
-LOCK_SECONDS = 60  # how long another process may take to append a line
+MOST_VALUES = 100_000  # the most values of a YAML file, with every `*alias` written out
+LOCK_SECONDS = 60  # the longest time that another process may take to append a line
 
 
 def is_number(value: Any) -> bool:
-    """True for a finite int or float that fits into a float; false for true and false."""
+    """True for a finite int or float that fits into a float; False for anything else, also for a bool."""
     try:
         return (
             isinstance(value, (int, float)) and not isinstance(value, bool) and math.isfinite(value)
@@ -52,8 +52,8 @@ _KINDS: dict[str, Callable[[Any], bool]] = {
     MAPPING: lambda value: isinstance(value, dict),
     LIST: lambda value: isinstance(value, list),
 }
-# PyYAML lets through whatever a value raises that does not fit its tag (`!!bool maybe`), and Python's errors
-# for text that is nested too deeply, and for numbers of some thousand digits.
+# In addition to its own errors PyYAML passes on any error of a value that does not fit its tag
+# (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, ValueError, LookupError, TypeError, AttributeError, RecursionError)
 _TAGS = [
     f"tag:yaml.org,2002:{name}"
@@ -62,16 +62,16 @@ _TAGS = [
 
 
 def read_json(path: Path, remedy: str) -> Any:
-    """The value that a JSON file holds.
+    """The value of a JSON file.
 
     Args:
         path: the file, in UTF-8.
         remedy: a sentence that ends the error.
 
     Raises:
-        FileNotFoundError: where there is none.
-        UserError: naming the file, for what is no ordinary file, too long, not JSON, holds a key twice or
-            half a letter (a lone surrogate).
+        FileNotFoundError: if there is no such file.
+        UserError: if it is not an ordinary file, is too long, is not JSON, or has a key twice or half a
+            letter (a lone surrogate); the message names the file.
     """
     return _read(
         path, "JSON", lambda text: json.loads(text, object_pairs_hook=_each_key_once), remedy
@@ -81,18 +81,18 @@ def read_json(path: Path, remedy: str) -> Any:
 def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
     """The values of a JSON Lines file.
 
-    A last line that a kill cut off is passed over, with a warning: it is no JSON, and has no line end.
+    A last line that a kill cut off, which is not JSON and has no line end, is skipped with a warning.
 
     Args:
-        path: The file; each of its lines is a value, or empty.
-        remedy: What a UserError ends with.
+        path: the file; each of its lines is a value, or empty.
+        remedy: a sentence that ends the error.
 
     Returns:
         Number of the line, from 1 → its value.
 
     Raises:
-        FileNotFoundError: There is no such file.
-        UserError: As read_json; it names the line.
+        FileNotFoundError: if there is no such file.
+        UserError: see `read_json`; the message names the line.
     """
     return _read(path, "JSON", lambda text: _values(text, path), remedy)
 
@@ -105,7 +105,7 @@ def _values(text: str, path: Path) -> dict[int, Any]:
             continue
         try:
             values[number] = json.loads(line, object_pairs_hook=_each_key_once)
-        except (ValueError, RecursionError) as error:  # all that JSON raises for a text
+        except (ValueError, RecursionError) as error:  # all errors of JSON for a text
             if number < len(lines):
                 raise ValueError(f"line {number}: {error}") from error
             log.warning("%s, line %d was cut off, and does not count", path, number)
@@ -113,16 +113,16 @@ def _values(text: str, path: Path) -> dict[int, Any]:
 
 
 def append_json_line(path: Path, content: Any) -> None:
-    """Append a value to a JSON Lines file, whole and on the disk, while other processes may do the same.
+    """Append a value to a JSON Lines file and wait until it is on the disk; other processes may do the same.
 
-    Lines before it are never written again. A last line that a kill cut off is taken away.
+    Earlier lines are never written again. A last line that a kill cut off is removed.
 
     Args:
-        path: The file; it and its folder are made where they are not there.
-        content: What becomes one line.
+        path: the file; it and its folder are made if necessary.
+        content: the value.
 
     Raises:
-        UserError: The disk is full, the file cannot be written or locked, or is no ordinary file.
+        UserError: if the disk is full, or the file cannot be written or locked or is not an ordinary file.
     """
     line = json.dumps(content).encode("ascii") + b"\n"
     with _held(path) as stream:
@@ -138,13 +138,13 @@ def append_json_line(path: Path, content: Any) -> None:
 
 
 def check_appendable(path: Path) -> None:
-    """Before hours are spent on a line: see whether `append_json_line` can write it.
+    """Check that `append_json_line` can write to a file, before hours are spent on the line.
 
     Args:
-        path: The file; it and its folder are made where they are not there.
+        path: the file; it and its folder are made if necessary.
 
     Raises:
-        UserError: As append_json_line.
+        UserError: see `append_json_line`.
     """
     with _held(path):
         pass
@@ -152,7 +152,7 @@ def check_appendable(path: Path) -> None:
 
 @contextlib.contextmanager
 def _held(path: Path) -> Iterator[IO[bytes]]:
-    """A file that no other process appends to meanwhile."""
+    """A locked file, to which no other process can append meanwhile."""
     refuse_link(path)
     refuse_irregular(path, "File")
     with disk_errors(path):
@@ -160,7 +160,9 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
         try:
             with portalocker.Lock(path, "a+b", timeout=LOCK_SECONDS) as stream:
                 yield stream
-        except portalocker.LockException as error:  # held, or no locks at all: told apart
+        except (
+            portalocker.LockException
+        ) as error:  # held by another process, or no locks on this disk
             refuse_without_locks(path, error)
             remedy = "Look for what holds it, and run the same command again."
             raise UserError(
@@ -172,39 +174,39 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
 def _is_json(line: bytes) -> bool:
     try:
         json.loads(line)
-    except (ValueError, RecursionError):  # all that JSON raises for a text
+    except (ValueError, RecursionError):  # all errors of JSON for a text
         return False
     return True
 
 
 def read_yaml(path: Path, remedy: str) -> Any:
-    """The value that a YAML file holds.
+    """The value of a YAML file.
 
-    1e-3 is a number and 2020-01-01 text, as in YAML 1.2. `&`, `*` and `<<` may be used, as long as the whole
-    stays small.
+    1e-3 is a number and 2020-01-01 is text, as in YAML 1.2. `&`, `*` and `<<` may be used, if the file with
+    every alias written out stays small.
 
     Args:
         path: the file, in UTF-8.
         remedy: a sentence that ends the error.
 
     Raises:
-        FileNotFoundError, UserError: as `read_json` does, and for values other than those of JSON.
+        FileNotFoundError, UserError: see `read_json`; also for values that JSON does not have.
     """
     return _read(path, "YAML", lambda text: _load_yaml(text, path.name), remedy)
 
 
 def saved_json(path: Path) -> dict[str, Any]:
-    """The mapping in a JSON file that this program wrote; {} where there is none, or a damaged one.
+    """The mapping in a JSON file that this program wrote; {} if there is no file, or a damaged one.
 
     Raises:
-        UserError: it is there, and cannot be read now: what is in it must not be taken for nothing.
+        UserError: if the file exists and cannot be read now, because its content must not be ignored.
     """
     try:
         content = read_json(path, "Run the same command again when it can be.")
     except FileNotFoundError:
         return {}
     except UserError as error:  # damaged
-        # below a file there is none
+        # NotADirectoryError: a folder of the path is a file, so that this file cannot exist
         if isinstance(error.__cause__, OSError) and not isinstance(
             error.__cause__, NotADirectoryError
         ):
@@ -224,7 +226,7 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
         json.dumps(content, ensure_ascii=False).encode()
     except FileNotFoundError:
         raise
-    except OSError as error:  # of the open and the read; it says why
+    except OSError as error:  # from opening or reading; it has the reason
         raise UserError(f"{path} cannot be read ({error.strerror}). {remedy}") from error
     except _ODD as error:
         reason = " ".join(str(error).split())[:500]
@@ -271,9 +273,14 @@ def _load_yaml(text: str, name: str) -> Any:
 
 
 def _count(node: yaml.Node, counted: dict[int, int]) -> int:
-    """How many values a node holds, with every alias written out. counted: those of the nodes before it.
+    """The number of values in a node, with every alias written out.
 
-    Raises YAMLError where it holds itself, too many values, a key twice, or another kind of value.
+    Args:
+        node: the node.
+        counted: id of a node that was counted before → its number; 0 while it is counted.
+
+    Raises:
+        YAMLError: if the node contains itself, too many values, a key twice, or a value of another kind.
     """
     if id(node) not in counted:
         counted[id(node)] = 0
@@ -303,24 +310,24 @@ def _refuse(problem: str, node: yaml.Node) -> NoReturn:
 
 
 def write_json(path: Path, content: Any) -> None:
-    """Write `content` as JSON that people can read, whole or not at all."""
+    """Write `content` as indented JSON; a failure leaves the old file unchanged."""
     with atomic_write(path) as stream:
         json.dump(content, stream, indent=1, ensure_ascii=False)
         stream.write("\n")
 
 
 def write_yaml(path: Path, content: Any) -> None:
-    """Write `content` as YAML, keys in their order, whole or not at all."""
+    """Write `content` as YAML with its keys in order; a failure leaves the old file unchanged."""
     with atomic_write(path) as stream:
         yaml.safe_dump(content, stream, sort_keys=False, allow_unicode=True)
 
 
 def selected(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
-    """The values of these keys.
+    """A part of a mapping: the given keys with their values.
 
     Args:
-        mapping: any.
-        keys: in the result's order; the value is None where the mapping lacks one.
+        mapping: the mapping.
+        keys: the keys of the result, in its order; the value of a key that the mapping lacks is None.
     """
     return {key: mapping.get(key) for key in keys}
 
@@ -331,14 +338,14 @@ def check_kinds(
     """Check that a value is a mapping with values of the right kinds; other keys are not checked.
 
     Args:
-        mapping: what was read.
+        mapping: the value that was read.
         kinds: key → TEXT, NUMBER, MAPPING or LIST; a key may be missing or null unless it is required.
-        where: begins the error: which file, or which part of it.
-        remedy: ends it.
-        required: keys that must be there, and not null.
+        where: the beginning of the error: the file, or the part of it.
+        remedy: the last sentence of the error.
+        required: keys that must be present and not null.
 
     Raises:
-        UserError: naming the key, unless it is so.
+        UserError: for another value; the message names the key.
     """
     if not isinstance(mapping, dict):
         raise UserError(f"{where} must be {MAPPING}, not {reprlib.repr(mapping)}. {remedy}")
@@ -357,8 +364,8 @@ def changes(before: Mapping[str, Any], now: Mapping[str, Any], prefix: str = "")
     """Dotted key → 'old → new' for every value that differs between two mappings of JSON values.
 
     Args:
-        before, now: mappings, which may hold further ones.
-        prefix: what the keys begin with.
+        before, now: the two mappings, which may contain further mappings.
+        prefix: the beginning of the dotted keys.
     """
     differences: dict[str, str] = {}
     for key in sorted(before.keys() | now.keys()):

@@ -1,6 +1,6 @@
-"""What made a file: the commit, versions, the day, the hardware. Whoever makes the file writes it beside it.
+"""What made a file: the commit, versions, the day, the hardware. The program that makes the file records it.
 
-Whoever reports the file later reads that. `provenance` is for makers alone.
+Programs that report the file later only read the record; they do not call `provenance`.
 """
 
 from __future__ import annotations
@@ -30,15 +30,17 @@ TOOLS = (
     "ve-fairseq",
 )
 
-DIRTY = "-dirty"  # behind a commit
-GIT_SECONDS = 60
+DIRTY = "-dirty"  # the suffix of a commit whose source tree has changes
+GIT_SECONDS = 60  # the longest time that git may take to answer
 
 
 def provenance(**conditions: Any) -> dict[str, Any]:
-    """What a maker writes beside its file; called when the making begins, for the code may change later.
+    """The record that a program writes with the file that it makes.
+
+    Called before the file is made, because the code may change meanwhile.
 
     Args:
-        conditions: What else the file depends on, as JSON values, such as the hardware.
+        conditions: further things that the file depends on, as JSON values, such as the hardware.
 
     Returns:
         The conditions, "versions", "commit" and "date".
@@ -48,14 +50,14 @@ def provenance(**conditions: Any) -> dict[str, Any]:
 
 
 def combined(sessions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
-    """What several sessions of one training say together.
+    """One record for several sessions of one training.
 
     Args:
-        sessions: Of `provenance`, in their order.
+        sessions: the records by `provenance`, in order.
 
     Returns:
-        Each text, also of versions: the distinct ones in their order, with commas. The date and what is no
-        text: that of the last session.
+        For a key with texts, such as a version, the distinct texts in order, with commas. For the date and
+        other values that of the last session.
     """
     record: dict[str, Any] = {}
     for key in dict.fromkeys(key for session in sessions for key in session):
@@ -86,19 +88,19 @@ def tool_versions() -> dict[str, str]:
 
 
 def commit() -> str | None:
-    """The commit of the source tree as it is now, with -dirty and digits of the changes where it has some.
+    """The commit of the source tree; if the tree has changes, with -dirty and a digest of them.
 
-    Files of the package that git does not know are changes, because fairseq imports whatever lies in some of
-    its folders. Results are no source. A copy of the files may have no git, lie in another project's, or have
-    one that knows an older commit: then it is what $MOA_FAIRSEQ_COMMIT says of the copy, if that is set.
+    A file of the package that git does not know is a change, because fairseq imports every module in some of
+    its folders. Results are not part of the source. A copy of the files may have no repository, lie in the
+    one of another project, or have one at an older commit: then $MOA_FAIRSEQ_COMMIT is used, if it is set.
 
     Raises:
-        UserError: git does not answer, or refuses to read the repository.
+        UserError: if git does not answer, or refuses to read the repository.
     """
     from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
     path = Path(__file__).resolve()
     package = path.parents[2]
-    # a hook of git, say, names its own repository
+    # A hook of git, for example, sets variables that name its own repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
     plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
 
@@ -135,7 +137,9 @@ def commit() -> str | None:
         raise UserError(f"{problem}. Say it with MOA_FAIRSEQ_COMMIT.") from error
     for name in filter(None, new.split(b"\0")):
         changes += name
-        with contextlib.suppress(OSError):  # a repository in this one, or a file that is gone again
+        with contextlib.suppress(
+            OSError
+        ):  # a nested repository, or a file that was deleted meanwhile
             changes += (path.parent / os.fsdecode(name)).read_bytes()
     revision = head.decode().strip()
     if changes.strip():

@@ -21,9 +21,9 @@ from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.experiments.recipes.loading import check_flags
-from moa_fairseq.experiments.recipes.planner import workload
 from moa_fairseq.experiments.recipes.result import data_differences, maker
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
+from moa_fairseq.experiments.recipes.workload import workload
 from moa_fairseq.experiments.records.json_files import saved_json, selected
 from moa_fairseq.experiments.records.provenance import commit
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log

@@ -20,18 +20,17 @@ from moa_fairseq.experiments.recipes.batch import (
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
-from moa_fairseq.experiments.recipes.planner import (
-    DEVICES,
-    HOST_SECONDS,
-    UTILISATION,
-    _is_of,
-    as_text,
-    plan,
-    workload,
-)
+from moa_fairseq.experiments.recipes.planner import DEVICES, _is_of, plan
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.speeds import nearest_speed, read_speeds
+from moa_fairseq.experiments.recipes.speeds import (
+    HOST_SECONDS,
+    UTILISATION,
+    RecordedSpeed,
+    nearest_speed,
+    read_speeds,
+)
+from moa_fairseq.experiments.recipes.workload import workload
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.process import flags
 
@@ -156,7 +155,7 @@ def test_hours_are_those_of_the_measured_speed(arch):
     (name, *settings), hours, peak = MEASURED[arch]
     recipe = load_recipe(shipped_recipes()[name], settings)
     machines = [assumed_hardware(card, 1) for card in ("H200", "H100", "A100", "RTX4090")]
-    here, near, *others = plan(recipe, None, machines, ROOT / "results")["hardware"]
+    here, near, *others = plan(recipe, None, machines, ROOT / "results").as_dict()["hardware"]
     file = ROOT / "results/benchmarks/training-cuda.json"
     speed = json.loads(file.read_text(encoding="utf-8"))["rows"][arch]["tokens_per_second"]
     assert here["hours"] == near["hours"]
@@ -181,20 +180,25 @@ def test_hours_are_those_of_the_measured_speed(arch):
 
 
 def test_a_speed_is_of_one_size_and_precision():
-    row = {"experiment": "x", "count": 1, "device": "H200", "precision": "bf16"}
+    row = RecordedSpeed("x", 5.0, "H200", 1, "bf16", "a.json")
     assert nearest_speed([row], "H200", "bf16", 8) == nearest_speed([row], "H100", "bf16", 8) == row
     assert (
         nearest_speed([row], "H200", "fp32", 8) is None
         and nearest_speed([row], "A100", "bf16", 8) is None
     )
-    older = {**row, "precision": None, "count": 8}
+    older = dataclasses.replace(row, precision=None, count=8)
     assert nearest_speed([row, older], "H200", "bf16", 8) == older
-    nearer = {**row, "device": "H100"}
+    nearer = dataclasses.replace(row, device="H100")
     assert nearest_speed([row, nearer], "H100", "bf16", 1) == nearer
     recipe = load_recipe(shipped_recipes()["quickstart_moa"], ["model.num_experts=16"])
     work = workload(recipe, None)
-    speed = {**row, "experiment": recipe.model.arch, "parameters": work.cost.total_parameters}
-    assert not _is_of({**speed, "batch_tokens": 8000}, recipe, work)  # the architecture has 8
+    speed = dataclasses.replace(
+        row,
+        experiment=recipe.model.arch,
+        parameters=work.cost.total_parameters,
+        batch_tokens=8000,
+    )
+    assert not _is_of(speed, recipe, work)  # the architecture has 8
 
 
 def test_a_batch_that_does_not_fit():
@@ -203,11 +207,11 @@ def test_a_batch_that_does_not_fit():
         recipe, train=dataclasses.replace(recipe.train, effective_batch_tokens=None)
     )
     report = plan(recipe, None, [assumed_hardware("RTX4090", 1)], ROOT / "results")
-    (entry,) = report["hardware"]
-    assert entry["fits"] is False and 1024 < entry["most_tokens"] < 10_000_000
-    most = entry["memory"] + entry["batch_memory"] * entry["most_tokens"] / 10_000_000
+    (entry,) = report.hardware
+    assert entry.fits is False and 1024 < entry.most_tokens < 10_000_000
+    most = entry.memory + entry.batch_memory * entry.most_tokens / 10_000_000
     assert most / DEVICES["RTX4090"].memory == pytest.approx(0.9, abs=1e-3)
-    assert "!" in as_text(report)
+    assert "!" in report.text()
 
 
 def test_a_recorded_speed_comes_first(tmp_path):
@@ -221,8 +225,8 @@ def test_a_recorded_speed_comes_first(tmp_path):
     ):
         (tmp_path / "throughput" / f"{name}.json").write_text(text)
     (row,) = read_speeds(tmp_path)
-    assert (row["device"], row["count"], row["file"]) == ("A100", 8, "throughput/a.json")
-    assert {row["device"] for row in read_speeds(ROOT / "results")} >= {"CPU", "H200"}
+    assert (row.device, row.count, row.file) == ("A100", 8, "throughput/a.json")
+    assert {row.device for row in read_speeds(ROOT / "results")} >= {"CPU", "H200"}
 
 
 @pytest.mark.parametrize(
@@ -321,7 +325,7 @@ def test_the_files_of_a_run_are_those_of_the_plan(
     )
     small["average"] = {"epochs": 2} if average else None
     recipe = load_recipe(write_config(small))
-    planned = plan(recipe, toy_data, [Hardware()], tmp_path)["hardware"][0]["disk"]
+    planned = plan(recipe, toy_data, [Hardware()], tmp_path).hardware[0].disk
     run = tmp_path / "run"
     for stage in ("train", "average") if average else ("train",):
         run_recipe(recipe, Hardware(), Options(data=toy_data, save_dir=run, stage=stage))
@@ -371,12 +375,10 @@ def test_hours_follow_a_recorded_speed_by_the_number_of_devices(shipped, tmp_pat
         json.dumps({**record, "tokens_per_second": 1000})
     )
     machines = [assumed_hardware("A100", count) for count in (1, 2, 8)]
-    entries = plan(recipe, None, machines, tmp_path)["hardware"]
+    entries = plan(recipe, None, machines, tmp_path).hardware
     for entry, speed in zip(entries, (500, 1000, 4000)):
-        assert entry["hours"] == pytest.approx(
-            [entry["target_tokens"] / speed / 3600] * 2, rel=0.05
-        )
-        assert "throughput/a.json" in entry["speed_origin"]
+        assert entry.hours == pytest.approx([entry.target_tokens / speed / 3600] * 2, rel=0.05)
+        assert "throughput/a.json" in entry.speed_origin
 
 
 def test_the_best_checkpoints_that_are_kept_count_too(small, write_config):

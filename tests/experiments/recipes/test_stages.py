@@ -744,9 +744,7 @@ def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
         "fp32",
     )
     assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
-    assert [
-        (found["device"], found["tokens_per_second"]) for found in read_speeds(tmp_path / "results")
-    ]
+    assert [(found.device, found.tokens_per_second) for found in read_speeds(tmp_path / "results")]
 
 
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]])
