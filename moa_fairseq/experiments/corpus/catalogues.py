@@ -64,7 +64,7 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
 
 
 def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
-    """Names of the German catalogues in an open wheel, sorted; a `.po` hides the `.mo` compiled from it."""
+    """Sorted names of the German catalogues in an open wheel, without a `.mo` that has its `.po` there."""
     members = set()
     for info in archive.infolist():
         is_german = _GERMAN_MEMBER.search(info.filename) and not _TESTS.search(info.filename)

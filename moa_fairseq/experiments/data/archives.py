@@ -1,4 +1,4 @@
-"""Extracting single files from archives: only the requested ones, to a given folder. Also packs files."""
+"""Copies only the requested files out of an archive, reads archives into memory, and packs files."""
 
 from __future__ import annotations
 

@@ -66,7 +66,7 @@ def check_binarised(
     """Check dictionaries and the .bin/.idx files of each subset.
 
     Args:
-        folder: made by fairseq-preprocess.
+        folder: the folder made by fairseq-preprocess.
         languages: source and target; () for data of a language model or a classifier.
         subsets: the required subsets.
         joined: True if the two dictionaries must be equal.
@@ -121,7 +121,7 @@ def subset_stems(folder: Path, languages: Sequence[str], subset: str) -> dict[st
     The folder may have been binarised with source and target exchanged.
 
     Args:
-        folder: made by fairseq-preprocess.
+        folder: the folder made by fairseq-preprocess.
         languages: source and target; () for data of a language model or a classifier.
         subset: the name of the subset, such as "train".
 

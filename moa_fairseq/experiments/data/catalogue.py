@@ -70,7 +70,8 @@ class Part(NamedTuple):
         members: file names; the first that exists is the text.
         archive: the public file that contains them, or "" if the text is a separate file.
         markup: how to read its lines: plain, sgm, wit3 or documents.
-        shards: in the table, the number of parts in this row, whose members have {shard} from 00000 on.
+        shards: the number of parts that one row of the table describes; {shard} in the names of their members
+            becomes 00000, 00001 and so on.
     """
 
     members: tuple[str, ...]
@@ -144,7 +145,7 @@ class Dataset:
         pieces: number of SentencePiece pieces to learn.
         released_pieces: pieces are learnt as in SwitchHead's release (`pieces.RELEASED`), with its faults.
         tokens: split → number of pieces to use, from the beginning; other splits are used completely.
-        learn_on: with `tokens`: the number of parts of the training text that SentencePiece learns on.
+        learn_on: the number of parts of the training text on which SentencePiece learns, with `tokens`.
         byte_splits: split → number of bytes, in the order in which the splits are cut from one file.
         published: languages, merges and md5 of the published segmented text.
         generated: the settings of `ListOps`, for generated data.

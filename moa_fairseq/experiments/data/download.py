@@ -228,7 +228,7 @@ def _received(source: PublicFile, part: Path) -> int:
 
 
 def _receive(url: str, source: PublicFile, part: Path) -> None:
-    """One request, which resumes from the part file if the file's checksum is known."""
+    """Receive the file by one request, which resumes from the part file if the checksum is published."""
     received = _received(source, part)
     range_header = {"Range": f"bytes={received}-"} if received else {}
     with _ask(url, HEADERS | range_header) as answer:

@@ -240,7 +240,7 @@ class PreparationJob:
         )
 
     def manifest(self, last: Step, **settings: Any) -> Step:
-        """The step that writes manifest.json after the step `last`; settings: further ones to record."""
+        """The step that writes manifest.json after the step `last`, with further settings to record."""
 
         def write(new: Path) -> None:
             described = dict(self.settings) if self.languages else {"recipe": self.data.name}

@@ -136,7 +136,7 @@ class ListOps:
         raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
 
     def draw(self, rng: random.Random) -> Expression | None:
-        """One expression, or None if it became too long."""
+        """One random expression, or None if it is longer than max_length."""
         root = self._subtree(rng, self.max_depth)
         if root.depth < 2:
             arguments = self._arguments(rng, self.max_arguments - 1, self.max_depth - 1)

@@ -292,7 +292,7 @@ class _Longest:
 
 def _write(path: Path, lines: Iterable[str], files: Iterable[TextFile]) -> dict[str, int]:
     facts = {"lines": 0, "tokens": 0}
-    with atomic_write(path) as stream:  # which also creates the folder
+    with atomic_write(path) as stream:  # also creates the folder
         for line in lines:
             stream.write(f"{line}\n")
             facts["lines"] += 1

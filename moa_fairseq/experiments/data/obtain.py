@@ -197,7 +197,7 @@ class Store:
 
 
 def _markup(path: Path, part: Part) -> str:
-    """How to read the lines of a file, which its name may show."""
+    """The markup of a file by its name's ending, else that of its part."""
     suffixes = {*path.suffixes[-2:]}
     if {".sgm", ".xml"} & suffixes:
         return "sgm"

@@ -1,4 +1,4 @@
-"""Reading line-aligned text, plain or gzip, checked while it streams, before hours are spent on it."""
+"""Reads line-aligned text, plain or gzip, and checks it while it streams, before hours are spent on it."""
 
 from __future__ import annotations
 

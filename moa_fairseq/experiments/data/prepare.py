@@ -135,7 +135,7 @@ def content_digest(source: Path) -> str:
 
 
 def size_digest(source: Path) -> str:
-    """A digest of the file sizes alone, by which older runs identify the data given to them."""
+    """A digest of the file sizes alone, by which older versions identified a given binarised folder."""
     sizes = {}
     for path in _binarised_files(source):
         sizes[path.name] = path.stat().st_size

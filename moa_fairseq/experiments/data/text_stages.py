@@ -241,7 +241,7 @@ def load_codes(path: str) -> BPE:
     """The codes of a file, read once per process unless the file changes.
 
     Raises:
-        UserError: naming the line, for a file that subword-nmt did not write.
+        UserError: for a file that subword-nmt did not write; the message names the line.
     """
     stat = os.stat(path)
     return _load(path, stat.st_size, stat.st_mtime_ns)

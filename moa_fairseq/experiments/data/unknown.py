@@ -45,7 +45,7 @@ def count_symbols(
     """Count the symbols of binarised text.
 
     Args:
-        folder: made by fairseq-preprocess.
+        folder: the folder made by fairseq-preprocess.
         languages: source and target; () for data in one language.
         splits: the names of the splits.
 

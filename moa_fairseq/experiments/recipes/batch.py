@@ -177,7 +177,7 @@ class CorpusSize:
 
     Args:
         name: the name of the corpus, or of its folder.
-        sentences, source_tokens, target_tokens: their numbers.
+        sentences, source_tokens, target_tokens: the numbers of sentences and of tokens on each side.
         vocabulary: the number of symbols in the target's dictionary, including fairseq's own.
         fill: the target tokens of an update as a fraction of the tokens that it may have; the rest is
             padding, or is lost because sentences are longer on the source side.

@@ -151,7 +151,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _with_rows(args: argparse.Namespace, config: Path) -> Iterator[argparse.Namespace]:
-    """The arguments for --row, or for each row in the file; those of `rows` have separate folders."""
+    """The arguments of one run per selected row of the file; a row in `rows` has a folder of its own."""
     recipe = load_recipe(config)
     if args.row == ALL_ROWS:
         yield args
@@ -171,7 +171,7 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
     """The arguments of one run for each of --seeds, with a separate folder and record."""
     try:
         seeds = dict.fromkeys(map(int, args.seeds.split(",")))
-    except ValueError:  # of int
+    except ValueError:  # not a number
         raise UserError(
             f"--seeds {args.seeds}: give whole numbers with commas, such as 1,2,3."
         ) from None
@@ -282,7 +282,7 @@ def _results_of(config: Path) -> Path:
 def _print_plan(
     args: argparse.Namespace, recipe: Recipe, hardware: Hardware, data: Path | None, results: Path
 ) -> None:
-    """The cost of the run on this machine or, if it has no GPU and none is given, on every type of GPU."""
+    """Print the plan for this machine; without GPUs and without --gpus, for every type of GPU."""
     from moa_fairseq.experiments.recipes import planner
 
     machines = [hardware]

@@ -58,7 +58,7 @@ def _positive(recipe: Recipe, flag: str, default: int = 0) -> int:
 
 
 def _without_best(recipe: Recipe, updates: int | None) -> Problems:
-    """Without an average the best checkpoint is evaluated, which only a validation saves."""
+    """Problems of a recipe without an average: it needs the best checkpoint, which a validation saves."""
     train = recipe.train
     by_epochs_alone = train.max_epoch and not train.max_update and not _positive(recipe, INTERVAL)
     reasons = {

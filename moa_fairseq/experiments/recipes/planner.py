@@ -72,13 +72,13 @@ class MachinePlan:
         precision: see `precision_name`.
         left_out: why some devices are left out, or "".
         batch: how an update is spread over the devices.
-        tokens_per_update: including padding.
-        memory, batch_memory, fits, most_tokens: of each device, see `Memory`.
-        disk: bytes of the checkpoints, see `disk`.
+        tokens_per_update: the number of tokens per update, including padding.
+        memory, batch_memory, fits, most_tokens: the memory of each device, see `Memory`.
+        disk: the disk space of the checkpoints, see `disk`.
         speed_origin: the source of the speed.
-        speed_assumptions: how the run may differ from a recorded training.
-        updates_per_epoch, updates, target_tokens: of the training.
-        hours: the two ends of a range, which are equal for most recorded speeds.
+        speed_assumptions: what is assumed because the run differs from the recorded training.
+        updates_per_epoch, updates, target_tokens: their numbers, the last two for the whole training.
+        hours: the duration of the training: the two ends of a range, equal for most recorded speeds.
     """
 
     device: str
@@ -129,10 +129,10 @@ class Plan:
 
     Args:
         experiment: the recipe's name.
-        parameters: the model's.
+        parameters: the number of the model's parameters.
         mean_lengths: see `Workload.lengths`.
         not_counted: types of modules whose MACs are unknown.
-        macs_per_target_token: MACs of a forward pass.
+        macs_per_target_token: see `Workload.macs_per_target_token`.
         corpus: the size of the training set, or None if it is unknown.
         hardware: one plan per machine.
     """
@@ -308,7 +308,7 @@ def _is_of(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
     is_of_architecture = speed.batch_tokens is not None and speed.experiment in ARCH_MODEL_REGISTRY
     if not (is_of_architecture and speed.parameters):
         return False
-    # Another vocabulary changes the parameters by less; others need not be built for the exact comparison.
+    # A quick test, because the exact one below builds a model: another vocabulary changes the number less
     if not 0.5 < speed.parameters / work.cost.total_parameters < 2:
         return False
     return _sizes(work.cost) == _sizes_of(speed.experiment, work.vocabulary, tuple(work.lengths))

@@ -142,7 +142,7 @@ def _values(recipe: Recipe) -> Problems:
                     yield key, f"must be at least 1, not {value}."
             if isinstance(value, float) and not math.isfinite(value):
                 yield key, f"must be a number, not {value}."
-    if not 0 <= recipe.train.seed < 2**32:  # as numpy takes them
+    if not 0 <= recipe.train.seed < 2**32:  # the range of numpy's seeds
         yield "train.seed", f"must be between 0 and {2**32 - 1:,}, not {recipe.train.seed}."
 
 

@@ -141,7 +141,7 @@ def read_scores(path: Path) -> dict[str, Any]:
         check_kinds(
             scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",)
         )
-        for key in ("score", "sd"):  # for a diverged model also a float, though not a number
+        for key in ("score", "sd"):  # a diverged model has NaN or infinity
             value = scores[name].get(key)
             if not (value is None or isinstance(value, float) or is_number(value)):
                 raise UserError(f"{path}: {name}.{key} is not a number. {remedy}")

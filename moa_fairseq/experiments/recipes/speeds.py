@@ -35,13 +35,13 @@ class RecordedSpeed:
     """A measured speed of a training.
 
     Args:
-        experiment: the recipe's name; a benchmark's row has a recipe's or an architecture's.
+        experiment: the name of the recipe; for a benchmark that of a recipe or an architecture.
         tokens_per_second: target tokens, of all devices together.
         device: see `device_kind`, or "CPU".
         count: the number of devices.
-        precision: see `precision_name`; None in older records, which may be of any.
-        file: the name of the record, with its folder's.
-        parameters: the model's; None in older records of runs.
+        precision: see `precision_name`; None in older records, which fit any precision.
+        file: the folder and name of the record, such as "throughput/a.json".
+        parameters: the number of the model's parameters; None in older records of runs.
         batch_tokens: tokens of each batch of a benchmark; None for a run.
         digits: significant digits of the hours in a plan.
     """
@@ -218,7 +218,7 @@ def nearest_speed(
     """The speed to plan with: on the same card, else on one of its generation; of these the nearest count.
 
     Args:
-        speeds: of the experiment.
+        speeds: the recorded speeds of the experiment.
         kind: the device of the run, see `device_kind`.
         precision: see `precision_name`.
         devices: the number of devices of the run.

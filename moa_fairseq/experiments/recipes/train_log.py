@@ -61,7 +61,7 @@ def finite(value: Any) -> float | None:
         number = math.nan
         if isinstance(value, (int, float, str)):
             number = float(value)
-    except (ValueError, OverflowError):  # from float
+    except (ValueError, OverflowError):  # float refuses the value
         return None
     return number if math.isfinite(number) else None
 
@@ -70,7 +70,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
     """The records of a train.jsonl; a last line that was cut off by a crash is skipped.
 
     Raises:
-        UserError: with the line, for a record without a sensible epoch or number of updates.
+        UserError: for a record without a sensible epoch or number of updates; the message names the line.
     """
     if path.is_file():
         with open(path, encoding="utf-8", errors="replace") as lines:

@@ -19,7 +19,9 @@ from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 BATCH_BYTES = {"attention": 1.94, "feed_forward": 2.46, "output": 12.7}
 MASKED = 0.15  # fraction of a masked language model's tokens that have outputs
 FALLBACK_VOCABULARY = 32000  # if table, data and recipe do not give the number of symbols
-FALLBACK_LENGTH = 512  # of both sentences, in tokens, if neither data nor recipe give it
+FALLBACK_LENGTH = (
+    512  # tokens of both sentences, if neither data nor recipe give their mean lengths
+)
 
 
 class Workload(NamedTuple):
