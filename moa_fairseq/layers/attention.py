@@ -44,27 +44,20 @@ class Attention(nn.Module, abc.ABC):
         dropout: the probability with which an attention weight is dropped, or a module whose `p` it is.
         positions: the positions inside self-attention, a name in POSITIONS_IN_ATTENTION; None: no positions.
         head_gate: the sigmoid gate on each head's output, one of HEAD_GATES.
-        output_scale: a constant factor of the output, in training and evaluation. With the factor K, a
-            mixture whose gates sum to 1 becomes one whose gates sum to K.
+        output_scale: a constant factor of the output. With K, gates that sum to 1 become gates that sum to K.
         common: settings, of which only the fields of `FamilySettings` are read; None: their defaults.
 
     Raises:
         UserError: for impossible settings.
     """
 
-    family: ClassVar[str | None] = (
-        None  # the family of its routings, for `losses_for`; None: no routings
-    )
+    family: ClassVar[str | None] = None  # the family of its routings, for `losses_for`
     # Whether `compute` needs to know which expert made each key, cached keys included
     keys_by_expert = False
     reads: frozenset[str] = frozenset()  # keywords of the call that not every attention reads
-    inner_keywords = frozenset(
-        {"key_heads", "own_heads", "groups", "common"}
-    )  # only subclasses pass them
-    memory_projections = (
-        "k_proj",
-        "v_proj",
-    )  # the layers that read the inputs of keys and of values
+    # Keywords of constructors that only subclasses pass
+    inner_keywords = frozenset({"key_heads", "own_heads", "groups", "common"})
+    memory_projections = ("k_proj", "v_proj")  # what reads the inputs of keys and of values
     can_trim_cache = True
     # Whether the result of a position depends on later positions that no mask can hide
     is_non_causal = False
@@ -227,26 +220,20 @@ class Attention(nn.Module, abc.ABC):
 
         Args:
             x: the inputs of the queries, [B, T, C].
-            memory: the inputs of keys and values in cross-attention, [B, S, kdim]. With a cache, the first
-                call computes its keys; if the cache has a beam_size, the memory has B / beam_size rows, each
-                shared by beam_size neighbouring rows of x.
-            padding: padding of the inputs of keys, True = padding: [B, T], with a memory [B, S]; with a
-                cache, [B, S] for all positions so far is possible, too. The output at padding is unspecified.
-            mask: [T, S] or [B, T, S], where S counts cached keys, too; additive float, or bool, True =
-                blocked.
+            memory: the inputs of keys and values in cross-attention, [B, S, kdim]. With a cache, only the
+                first call reads it; it has B / beam_size rows, each for beam_size neighbouring rows of x.
+            padding: padding of the inputs of keys, True = padding: [B, T], with a memory or for all cached
+                positions [B, S]. The output at padding is unspecified.
+            mask: [T, S] or [B, T, S], S with cached keys; additive float, or bool, True = blocked.
             causal: whether a query sees no later position.
             cache: a cache made by `new_cache`. x continues its positions and is added to it.
-            query_padding: padding of the queries of cross-attention, [B, T], which statistics and losses
-                leave out.
-            with_routing: whether to return the routings, too. This is a flag instead of a method, because
-                wrappers such as torch.compile pass on calls only.
-            inputs: token_ids [B, T] if a router selects by a hash; draw, an `ExpertDraw`, if MAE draws
-                experts.
+            query_padding: padding in cross-attention's queries, [B, T], left out of statistics and losses.
+            with_routing: also return routings. (Wrappers such as torch.compile would pass on no method.)
+            inputs: token_ids [B, T] of a router that selects by a hash; draw, MAE's `ExpertDraw`.
 
         Returns:
-            The output [B, T, C]. If with_routing, a pair of the output and a tuple of `Routing`: empty in
-            dense attention, one in most families, two where keys have their own routing (SwitchHead; NAMOH's
-            cross-attention).
+            The output [B, T, C]. If with_routing, a pair of it and a tuple of `Routing`: none in dense
+            attention, two where keys have their own (SwitchHead; NAMOH's cross-attention), else one.
 
         Raises:
             ValueError, TypeError: for inputs that do not fit, or that this attention would ignore.
@@ -264,8 +251,8 @@ class Attention(nn.Module, abc.ABC):
             x, memory, inputs: those of `forward`.
 
         Returns:
-            The output [B, T, C]; the weights [B, H, T, S] before dropout, in float32 (float64 if x is), where
-            H are the active heads of a token, slot by slot if tokens select heads.
+            The output [B, T, C]; the weights [B, H, T, S] of H active heads, slot by slot if tokens select
+            heads, before dropout, in float32 (float64 if x is).
         """
         call = Inputs.of(x, memory, dict(inputs)).call(self)
         call.need_weights = True
@@ -274,11 +261,10 @@ class Attention(nn.Module, abc.ABC):
         return out, weights
 
     def new_cache(self, *, batch: int | None = None, max_length: int | None = None) -> KVCache:
-        """Make an empty cache for one generation by this attention.
+        """Make an empty cache for one generation by this attention; one of fixed size is written in place.
 
         Args:
-            batch, max_length: B and the largest number of positions, for a cache of fixed size that is
-                written in place; None: the cache grows.
+            batch, max_length: B and the number of positions of a cache of fixed size; None: it grows.
 
         Raises:
             UserError: for only one of the two arguments, and for an attention that cannot have such a cache.
@@ -397,10 +383,8 @@ class Attention(nn.Module, abc.ABC):
     def cache_bytes(self, number_bytes: int = 2) -> int:
         """The number of bytes that each token adds to the cache of a generation.
 
-        These are the keys and values of G heads. In MoA G = 1, because its experts share keys and values (Eq.
-        10-11; Eq. 18-20 count the projections that follow); in dense attention and SwitchHead G is the number
-        of heads (SwitchHead, App. A.2). If `keys_by_expert`, an index of eight bytes for each expert is
-        added.
+        These are keys and values of G heads: of one in MoA (Eq. 10-11; Eq. 18-20 count the projections that
+        follow), of all in SwitchHead (App. A.2); if `keys_by_expert`, also expert indices of eight bytes.
 
         Args:
             number_bytes: the bytes of each number of a key or value; 2 is half precision.

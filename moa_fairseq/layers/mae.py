@@ -190,9 +190,7 @@ class MixtureOfAttentiveExperts(DenseHeadsAttention):
         if padding is None and not tgt_len:
             padding = x.new_zeros(batch, 0, dtype=torch.bool)
         if self.gate is None:
-            wide = torch.float32
-            if x.dtype == torch.float64:
-                wide = torch.float64
+            wide = torch.promote_types(x.dtype, torch.float32)
             logits = x.new_zeros(batch, 1, self.num_experts, dtype=wide)
             return torch.softmax(logits, -1), logits, None if padding is None else ~padding.all(1)
         if self.causal:

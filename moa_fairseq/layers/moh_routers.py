@@ -258,9 +258,7 @@ class QueryNormRouter(_Router):
         """
         queries = queries.reshape(-1, queries.size(-1))
         with full_precision(queries.device.type):
-            dtype = torch.float32
-            if queries.dtype == torch.float64:
-                dtype = torch.float64
+            dtype = torch.promote_types(queries.dtype, torch.float32)
             heads = queries.to(dtype).unflatten(1, (self.num_heads, -1))
             logits = torch.linalg.vector_norm(heads[:, self.shared_heads :], dim=-1)
             if self.routed_heads > 1 and logits.numel():

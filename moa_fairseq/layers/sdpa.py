@@ -250,9 +250,7 @@ def attend_with_weights(
     scores = torch.matmul(q, k.transpose(-1, -2)) / math.sqrt(q.size(-1))  # [B, H, T, S]
     if mask is not None:
         scores = scores + mask
-    wide = torch.float32
-    if q.dtype == torch.float64:
-        wide = torch.float64
+    wide = torch.promote_types(q.dtype, torch.float32)
     weights = torch.softmax(scores, dim=-1, dtype=wide)
     if fully_masked is not None:
         weights = weights.masked_fill(fully_masked, 0.0)

@@ -145,11 +145,10 @@ def _attend_blocks(
 
 # Leaving out an unchosen head saves its scores; gathering the queries of a chosen head costs time. Thresholds
 # measured by benchmarks/moh.py on a CPU (results/benchmarks/moh-cpu.json); a GPU's numbers are an estimate.
-_LEAST_SAVED_KEYS = {"cpu": 1000, "cuda": 3000}  # keys whose scores are saved, for each chosen head
-_LEAST_SAVED_HEADS = {
-    "cpu": 1.0,
-    "cuda": 3.0,
-}  # unchosen heads for each chosen head, in the projections
+# Keys whose scores are saved, for each chosen head
+_LEAST_SAVED_KEYS = {"cpu": 1000, "cuda": 3000}
+# Unchosen heads for each chosen head, in the projections
+_LEAST_SAVED_HEADS = {"cpu": 1.0, "cuda": 3.0}
 
 
 class Skips(NamedTuple):

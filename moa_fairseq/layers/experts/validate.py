@@ -50,7 +50,7 @@ class Sizes(NamedTuple):
     per_head: int
     expert_dim: int
     heads: int
-    hot_share: float
+    hot_share: float = 0.0
 
 
 class Use(NamedTuple):
@@ -80,15 +80,15 @@ USES = {
     "SwitchHead destination": Use(False, lambda k: k, True),
 }
 _SHAPES = {
-    "one token": Sizes(1, 64, 5, 2, 32, 2, 0.0),
-    "sizes of no tile": Sizes(397, 136, 7, 3, 72, 2, 0.0),
-    "a layer": Sizes(2048, 512, 32, 8, 128, 1, 0.0),
+    "one token": Sizes(1, 64, 5, 2, 32, 2),
+    "sizes of no tile": Sizes(397, 136, 7, 3, 72, 2),
+    "a layer": Sizes(2048, 512, 32, 8, 128, 1),
     "a layer of wide experts": Sizes(1500, 512, 16, 4, 256, 1, 0.3),
     "one hot expert": Sizes(1700, 256, 16, 1, 128, 2, 1.0),
 }
 # For Triton's interpreter, which is slow
 _SMALL = {
-    "one token": Sizes(1, 12, 5, 2, 4, 2, 0.0),
+    "one token": Sizes(1, 12, 5, 2, 4, 2),
     "sizes of no tile": Sizes(21, 19, 3, 2, 13, 2, 0.5),
 }
 # In float32 the order of a sum changes more than the last rounding; in half precision the last rounding is

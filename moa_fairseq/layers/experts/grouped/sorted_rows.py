@@ -46,6 +46,11 @@ def _steps(total: int, other: int, least: int) -> Iterator[tuple[int, int]]:
     return ((start, min(start + step, total)) for start in range(0, max(total, 1), step))
 
 
+def _joined(parts: list[Tensor], dim: int) -> Tensor:
+    """The parts side by side, without a copy if there is one."""
+    return parts[0] if len(parts) == 1 else torch.cat(parts, dim)
+
+
 class SortedRows:
     """A plan of the products of one routing (`ExpertPermutation.plan`), for all experts and slots at once.
 
@@ -170,10 +175,7 @@ class SortedRows:
             parts.append(
                 F.grouped_mm(wide.index_select(0, self.wide_row[start:end]), matrices, offs=ends)
             )
-        if len(parts) == 1:
-            rows = parts[0]
-        else:
-            rows = torch.cat(parts)
+        rows = _joined(parts, 0)
         if bias is not None:
             rows = rows + bias.index_select(0, self.expert.index_select(0, self.order))
         return rows.index_select(0, self.inverse)
@@ -190,9 +192,7 @@ class SortedRows:
             rows = rows.index_select(0, self.inverse)
             # [S, step] → [S / per_wide, step]
             parts.append(rows.view(-1, self.per_wide, end - start).sum(1))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, 1)
+        return _joined(parts, 1)
 
     def _weight_grad(self, arranged: Tensor, wide: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s]ᵀ · wide[s // per_wide], [E, D, C]; zeros for an expert without slots.
@@ -203,9 +203,7 @@ class SortedRows:
         for start, end in _steps(weight.size(2), self.slots, weight.size(1)):
             rows = wide[:, start:end].index_select(0, self.wide_row)
             parts.append(F.grouped_mm(arranged.t(), rows, offs=self.offsets))
-        if len(parts) == 1:
-            return parts[0]
-        return torch.cat(parts, 2)
+        return _joined(parts, 2)
 
     def _bias_grad(self, arranged: Tensor, weight: Tensor) -> Tensor:
         """Σ_{s of e} slots[s], [E, D]."""
