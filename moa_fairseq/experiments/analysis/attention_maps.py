@@ -32,7 +32,7 @@ from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 
 NAME = "attention-maps"
 SUMMARY = "who attends to whom in one sentence, and by which experts (SwitchHead Figs. 2, 5 and 6)"
-_MOST_LABELS = 60  # more tokens than that cannot be read
+_MOST_LABELS = 60  # the names of more tokens would be too small to read
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -49,8 +49,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     """The attention in one sentence.
 
     Args:
-        args: the flags: model (its path, for the title), subset, sentence, layer and cpu.
-        model, task: as `load_trained` gives them.
+        args: the flags: model (a path, for the title), subset, sentence, layer and cpu.
+        model, task: what `load_trained` returns.
 
     Raises:
         UserError: for a layer, a subset or a sentence that does not exist, and a model without such
@@ -80,15 +80,16 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 @dataclass
 class AttentionMap:
-    """The attention of one module on one sentence, of T attending tokens to S tokens.
+    """The attention of one module on one sentence, from T attending tokens to S tokens.
 
     Args:
         name: the module's path in the model.
-        weights: the attention of each head or slot, [H, T, S] float32.
-        queries, keys: the T and the S tokens.
-        gates: "queries" and "keys" → the gate of each expert for each token, [E, T] or [E, S], zero where it
-            is not chosen; absent where nothing is routed.
-        groups: equal parts of the experts, one for each head.
+        weights: the weights of each head or slot, [H, T, S] float32.
+        queries: the T attending tokens.
+        keys: the S tokens that they attend to.
+        gates: "queries" and "keys" → the gate of each expert for each token, [E, T] or [E, S]; zero if the
+            token did not choose the expert. A side that is not routed has no entry.
+        groups: the number of equal groups of experts: that of the heads if each head has its own experts.
     """
 
     name: str
@@ -104,7 +105,7 @@ class AttentionMap:
 
     @property
     def layer(self) -> int:
-        """1 for the first."""
+        """The number of the layer, from 1."""
         return next(int(part) for part in self.name.split(".") if part.isdigit()) + 1
 
 
@@ -114,11 +115,11 @@ def measure_attention(
     """The attention of every module, in forward order, with teacher forcing.
 
     Args:
-        model: stays on the device, in evaluation mode.
-        task: fairseq's, which reads the data.
-        subset: its name, such as "valid".
-        sentence: its place in the subset, from 0.
-        device: where the model runs; the maps are on the CPU.
+        model: the model, which stays on the device, in evaluation mode.
+        task: fairseq's task, which reads the data.
+        subset: the name of the subset, such as "valid".
+        sentence: the number of the sentence in the subset, from 0.
+        device: the device that the model runs on; the maps are on the CPU.
 
     Raises:
         UserError: for a subset or a sentence that does not exist, and a model without such attention.
@@ -138,7 +139,7 @@ def measure_attention(
     maps = []
     for name, batch in weights_by_name.items():
         weights = batch[:, 0]
-        # The decoder of a language model reads the source tokens.
+        # The decoder of a language model reads the source tokens
         queries = target if target and name.startswith("decoder.") else source
         keys = source if name.endswith(".encoder_attn") else queries
         gates: dict[str, Tensor] = {}
@@ -147,7 +148,7 @@ def measure_attention(
             if routing.scope == "tokens":
                 groups = groups if gates else routing.groups
                 gates[side] = gates_by_expert(routing)
-        # Recorded once for both sides
+        # One routing is recorded for both sides
         if getattr(model.get_submodule(name), "shares_selection", False):
             gates["keys"] = gates["queries"]
         maps.append(AttentionMap(name, weights, queries, keys[-weights.size(2) :], gates, groups))
@@ -155,11 +156,11 @@ def measure_attention(
 
 
 def routings_of(name: str, routings: NamedRoutings) -> Iterator[tuple[str, Routing]]:
-    """(side, routing) of a module.
+    """The side, "queries" or "keys", and the routing of each router of a module.
 
     Args:
-        name: of the module.
-        routings: of all modules.
+        name: the name of the module.
+        routings: the routings of all modules.
     """
     for path, routing in routings:
         if path.removesuffix(f".{routing.side}") == name:
@@ -176,14 +177,14 @@ def pass_with_weights(
     """One forward pass that keeps the weights of every attention.
 
     Args:
-        model: in evaluation mode.
+        model: the model, in evaluation mode.
         net_input: fairseq's arguments of the model.
-        watch: called after each attention, before what stands around it goes on, with its name, the module,
-            the keywords of its call, and the routings so far.
-        features_only: leave the output layer out.
+        watch: a function that is called as soon as an attention has run, with the attention's name, the
+            module, the keywords of its call, and the routings so far.
+        features_only: whether the output layer is left out.
 
     Returns:
-        Name of the module → weights of each head or slot, [H, B, T, S]; the routings; the model's output.
+        Name of an attention → the weights of each head or slot, [H, B, T, S]; the routings; the output.
 
     Raises:
         UserError: for a model without such attention.
@@ -191,7 +192,7 @@ def pass_with_weights(
     weights_by_name: dict[str, Tensor] = {}
     hooks = []
     for name, module in model.named_modules():
-        # Else fairseq calls torch's fused layer, without weights
+        # Otherwise fairseq calls torch's fused layer, which returns no weights
         if hasattr(module, "ever_training"):
             vars(module)["ever_training"] = True
         if not isinstance(module, (Attention, MultiheadAttention)):
@@ -225,7 +226,7 @@ def pass_with_weights(
 
 
 def gates_by_expert(routing: Routing) -> Tensor:
-    """[E, N]: the gate of each expert for each token."""
+    """The gate of each expert for each token, [E, N]; zero if the token did not choose the expert."""
     gate = routing.gates.detach().float()
     gates = gate.new_zeros(gate.size(0), routing.num_experts)
     return gates.scatter(1, routing.expert_ids, gate).t().cpu()
@@ -268,7 +269,7 @@ def draw_heads(maps: Sequence[AttentionMap], title: str = "") -> Figure:
 
 
 def _draw_head(place: Any, each: AttentionMap, head: int) -> None:
-    """The map of one head; the gates of the queries on its left, those of the keys below."""
+    """Draw the map of one head, with the queries' gates on its left and the keys' gates below it."""
     group = head if each.groups > 1 else 0
     strips = {}
     for side, gates in each.gates.items():
@@ -285,15 +286,15 @@ def draw_map(
     title: str,
     columns: list[str] | None = None,
 ) -> None:
-    """The attention of one head, with the gates of the experts that tokens chose beside it.
+    """Draw the attention of one head, and beside it the gates of the experts that the tokens chose.
 
     Args:
-        place: a figure, or a part of one.
-        weights: [T, S].
+        place: a figure or a subfigure.
+        weights: the weights of the head, [T, S].
         rows: the T attending tokens.
-        strips: "queries" and "keys" → the gates, [E, T] and [E, S], where anything is routed.
-        title: of the map.
-        columns: the S tokens that they attend to (the same).
+        strips: "queries" and "keys" → the gates, [E, T] and [E, S]; without a side that is not routed.
+        title: the title of the map.
+        columns: the S tokens that they attend to (None: the tokens in `rows`).
     """
     columns = rows if columns is None else columns
     wide = len(strips.get("queries", ()))
@@ -311,12 +312,12 @@ def draw_map(
     main = panels[0][-1]
     _show(main, weights, [] if wide else rows, [] if tall else columns)
     main.set_title(title, fontsize=7)
-    most = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
+    largest = max((gates.max().item() for gates in strips.values()), default=0.0) or 1.0
     experts = list(map(str, range(1, max(wide, tall) + 1)))
     if wide:
-        _show(panels[0][0], strips["queries"].t(), rows, experts[:wide], "Oranges", most)
+        _show(panels[0][0], strips["queries"].t(), rows, experts[:wide], "Oranges", largest)
     if tall:
-        _show(panels[-1][-1], strips["keys"], experts[:tall], columns, "Oranges", most)
+        _show(panels[-1][-1], strips["keys"], experts[:tall], columns, "Oranges", largest)
 
 
 def _show(
@@ -325,12 +326,12 @@ def _show(
     rows: list[str],
     columns: list[str],
     cmap: str = "Blues",
-    most: float = 1.0,
+    largest: float = 1.0,
     size: int = 5,
 ) -> None:
-    """values [rows, columns] as shades from 0 to `most`, named at the axes where the names can be read."""
+    """Draw a matrix as shades from 0 to `largest`; the axes have names if there is space to read them."""
     panel.set_axis_on()
-    panel.imshow(values.numpy(), cmap=cmap, vmin=0, vmax=most, aspect="auto")
+    panel.imshow(values.numpy(), cmap=cmap, vmin=0, vmax=largest, aspect="auto")
     if len(rows) > _MOST_LABELS:
         rows = []
     if len(columns) > _MOST_LABELS:

@@ -1,4 +1,4 @@
-"""What single heads and value experts of an attention write by themselves: their direct effects."""
+"""Direct effects: what a single head or value expert of an attention adds to the output by itself."""
 
 from __future__ import annotations
 
@@ -18,11 +18,12 @@ from moa_fairseq.plugin.forward_context import forward_context
 
 @dataclasses.dataclass
 class Places:
-    """Where scores are taken in sequences of N symbols, read twice.
+    """The positions of the scores in B sequences in which N symbols are read twice.
 
     Args:
-        tokens: [B, 1 + 2·N].
-        queries, keys: [N − 1]; the symbol to copy at place queries[i] stands at keys[i].
+        tokens: the symbols, [B, 1 + 2·N].
+        queries: the positions at which a symbol can be copied, [N − 1].
+        keys: the position of the symbol to copy at each of them, [N − 1].
     """
 
     tokens: Tensor
@@ -32,11 +33,11 @@ class Places:
 
 @dataclasses.dataclass
 class Copying:
-    """The share of the symbol to copy in what raises logits, [B, N − 1] of the queries.
+    """The share of the symbol to copy in all logits that a part raises, [B, N − 1] for each part.
 
     Args:
-        heads: of each head, or slot of heads; none if it is unknown.
-        value_experts: of each of the H·E experts of the values.
+        heads: the shares of each head or slot; empty if they cannot be measured.
+        value_experts: the shares of each of the H·E value experts; empty without value experts.
     """
 
     heads: list[Tensor] = dataclasses.field(default_factory=list)
@@ -44,11 +45,11 @@ class Copying:
 
 
 def value_routing(module: nn.Module, routings: dict[str, Routing]) -> Routing | None:
-    """What chose the experts of the values, of SwitchHead with any.
+    """The routing of the value experts, or None if the attention has none; only SwitchHead may have them.
 
     Args:
         module: an attention.
-        routings: side → its routing.
+        routings: side → the routing of that side.
     """
     if not isinstance(module, SwitchHeadAttention) or "v" not in module.experts:
         return None
@@ -62,22 +63,22 @@ def direct_effects(
     places: Places,
     routings: dict[str, Routing],
 ) -> Copying:
-    """The copying of each head, by passes of the module in which only that head has a result.
+    """Measure the copying of each head by passes of the module in which the other heads' results are zero.
 
     Args:
         model: a causal language model.
         module: one of its attentions.
         call: the keywords of the module's call.
-        places: where copying is taken.
-        routings: side → routing of this call.
+        places: the positions of the scores.
+        routings: side → the routing of this call.
     """
     decoder: Any = model.decoder
     effects = Copying()
     if decoder.adaptive_softmax is not None:
         return effects
     with _ablate_all_but(module, None) as head_counts:
-        zero_pass = _output(module, call)  # biases
-    if len(head_counts) != 1:  # it attends in several parts
+        zero_pass = _output(module, call)  # only the biases
+    if len(head_counts) != 1:  # the module attends in several parts
         return effects
     for head in range(head_counts[0]):
         with _ablate_all_but(module, head):
@@ -93,14 +94,14 @@ def direct_effects(
 
 
 def _output(module: Attention, call: dict[str, Any]) -> Tensor:
-    """[T, B, C]"""
+    """The output of an attention, [T, B, C]."""
     with forward_context(routings=()):
         output: Tensor = type(module).forward(module, **call)[0]
     return output
 
 
 def _copying(decoder: Any, effect: Tensor, places: Places) -> Tensor:
-    """The share of the symbol to copy in all logits that an effect [T, B, C] raises, [B, N − 1]."""
+    """The share of the symbol to copy, [B, N − 1], in all logits that an effect, [T, B, C], raises."""
     x = effect.transpose(0, 1)[:, places.queries]
     if isinstance(decoder.layer_norm, nn.LayerNorm):
         x = x - x.mean(-1, keepdim=True)
@@ -116,7 +117,7 @@ def _copying(decoder: Any, effect: Tensor, places: Places) -> Tensor:
 
 @contextmanager
 def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
-    """Inside the block the results of all heads but one are zero; fills the list with the number of heads."""
+    """Inside the block, the results of all heads but one are zero; each call adds the number of heads."""
     calls: list[int] = []
 
     def attend(*args: Any, **kwargs: Any) -> tuple[Tensor, Tensor | None]:
@@ -136,7 +137,7 @@ def _ablate_all_but(module: Attention, head: int | None) -> Iterator[list[int]]:
 
 @contextmanager
 def _ablate_all_values_but(module: Any, chosen: Tensor) -> Iterator[None]:
-    """Inside the block the gates of the values' experts are zero, except those that are `chosen`."""
+    """Inside the block, only the gates of the value experts in the mask `chosen` are not zero."""
 
     def mask_gates(projection: nn.Module, args: tuple) -> tuple:
         rows, permutation, gates, *options = args

@@ -28,7 +28,8 @@ NAME = "expert-load"
 SUMMARY = "how evenly a model uses its experts (MoA Figs. 3 and 4)"
 
 
-# Of a router: the even share 1/E, its experts' largest and smallest, their entropy as a fraction of log E.
+# Columns for a router: the even share 1/E, the largest and the smallest share of an expert, and the entropy
+# of the shares as a fraction of log E
 COLUMNS = (
     Column("name", "router"),
     Column("tokens", "tokens", ","),
@@ -42,20 +43,21 @@ COLUMNS = (
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """It has no flags of its own."""
+    """This analysis has only the common flags."""
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """Where the tokens of a data set went.
+    """How often the tokens of a data set chose each expert.
 
     Args:
-        args: the flags: model (its path, for the title), subset, max_tokens (of a batch) and cpu.
-        model, task: as `load_trained` gives them.
+        args: the flags: model (a path, for the title), subset, max_tokens (of a batch) and cpu.
+        model, task: what `load_trained` returns.
 
     Raises:
         UserError: for a model without routers, and for a subset that does not exist or is empty.
     """
-    uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
+    passes = forward_passes(model, task, args.subset, args.max_tokens, args.cpu)
+    uses = router_uses(routings for _, routings in passes)
     summaries = list(map(summary, uses))
     figure = draw_expert_load(summaries, f"Expert load of {args.model.name} on {args.subset}")
     rows = []
@@ -68,12 +70,15 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 def summary(use: RouterUse) -> dict[str, Any]:
     """How a router used its experts, as plain data.
 
+    Args:
+        use: the decisions of the router.
+
     Returns:
-        name, num_experts (E, without those that are always on), experts_per_token (K), tokens (sequences
-        where these are routed); load [E]: the share of all choices that fell on each expert, the percentages
-        of Fig. 3, its extremes max_load and min_load, its entropy in nats and as a fraction of log E
-        ("evenness"); dead_experts: how many were never chosen; gate_share [E]: of all gate weight, which can
-        be uneven even if K = E.
+        "name"; "num_experts", E without shared experts; "experts_per_token", K; "tokens", their number, or
+        that of the sequences if whole sequences are routed; "load" [E], the share of all choices that fell on
+        each expert (the percentages of Fig. 3), with "max_load", "min_load", and its "entropy" in nats and as
+        a fraction of log E ("evenness"); "dead_experts", the number of experts that were never chosen;
+        "gate_share" [E], the share of all gate weight, which can be uneven even if K = E.
     """
     num_experts = use.counts.numel()
     load = use.counts / use.counts.sum()
@@ -94,14 +99,14 @@ def summary(use: RouterUse) -> dict[str, Any]:
 
 
 def draw_expert_load(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
-    """One small panel per router: its experts by falling load (MoA Figs. 3 and 4).
+    """Draw a small panel for each router with its experts, the largest load first (MoA Figs. 3, 4).
 
     Bars are the share of all choices, dots the share of all gate weight; the dashed line is the even share
     1/E. Rows of panels are encoder, decoder and cross-attention, columns the layers.
 
     Args:
-        summaries: of all routers, as `summary` makes them.
-        title: above the picture.
+        summaries: what `summary` returns for each router.
+        title: the title of the picture.
     """
     groups = by_kind(summaries)
     columns = max(map(len, groups.values()))

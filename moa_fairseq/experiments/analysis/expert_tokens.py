@@ -71,13 +71,13 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     """The most indicative tokens of each expert of one module.
 
     Args:
-        args: the flags: module (None: the first that runs), top, min_count, words, data (the binarised
-            folder), subset, max_tokens (of a batch) and cpu.
-        model, task: as `load_trained` gives them.
+        args: the flags: module (None: the first router), top, min_count, words, data (the binarised folder),
+            subset, max_tokens (of a batch) and cpu.
+        model, task: what `load_trained` returns.
 
     Raises:
-        UserError: for a module that is not there or has a uniform gate, a subset without words, and a flag
-            below 1.
+        UserError: if the module does not exist or has a uniform gate, if the subset has no words, or if a
+            flag is below 1.
     """
     for flag, value in (("--top", args.top), ("--min-count", args.min_count)):
         if value < 1:
@@ -85,9 +85,10 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     counter = TokenCounter(segmenter(task, args.data, args.words))
     masked_out = 0
     name = args.module
-    for sample, routings in forward_passes(args, model, task):
+    passes = forward_passes(model, task, args.subset, args.max_tokens, args.cpu)
+    for sample, routings in passes:
         routing_of = dict(routings)
-        name = name or routings[0][0]  # the first that runs: the first layer's self-attention
+        name = name or routings[0][0]  # the first router: the first layer's self-attention
         if name not in routing_of:
             raise UserError(
                 f"--module {name} is not in this model, which has {', '.join(routing_of)}."
@@ -110,15 +111,15 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 
 def segmenter(task: Any, data: Path, join: bool = False) -> Segmenter:
-    """How the symbols of a task are counted: as they are (GPT-2's ids decoded), or joined into words.
+    """The function that makes tokens from symbols: single pieces, or words.
 
     Args:
-        task: fairseq's, with its dictionaries.
+        task: fairseq's task with its dictionaries.
         data: the binarised folder.
-        join: whether pieces are joined.
+        join: whether the pieces of a word are joined. The ids of GPT-2's encoding are always decoded.
 
     Raises:
-        UserError: as `gpt2_pieces`.
+        UserError: if the files of GPT-2's encoding are needed and cannot be downloaded.
     """
     if spelling := gpt2_pieces(task, data):
         return spelling.words if join else spelling.pieces
@@ -133,8 +134,8 @@ def is_uniform(model: nn.Module, name: str) -> bool:
     """Whether a router is MAE's uniform gate, which prefers no expert.
 
     Args:
-        model: that it is part of.
-        name: of the router.
+        model: the model with the router.
+        name: the name of the router.
     """
     attention = dict(model.named_modules())[name.removesuffix(".keys")]
     return isinstance(attention, MixtureOfAttentiveExperts) and attention.gate is None
@@ -146,25 +147,25 @@ def count_pass(
     routings: Mapping[str, Routing],
     task: Any,
 ) -> int:
-    """Count the tokens of a batch for the experts that they met.
+    """Count the tokens of a batch for the experts that they are attributed to.
 
     Args:
         counters: name of a router → its counter.
         sample: the batch.
-        routings: of the pass, by name.
-        task: fairseq's, with the dictionaries.
+        routings: name of a router → its routing of the batch.
+        task: fairseq's task with its dictionaries.
 
     Returns:
-        How many positions were left out for each router: those that a masked language model has to guess.
+        The number of positions that were left out because a masked language model has to guess them.
     """
     masked_out = 0
     net_input = sample["net_input"]
     for name, counter in counters.items():
         tokens = net_input["src_tokens"]  # [B, T]
         dictionary = task.source_dictionary
-        of_memory = name.endswith("encoder_attn.keys")  # cross-attention's keys are the source's
-        of_target = name.startswith("decoder") and not of_memory
-        if of_target and "prev_output_tokens" in net_input:
+        routes_source = name.endswith("encoder_attn.keys")  # the keys of cross-attention
+        routes_target = name.startswith("decoder") and not routes_source
+        if routes_target and "prev_output_tokens" in net_input:
             tokens = net_input["prev_output_tokens"]
             dictionary = task.target_dictionary
         experts = attributed(routings[name], *tokens.shape).cpu()
@@ -175,21 +176,21 @@ def count_pass(
             masked_out = int((hidden & tokens.ge(dictionary.nspecial)).sum())
         symbols = []
         for row in tokens.tolist():
-            # None: padding, sentence ends and unknown words
+            # Padding, sentence ends and unknown words do not count
             symbols.append([dictionary[t] if t >= dictionary.nspecial else None for t in row])
         counter.add(symbols, experts, hidden)
     return masked_out
 
 
 def pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
-    """(token, [its position]) of a sequence; None marks what is not counted (padding, special symbols)."""
+    """Each symbol with its position, [position]; None stands for a symbol that does not count."""
     for position, symbol in enumerate(symbols):
         if symbol is not None:
             yield symbol, [position]
 
 
 def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
-    """(word, positions of its BPE pieces); words that a None or the end cuts off are left out."""
+    """Each word with the positions of its BPE pieces; words that a None or the end cuts off do not count."""
     start = 0
     for position, symbol in enumerate(symbols):
         if symbol is not None and symbol.endswith(CONTINUES):
@@ -202,7 +203,7 @@ def words(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
 
 
 def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
-    """(word, positions of its SentencePiece pieces); words whose beginning is a None are left out."""
+    """Each word with the positions of its SentencePiece pieces; words that begin with a None do not count."""
     start = 0
     for position, symbol in enumerate([*symbols, None]):
         if symbol is not None and not symbol.startswith(BEGINS):
@@ -214,20 +215,20 @@ def words_of_pieces(symbols: Sequence[str | None]) -> Iterator[tuple[str, list[i
 
 
 class TokenCounter:
-    """How often each token met each expert of one module.
+    """Counts how often each token is attributed to each expert of one module.
 
     A token counts once for every expert that its position is attributed to. Each of a word's n pieces counts
     1/n for the experts of that piece.
 
     Args:
-        segment: symbols of a sequence (None: not counted) → (token, its positions) of each; such as `pieces`
-            or `words`.
+        segment: a function that makes tokens with their positions from the symbols of a sequence, such as
+            `pieces` or `words`. A symbol that does not count is None.
     """
 
     def __init__(self, segment: Segmenter = pieces) -> None:
         self.segment = segment
         self.occurrences: Counter = Counter()
-        self.attributions: dict[str, NDArray[np.float64]] = {}  # of each token [E]
+        self.attributions: dict[str, NDArray[np.float64]] = {}  # token → [E]
 
     def add(
         self,
@@ -238,10 +239,10 @@ class TokenCounter:
         """Count a batch of B sequences.
 
         Args:
-            sequences: T symbols of each; None where nothing is counted.
-            experts: [B, T, E] bool, as of `attributed`.
-            hidden: [B, T] bool, positions whose symbol the model does not see: tokens with such a position do
-                not count.
+            sequences: the T symbols of each sequence; a symbol that does not count is None.
+            experts: the experts that each position is attributed to, [B, T, E] bool, from `attributed`.
+            hidden: the positions whose symbol the model does not see, [B, T] bool. Tokens with such a
+                position do not count.
         """
         shares = experts.double().numpy()
         masked = np.zeros(shares.shape[:2], bool) if hidden is None else hidden.cpu().numpy()
@@ -258,17 +259,18 @@ class TokenCounter:
         return (totals / totals.sum()).tolist()
 
     def indicative(self, top: int, min_count: int) -> list[list[dict[str, Any]]]:
-        """For each expert the tokens of greatest PMI.
+        """The tokens with the largest PMI, for each expert.
 
-        PMI = log p(token, expert) / (p(token) p(expert)), probabilities being shares of all attributions.
-        Among equals, the one that the expert gets more often comes first.
+        PMI = log p(token, expert) / (p(token) p(expert)); probabilities are shares of all attributions. Of
+        two tokens with the same PMI, the one with more attributions to the expert comes first.
 
         Args:
-            top: how many tokens of each expert, at most.
-            min_count: how often a token must occur in the data.
+            top: the largest number of tokens for each expert.
+            min_count: tokens that occur less often in the data are left out.
 
         Returns:
-            Of each expert its tokens, each as token, pmi (nats) and count, its attributions to this expert.
+            For each expert its tokens, as dictionaries with "token", "pmi" in nats, and "count", the number
+            of attributions to this expert.
         """
         lists: list[list[dict[str, Any]]] = []
         for expert, share in enumerate(self.expert_shares()):
@@ -283,16 +285,18 @@ class TokenCounter:
 
 
 def attributed(routing: Routing, batch: int, length: int) -> Tensor:
-    """Which experts each position of a batch counts for.
+    """The experts that each position of a batch is attributed to.
 
-    Those that it chose; if every expert takes part (MAE; MoA with K = E), the one with the greatest weight.
+    These are the experts that it chose. If every expert takes part (MAE; MoA with K = E), it is only the
+    expert with the largest weight.
 
     Args:
-        routing: of B·T tokens, or of B sequences: then it holds for all positions of a sequence.
-        batch, length: B and T.
+        routing: the routing of B·T tokens, or of B sequences, which then holds for all positions.
+        batch: B, the number of sequences.
+        length: T, the number of positions of each.
 
     Returns:
-        [B, T, E] bool.
+        A mask, [B, T, E] bool.
     """
     index = routing.expert_ids
     if routing.chooses_all:
@@ -312,7 +316,9 @@ def _lists(report: dict[str, Any]) -> list[str]:
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         texts = []
         for token in tokens:
-            text = token["token"]  # in quotes if it holds what a reader would not see
+            text = token[
+                "token"
+            ]  # in quotes if it has spaces or characters that a reader would not see
             if not (text == text.strip() and text.isprintable()):
                 text = repr(text)
             texts.append(f"{text} ({token['pmi']:.2f})")

@@ -34,7 +34,7 @@ from moa_fairseq.layers.sequence_gate import gates_of
 
 NAME = "gates"
 SUMMARY = "entropy of MAE's gates and the experts they prefer (MAE §5.1, Table 8)"
-FEW = 10  # the shares of so many experts fit on a line of the table, and into the fields of the picture
+FEW = 10  # the shares of up to ten experts fit on a line of the table, and into the fields of the picture
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -46,13 +46,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
-    """What the gates did with a data set.
+    """The entropies of the gates on a data set, and the experts that they prefer.
 
     Args:
-        args: the flags: untrained (a seed, or None), model (its path, for the title), subset, max_tokens (of
-            a batch) and cpu.
-        model: with `untrained` the weights of its gates are drawn anew.
-        task: as `load_trained` gives it.
+        args: the flags: untrained (a seed, or None), model (a path, for the title), subset, max_tokens (of a
+            batch) and cpu.
+        model: the model; with `untrained`, the weights of its gates are initialised anew.
+        task: what `load_trained` returns with the model.
 
     Raises:
         UserError: for a model without MAE's attention, and for a subset that does not exist or is empty.
@@ -70,7 +70,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
         torch.manual_seed(args.untrained)
         for gate in gates_of(model):
             gate.reset_parameters()
-    uses = router_uses(decisions for _, decisions in forward_passes(args, model, task))
+    passes = forward_passes(model, task, args.subset, args.max_tokens, args.cpu)
+    uses = router_uses(routings for _, routings in passes)
     summaries = [summary(use, learned[use.name]) for use in uses]
     means = mean_entropies(summaries)
     kind = "Gates" if args.untrained is None else "Untrained gates"
@@ -90,16 +91,16 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 
 def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
-    """What one gate did, as plain data.
+    """The decisions of one gate, as plain data.
 
     Args:
-        use: of the gate.
-        learned: whether it is; a uniform gate has no shares.
+        use: the decisions of the gate.
+        learned: whether the gate is learned; a uniform gate has no shares.
 
     Returns:
-        name, num_experts (E), gate ("learned" or "uniform"), instance ("position" or "sequence") and how many
-        instances there were; entropy: H(g) averaged over them, in nats; uniform_entropy: ln E; shares [E]: of
-        the instances that prefer each expert, or None.
+        "name"; "num_experts", E; "gate", "learned" or "uniform"; "instance", "position" or "sequence";
+        "instances", their number; "entropy", the mean of H(g) over the instances in nats; "uniform_entropy",
+        ln E; "shares" [E], the share of the instances that prefer each expert, or None.
     """
     shares = (use.favourites / use.favourites.sum()).tolist() if learned else None
     return {
@@ -115,13 +116,14 @@ def summary(use: RouterUse, learned: bool) -> dict[str, Any]:
 
 
 def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, float]]:
-    """Per kind of attention, and for all: its gates' mean entropy, and that of uniform gates.
+    """The mean entropy of the gates of each kind of attention, and of all gates.
 
     Args:
-        summaries: of all gates, as `summary` makes them.
+        summaries: what `summary` returns for each gate.
 
     Returns:
-        Kind of attention, or "all" → entropy and uniform_entropy in nats, modules (how many gates).
+        Kind of attention, or "all" → "modules", the number of gates, and the means of "entropy" and
+        "uniform_entropy" in nats.
     """
     means: dict[str, dict[str, float]] = {}
     for label, group in (by_kind(summaries) | {"all": list(summaries)}).items():
@@ -132,7 +134,7 @@ def mean_entropies(summaries: Sequence[dict[str, Any]]) -> dict[str, dict[str, f
 
 
 def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]]) -> list[str]:
-    """A line per gate, and then the paper's number: H(g) averaged over the layers."""
+    """A table with a line for each gate, and one with the mean of H(g) over layers, which the paper has."""
     rows = []
     for row in summaries:
         shares = row["shares"]
@@ -153,14 +155,15 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
 
 
 def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
-    """The picture of the gates' summaries.
+    """Draw the entropies and the shares of all gates.
 
-    Left: H(g) of each layer against ln E, the uniform gate's. Right: layers × experts, shares as colours, one
-    heat map per kind of attention, all on one scale. Uniform gates attribute nothing and have no map.
+    The left panel has H(g) of each layer, with a line at ln E, the entropy of a uniform gate. On the right,
+    each kind of attention has a heat map of shares, layers × experts, all with the same scale. Uniform gates
+    have no shares and no map.
 
     Args:
-        summaries: of all gates, as `summary` makes them.
-        title: above the picture.
+        summaries: what `summary` returns for each gate.
+        title: the title of the picture.
     """
     groups = by_kind(summaries)
     maps = {label: group for label, group in groups.items() if group[0]["shares"]}
@@ -178,16 +181,16 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
         panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
     panels[0].set(xlabel="layer", ylabel="gate entropy H(g) in nats")
     panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    # Rounding errors stay small
+    # The axis is at least 0.05 nats high, so that rounding errors look small
     panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))
     style(panels[0])
     figure.legend(
         loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False
     )
-    most = max(map(max, filter(None, values_of(summaries, "shares"))), default=0.0)
+    largest = max(map(max, filter(None, values_of(summaries, "shares"))), default=0.0)
     for panel, (label, group) in zip(panels[1:], maps.items()):
         shares = values_of(group, "shares")
-        image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=most, aspect="auto")
+        image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=largest, aspect="auto")
         panel.set(xlabel="expert", ylabel="layer")
         panel.set_title(label, fontsize=9)
         panel.set_yticks(range(len(group)), list(map(str, range(1, len(group) + 1))))
@@ -195,7 +198,7 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
             panel.set_xticks(range(len(shares[0])))
             for layer, row in enumerate(shares):
                 for expert, share in enumerate(row):
-                    looks = {"color": "white" if share > 0.6 * most else "black", "fontsize": 7}
+                    looks = {"color": "white" if share > 0.6 * largest else "black", "fontsize": 7}
                     panel.text(
                         expert, layer, f"{100 * share:.0f}", ha="center", va="center", **looks
                     )

@@ -17,8 +17,8 @@ class Gpt2Pieces:
     """Spells symbols of a dictionary that are ids of the encoding.
 
     Args:
-        encoder: fairseq's.
-        cut_samples: whether samples may begin in the middle of a word.
+        encoder: fairseq's encoder of GPT-2's byte-pair encoding.
+        cut_samples: whether samples may begin or end inside a word.
     """
 
     def __init__(self, encoder: Encoder, cut_samples: bool = False) -> None:
@@ -26,16 +26,17 @@ class Gpt2Pieces:
         self.cut_samples = cut_samples
 
     def pieces(self, symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
-        """(text, [its position]) of a sequence; a piece that begins a word carries its space. None: no text.
+        """Each piece as text, with its position, [position]; None stands for a symbol that does not count.
 
-        Bytes that are not a character by themselves are written as \\xNN.
+        The text of a piece that begins a word begins with a space. Bytes that are not a character by
+        themselves are written as \\xNN.
         """
         for position, symbol in enumerate(symbols):
             if symbol is not None:
                 yield self._text(self._spelled(symbol)), [position]
 
     def words(self, symbols: Sequence[str | None]) -> Iterator[tuple[str, list[int]]]:
-        """(word, positions of its pieces); words that the sample's beginning or end may cut are left out."""
+        """Each word with the positions of its pieces; words that the sample may cut do not count."""
         positions: list[int] = []
         spelled = ""
         inside = not self.cut_samples
@@ -47,14 +48,14 @@ class Gpt2Pieces:
                 yield self._text(spelled).strip(), positions
                 spelled = ""
                 positions = []
-            # The symbol at position 0 is <s>, which stands before every sample; a later None ends a line.
+            # Every sample begins with <s>, a None at position 0; a later None ends a line
             inside = inside or (piece.startswith(_SPACE) if piece is not None else position > 0)
             if piece is not None and inside:
                 spelled = spelled + piece
                 positions = [*positions, position]
 
     def _spelled(self, symbol: str) -> str:
-        """The encoding's own spelling of an id, one character for each byte; other symbols as they are."""
+        """The encoding's spelling of an id, with a character for each byte; other symbols do not change."""
         if symbol.isdigit():
             return self.encoder.decoder.get(int(symbol), symbol)
         return symbol
@@ -67,17 +68,17 @@ class Gpt2Pieces:
 
 
 def gpt2_pieces(task: Any, data: Path) -> Gpt2Pieces | None:
-    """How to spell the symbols of a task's dictionary, or None if they are not ids of GPT-2's encoding.
+    """The spelling of a task's symbols, or None if they are not ids of GPT-2's encoding.
 
-    They are ids if all are numbers and either the data holds the encoding's files or the model is a masked
-    language model (enwik8's symbols are numbers, too: of bytes).
+    They are ids if all of them are numbers and either the data has the encoding's files or the model is a
+    masked language model. Numbers alone are not enough, because the symbols of enwik8 are numbers of bytes.
 
     Args:
-        task: fairseq's, with the dictionary and --sample-break-mode.
+        task: fairseq's task with the dictionary and --sample-break-mode.
         data: the binarised folder.
 
     Raises:
-        UserError: where the symbols are ids, and the encoding's files cannot be had.
+        UserError: if the symbols are ids, and the encoding's files cannot be downloaded.
     """
     dictionary = task.source_dictionary
     ids = []

@@ -58,8 +58,8 @@ from moa_fairseq.plugin.forward_context import NamedRoutings
 
 NAME = "induction-heads"
 SUMMARY = "which heads find and copy what followed an earlier occurrence (SwitchHead Fig. 6)"
-_SHOWN = 4  # maps of the heads with the highest scores
-_LISTED = 10
+_SHOWN = 4  # number of heads whose maps are drawn
+_LISTED = 10  # number of heads in the printed table
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -74,11 +74,11 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     """The scores of every head of a causal language model.
 
     Args:
-        args: the flags: length, sequences, seed, model (its path, for the title) and cpu.
-        model, task: as `load_trained` gives them.
+        args: the flags: length, sequences, seed, model (a path, for the title) and cpu.
+        model, task: what `load_trained` returns.
 
     Raises:
-        UserError: for another kind of model, and for sequences that it does not read.
+        UserError: for another kind of model, and for sequences that are too long for it.
     """
     if not hasattr(model, "decoder") or hasattr(model, "encoder"):
         raise UserError(
@@ -90,8 +90,8 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     symbols = counts.nonzero()[:, 0]
     block = task.args.tokens_per_sample
     network: Any = model
-    most = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
-    limits = {"--length": (args.length, 2, most), "--sequences": (args.sequences, 1, 1024)}
+    longest = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
+    limits = {"--length": (args.length, 2, longest), "--sequences": (args.sequences, 1, 1024)}
     for flag, (value, least, largest) in limits.items():
         if not least <= value <= largest:
             raise UserError(
@@ -136,18 +136,19 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
 
 @dataclasses.dataclass
 class HeadScore:
-    """The scores of one head, or of one expert of its values.
+    """The scores of a head, or of a value expert of a head.
 
     Args:
         name: the module's path in the model.
-        kind: "head", or "expert" where an expert is a head.
-        number: the first is 1.
-        prefix: prefix matching.
-        copying: None where the module's output is not one sum over heads, and for an adaptive softmax.
-        chosen: by which share of the symbols.
-        experts: of the values at what is attended to, where they have any.
-        map: the attention in the first sequence, [T, T], zero where the head was not chosen; and the gates of
-            the output's and the value's experts, [E, T].
+        kind: "head", or "expert" if an expert is a head.
+        number: the number of the head or expert, from 1.
+        prefix: the score of prefix matching.
+        copying: the score of copying; None if the module's output is not a sum over heads, or if the model
+            has an adaptive softmax.
+        chosen: the share of the symbols that chose the head or expert.
+        experts: the scores of the head's value experts; empty without value experts.
+        map: the attention in the first sequence, [T, T], zero for symbols that did not choose the head; and
+            side → the gates of the head's experts, [E, T]. None for a value expert.
     """
 
     name: str
@@ -161,11 +162,11 @@ class HeadScore:
 
     @property
     def label(self) -> str:
-        """Such as "expert 3"."""
+        """The kind with the number, such as "expert 3"."""
         return f"{self.kind} {self.number}"
 
     def record(self) -> dict[str, Any]:
-        """JSON values, without the map."""
+        """The scores as JSON values, without the map."""
         keys = ("name", "label", "prefix", "copying", "chosen")
         record = {key: getattr(self, key) for key in keys}
         return record | {"experts": [part.record() for part in self.experts], "map": None}
@@ -178,14 +179,14 @@ def measure_heads(
 
     Args:
         model: a causal language model; it stays on the device, in evaluation mode.
-        tokens: [B, 1 + 2·N]: a beginning, and N different symbols twice.
-        device: where the model runs.
+        tokens: the symbols of B sequences, [B, 1 + 2·N]: </s>, and N different symbols twice.
+        device: the device that the model runs on.
 
     Returns:
-        The scores, and the share of the second time's symbols that the model's likeliest symbol is.
+        The scores, and the share of the repeated symbols for which the model's likeliest symbol is right.
 
     Raises:
-        UserError: for a model without attention that this analysis knows.
+        UserError: for a model without attention of a kind that this analysis knows.
     """
     model = model.to(device).eval()
     tokens = tokens.to(device)
@@ -222,7 +223,7 @@ def _scores(
     chosen = torch.ones(weights.shape[:3], dtype=torch.bool)
     kind = "head"
     routing = routings.get("queries")
-    # MAE's experts share all heads, SwitchHead's stand around them; elsewhere tokens choose the heads.
+    # In other families, tokens choose heads: MAE's experts share all heads, and SwitchHead's are projections
     shared = (MixtureOfAttentiveExperts, SwitchHeadAttention)
     if routing is not None and not isinstance(module, shared):
         kind = "expert"
@@ -252,17 +253,18 @@ def _scores(
 def _by_expert(
     module: nn.Module, routing: Routing, weights: Tensor, copying: Tensor | None, places: Places
 ) -> tuple[Tensor, Tensor, Tensor | None]:
-    """Weights, choice and copying of each expert that is a head, instead of each slot.
+    """Sort the weights and the copying of each slot by the expert in it, which is a head.
 
     Args:
         module: the attention.
-        routing: of its N = B·T queries.
-        weights: [K, B, T, S] of the K slots.
-        copying: [K or E, B, N − 1].
-        places: of the scores.
+        routing: the routing of its B·T queries.
+        weights: the weights of the K slots, [K, B, T, S].
+        copying: the copying of the slots or experts, [K or E, B, N − 1], or None.
+        places: the positions of the scores.
 
     Returns:
-        Weights [E, B, T, S]; the tokens that chose the expert, [E, B, T]; copying [E, B, N − 1].
+        The weights of the experts, [E, B, T, S]; the tokens that chose each expert, [E, B, T] bool; the
+        copying of the experts, [E, B, N − 1], or None.
     """
     count, batch, length, _ = weights.shape
     index = routing.expert_ids
@@ -275,10 +277,10 @@ def _by_expert(
     by_expert = weights.new_zeros(experts, *weights.shape[1:])
     by_expert = by_expert.scatter(0, slots[..., None].expand_as(weights), weights)
     chosen = torch.zeros(experts, batch, length, dtype=torch.bool).scatter(0, slots, True)
-    # NAMOH attends in packed rows
+    # NAMOH attends in packed rows, whose copying belongs to no single expert
     if copying is not None and len(copying) not in (count, experts):
         copying = None
-    # MoH's results stand by head already
+    # The copying of MoH is already sorted by head
     if copying is not None and not isinstance(module, MixtureOfHeads):
         zeros = copying.new_zeros(experts, *copying.shape[1:])
         copying = zeros.scatter(0, slots[:, :, places.queries], copying)
@@ -288,7 +290,7 @@ def _by_expert(
 def _value_scores(
     name: str, head: int, values: Routing, attention: Tensor, effects: Copying, places: Places
 ) -> list[HeadScore]:
-    """The scores of the value experts of a head, where they wrote what is attended to."""
+    """The scores of a head's value experts, over the queries whose key has a value from that expert."""
     scores = []
     size = values.num_experts // values.groups
     for expert in range(size):
@@ -303,7 +305,7 @@ def _value_scores(
 def _head_score(
     name: str, kind: str, number: int, attention: Tensor, copying: Tensor | None, chosen: Tensor
 ) -> HeadScore:
-    """Means where the head was chosen; attention, copying, chosen: [B, N − 1]."""
+    """The means over the queries that chose the head; attention, copying and chosen are [B, N − 1]."""
     share = chosen.double().mean().item()
     effect = None if copying is None else 0.0
     if not share:
@@ -314,12 +316,12 @@ def _head_score(
 
 
 def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -> Figure:
-    """Both scores of all heads, and the maps of the heads that match most in the first sequence.
+    """Draw both scores of all heads, and the maps of the first heads for the first sequence.
 
     Args:
-        heads: sorted, the highest first.
-        names: of the T symbols of that sequence.
-        title: of the picture.
+        heads: the scores, those with the highest prefix matching first.
+        names: the T symbols of the first sequence.
+        title: the title of the picture.
     """
     with_maps = [head for head in heads[:_SHOWN] if head.map is not None]
     figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
@@ -327,15 +329,15 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
     top, bottom = parts
     names_of_modules = {head.name for head in heads}
     modules = sorted(names_of_modules, key=lambda name: list(map(int, re.findall(r"\d+", name))))
-    most = max(head.number for head in heads)
+    columns = max(head.number for head in heads)
     for panel, score in zip(top.subplots(1, 2), ("prefix", "copying")):
-        values = torch.full((len(modules), most), torch.nan)
+        values = torch.full((len(modules), columns), torch.nan)
         for head in heads:
             value = getattr(head, score)
             if value is not None:
                 values[modules.index(head.name), head.number - 1] = value
         image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        panel.set_xticks(range(most), list(map(str, range(1, most + 1))), fontsize=6)
+        panel.set_xticks(range(columns), list(map(str, range(1, columns + 1))), fontsize=6)
         layers = range(len(modules))
         panel.set_yticks(layers, [str(layer + 1) for layer in layers], fontsize=6)
         panel.set_xlabel(heads[0].kind, fontsize=7)

@@ -30,16 +30,16 @@ METRICS = {
     "loss": "loss (bits per token)",
     "accuracy": "accuracy (%)",
 }
-MARKED_POINTS = 30  # a dot for each validation; the dots of more would hide the other curves
+MARKED_POINTS = 30  # curves of more validations have no dots, which would hide the other curves
 
 
 class Point(NamedTuple):
     """One measurement.
 
     Args:
-        updates: how many the training had done.
-        seconds: of training so far, None where the log does not tell.
-        value: of the metric; it may be infinite.
+        updates: the number of updates before the measurement.
+        seconds: the training time before the measurement; None if the log does not have it.
+        value: the value of the metric, which may be infinite.
     """
 
     updates: int
@@ -49,12 +49,12 @@ class Point(NamedTuple):
 
 @dataclass
 class LearningCurve:
-    """One run: what it measured.
+    """The curves of one run.
 
     Args:
-        name: of the run, in the legend.
-        train: on training batches, by rising updates.
-        valid: on the validation set, by rising updates.
+        name: the name of the run in the legend.
+        train: the measurements on training batches, by rising updates.
+        valid: the measurements on the validation set, by rising updates.
     """
 
     name: str
@@ -80,13 +80,13 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def analyze(args: argparse.Namespace) -> Analysis:
-    """The curves of all runs, and each one's best validation.
+    """The curves of all runs, and the best validation of each.
 
     Args:
-        args: the flags: runs (folders, or logs), metric and from_epoch.
+        args: the flags: runs (folders or logs), metric and from_epoch.
 
     Raises:
-        UserError: for a from_epoch below 1, and as `read_learning_curve`.
+        UserError: for a from_epoch below 1, and in the cases of `read_learning_curve`.
     """
     if args.from_epoch < 1:
         raise UserError(f"--from-epoch {args.from_epoch}: the first epoch is 1.")
@@ -110,7 +110,7 @@ def analyze(args: argparse.Namespace) -> Analysis:
 
 
 def _place(path: Path) -> Path:
-    """What a curve is named after: the run folder, or the log file without its ending."""
+    """The path whose name the curve gets: the run folder, or the log file without its ending."""
     if path.name == "train.jsonl":
         path = path.parent
     if path.is_dir():
@@ -119,20 +119,20 @@ def _place(path: Path) -> Path:
 
 
 def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) -> LearningCurve:
-    """The curve of a run folder (its train.jsonl) or of a log file.
+    """Read the curve of a run folder (its train.jsonl) or of a log file.
 
-    A log without updates, only with epochs, has each epoch's mean at its end as the training's curve.
-    Repeated lines count once (fairseq's --log-file writes epoch N's lines N times); if a resumed training
-    repeats updates, the later record counts. fairseq's clock `wall` starts at zero in every process; the
-    curve's clock goes on from where the earlier process ended.
+    If a log has records of epochs but not of updates, each epoch's mean is a point of the training curve.
+    Repeated lines count once, because fairseq's --log-file writes the lines of epoch N N times. If a resumed
+    training repeats updates, the later record counts. fairseq's clock `wall` starts at zero in every process;
+    the clock of the curve continues from the end of the process before.
 
     Args:
         path: the folder, or a log whose lines end in fairseq's JSON records (--log-format json).
         metric: a key of METRICS.
-        from_epoch: what was measured before this epoch is left out; the first is 1.
+        from_epoch: measurements before this epoch are left out; the first epoch is 1.
 
     Raises:
-        UserError: if there is nothing to draw, no such file, or a damaged record in it.
+        UserError: if the file does not exist, has a damaged record, or has no measurement of the metric.
     """
     file = path / "train.jsonl" if path.is_dir() else path
     if not file.is_file():
@@ -142,8 +142,9 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
         )
     curve = LearningCurve(_place(path).name)
     epochs: list[Point] = []  # means of whole epochs
-    now: float | None = None  # seconds of training up to the record
-    earlier = last = 0.0  # seconds of the processes before this one; the latest `wall` of this one
+    now: float | None = None  # seconds of training before the record
+    earlier = 0.0  # seconds of the processes before this one
+    last = 0.0  # the latest `wall` of this process
     unique = {json.dumps(record): record for record in read_records(file)}
     for record in unique.values():
         in_range = (finite(record["epoch"]) or 0) >= from_epoch
@@ -184,15 +185,15 @@ def _append(points: list[Point], updates: Any, seconds: float | None, value: Any
 def draw_learning_curves(
     curves: Sequence[LearningCurve], metric: str = "ppl", from_zero: bool = True
 ) -> Figure:
-    """Validation (thick) and training (thin) curves of several runs in one picture.
+    """Draw validation curves (thick) and training curves (thin) of several runs.
 
-    On the left against updates; on the right against hours or minutes of training, if every point has a time
-    and the longest run took a minute.
+    The left panel has updates as its axis. If every point has a time and the longest run took a minute, a
+    right panel has the hours or minutes of training.
 
     Args:
-        curves: one colour each.
-        metric: a key of METRICS, for the axis; perplexity has a logarithmic one.
-        from_zero: whether the updates and the times begin at 0, or where the curves do.
+        curves: the curves; each run has a colour.
+        metric: a key of METRICS, which names the axis; the axis of perplexity is logarithmic.
+        from_zero: whether the axes of updates and times begin at 0; otherwise they begin where the curves do.
     """
     unit, seconds = _unit_of_time(curves)
     timed = seconds > 0
@@ -222,7 +223,7 @@ def draw_learning_curves(
         if metric == "ppl":
             _set_logarithmic(panel)
     handles, labels = panels[0].get_legend_handles_labels()
-    # as many letters as half the picture holds
+    # Names of up to 32 letters fit into half the width of the picture
     columns = 2 if max(map(len, labels)) <= 32 else 1
     figure.legend(
         handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=8
@@ -231,7 +232,7 @@ def draw_learning_curves(
 
 
 def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
-    """The unit of an axis of times and its seconds; 0 seconds if there is to be no such axis."""
+    """The name of the unit of the time axis, and its seconds; 0 seconds if there is no such axis."""
     longest = 0.0
     for curve in curves:
         for point in curve.train + curve.valid:
@@ -244,7 +245,7 @@ def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
 
 
 def _set_logarithmic(panel: Axes) -> None:
-    """A logarithmic axis with round numbers: 10, 15, 20, 30, 40, 50, 70, 100."""
+    """Make the axis logarithmic, with round numbers: 10, 15, 20, 30, 40, 50, 70, 100."""
     panel.set_yscale("log")
     panel.yaxis.set_major_locator(LogLocator(subs=(1, 1.5, 2, 3, 4, 5, 7)))
     panel.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,g}"))

@@ -1,4 +1,4 @@
-"""What all pictures share: colours, frames, and the PNG file. Nothing here needs a display."""
+"""Colours, frames, labels and PNG files of all pictures. Nothing here needs a display."""
 
 from __future__ import annotations
 
@@ -18,13 +18,13 @@ from matplotlib.transforms import Bbox
 
 from moa_fairseq.files import atomic_write
 
-# A matplotlibrc in the working directory could have text set by LaTeX, which runs programs.
+# A matplotlibrc in the working directory could ask for LaTeX, which can run programs
 matplotlib.rcdefaults()
 
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
-# Of one group each: colour alone tells too little
+# The markers of groups, which have a colour each, too: some readers cannot tell the colours apart
 MARKERS = (
     "o",
     "s",
@@ -39,12 +39,12 @@ DPI = 150
 
 
 class Analysis(NamedTuple):
-    """What an analysis found.
+    """The result of an analysis.
 
     Args:
-        lines: the text to print.
-        figure: its picture.
-        report: its numbers, for --json.
+        lines: the lines to print.
+        figure: the picture, or None.
+        report: the numbers for --json, or None.
     """
 
     lines: list[str]
@@ -52,7 +52,7 @@ class Analysis(NamedTuple):
     report: dict[str, Any] | None = None
 
 
-# Where a label may stand, in degrees, the best first.
+# Directions in which a label may stand from its point, in degrees, the best first
 ANGLES = (45, -45, 135, -135, 0, 180, 90, -90, 22, -22, 158, -158, 67, -67, 113, -113)
 
 
@@ -61,7 +61,7 @@ def save(figure: Figure, path: Path, description: str | None = None) -> None:
 
     Args:
         figure: the picture.
-        path: of the file.
+        path: the file to write.
         description: a text that the file carries.
     """
     metadata = {"Description": description} if description else None
@@ -70,7 +70,7 @@ def save(figure: Figure, path: Path, description: str | None = None) -> None:
 
 
 def style(panel: Axes) -> None:
-    """No frame but the axes, and a light grid behind what is drawn."""
+    """Draw only the left and the bottom line of the frame, and a light grid behind the data."""
     panel.spines[["top", "right"]].set_visible(False)
     panel.grid(True, color="#dddddd", linewidth=0.6)
     panel.set_axisbelow(True)
@@ -81,15 +81,15 @@ def label_points(
     points: Sequence[tuple[float, float, str]],
     strokes: Sequence[tuple[tuple[float, float], tuple[float, float]]] = (),
 ) -> None:
-    """Write each name next to its point, clear of points, strokes and other names; with a line if it is far.
+    """Write each name next to its point, where it covers no point, stroke or other name.
 
-    Call this last: it does not see what is drawn later, and nothing may move the panel. A name for which
-    there is no clear place in the panel is left out.
+    A line joins a name to its point if they are far apart. A name for which the panel has no free space is
+    left out. Call this function last, because it knows only what has been drawn, and the panel may not move.
 
     Args:
-        panel: where the points are drawn.
-        points: (x, y, name) of each, in the panel's units.
-        strokes: the two ends of each horizontal or vertical line, such as an interval, in these units.
+        panel: the panel with the points.
+        points: x, y and name of each point, in data coordinates.
+        strokes: the two ends of each horizontal or vertical line, such as an interval, in data coordinates.
     """
     canvas = FigureCanvasAgg(panel.get_figure(root=True))
     canvas.draw()
@@ -101,7 +101,7 @@ def label_points(
         boxes.append(Bbox.from_extents(left_end - 2, low - 2, right_end + 2, high + 2))
     lines: list[Line] = []
     settings: dict[str, Any] = {"textcoords": "offset points", "fontsize": 8.5, "va": "center"}
-    # Over the panel's lines
+    # A white background covers the grid
     settings["bbox"] = {"facecolor": "white", "edgecolor": "none", "pad": 0.5}
     for place, (x, y, name) in zip(places, points):
         foreign = [box for box in boxes if not box.contains(*place)]

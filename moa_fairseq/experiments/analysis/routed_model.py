@@ -1,8 +1,7 @@
-"""What the analyses of one trained model share: a data set run through it, its modules by kind."""
+"""What the analyses of a trained model share: running a data set through it, and its modules by kind."""
 
 from __future__ import annotations
 
-import argparse
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product
@@ -15,7 +14,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for
 from moa_fairseq.plugin.forward_context import NamedRoutings, collect_routings
 
-# First and last part of a module's path → label of its kind of attention, in the order of the pictures.
+# First and last part of a module's path → label of its kind of attention, in the order of the pictures
 KINDS_OF_ATTENTION = {
     ("encoder", "self_attn"): "encoder self-attention",
     ("decoder", "self_attn"): "decoder self-attention",
@@ -24,25 +23,27 @@ KINDS_OF_ATTENTION = {
 
 
 def forward_passes(
-    args: argparse.Namespace, model: nn.Module, task: Any
+    model: nn.Module, task: Any, subset: str, max_tokens: int, cpu: bool
 ) -> Iterator[tuple[dict[str, Any], NamedRoutings]]:
-    """Run a subset through a model with routers, batch by batch, by teacher forcing.
+    """Run a subset through a model with routers, batch by batch, with teacher forcing.
 
     Args:
-        args: subset, max_tokens (of a batch) and cpu.
-        model: is put in evaluation mode on the device.
-        task: fairseq's, which reads the data.
+        model: the model, which is moved to the device and put in evaluation mode.
+        task: fairseq's task, which reads the data.
+        subset: the name of the subset, such as "valid".
+        max_tokens: the largest number of tokens of a batch.
+        cpu: whether the model runs on the CPU although there is a GPU.
 
     Returns:
-        (batch, routings of all routers in forward order) of every batch.
+        For every batch, the batch and the routings of all routers in forward order.
 
     Raises:
         UserError: if the model has no router, or if the subset does not exist or is empty.
     """
-    device = device_for(args.cpu)
+    device = device_for(cpu)
     empty = True
     model.to(device).eval()  # in fairseq's hub `eval` returns nothing
-    for sample in batches(task, model, args.subset, args.max_tokens, device):
+    for sample in batches(task, model, subset, max_tokens, device):
         with torch.no_grad(), collect_routings() as routings:
             # There is no router in the output layer
             model(**sample["net_input"], features_only=True)
@@ -53,25 +54,25 @@ def forward_passes(
         yield sample, routings
         empty = False
     if empty:
-        raise UserError(
-            f"The subset {args.subset} has no sentence of at most {args.max_tokens} tokens."
-        )
+        raise UserError(f"The subset {subset} has no sentence of at most {max_tokens} tokens.")
 
 
 @dataclass
 class RouterUse:
-    """What one router did with a data set, without padding and without experts that are always on (MoH).
+    """The decisions of one router on a data set, without padding and without shared experts (MoH).
+
+    An instance is a token, or a sequence if the router decides for whole sequences.
 
     Args:
-        name: of the router, as it is recorded.
-        experts_per_token: K.
-        counts: how many tokens (or sequences: `scope`) chose each expert, [E] float64.
-        gate_mass: the gates that they gave each expert, added up, [E] float64.
-        favourites: how many gave each column of the probabilities their greatest value, those of experts that
-            are always on included, float64.
-        scope: "tokens", or "sequences" where a sequence is routed as one.
-        instances: how many tokens or sequences there were.
-        total_entropy: Σ H(probabilities) over the instances, in nats.
+        name: the name of the recorded routing.
+        experts_per_token: K, the number of experts that each instance chooses.
+        counts: the number of instances that chose each expert, [E] float64.
+        gate_mass: the sum of the gates that the instances gave each expert, [E] float64.
+        favourites: the number of instances whose largest probability is in each column of the probabilities,
+            float64; here the shared experts' columns count.
+        scope: "tokens" or "sequences", the kind of the instances.
+        instances: the number of instances.
+        total_entropy: the sum over the instances of the entropy of their probabilities, in nats.
     """
 
     name: str
@@ -85,10 +86,10 @@ class RouterUse:
 
 
 def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
-    """The use of each router over several forward passes, in the order in which the routers first ran.
+    """The decisions of each router in several forward passes, in the order in which the routers first ran.
 
     Args:
-        passes: (name, routing) of all routers, for each pass.
+        passes: for each pass, the name and the routing of all routers.
     """
     uses: dict[str, RouterUse] = {}
     for name, routing in chain.from_iterable(passes):
@@ -119,10 +120,10 @@ def router_uses(passes: Iterable[NamedRoutings]) -> list[RouterUse]:
 
 
 def kind_of(name: str) -> str:
-    """The kind of attention of a module.
+    """The kind of attention that a module's name says.
 
-    "decoder.layers.3.encoder_attn" is a "decoder cross-attention"; its choice for keys and values, whose name
-    ends in ".keys", is "decoder cross-attention, keys"; a name that fits nowhere is "other".
+    "decoder.layers.3.encoder_attn" is a "decoder cross-attention". The name of its routing for keys and
+    values ends in ".keys", and gives "decoder cross-attention, keys". Any other name gives "other".
     """
     path = name.removesuffix(".keys").split(".")
     side = ", keys" if name.endswith(".keys") else ""
@@ -130,10 +131,10 @@ def kind_of(name: str) -> str:
 
 
 def by_kind(summaries: Sequence[dict[str, Any]]) -> dict[str, list[dict[str, Any]]]:
-    """Measurements of modules by kind of attention, in the order of the pictures; no empty kinds.
+    """Group measurements by the kind of attention, in the order of the pictures; no kind is empty.
 
     Args:
-        summaries: one for each module, whose path it has as "name".
+        summaries: the measurements of each module, whose path is their "name".
     """
     groups = {}
     for label, side in product((*KINDS_OF_ATTENTION.values(), "other"), ("", ", keys")):

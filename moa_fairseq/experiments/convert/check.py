@@ -7,6 +7,7 @@ import copy
 import math
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from fairseq import tasks
@@ -20,80 +21,110 @@ from moa_fairseq.experiments.convert.models import Checkpoint
 from moa_fairseq.experiments.scoring.trained_model import batches, shortened
 from moa_fairseq.plugin.patches.adaptive_loss import WholeAdaptiveLoss
 
-_PAD = 1
+_PAD = 1  # fairseq's symbols 0 to 3 are <s>, <pad>, </s> and <unk>
 _FIRST_WORD = 4
-_LENGTHS = (9, 5, 1)
+_LENGTHS = (9, 5, 1)  # of the random sentences, in symbols
+_MAX_POSITIONS = (
+    "max_source_positions",
+    "max_target_positions",
+    "max_positions",
+    "tokens_per_sample",
+)
+
+
+class Batches(NamedTuple):
+    """The data on which losses are measured.
+
+    Args:
+        data: the binarised folder.
+        subset: the name of a subset, such as "valid".
+        max_tokens: the largest number of tokens of a batch.
+        max_batches: the largest number of batches that are read.
+    """
+
+    data: Path
+    subset: str
+    max_tokens: int
+    max_batches: int
 
 
 @torch.no_grad()
 def largest_difference(
     one: nn.Module, other: nn.Module, job: str, settings: argparse.Namespace
 ) -> float:
-    """The largest difference of two models' outputs on random sentences, over the largest output.
+    """The largest difference between two models' outputs on random sentences, relative to the largest output.
 
-    In float64 and in evaluation mode; positions of padding are left out. Both models stay in float64.
+    The models run in float64 and in evaluation mode, and stay so. The outputs at padding do not count.
 
     Args:
-        one, other: models of the same dictionary.
-        job: a key of `models.BODIES`: what they are called with.
-        settings: of a model, for the longest sentence that it reads.
+        one, other: two models with the same dictionary.
+        job: a key of `models.BODIES`, which says how the models are called.
+        settings: the settings of a model, for the length of the longest sentence that it reads.
 
     Returns:
-        The largest absolute difference, as a part of the largest absolute output of `one`.
+        The largest absolute difference, divided by the largest absolute output of `one`.
     """
-    limits = ("max_source_positions", "max_target_positions", "max_positions", "tokens_per_sample")
-    most = 99
-    for name in limits:
-        most = min(most, int(getattr(settings, name, None) or 99))
-    generator = torch.Generator().manual_seed(0)
-    lengths = [min(length, max(1, most - 1)) for length in _LENGTHS]
-    sizes = []
-    for name, parameter in one.named_parameters():
-        if "embed_tokens" in name and name.endswith("weight"):
-            sizes.append(len(parameter))
-    symbols = min(sizes)
-    tokens = torch.randint(
-        _FIRST_WORD, max(symbols, 5), (len(lengths), max(lengths)), generator=generator
-    )
-    tokens.clamp_(max=symbols - 1)
-    right = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
-    padded = tokens.masked_fill(right, _PAD)
+    longest = max(_LENGTHS) + 1
+    for name in _MAX_POSITIONS:
+        longest = min(longest, int(getattr(settings, name, None) or longest))
+    lengths = [min(length, max(1, longest - 1)) for length in _LENGTHS]
+    tokens, is_padding = _random_sentences(min(_embedding_sizes(one, "weight")), lengths)
 
     def output(model: nn.Module) -> Tensor:
         model = model.double().eval()
         if job == "translation":
-            source = padded.flip(1)  # fairseq pads sources on the left
-            logits = model(source, source.ne(_PAD).sum(1), padded)[0]
+            source = tokens.flip(1)  # fairseq pads sources on the left
+            logits = model(source, source.ne(_PAD).sum(1), tokens)[0]
         else:
-            logits = model(padded)[0]
-        return logits[~right]
+            logits = model(tokens)[0]
+        return logits[~is_padding]
 
     first = output(one)
     second = output(other)
     return ((first - second).abs().max() / first.abs().max().clamp_min(1e-12)).item()
 
 
+def _embedding_sizes(model: nn.Module, ending: str) -> set[int]:
+    """The numbers of rows of the token embeddings whose parameters' names have this ending."""
+    sizes = set()
+    for name, parameter in model.named_parameters():
+        if "embed_tokens" in name and name.endswith(ending):
+            sizes.add(len(parameter))
+    return sizes
+
+
+def _random_sentences(dictionary_size: int, lengths: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """Sentences of random words, padded on the right.
+
+    Args:
+        dictionary_size: the number of symbols.
+        lengths: the number of words of each of B sentences; T is the largest.
+
+    Returns:
+        Symbols, [B, T], and which of them are padding, [B, T] bool.
+    """
+    generator = torch.Generator().manual_seed(0)
+    shape = (len(lengths), max(lengths))
+    end = max(dictionary_size, _FIRST_WORD + 1)
+    tokens = torch.randint(_FIRST_WORD, end, shape, generator=generator)
+    tokens.clamp_(max=dictionary_size - 1)
+    is_padding = torch.arange(max(lengths))[None] >= torch.tensor(lengths)[:, None]
+    return tokens.masked_fill(is_padding, _PAD), is_padding
+
+
 def mean_losses(
-    models: Sequence[nn.Module],
-    checkpoint: Checkpoint,
-    job: str,
-    data: Path,
-    subset: str,
-    max_tokens: int,
-    most: int,
+    models: Sequence[nn.Module], checkpoint: Checkpoint, job: str, limits: Batches
 ) -> list[float]:
     """Each model's mean loss over the first batches of a subset, on the CPU in float32.
 
-    Cross entropy, of masked tokens in a masked language model; all models see the same masks.
+    The loss is the cross entropy; a masked language model has that of the masked tokens, and all models see
+    the same masks.
 
     Args:
-        models: of one dictionary and job; they stay in float32, in evaluation mode.
-        checkpoint: names the task, and whether there is an adaptive softmax.
+        models: models with the same dictionary, for the same job; they stay in float32, in evaluation mode.
+        checkpoint: names the task, and says whether there is an adaptive softmax.
         job: a key of `models.BODIES`.
-        data: the binarised folder.
-        subset: its name, such as "valid".
-        max_tokens: of a batch.
-        most: how many batches are read, at most.
+        limits: the data, and how much of it is read.
 
     Returns:
         Bits per token, of each model.
@@ -102,6 +133,29 @@ def mean_losses(
         UserError: if the data cannot be read, is empty or belongs to other dictionaries, or the checkpoint
             names no task.
     """
+    data, subset, max_tokens, max_batches = limits
+    task = _task_of(checkpoint, data)
+    _check_dictionaries(models[0], task, data)
+    criterion = _criterion_of(checkpoint, task, job)
+    models = [model.float().eval() for model in models]
+    sums = [0.0] * len(models)
+    tokens = 0
+    samples = batches(task, models[0], subset, max_tokens, torch.device("cpu"))
+    with torch.no_grad():
+        for number, sample in enumerate(samples):
+            if number == max_batches:
+                break
+            for index, model in enumerate(models):
+                loss, size, _ = criterion(model, sample)
+                sums[index] += float(loss)
+            tokens += size
+    if not tokens:
+        raise UserError(f"--subset {subset} of {data} is empty.")
+    return [total / tokens / math.log(2) for total in sums]
+
+
+def _task_of(checkpoint: Checkpoint, data: Path) -> Any:
+    """The checkpoint's task, which reads another data folder."""
     if not data.is_dir():
         raise UserError(
             f"--data {data} is not a folder. Give the folder that fairseq-preprocess wrote."
@@ -113,40 +167,27 @@ def mean_losses(
         )
     group = dict(group if isinstance(group, dict) else vars(group), data=str(data))
     try:
-        task = tasks.setup_task(
-            OmegaConf.create(group, flags={"allow_objects": True}), from_checkpoint=True
-        )
+        config = OmegaConf.create(group, flags={"allow_objects": True})
+        return tasks.setup_task(config, from_checkpoint=True)
     except Exception as error:  # fairseq raises bare ones, too
         remedy = "Give the folder that fairseq-preprocess wrote: binarised/ in a prepared data set"
         raise UserError(f"--data {data} cannot be read: {shortened(error)}. {remedy}.") from error
-    rows = set()
-    for name, parameter in models[0].named_parameters():
-        if name.endswith("embed_tokens.weight"):
-            rows.add(len(parameter))
+
+
+def _check_dictionaries(model: nn.Module, task: Any, data: Path) -> None:
+    embedded = _embedding_sizes(model, "embed_tokens.weight")
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
-    if not rows <= symbols:
+    if not embedded <= symbols:
         raise UserError(
-            f"--data {data} has dictionaries of {sorted(symbols)} symbols, but the model has {sorted(rows)}. "
+            f"--data {data} has dictionaries of {sorted(symbols)} symbols, but the model has "
+            f"{sorted(embedded)}. "
             "Give the folder that the model was trained on."
         )
-    criterion: nn.Module = CrossEntropyCriterion(task, False)
+
+
+def _criterion_of(checkpoint: Checkpoint, task: Any, job: str) -> nn.Module:
     if job == "masked LM":
-        criterion = MaskedLmLoss(MaskedLmConfig(tpu=False), task)
-    elif getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
-        criterion = WholeAdaptiveLoss(task, False)
-    models = [model.float().eval() for model in models]
-    sums = [0.0] * len(models)
-    tokens = 0
-    with torch.no_grad():
-        for number, sample in enumerate(
-            batches(task, models[0], subset, max_tokens, torch.device("cpu"))
-        ):
-            if number == most:
-                break
-            for place, model in enumerate(models):
-                loss, size, _ = criterion(model, sample)
-                sums[place] += float(loss)
-            tokens += size
-    if not tokens:
-        raise UserError(f"--subset {subset} of {data} is empty.")
-    return [total / tokens / math.log(2) for total in sums]
+        return MaskedLmLoss(MaskedLmConfig(tpu=False), task)
+    if getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):
+        return WholeAdaptiveLoss(task, False)
+    return CrossEntropyCriterion(task, False)

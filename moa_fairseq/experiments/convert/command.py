@@ -29,7 +29,7 @@ from torch import nn
 import moa_fairseq  # noqa: F401  (registers the models)
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.convert import models, plain, weights
-from moa_fairseq.experiments.convert.check import largest_difference, mean_losses
+from moa_fairseq.experiments.convert.check import Batches, largest_difference, mean_losses
 from moa_fairseq.experiments.convert.models import DENSE, Checkpoint, family_fields
 from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import checksum, refuse_existing, refuse_overwriting
@@ -44,11 +44,11 @@ class Conversion(NamedTuple):
     """A conversion's outcome.
 
     Args:
-        checkpoint: what is to be written.
-        model: the converted one.
+        checkpoint: the checkpoint to write.
+        model: the converted model.
         job: a key of `models.BODIES`.
-        reason: why it is not exact, or None if it is exact within `difference`.
-        difference: as of `largest_difference`, between the two models.
+        reason: why the conversion is not exact; None if it is exact.
+        difference: what `largest_difference` returns for the two models.
     """
 
     checkpoint: Checkpoint
@@ -64,10 +64,10 @@ def convert(
     """The same model with another attention.
 
     Args:
-        checkpoint: of the source.
+        checkpoint: the checkpoint to convert.
         source: the checkpoint's model; it stays in float64.
-        family: one of TARGETS.
-        values_by_flag: of the new family's settings, name of the field → value, where the user gave them.
+        family: the family of the new attention, one of TARGETS.
+        values_by_flag: name of a field of the family's settings → value that the user gave.
 
     Raises:
         UserError: if the conversion is impossible, or not exact where it has to be.
@@ -108,9 +108,9 @@ def convert(
             # New routers and gates stay float32
             if not set(name.split(".")) & set(weights.OF_ROUTING):
                 parameter.data = parameter.data.to(half)
-    result = dict(target.state_dict())  # what is tied stays tied
+    result = dict(target.state_dict())  # tied weights stay tied
     difference = largest_difference(source, target, job, settings)
-    # Rescaled weights are rounded.
+    # Rescaled weights are rounded
     tolerance = 10 * max(torch.finfo(precision).eps for precision in precisions)
     if reason is None and not difference <= tolerance:
         raise UserError(
@@ -122,7 +122,7 @@ def convert(
 
 
 def _config(checkpoint: Checkpoint, group: Any, family: str) -> dict[str, Any]:
-    """All settings, with the new model's. For a dense model, stock fairseq knows every name in them."""
+    """All settings of fairseq with those of the new model; stock fairseq can read a dense model's."""
     cfg = dict(checkpoint.cfg, model=group)
     if family == DENSE and not checkpoint.is_old:
         for key, suffix in (("task", "_bcd"), ("criterion", "_with_routing")):
@@ -214,8 +214,8 @@ def run(args: argparse.Namespace) -> int:
     else:
         print(f"not exact: {result.reason}")
     if args.data is not None:
-        limits = (args.data, args.subset, args.max_tokens, args.max_batches)
-        before, after = mean_losses([source, result.model], checkpoint, result.job, *limits)
+        limits = Batches(args.data, args.subset, args.max_tokens, args.max_batches)
+        before, after = mean_losses([source, result.model], checkpoint, result.job, limits)
         print(
             f"loss on {args.subset}: {before:.4f} → {after:.4f} bits per token ({after - before:+.4f})"
         )

@@ -1,4 +1,4 @@
-"""Checkpoints as conversions read and write them; models built from their settings, without data."""
+"""Checkpoints that conversions read and write, and models built from their settings, without data."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from moa_fairseq.plugin.translation import MixtureTransformerModel
 
 State = dict[str, Tensor]
 DENSE = "dense"
-# job → fairseq's model, its name, and the base class of a family's model for that job
+# Job → fairseq's model, the name of that model, and the base class of the mixtures for that job
 BODIES = {
     "translation": (TransformerModel, "transformer", MixtureTransformerModel),
     "masked LM": (RobertaModel, "roberta", MixtureRobertaModel),
@@ -51,9 +51,9 @@ class Checkpoint:
     """What a conversion needs from a checkpoint.
 
     Args:
-        model: its weights.
-        cfg: all of fairseq's settings, by group.
-        is_old: whether it has all of them in the one group "model".
+        model: the weights by name.
+        cfg: group → fairseq's settings.
+        is_old: whether the checkpoint has all settings in a single namespace, here the group "model".
     """
 
     model: State
@@ -72,9 +72,12 @@ class Checkpoint:
 def read(path: Path) -> Checkpoint:
     """Read a checkpoint as data; no code in it is run.
 
+    Args:
+        path: the file.
+
     Raises:
-        UserError: if it is missing, damaged, holds anything but tensors, containers and namespaces, or is not
-            a checkpoint of a whole fairseq model.
+        UserError: if the file is missing or damaged, contains anything but tensors, containers and
+            namespaces, or is not a checkpoint of a whole fairseq model.
     """
     state = load_checkpoint(path)
     if "fsdp_metadata" in state:
@@ -95,9 +98,9 @@ def write(checkpoint: Checkpoint, path: Path, made_by: Mapping[str, Any]) -> Non
     """Write a checkpoint, whole or not at all, as fairseq does before its first update.
 
     Args:
-        checkpoint: what it holds.
+        checkpoint: the weights and settings to write.
         path: the file.
-        made_by: what its reader is told of its making.
+        made_by: the provenance of the file.
     """
     start = {"criterion_name": "", "optimizer_name": "", "lr_scheduler_state": {}, "num_updates": 0}
     state = {
@@ -115,7 +118,13 @@ def write(checkpoint: Checkpoint, path: Path, made_by: Mapping[str, Any]) -> Non
 
 
 def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
-    """The family of a model's settings, or DENSE, and its job, a key of BODIES.
+    """The kind of model that settings describe.
+
+    Args:
+        settings: the settings of a model.
+
+    Returns:
+        The family of its attention, or DENSE, and its job, a key of BODIES.
 
     Raises:
         UserError: for any other model.
@@ -136,7 +145,7 @@ def kind_of(settings: argparse.Namespace) -> tuple[str, str]:
 
 
 def family_fields() -> set[str]:
-    """Names of the fields that belong to one family of attention each."""
+    """The names of all settings that belong to a single family of attention."""
     names: set[str] = set()
     for family in FAMILIES.values():
         names.update(field.name for field in family.own_fields())
@@ -149,14 +158,14 @@ def settings_for(
     """The settings of the same model with another attention.
 
     Args:
-        settings: of the model.
-        family: of the new attention, or DENSE.
+        settings: the settings of the model.
+        family: the family of the new attention, or DENSE.
         job: a key of BODIES.
         values: name of a field of the family's settings → its value.
 
     Raises:
-        UserError: where the family has no model for this job, and for a constant factor on the attention's
-            output where the new model would be fairseq's own, which has none.
+        UserError: if the family has no model for this job, or if fairseq's own model is asked for, but the
+            model has a constant factor on the attention's output, which fairseq's lacks.
     """
     _, name, mixture = BODIES[job]
     scale = getattr(settings, "attention_output_scale", None)
@@ -194,12 +203,15 @@ def settings_for(
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
-    """cfg.model as fairseq writes it: a dict for a model with a fairseq dataclass, else a namespace.
+    """A checkpoint's cfg.model as fairseq writes it.
 
     Args:
-        settings: of the model.
-        family: of its attention, or DENSE.
+        settings: the settings of the model.
+        family: the family of its attention, or DENSE.
         job: a key of BODIES.
+
+    Returns:
+        A dict for a model whose settings are a fairseq dataclass, else the namespace.
     """
     if (family, job) != (DENSE, "causal LM"):
         return settings
@@ -208,16 +220,16 @@ def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:
 
 
 def build(settings: argparse.Namespace, weights: State) -> nn.Module:
-    """The model of these settings, initialised from a fixed seed.
+    """Build a model from its settings, initialised with a fixed seed.
 
     Settings of unknown origin can cause any error.
 
     Args:
-        settings: what the architecture adds is written into them.
-        weights: for how many symbols it has; they are not loaded.
+        settings: the settings of the model; the defaults of its architecture are added to them in place.
+        weights: the weights that say how many symbols the model has; they are not loaded.
 
     Raises:
-        UserError: for weights without embeddings of tokens.
+        UserError: for weights without token embeddings.
     """
     name = _name(settings)
     model: Any = ARCH_MODEL_REGISTRY.get(name) or MODEL_REGISTRY[name]
@@ -242,13 +254,13 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
     """Put weights into a model.
 
     Args:
-        model: is changed in place.
-        weights: by the names of its parameters.
-        may_lack: parts of names that may stay as they are initialised.
+        model: the model, which is changed in place.
+        weights: name of a parameter → its value.
+        may_lack: parameters with one of these words in their dotted name may keep their initial values.
 
     Raises:
-        UserError: where a name does not fit.
-        RuntimeError: where a shape does not.
+        UserError: if a name is missing or unknown.
+        RuntimeError: if a shape differs.
     """
     result = model.load_state_dict(dict(weights), strict=False)
     lacking = [name for name in result.missing_keys if not {*name.split(".")} & {*may_lack}]
@@ -262,7 +274,7 @@ def load(model: nn.Module, weights: State, may_lack: tuple[str, ...] = ()) -> No
 
 
 def _name(settings: argparse.Namespace) -> Any:
-    """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY."""
+    """The model's name in ARCH_MODEL_REGISTRY or MODEL_REGISTRY; None if it is in neither."""
     for key in ("_name", "arch"):
         name = getattr(settings, key, None)
         if name in ARCH_MODEL_REGISTRY or name in MODEL_REGISTRY:
@@ -271,7 +283,7 @@ def _name(settings: argparse.Namespace) -> Any:
 
 
 def _symbols(weights: State, sides: tuple[str, ...]) -> int:
-    """Rows of the embedding of the first side that has one; with adaptive inputs those of all bands."""
+    """The number of symbols of the first side that has token embeddings, in all bands of adaptive inputs."""
     for side, ending in itertools.product(sides, ("embed_tokens.weight", ".0.weight")):
         rows = 0
         for name, matrix in weights.items():

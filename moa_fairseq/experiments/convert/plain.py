@@ -20,9 +20,14 @@ from moa_fairseq.layers.transformer_layer import ACTIVATIONS, StackSettings
 from moa_fairseq.plugin.families import settings_of
 
 WEIGHTS = "model.safetensors"
-TOLERANCE = 1e-6  # of logits in float64, relative to the largest; what is equal differs by 1e-13
-_NO_WEIGHTS = (".version", "._float_tensor")  # of fairseq's state, by their endings
-# What changes a model's outputs or its training and has no counterpart, with the value that means off
+TOLERANCE = (
+    1e-6  # of logits in float64, relative to the largest; those of equal models differ by 1e-13
+)
+_NO_WEIGHTS = (
+    ".version",
+    "._float_tensor",
+)  # endings of names in fairseq's state that are no weights
+# Settings that change a model's outputs or its training, and that the plain model lacks → the value for "off"
 _REFUSED: dict[str, Any] = {
     "base_layers": 0,
     "char_inputs": False,
@@ -42,14 +47,14 @@ def plain_model(model: Any) -> MixtureTransformer:
     """The plain Transformer with a fairseq model's weights.
 
     Args:
-        model: of fairseq's or of this package's, for translation, masked or causal language modelling. It is
-            in float64 and in evaluation mode afterwards.
+        model: a model of fairseq or of this package, for translation, masked or causal language modelling.
+            Afterwards it is in float64 and in evaluation mode.
 
     Returns:
-        The same model in the dtype that the other one had, whose logits were compared.
+        The plain model in the dtype that the given one had; both have been found to give equal logits.
 
     Raises:
-        UserError: for a model that the plain one cannot be: the flag or the parameter.
+        UserError: for a model with a flag or a parameter that the plain model lacks; the message names it.
     """
     decoder: Any = getattr(model, "decoder", None)
     stacks: list[Any]
@@ -96,11 +101,11 @@ def _refuse(cfg: Any) -> None:
 
 
 def _settings(stack: Any) -> StackSettings:
-    """Those of fairseq's encoder or decoder."""
+    """The settings of fairseq's encoder or decoder as the plain model takes them."""
     cfg = stack.cfg
     causal = hasattr(stack, "output_projection")
     side = cfg.decoder if causal else cfg.encoder
-    # Fairseq's attention is the dense one
+    # A model without a family has fairseq's own attention, which is dense
     is_ours = getattr(cfg, "attention_family", None) is not None
     experts = {}
     if is_ours and cfg.sigma_moe_num_experts:
@@ -173,7 +178,7 @@ def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
 
 
 def _load(plain: nn.Module, model: nn.Module) -> None:
-    """Copy the weights by their names; what is tied has several names in fairseq, and one here."""
+    """Copy the weights by name. A tied weight has several names in fairseq, but one in the plain model."""
     weights = model.state_dict()
     loaded = {}
     missing = []
@@ -198,7 +203,7 @@ def _load(plain: nn.Module, model: nn.Module) -> None:
 
 @torch.no_grad()
 def _compare(plain: MixtureTransformer, model: Any) -> None:
-    """Logits of both in float64, for two sentences of random words, one padded."""
+    """Raise UserError if the two models' logits differ, in float64, for random sentences with padding."""
     dtype = next(plain.parameters()).dtype
     model.double().eval()
     plain.double().eval()
@@ -238,11 +243,11 @@ def _compare(plain: MixtureTransformer, model: Any) -> None:
 
 
 def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
-    """The weights by name, each in memory of its own, as safetensors wants them.
+    """The weights by name, none of which shares memory with another, as safetensors requires.
 
     Args:
-        plain: the model.
-        prefix: before each name.
+        plain: the plain model.
+        prefix: a prefix of all names.
     """
     return {
         prefix + name: tensor.clone().contiguous() for name, tensor in plain.state_dict().items()
@@ -250,14 +255,14 @@ def tensors_of(plain: nn.Module, prefix: str) -> dict[str, Tensor]:
 
 
 def weights_of(folder: Path, like: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """The weights of a folder of transformers by the names of a fairseq checkpoint.
+    """The weights in a folder of transformers, by the names of a fairseq checkpoint.
 
     Args:
-        folder: of `moa-fairseq export --transformers`, or of `save_pretrained`.
-        like: the weights of a fairseq checkpoint of the same model; what is tied there stays tied.
+        folder: a folder that `moa-fairseq export --transformers` or `save_pretrained` wrote.
+        like: the weights of a fairseq checkpoint of the same model; weights that are tied there stay tied.
 
     Raises:
-        UserError: for another model: a weight that one of the two lacks, or of another shape.
+        UserError: if the two models differ: one lacks a weight, or a weight has another shape.
     """
     try:
         from safetensors.torch import load_file

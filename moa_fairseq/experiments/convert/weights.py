@@ -15,26 +15,27 @@ from moa_fairseq.layers.mae import MIXTURE, MixtureOfAttentiveExperts
 from moa_fairseq.layers.moh import MixtureOfHeads
 from moa_fairseq.layers.positions import POSITIONS_IN_ATTENTION
 
-# What only a mixture has, as parts of parameters' names.
+# Words in the names of parameters that only a mixture has
 OF_ROUTING = ("router", "gate")
 
 
 def default_values(
     family: str, settings: argparse.Namespace, job: str, values_by_flag: dict[str, Any]
 ) -> dict[str, Any]:
-    """MoH's flags where the user gave none: half of the heads are shared, half of the others chosen (§4.4).
+    """Defaults for MoH: half of the heads are shared, and half of the others are chosen (§4.4).
 
     Args:
-        family: of the new attention; all but "moh" have no such values.
-        settings: of the dense model, for its numbers of heads.
+        family: the family of the new attention; only "moh" has defaults that depend on the dense model.
+        settings: the settings of the dense model, for its numbers of heads.
         job: a key of `models.BODIES`.
-        values_by_flag: name of a field of the family's settings → value, where the user gave it.
+        values_by_flag: name of a field of the family's settings → value that the user gave.
 
     Returns:
-        Name of a field → value.
+        Name of a field → default value; empty for other families.
 
     Raises:
-        UserError: where one number of shared heads cannot suit both sides.
+        UserError: if encoder and decoder have so different numbers of heads that the number of shared heads
+            leaves routed heads in only one of them.
     """
     if family != "moh":
         return {}
@@ -61,13 +62,13 @@ def fill(model: nn.Module, dense: State) -> str | None:
 
     Args:
         model: the mixture, which is changed in place.
-        dense: the weights by name.
+        dense: the weights of the dense model by name.
 
     Returns:
-        None if the result computes the same function, else why it does not.
+        None if the mixture computes the same function as the dense model, else why it does not.
 
     Raises:
-        UserError: where the two do not fit.
+        UserError: if the names or shapes of the weights do not fit the mixture.
     """
     attentions = _attentions(model)
     for attention in attentions:
@@ -87,7 +88,7 @@ def fill(model: nn.Module, dense: State) -> str | None:
     reason = None
     with torch.no_grad():
         for attention in attentions:
-            # Even gates make it dense attention
+            # With equal gates the mixture computes dense attention
             if isinstance(attention, MixtureOfAttentiveExperts):
                 if attention.gate is not None:
                     nn.init.zeros_(attention.gate.fc2.weight)
@@ -102,12 +103,14 @@ def fill(model: nn.Module, dense: State) -> str | None:
 
 
 def _fill_heads(attention: MixtureOfHeads) -> str | None:
-    """MoH: the same weights, but W_O is divided by the even gates, which are small in the paper's scaling."""
+    """Divide W_O of a MoH by its equal gates, which the paper's scaling makes small; why it is not exact."""
     router = attention.router
     routed = attention.num_heads - attention.shared_heads
     every_head = attention.experts_per_token == routed
     if not router.reads_queries:
-        if every_head:  # with even logits, a choice of heads would be a tie
+        if (
+            every_head
+        ):  # if only some heads were chosen, equal logits would leave the choice to chance
             nn.init.zeros_(router.projection.weight)
         attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(
             attention.head_dim
@@ -119,7 +122,7 @@ def _fill_heads(attention: MixtureOfHeads) -> str | None:
 
 
 def _even_gates(attention: MixtureOfHeads) -> Tensor:
-    """[H]: the gates of a learned router whose logits are all zero, of those heads that are chosen."""
+    """The gates of the heads, [H], that a learned router gives when all its logits are zero."""
     router = attention.router
     shared = attention.shared_heads
     gates = torch.ones(attention.num_heads)
@@ -131,7 +134,14 @@ def _even_gates(attention: MixtureOfHeads) -> Tensor:
 
 
 def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
-    """Raises UserError for a mixture with parts outside its attention that no dense model has."""
+    """Check that fairseq's own Transformer can have all parts of a mixture outside the choice of experts.
+
+    Args:
+        settings: the settings of the mixture.
+
+    Raises:
+        UserError: for a setting that fairseq's own Transformer lacks.
+    """
     positions = getattr(settings, "positions", None)
     if positions in POSITIONS_IN_ATTENTION:
         raise UserError(
@@ -156,10 +166,13 @@ def refuse_what_fairseq_lacks(settings: argparse.Namespace) -> None:
 
 
 def dense_weights(model: nn.Module) -> State:
-    """The weights of a dense model that computes the same: only those of the attention change.
+    """The weights of the dense model that computes the same function as a mixture.
+
+    Args:
+        model: the mixture.
 
     Raises:
-        UserError: with the reason, where there is none.
+        UserError: if there is no such dense model; the message gives the reason.
     """
     state = model.state_dict()
     for attention in _attentions(model):
@@ -173,7 +186,7 @@ def dense_weights(model: nn.Module) -> State:
 
 
 def _constant_gates(attention: Attention) -> Tensor:
-    """[H]: the gates of the heads, where all of them work and no gate depends on the input."""
+    """The gates of the heads, [H]; a UserError if a head is inactive or a gate depends on the input."""
     name = attention.name
     reason = ""
     dense = "but dense attention weights its heads equally for every input"

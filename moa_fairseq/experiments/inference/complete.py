@@ -64,7 +64,7 @@ def run(args: argparse.Namespace) -> int:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
     left_out = 0
     with answers(args) as stream, torch.no_grad():
-        for batch in lines_of(args):
+        for batch in lines_of(args.file):
             for symbols, completions in hypotheses(model, batch, settings, room):
                 left_out += symbols is not None and not completions
                 text = ""

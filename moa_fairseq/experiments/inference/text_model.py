@@ -26,11 +26,11 @@ from moa_fairseq.files import atomic_write, refuse_overwriting
 from moa_fairseq.text.workers import chunks
 
 log = logging.getLogger(__name__)
-BATCH = 64  # lines that are read before the first of them is answered, where nobody types them
+BATCH = 64  # lines that are read before the first of them is answered, unless somebody types them
 
 
 def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
-    """The run, its text, and how it is read."""
+    """Add the flags for the run, its text and how the text is read."""
     text = "run folder, exported model, or checkpoint with --data"
     parser.add_argument("run_dir", type=Path, nargs="?", metavar="RUN", help=text)
     parser.add_argument(
@@ -43,7 +43,7 @@ def add_arguments(parser: argparse.ArgumentParser, kind: str) -> None:
 
 
 def add_reading(parser: argparse.ArgumentParser) -> None:
-    """How a run's text is read, and where."""
+    """Add the flags for how a run's text is read, and on which device the model runs."""
     parser.add_argument(
         "--data", type=Path, metavar="DATA_BIN", help="binarised data folder (the run's)"
     )
@@ -56,7 +56,14 @@ def add_reading(parser: argparse.ArgumentParser) -> None:
 
 
 def resolve_model(args: argparse.Namespace) -> None:
-    """Let --model stand for RUN, whose place FILE has then. Raises UserError for both, and for neither."""
+    """Put the folder of --model in the place of RUN; with --model the first argument is FILE.
+
+    Args:
+        args: the flags of `add_arguments`, which are changed in place.
+
+    Raises:
+        UserError: if both RUN and --model are given, or neither.
+    """
     if args.model is None:
         if args.run_dir is None:
             raise UserError("Give a run folder, or an exported model by --model NAME.")
@@ -73,8 +80,9 @@ class TextModel(GeneratorHubInterface):
     """Raw text in, raw text out: `encode`, `generate` and `decode` of fairseq's hub interface.
 
     Args:
-        config, task, models: as fairseq's `load_model_ensemble_and_task` gives them.
-        codec: has `encode`, raw text → symbols between spaces, and `decode`, the other way.
+        config, task, models: what fairseq's `load_model_ensemble_and_task` returns.
+        codec: has two methods: `encode` turns raw text into symbols separated by spaces, `decode` does the
+            opposite.
     """
 
     def __init__(self, config: Any, task: Any, models: list[Any], codec: Any):
@@ -95,60 +103,89 @@ def load(args: argparse.Namespace, kind: str) -> TextModel:
 
     Args:
         args: the flags.
-        kind: of its data set, as of `codec_of`.
+        kind: the kind of its data set, as `codec_of` takes it.
 
     Raises:
-        UserError: where something is missing, or the data is not that of the model.
+        UserError: in the cases of `load_run`, and if --output is FILE.
     """
     if args.output and args.file:
         refuse_overwriting(args.output, [args.file], "--output")
-    if not args.run_dir.exists():
-        raise UserError(f"{args.run_dir} does not exist. Give a run folder or a checkpoint.")
-    checkpoint, data = checkpoint_and_data(args.run_dir, args.data)
+    return load_run(args.run_dir, args.data, None if args.segmented else kind, args.cpu)
+
+
+def load_run(run_dir: Path, data_flag: Path | None, kind: str | None, cpu: bool) -> TextModel:
+    """The model of a run, in evaluation mode on its device.
+
+    Args:
+        run_dir: the run folder, the exported model or the checkpoint.
+        data_flag: the binarised folder that --data names; None: the run's.
+        kind: the kind of its data set, as `codec_of` takes it; None if the text is already segmented.
+        cpu: whether the model stays on the CPU.
+
+    Raises:
+        UserError: if the model or its data is missing, or the data is not that of the model.
+    """
+    if not run_dir.exists():
+        raise UserError(f"{run_dir} does not exist. Give a run folder or a checkpoint.")
+    checkpoint, data = checkpoint_and_data(run_dir, data_flag)
     if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
         data = data / "binarised"
     saved = kept_text(checkpoint)
-    data = saved if saved and not args.data else data
+    data = saved if saved and not data_flag else data
     if data is None or not data.is_dir():
-        missing = f"--data {data}" if data else prepare_facts(args.run_dir).get("folder")
-        problem = f"{args.run_dir} has no record of its data"
+        missing = f"--data {data}" if data else prepare_facts(run_dir).get("folder")
+        problem = f"{run_dir} has no record of its data"
         if missing:
             problem = f"{missing} is not a folder"
         raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
-    warn_of(same_text(checkpoint, data.resolve(), named=args.data is not None), checkpoint, data)
+    warn_of(same_text(checkpoint, data.resolve(), named=data_flag is not None), checkpoint, data)
     data = saved or data.resolve()
-    codec = WordCodec() if args.segmented else codec_of(data, kind)
+    codec = WordCodec() if kind is None else codec_of(data, kind)
     overrides = {"data": str(data)}
     models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
     config.dataset.max_tokens = 4096
     config.dataset.batch_size = BATCH
-    return TextModel(config, task, models, codec).to(device_for(args.cpu)).eval()
+    return TextModel(config, task, models, codec).to(device_for(cpu)).eval()
 
 
-def lines_of(args: argparse.Namespace) -> Iterator[list[tuple[int, str]]]:
-    """Numbered lines in batches; single ones where somebody types. Raises UserError for a missing file."""
-    if args.file is not None and (args.file.is_dir() or not args.file.exists()):
-        reason = "is a folder" if args.file.is_dir() else "does not exist"
-        raise UserError(f"{args.file} {reason}. Give a text file, or none for standard input.")
-    if args.file is None and sys.stdin is None:  # `<&-`
+def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
+    """The numbered lines of a text, in batches.
+
+    Args:
+        path: a text file, or None for standard input.
+
+    Returns:
+        Batches of (number from 1, line without its end). If somebody types the lines, each is a batch.
+
+    Raises:
+        UserError: if the file does not exist, or standard input is closed.
+    """
+    if path is not None and (path.is_dir() or not path.exists()):
+        reason = "is a folder" if path.is_dir() else "does not exist"
+        raise UserError(f"{path} {reason}. Give a text file, or none for standard input.")
+    if path is None and sys.stdin is None:  # `<&-`
         raise UserError(
             "Standard input is closed. Give a text FILE, or redirect a file with `< FILE`."
         )
-    typed = args.file is None and sys.stdin.isatty()
-    # a carriage return within a line ends none: what comes out has a line for each one that `prepare` sees
-    # nor does a byte that is no UTF-8: its line alone is left out
+    typed = path is None and sys.stdin.isatty()
+    # A carriage return inside a line does not end it, so the output has as many lines as `prepare` sees. A
+    # byte that is not UTF-8 does not end the reading: only its line is left out
     text: dict[str, Any] = {"encoding": "utf-8-sig", "newline": "\n", "errors": "surrogateescape"}
-    source = contextlib.nullcontext(sys.stdin) if args.file is None else args.file.open(**text)
+    source = contextlib.nullcontext(sys.stdin) if path is None else path.open(**text)
     with source as stream:
-        # Whose setting may let odd bytes in
-        if args.file is None and isinstance(stream, io.TextIOWrapper):
+        # The locale may have given standard input another encoding
+        if path is None and isinstance(stream, io.TextIOWrapper):
             stream.reconfigure(**text)
         numbered = ((number, line.rstrip("\r\n")) for number, line in enumerate(stream, 1))
         yield from chunks(numbered, 1 if typed else BATCH)
 
 
 def answers(args: argparse.Namespace) -> Any:
-    """Context of the stream that is written to: --output's, else standard output. Raises UserError."""
+    """A context with the output stream: the file of --output, else standard output.
+
+    Raises:
+        UserError: if there is no --output and standard output is closed.
+    """
     if args.output:
         return atomic_write(args.output)
     if sys.stdout is None:  # `>&-`
@@ -157,12 +194,12 @@ def answers(args: argparse.Namespace) -> Any:
 
 
 def shown(text: str, stream: Any) -> str:
-    """Text of a model as it is, but to a terminal without orders for that terminal."""
+    """A model's text as it is written to a stream: a terminal gets no control characters."""
     return printable(text) if stream.isatty() else text
 
 
 def status_of(left_out: int) -> int:
-    """The exit status: 1 where lines were left out, which is said again at the end."""
+    """The exit status: 1 if lines were left out. A last warning repeats how many."""
     if left_out:
         skipped = "1 line was skipped; its output line is empty"
         if left_out > 1:
@@ -177,23 +214,23 @@ def hypotheses(
     settings: dict[str, Any],
     room: int | None = None,
 ) -> Iterator[tuple[torch.Tensor | None, list[dict[str, Any]]]]:
-    """What a model answers to a batch of lines.
+    """The translations or completions of a batch of lines.
 
-    A warning names a line that is too long, one that is not UTF-8, and one with a word that is a symbol of
-    the model, which have no hypotheses. `<unk>` is a word like any unknown one.
+    A line is left out, with a warning, if it is too long, is not UTF-8, or has <s>, <pad> or </s> as a word.
+    `<unk>` is read like any unknown word.
 
     Args:
-        model: with its codec.
+        model: the model with its codec.
         batch: numbered lines of raw text; the numbers are for the warnings.
-        settings: of the search: further arguments of fairseq's `generate`, such as beam.
+        settings: further arguments of fairseq's `generate`, such as beam.
         room: how many symbols a line may have; None: as many as the model reads.
 
     Returns:
-        (symbols, fairseq's hypotheses, best first) for every line, no hypotheses of one that is left out;
-        (None, []) for an empty one.
+        For every line its symbols and fairseq's hypotheses, the best first. A line that is left out has no
+        hypotheses; for an empty line both are missing: (None, []).
     """
     limit = model.max_positions
-    most = room or (limit[0] if isinstance(limit, tuple) else limit)
+    longest = room or (limit[0] if isinstance(limit, tuple) else limit)
     borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
     tokens: dict[int, torch.Tensor] = {}
     left_out: dict[int, torch.Tensor] = {}
@@ -208,8 +245,10 @@ def hypotheses(
             continue
         symbols = model.encode(line)
         reason = ""
-        if len(symbols) > most:
-            reason = f"it has {len(symbols)} symbols, but the model reads at most {most}; split it"
+        if len(symbols) > longest:
+            reason = (
+                f"it has {len(symbols)} symbols, but the model reads at most {longest}; split it"
+            )
         elif borders.intersection(symbols[:-1].tolist()):
             reason = "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
         if reason:

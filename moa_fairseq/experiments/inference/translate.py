@@ -12,6 +12,7 @@ import logging
 import math
 import os
 from collections.abc import Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -35,7 +36,7 @@ from moa_fairseq.layers.routing import Routing
 from moa_fairseq.plugin.forward_context import collect_routings
 
 log = logging.getLogger(__name__)
-# Flags of fairseq-generate that change what is found, and that fairseq's interface in Python takes
+# Flags of fairseq-generate that change the translations, and that fairseq's `generate` takes as arguments
 _OF_THE_SEARCH = {
     *(
         "max_len_a",
@@ -49,9 +50,9 @@ _OF_THE_SEARCH = {
     *("no_repeat_ngram_size", "sampling", "sampling_topk", "sampling_topp", "temperature"),
     *("diverse_beam_groups", "diverse_beam_strength", "diversity_rate"),
 }
-# … and that it does not take
+# Flags of fairseq-generate that change the translations, but that `generate` does not take
 _NOT_HERE = {"replace_unk", "prefix_size", "constraints", "lm_path", "lm_weight", "retain_dropout"}
-# Of the terminal's 256 colours, those that differ most on dark and on light.
+# Those of the terminal's 256 colours that differ most on a dark and on a light background
 _COLOURS = (33, 166, 36, 162, 178, 75, 99, 70, 131, 67, 208, 30)
 
 ANY_ORDER = True  # FILE may be after the flags
@@ -82,7 +83,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Translate line by line. Returns the exit status."""
     text_model.resolve_model(args)
-    settings = generation(args)
+    settings = generation(args.run_dir, args.beam, args.lenpen)
     if args.layer is not None and not args.show_experts:
         raise UserError(f"--layer {args.layer} needs --show-experts.")
     if not 1 <= args.n_best <= settings["beam"]:
@@ -92,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
     left_out = 0
     with answers(args) as stream, torch.no_grad():
-        for batch in lines_of(args):
+        for batch in lines_of(args.file):
             for symbols, translations in hypotheses(model, batch, settings):
                 for hypothesis in translations[: args.n_best]:
                     score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
@@ -110,19 +111,23 @@ def run(args: argparse.Namespace) -> int:
     return status_of(left_out)
 
 
-def generation(args: argparse.Namespace) -> dict[str, Any]:
-    """How to search: beam and length penalty as they were given, all else as the run's recipe has it.
+def generation(
+    run_dir: Path, beam: int | None = None, lenpen: float | None = None
+) -> dict[str, Any]:
+    """The settings of the search for translations: those of the run's recipe, where no flag is given.
 
     Args:
-        args: the flags: run_dir, beam and lenpen.
+        run_dir: the run folder.
+        beam: the --beam flag, or None.
+        lenpen: the --lenpen flag, or None.
 
     Returns:
         Arguments of fairseq's `generate`.
 
     Raises:
-        UserError: for others than numbers, and for a recipe.yaml that is none.
+        UserError: for a value that is not a finite number, a beam below 1, and a damaged recipe.yaml.
     """
-    recipe = args.run_dir / "recipe.yaml"
+    recipe = run_dir / "recipe.yaml"
     settings: dict[str, Any] = {"beam": 5, "lenpen": 1.0}
     mapping = read_mapping(recipe, "recipe").get("generate") if os.path.lexists(recipe) else None
     if mapping is not None:
@@ -139,7 +144,7 @@ def generation(args: argparse.Namespace) -> dict[str, Any]:
             log.warning(
                 "generate.flags of %s: translate ignores %s", recipe, ", ".join(sorted(ignored))
             )
-    flags = {"beam": args.beam, "lenpen": args.lenpen}
+    flags = {"beam": beam, "lenpen": lenpen}
     settings.update({key: value for key, value in flags.items() if value is not None})
     for key, least in (("beam", 1), ("lenpen", -math.inf)):
         origin = f"{recipe}: generate.{key}" if flags[key] is None else f"--{key}"

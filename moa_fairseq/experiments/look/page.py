@@ -1,4 +1,4 @@
-"""The page itself: what was found as JSON in a template, with its style and its program."""
+"""The page itself: a template with the runs' data as JSON, the style and the program."""
 
 from __future__ import annotations
 
@@ -23,11 +23,11 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
     """Everything that the page shows, as JSON.
 
     Args:
-        runs: one or two, as `examine` reads them.
-        made_by: the page's provenance.
+        runs: one or two runs, as `examine` returns them.
+        made_by: the provenance of the page.
 
     Raises:
-        UserError: for two runs of different text.
+        UserError: for two runs with different text.
     """
     readable = [run for run in runs if run.sentences]
     if len(readable) == 2:
@@ -51,7 +51,7 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
 
 
 def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
-    """A recipe without what is null: a setting that is null is not set."""
+    """A recipe without the settings that are null, because null means "not set"."""
     settings = {}
     for key, value in recipe.items():
         if value is not None:
@@ -62,15 +62,15 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
 def write(data: dict[str, Any], path: Path) -> int:
     """Write the page, whole or not at all.
 
-    The text in it cannot end its element or change its direction: JSON has <, >, &, ' and everything beyond
-    ASCII as escapes.
+    Foreign text can neither end the HTML element that it is in nor change the direction of writing: in the
+    JSON, <, >, &, ' and all characters beyond ASCII are escapes.
 
     Args:
-        data: what it shows.
-        path: of the file.
+        data: the data that the page shows, from `assemble`.
+        path: the file to write.
 
     Returns:
-        Its size in bytes.
+        The size of the page in bytes.
     """
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(HERE), autoescape=True, undefined=jinja2.StrictUndefined
@@ -92,5 +92,5 @@ def write(data: dict[str, Any], path: Path) -> int:
 
 
 def _digest(text: str) -> str:
-    """What the page's policy names a style or a program by: no other runs."""
+    """The digest by which the page's security policy allows its style and its program, and no others."""
     return base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()

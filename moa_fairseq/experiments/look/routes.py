@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -14,21 +14,38 @@ from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
-STRONGEST = 3  # keys of a slot that are shown
+STRONGEST = 3  # number of keys that are shown for each token and slot
+
+
+class RecordedPass(NamedTuple):
+    """What is recorded of one forward pass over a batch.
+
+    Args:
+        weights: name of an attention → the weights of its heads or slots, [H, B, T, S].
+        routings: the routings of all routers.
+        batch_size: B.
+    """
+
+    weights: dict[str, Tensor]
+    routings: NamedRoutings
+    batch_size: int
 
 
 @dataclasses.dataclass
 class Budget:
-    """The bytes that the sentences of one run may have on the page.
+    """The bytes that the sentences of one run may take on the page.
 
-    The first sentences have all details; then the strongest keys are left out, then the experts.
+    The first sentences have all details. Later sentences lack the strongest keys, and the last ones also lack
+    the experts.
 
     Args:
-        keys: up to how many bytes sentences have strongest keys.
-        experts: up to how many bytes they have experts.
-        all: of all sentences.
-        spent: so far.
-        with_keys, with_experts, count: how many sentences have what.
+        keys: once this many bytes are spent, sentences no longer have the strongest keys.
+        experts: once this many bytes are spent, sentences no longer have experts.
+        all: the limit for all sentences, in bytes.
+        spent: the bytes of the sentences so far.
+        with_keys: the number of sentences so far that have the strongest keys.
+        with_experts: the number of sentences so far that have experts.
+        count: the number of sentences so far.
     """
 
     keys: int
@@ -41,14 +58,14 @@ class Budget:
 
     @property
     def is_spent(self) -> bool:
-        """Whether the last sentence was one too many."""
+        """Whether the last sentence exceeded the limit."""
         return self.spent > self.all
 
     def spend(self, sentence: dict[str, Any]) -> None:
-        """Count a sentence.
+        """Count a sentence and its bytes.
 
         Args:
-            sentence: as JSON has it.
+            sentence: the sentence as JSON has it.
         """
         self.with_keys += self.spent < self.keys
         self.with_experts += self.spent < self.experts
@@ -58,15 +75,17 @@ class Budget:
 
 @dataclasses.dataclass
 class Router:
-    """A router, or an attention without one.
+    """A router, or an attention without a router.
 
     Args:
-        name: as it is recorded; that of the attention, and ".keys" where it routes keys and values.
-        module: of the attention.
-        on: "source" or "target": whose tokens are routed.
-        to: whose tokens they attend to; None where nothing is attended to.
-        routing: the first one, for its sizes; None in dense attention.
-        slots: of attention weights: "slots" of the K experts, "heads" of groups, "experts" of MAE, "dense".
+        name: the name of the recorded routing: the attention's name, with ".keys" behind it if the router
+            routes keys and values.
+        module: the name of the attention.
+        on: the side whose tokens are routed, "source" or "target".
+        to: the side whose tokens are attended to; None for a router outside attention.
+        routing: the routing of the first pass, which has the sizes; None in dense attention.
+        slots: what the attention weights belong to: "slots" of the K chosen experts, "heads" of the groups of
+            experts, "experts" of MAE, or the heads of a "dense" attention.
     """
 
     name: str
@@ -77,10 +96,10 @@ class Router:
     slots: str = "dense"
 
     def as_json(self, model: nn.Module) -> dict[str, Any]:
-        """What the page knows of it besides its load.
+        """The router's properties on the page, without its load.
 
         Args:
-            model: that it is part of.
+            model: the model that the router is part of.
         """
         routing = self.routing
         layer = next((int(part) for part in self.name.split(".") if part.isdigit()), 0) + 1
@@ -102,11 +121,11 @@ class Router:
 
 
 class Routers:
-    """The routers of a model in the order in which they run, with its dense attentions.
+    """The routers and the dense attentions of a model in the order in which they run.
 
     Args:
-        model: of the run.
-        pairs: whether it translates: then an encoder's tokens are the source's.
+        model: the model of the run.
+        pairs: whether the model translates: then the encoder reads the tokens of the source.
     """
 
     def __init__(self, model: nn.Module, pairs: bool) -> None:
@@ -114,15 +133,15 @@ class Routers:
         self.pairs = pairs
         self.all: list[Router] = []
 
-    def meet(self, weights: dict[str, Tensor], routings: NamedRoutings) -> None:
-        """Note the routers of the first pass.
+    def meet(self, recorded: RecordedPass) -> None:
+        """List the routers of the first pass; later passes have the same ones.
 
         Args:
-            weights: of each attention, [H, B, T, S].
-            routings: of the pass.
+            recorded: any pass of the model.
         """
         if self.all:
             return
+        weights, routings, _ = recorded
         routings_by_name = dict(routings)
         for module in weights:
             is_routed = False
@@ -155,35 +174,30 @@ class Routers:
         return "source" if module.endswith("encoder_attn") else self._side(module, False)
 
     def routes(
-        self,
-        weights: dict[str, Tensor],
-        routings: NamedRoutings,
-        row: int,
-        size: int,
-        places: dict[str, Any],
-        budget: Budget,
-    ) -> list[dict[str, list[int]] | None] | None:
-        """Of each router what it chose for a sentence.
+        self, recorded: RecordedPass, row: int, tokens: dict[str, Any], budget: Budget
+    ) -> list[dict[str, list[int]]] | None:
+        """What each router chose for a sentence.
 
         Args:
-            weights, routings: of a pass over a batch.
-            row: of the sentence in the batch.
-            size: of the batch, B.
-            places: "source" and "target" → which positions of the row are tokens.
-            budget: what is left of the page's size.
+            recorded: a pass over the batch with the sentence.
+            row: the index of the sentence in the batch.
+            tokens: "source" and "target" → index of the positions of that row that are tokens, not padding.
+            budget: how many bytes the page has left.
 
         Returns:
-            For each router: "e", its experts, the heaviest first, [T·K]; "g", their gates in thousandths,
-            [T·K]; "k", of each expert the strongest keys and their weights in thousandths, [T·K·3·2]. One row
-            of "e" and "g" where a sequence is routed as a whole. None where the page has no more space.
+            For each router: "e", the experts of each token, the one with the largest gate first, [T·K]; "g",
+            their gates in thousandths, [T·K]; "k", the strongest keys of each expert, each with its weight in
+            thousandths, [T·K·3·2]. If a sequence is routed as a whole, "e" and "g" have one row, [K]. None if
+            the page has no more space for experts.
         """
         if budget.spent >= budget.experts:
             return None
+        weights, routings, size = recorded
         routings_by_name = dict(routings)
-        routes: list[dict[str, list[int]] | None] = []
+        routes = []
         for router in self.all:
             routing = routings_by_name.get(router.name)
-            real = places[router.on]
+            real = tokens[router.on]
             route: dict[str, list[int]] = {}
             order = None
             if routing is not None:
@@ -204,7 +218,7 @@ class Routers:
         return routes
 
     def _maps(self, router: Router, weights: Tensor, routing: Routing | None) -> Tensor:
-        """Attention of each slot, [K, T, S], of heads [H, T, S]."""
+        """The attention of each slot, [K, T, S], from the attention of the heads, [H, T, S]."""
         attention = self.model.get_submodule(router.module)
         if isinstance(attention, MixtureOfAttentiveExperts) and routing is not None:
             heads = attention.heads_of_experts().cpu()
@@ -218,24 +232,25 @@ class Routers:
 
 
 def _strongest(maps: Tensor, order: Tensor | None, carried: int) -> list[int]:
-    """The strongest keys of each slot in the order of its gates, and their weights, [T·K·3·2].
+    """The positions of the strongest keys of each slot, with their weights in thousandths, [T·K·3·2].
 
-    The first `carried` keys are earlier text, and have negative places.
+    The slots of a token are in the given order [T, K]. The first `carried` keys are earlier text, and have
+    negative positions.
     """
     by_token = maps.transpose(0, 1)  # [T, K, S]
     if order is not None:
         slots = order.expand(by_token.size(0), -1)[..., None]
         by_token = by_token.gather(1, slots.expand(-1, -1, by_token.size(2)))
     count = min(STRONGEST, by_token.size(2))
-    values, places = by_token.topk(count, -1)
-    rows = torch.stack([places - carried, (1000 * values).round().long()], -1)
+    values, positions = by_token.topk(count, -1)
+    rows = torch.stack([positions - carried, (1000 * values).round().long()], -1)
     if count < STRONGEST:
         rows = torch.nn.functional.pad(rows, (0, 0, 0, STRONGEST - count))
     return rows.flatten().tolist()
 
 
 def _row(values: Tensor, row: int, size: int) -> Tensor:
-    """A sentence's part, [T, K], of a batch's values, [T·B, K]."""
+    """The values of one sentence, [T, K], from those of a batch, [B·T, K]."""
     return values.detach().cpu().view(size, -1, values.size(1))[row]
 
 

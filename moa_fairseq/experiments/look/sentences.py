@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import argparse
-import functools
 import itertools
 import logging
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,45 +17,71 @@ from torch import Tensor
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.attention_maps import pass_with_weights
-from moa_fairseq.experiments.analysis.expert_tokens import BEGINS, CONTINUES
-from moa_fairseq.experiments.analysis.gpt2_pieces import Gpt2Pieces, gpt2_pieces
 from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
 from moa_fairseq.experiments.inference.text_model import BATCH, TextModel, hypotheses, lines_of
-from moa_fairseq.experiments.look.routes import Budget, Routers
+from moa_fairseq.experiments.look.routes import Budget, RecordedPass, Routers
+from moa_fairseq.experiments.look.spelling import spelling_of
 from moa_fairseq.experiments.scoring.fill_mask import symbols_of
 from moa_fairseq.experiments.scoring.text_marks import subword_kind
 from moa_fairseq.experiments.scoring.trained_model import batches, load_subset, symbols_at
 from moa_fairseq.experiments.tables import values_of
-from moa_fairseq.text.codecs import ByteCodec, WordCodec
+from moa_fairseq.text.codecs import WordCodec
 from moa_fairseq.text.subwords import join_subwords
 
 log = logging.getLogger(__name__)
-STRIDE = 7  # a masked model guesses every seventh token of a pass: 14 %, like in training
+STRIDE = 7  # a masked model guesses every seventh token of a pass: 14 %, as in training
+MAX_TOKENS = 4096  # of a batch that is read from the data
 _CHRF = sacrebleu.CHRF()
-
-Symbols = Sequence[str]
-# symbols → (text of each as it is shown, whether it continues the word before it)
-Spelling = Callable[[Symbols], list[tuple[str, bool]]]
 
 
 class Sources(NamedTuple):
     """Where the sentences come from.
 
     Args:
-        file: with one sentence per line, or None.
-        subset: of the binarised data, where there is no file.
+        file: a text file with one sentence per line, or None.
+        subset: the name of the subset of the binarised data that is read if there is no file.
         data: the binarised folder.
-        most: how many to show.
+        limit: how many sentences are shown at most.
     """
 
     file: Path | None
     subset: str
     data: Path
-    most: int
+    limit: int
+
+
+class Translation(NamedTuple):
+    """A sentence and its best translation, as symbols with the end of the sentence.
+
+    Args:
+        number: the number of the sentence in its text, from 1.
+        source: the symbols of the sentence, [S].
+        target: the symbols of its translation, [T].
+        reference: the symbols of the reference translation, [R], or None where the text has none.
+    """
+
+    number: int
+    source: Tensor
+    target: Tensor
+    reference: Tensor | None
+
+
+class Sample(NamedTuple):
+    """A batch of B sentences for a language model, padded to T symbols.
+
+    Args:
+        numbers: the number of each sentence in its text, from 1.
+        net_input: fairseq's arguments of the model; "src_tokens" has the symbols that it reads, [B, T].
+        target: the symbol whose surprise is measured at each position, [B, T].
+    """
+
+    numbers: Sequence[int]
+    net_input: dict[str, Any]
+    target: Tensor
 
 
 def score_signature() -> str:
-    """sacreBLEU's signature of a sentence's score; one must have been scored."""
+    """sacreBLEU's signature of the sentences' scores; at least one sentence must have been scored."""
     return str(_CHRF.get_signature())
 
 
@@ -65,7 +89,7 @@ def kind_of_model(model: TextModel) -> str:
     """What a model is for: "translation", "causal" or "masked" language modelling.
 
     Args:
-        model: of a run.
+        model: the model of a run.
 
     Raises:
         UserError: for a model of another kind.
@@ -84,57 +108,12 @@ def kind_of_model(model: TextModel) -> str:
 
 
 def settings_of(model: TextModel) -> Any:
-    """The settings of a model's task, which has its data as `data`.
+    """The settings of a model's task; their `data` is the path of the binarised folder.
 
     Args:
-        model: of a run.
+        model: the model of a run.
     """
-    return model.task.cfg or model.task.args  # the task of truncated BPTT
-
-
-def spelling_of(model: TextModel, dictionary: Any, data: Path) -> Spelling:
-    """How the symbols of a dictionary are shown.
-
-    Args:
-        model: with its codec.
-        dictionary: the symbols.
-        data: the binarised folder, which may have GPT-2's files.
-    """
-    if gpt2 := gpt2_pieces(model.task, data):
-        return functools.partial(_ids, gpt2)
-    if isinstance(model.codec, ByteCodec):
-        return functools.partial(_bytes, model.codec)
-    if any(symbol.startswith(BEGINS) for symbol in dictionary.symbols):
-        return _pieces
-    return _merges
-
-
-def _ids(gpt2: Gpt2Pieces, symbols: Symbols) -> list[tuple[str, bool]]:
-    spelled = []
-    for text, _ in gpt2.pieces(symbols):
-        spelled.append((text.strip() or text, not text.startswith((" ", "<"))))
-    return spelled
-
-
-def _bytes(codec: ByteCodec, symbols: Symbols) -> list[tuple[str, bool]]:
-    return [(codec.decode(symbol) or symbol, True) for symbol in symbols]
-
-
-def _pieces(symbols: Symbols) -> list[tuple[str, bool]]:
-    spelled = []
-    for symbol in symbols:
-        is_glued = not symbol.startswith((BEGINS, "<"))
-        spelled.append((symbol.removeprefix(BEGINS) or BEGINS, is_glued))
-    return spelled
-
-
-def _merges(symbols: Symbols) -> list[tuple[str, bool]]:
-    spelled = []
-    is_glued = False
-    for symbol in symbols:
-        spelled.append((symbol.removesuffix(CONTINUES) or symbol, is_glued))
-        is_glued = symbol.endswith(CONTINUES)
-    return spelled
+    return model.task.cfg or model.task.args  # the task of truncated BPTT has no cfg
 
 
 def sentences(
@@ -143,35 +122,37 @@ def sentences(
     """The sentences as the page's JSON has them.
 
     Args:
-        model: of translation, or a language model.
+        model: a translation model or a language model.
         sources: where the sentences come from.
-        settings: of the search for translations, as `generation` gives them.
-        routers: of the model, which read the routings.
-        budget: of the page's size.
+        settings: the settings of the search for translations, as `generation` returns them.
+        routers: the routers of the model; the first pass fills them.
+        budget: how many bytes the sentences may take on the page.
 
     Returns:
-        Of each sentence: number, from 1; tokens of "source" (translation) and "target", each with text and
-        glue ("1" for a token that continues a word); bits of each target token; their mean; text, reference
-        and score of a translation; routes, as `Routers.routes`.
+        A dictionary for each sentence: its number, from 1; the tokens of "source" (translation only) and
+        "target"; "source_glue" and "target_glue", a string with "1" for each token that continues a word and
+        "0" for the others; "bits", the surprise of each target token; "mean_bits"; "routes" as
+        `Routers.routes` returns them; of a translation also its text, the reference and the score.
 
     Raises:
         UserError: for text that cannot be read.
     """
     kind = kind_of_model(model)
     if kind == "translation":
-        rows = _translations(model, sources, settings, routers, budget)
+        rows = _read_translations(model, _translations(model, sources, settings), routers, budget)
     else:
-        rows = {"masked": _masked, "causal": _causal}[kind](model, sources, routers, budget)
+        samples = {"masked": _masked_samples, "causal": _causal_samples}[kind](model, sources)
+        rows = _read_samples(model, samples, routers, budget)
     spellings = {
         "source": spelling_of(model, model.src_dict, sources.data),
         "target": spelling_of(model, model.tgt_dict, sources.data),
     }
-    for sentence in itertools.islice(rows, sources.most):
+    for sentence in itertools.islice(rows, sources.limit):
         for side, spell in spellings.items():
             if side in sentence:
                 spelled = spell(sentence[side])
-                sentence[side] = [text for text, _ in spelled]
-                sentence[f"{side}_glue"] = "".join(str(int(glued)) for _, glued in spelled)
+                sentence[side] = [token.text for token in spelled]
+                sentence[f"{side}_glue"] = "".join(str(int(token.is_glued)) for token in spelled)
         budget.spend(sentence)
         if budget.is_spent:
             log.warning(
@@ -182,73 +163,135 @@ def sentences(
         yield sentence
 
 
-def _pairs(
+def _translations(
     model: TextModel, sources: Sources, settings: dict[str, Any]
-) -> Iterator[tuple[Any, ...]]:
-    """(number, source symbols [S], hypotheses, reference symbols or None)."""
+) -> Iterator[Translation]:
     if sources.file is not None:
-        numbered = lines_of(argparse.Namespace(file=sources.file))
-        for batch in numbered:
-            for (number, _), (symbols, answers) in zip(batch, hypotheses(model, batch, settings)):
-                if symbols is not None and answers:
-                    yield number, symbols, answers, None
+        for batch in lines_of(sources.file):
+            for (number, _), (symbols, found) in zip(batch, hypotheses(model, batch, settings)):
+                if symbols is not None and found:
+                    yield Translation(number, symbols, found[0]["tokens"].cpu(), None)
         return
     dataset = load_subset(model.task, sources.subset)
     longest = model.max_positions
     limit = longest[0] if isinstance(longest, tuple) else longest
-    places = [n for n in range(min(len(dataset), sources.most)) if dataset.size(n)[0] <= limit]
-    for start in range(0, len(places), BATCH):
-        items = [dataset[place] for place in places[start : start + BATCH]]
+    count = min(len(dataset), sources.limit)
+    indices = [index for index in range(count) if dataset.size(index)[0] <= limit]
+    for start in range(0, len(indices), BATCH):
+        items = [dataset[index] for index in indices[start : start + BATCH]]
         outputs = model.generate(values_of(items, "source"), **settings)
-        for place, item, best in zip(places[start:], items, outputs):
-            yield place + 1, item["source"], best, item.get("target")
+        for index, item, found in zip(indices[start:], items, outputs):
+            target = found[0]["tokens"].cpu()
+            yield Translation(index + 1, item["source"], target, item.get("target"))
 
 
-def _translations(
-    model: TextModel, sources: Sources, settings: dict[str, Any], routers: Routers, budget: Budget
+def _read_translations(
+    model: TextModel, translations: Iterator[Translation], routers: Routers, budget: Budget
 ) -> Iterator[dict[str, Any]]:
-    for number, source, answers, reference in _pairs(model, sources, settings):
-        target = answers[0]["tokens"].cpu()
+    """Translations with the experts and the surprise of their tokens, by a pass with teacher forcing."""
+    for number, source, target, reference in translations:
         shifted = torch.cat([target.new_tensor([model.tgt_dict.eos()]), target[:-1]])
         net_input = {
             "src_tokens": source[None],
             "src_lengths": torch.tensor([len(source)]),
             "prev_output_tokens": shifted[None],
         }
-        surprise, routes = _read(model, net_input, target[None], routers, budget)
+        recorded, output = _forward(model, net_input, routers)
+        surprise = _surprise(model, output, target[None])
+        tokens = {"source": slice(None), "target": slice(None)}
         sentence: dict[str, Any] = {
             "number": number,
             "source": symbols_at(model.src_dict, source),
             "target": symbols_at(model.tgt_dict, shifted),
-            "text": _running(model, target),
+            "text": _running_text(model, target),
             "bits": [None, *_rounded(surprise[0][:-1])],
             "mean_bits": round(surprise[0].mean().item(), 3),
-            "routes": routes(0, slice(None), slice(None)),
+            "routes": routers.routes(recorded, 0, tokens, budget),
         }
         if reference is not None:
-            sentence["reference"] = _running(model, reference)
+            sentence["reference"] = _running_text(model, reference)
             score = _CHRF.sentence_score(sentence["text"], [sentence["reference"]])
             sentence["score"] = round(score.score, 1)
         yield sentence
 
 
-def _running(model: TextModel, tokens: Tensor) -> str:
+def _running_text(model: TextModel, tokens: Tensor) -> str:
     """Symbols of the target language as running text."""
     text = model.decode(tokens)
     return join_subwords(text, subword_kind([text])) if isinstance(model.codec, WordCodec) else text
 
 
-def _causal(
-    model: TextModel, sources: Sources, routers: Routers, budget: Budget
+def _causal_samples(model: TextModel, sources: Sources) -> Iterator[Sample]:
+    if sources.file is None:
+        yield from _subset_samples(model, sources.subset)
+        return
+    for number, symbols in _encoded_lines(model, sources.file, model.encode):
+        # The model reads the end of the line before, and predicts the first symbol of this line
+        tokens = symbols.roll(1)[None]
+        net_input = {"src_tokens": tokens, "src_lengths": torch.tensor([len(symbols)])}
+        yield Sample([number], net_input, symbols[None])
+
+
+def _masked_samples(model: TextModel, sources: Sources) -> Iterator[Sample]:
+    """Samples without masks: at each position, the target is the symbol that the model reads."""
+    if sources.file is None:
+        for numbers, net_input, target in _subset_samples(model, sources.subset):
+            # The targets of a subset are the symbols that fairseq masked, and padding elsewhere
+            is_masked = target.ne(model.src_dict.pad())
+            tokens = torch.where(is_masked, target, net_input["src_tokens"])
+            yield Sample(numbers, {"src_tokens": tokens}, tokens)
+        return
+    files = bpe_files(sources.data) or obtain_gpt2_files([sources.data])[:2]
+    encoder = get_encoder(*map(str, files))
+
+    def encode(line: str) -> Tensor:
+        return symbols_of([line], encoder, model.src_dict)
+
+    for number, symbols in _encoded_lines(model, sources.file, encode):
+        yield Sample([number], {"src_tokens": symbols[None]}, symbols[None])
+
+
+def _encoded_lines(
+    model: TextModel, file: Path, encode: Callable[[str], Tensor]
+) -> Iterator[tuple[int, Tensor]]:
+    """(number, symbols [T]) of each line that the model can read; a warning names each of the others."""
+    limit = model.models[0].max_positions()
+    for number, line in itertools.chain.from_iterable(lines_of(file)):
+        try:
+            line.encode()
+        except UnicodeEncodeError:
+            log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
+            continue
+        symbols = encode(line)
+        if line.strip() and len(symbols) <= limit:
+            yield number, symbols
+        else:
+            problem = "line %d is skipped: it has %d symbols of at most %d"
+            log.warning(problem, number, len(symbols), limit)
+
+
+def _subset_samples(model: TextModel, subset: str) -> Iterator[Sample]:
+    count = 0
+    cpu = torch.device("cpu")
+    for batch in batches(model.task, model.models[0], subset, MAX_TOKENS, cpu):
+        size = len(batch["target"])
+        yield Sample(range(count + 1, count + 1 + size), batch["net_input"], batch["target"])
+        count += size
+
+
+def _read_samples(
+    model: TextModel, samples: Iterator[Sample], routers: Routers, budget: Budget
 ) -> Iterator[dict[str, Any]]:
+    """Sentences of a language model with the experts and the surprise of their tokens."""
     dictionary = model.tgt_dict
-    samples = _lines(model, sources, model.encode) if sources.file else _chunks(model, sources)
-    for numbers, tokens, net_input, target in samples:
-        if sources.file:  # from the end of the line before it
-            target = tokens
-            tokens = torch.cat([tokens[:, -1:], tokens[:, :-1]], 1)
-            net_input = {"src_tokens": tokens, "src_lengths": torch.tensor([tokens.size(1)])}
-        surprise, routes = _read(model, net_input, target, routers, budget)
+    is_masked = hasattr(model.task, "mask_idx")
+    for numbers, net_input, target in samples:
+        tokens = net_input["src_tokens"]
+        recorded, output = _forward(model, net_input, routers)
+        if is_masked:
+            surprise = _masked_surprise(model, tokens)
+        else:
+            surprise = _surprise(model, output, target)
         for row, number in enumerate(numbers):
             real = tokens[row].ne(dictionary.pad())
             if not real.any():
@@ -257,112 +300,46 @@ def _causal(
             yield {
                 "number": number,
                 "target": symbols_at(dictionary, tokens[row][real]),
-                "bits": [None, *_rounded(bits[:-1])],
+                # A causal model's bits at a token are those of the next one
+                "bits": _rounded(bits) if is_masked else [None, *_rounded(bits[:-1])],
                 "mean_bits": round(bits.mean().item(), 3),
-                "routes": routes(row, real, real),
+                "routes": routers.routes(recorded, row, {"source": real, "target": real}, budget),
             }
 
 
-def _masked(
-    model: TextModel, sources: Sources, routers: Routers, budget: Budget
-) -> Iterator[dict[str, Any]]:
-    """The experts of the whole text; a token's surprise where the model has to guess it and every seventh."""
-    dictionary = model.src_dict
-    if sources.file:
-        data = Path(settings_of(model).data)
-        files = bpe_files(data) or obtain_gpt2_files([data])[:2]
-        encoder = get_encoder(*map(str, files))
-        samples = _lines(model, sources, lambda line: symbols_of([line], encoder, dictionary))
-    else:
-        samples = _chunks(model, sources)
-    for numbers, tokens, _, target in samples:
-        if target is not None:  # what the data set masked
-            tokens = torch.where(target.ne(dictionary.pad()), target, tokens)
-        surprise, routes = _read(model, {"src_tokens": tokens}, tokens, routers, budget)
-        for start in range(STRIDE):
-            masked = tokens.clone()
-            masked[:, start::STRIDE] = torch.where(
-                tokens[:, start::STRIDE].eq(dictionary.pad()), dictionary.pad(), model.task.mask_idx
-            )
-            with torch.no_grad():
-                output = model.models[0](masked.to(model.device))
-            guessed = _surprise(model, output, tokens)
-            surprise[:, start::STRIDE] = guessed[:, start::STRIDE]
-        for row, number in enumerate(numbers):
-            real = tokens[row].ne(dictionary.pad())
-            bits = surprise[row][real]
-            yield {
-                "number": number,
-                "target": symbols_at(dictionary, tokens[row][real]),
-                "bits": _rounded(bits),
-                "mean_bits": round(bits.mean().item(), 3),
-                "routes": routes(row, real, real),
-            }
-
-
-def _lines(
-    model: TextModel, sources: Sources, encode: Callable[[str], Tensor]
-) -> Iterator[tuple[Iterable[int], Tensor, dict[str, Any], Any]]:
-    """The lines of a file, each a batch of its own: (numbers, symbols [1, T], nothing, None)."""
-    limit = model.models[0].max_positions()
-    for batch in lines_of(argparse.Namespace(file=sources.file)):
-        for number, line in batch:
-            try:
-                line.encode()
-            except UnicodeEncodeError:
-                log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
-                continue
-            symbols = encode(line)
-            if not line.strip() or len(symbols) > limit:
-                log.warning(
-                    "line %d is skipped: it has %d symbols of at most %d",
-                    number,
-                    len(symbols),
-                    limit,
-                )
-            else:
-                yield [number], symbols[None], {}, None
-
-
-def _chunks(
-    model: TextModel, sources: Sources
-) -> Iterator[tuple[Iterable[int], Tensor, dict[str, Any], Tensor]]:
-    """Batches of a subset: (numbers, symbols [B, T], fairseq's arguments, targets [B, T])."""
-    read = 0
-    for sample in batches(model.task, model.models[0], sources.subset, 4096, torch.device("cpu")):
-        tokens = sample["net_input"]["src_tokens"]
-        numbers = range(read + 1, read + 1 + len(tokens))
-        read += len(tokens)
-        yield numbers, tokens, sample["net_input"], sample["target"]
-
-
-def _read(
-    model: TextModel, net_input: dict[str, Any], target: Tensor, routers: Routers, budget: Budget
-) -> tuple[Tensor, Callable[..., list[Any] | None]]:
-    """One pass: the surprise of each target in bits, [B, T], and what gives the routes of a row."""
+def _forward(
+    model: TextModel, net_input: dict[str, Any], routers: Routers
+) -> tuple[RecordedPass, Any]:
+    """One pass of the model: its attention weights and routings, and its output."""
     if model.device.type == "cuda":
         net_input = utils.move_to_cuda(net_input)
     weights, routings, output = pass_with_weights(model.models[0], net_input, features_only=False)
-    routers.meet(weights, routings)
-    size = net_input["src_tokens"].size(0)
+    recorded = RecordedPass(weights, routings, net_input["src_tokens"].size(0))
+    routers.meet(recorded)
+    return recorded, output
 
-    def routes(row: int, source: Any, target: Any) -> list[Any] | None:
-        return routers.routes(
-            weights, routings, row, size, {"source": source, "target": target}, budget
-        )
 
-    return _surprise(model, output, target), routes
+@torch.no_grad()
+def _masked_surprise(model: TextModel, tokens: Tensor) -> Tensor:
+    """The surprise of each token in bits, [B, T]: of STRIDE passes, each masks every STRIDE-th token."""
+    surprise = torch.empty(tokens.shape)
+    pad = model.src_dict.pad()
+    for start in range(STRIDE):
+        masked = tokens.clone()
+        guessed = masked[:, start::STRIDE]
+        guessed[guessed.ne(pad)] = model.task.mask_idx
+        output = model.models[0](masked.to(model.device))
+        surprise[:, start::STRIDE] = _surprise(model, output, tokens)[:, start::STRIDE]
+    return surprise
 
 
 @torch.no_grad()
 def _surprise(model: TextModel, output: Any, target: Tensor) -> Tensor:
     """−log₂ p of each target, [B, T] float32 on the CPU; 0 for a target that is padding."""
-    probs = model.models[0].get_normalized_probs(output, log_probs=True).float().cpu()
-    pad = model.tgt_dict.pad()
-    places = target.cpu().unsqueeze(-1)
-    return -probs.gather(-1, places).squeeze(-1).masked_fill(target.cpu().eq(pad), 0.0) / math.log(
-        2
-    )
+    log_probs = model.models[0].get_normalized_probs(output, log_probs=True).float().cpu()
+    target = target.cpu()
+    nats = -log_probs.gather(-1, target.unsqueeze(-1)).squeeze(-1)
+    return nats.masked_fill(target.eq(model.tgt_dict.pad()), 0.0) / math.log(2)
 
 
 def _rounded(bits: Tensor) -> list[float]:
@@ -375,8 +352,8 @@ def check_pairing(
     """Check that two runs were given the same text.
 
     Args:
-        first, second: the sentences of both.
-        names: of the runs.
+        first, second: the sentences of each run, as `sentences` returns them.
+        names: the names of the two runs.
 
     Raises:
         UserError: with the number of the first sentence that differs.

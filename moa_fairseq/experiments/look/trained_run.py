@@ -25,9 +25,8 @@ from moa_fairseq.experiments.analysis.learning_curve import Point, read_learning
 from moa_fairseq.experiments.analysis.routed_model import forward_passes, router_uses
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING, TRANSLATION
 from moa_fairseq.experiments.data.text_files import kept_text
-from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_codec import codec_of
-from moa_fairseq.experiments.inference.text_model import TextModel
+from moa_fairseq.experiments.inference.text_model import TextModel, load_run
 from moa_fairseq.experiments.inference.translate import generation
 from moa_fairseq.experiments.look.routes import Budget, Routers
 from moa_fairseq.experiments.look.sentences import (
@@ -57,16 +56,19 @@ from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
 log = logging.getLogger(__name__)
-# Bytes of a page's sentences: with strongest keys, with experts, with text alone. With both runs' loads and
-# curves the page stays below 20 MB.
+# Limits of `Budget` in bytes, for the sentences of all runs: for strongest keys, for experts, for text. With
+# the loads and curves of two runs the page stays below 20 MB.
 SIZES = (9_000_000, 15_000_000, 18_000_000)
 _ORIGIN = ("hardware", "commit", "date", "command")
 CURVES = ("loss", "nll_loss", "ppl", "lr", "load_entropy", "dead_experts")
-POINTS = 300  # of a curve
-TYPICAL = 10  # tokens of an expert
-MIN_COUNT = 5  # of a typical token, as in `moa-fairseq analyze expert-tokens`
-HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")  # a commit; ten digits name it on the page
-LENGTH = 10  # tokens of a sentence whose MACs are counted, as in `moa-fairseq complexity`
+POINTS = 300  # the largest number of points of a curve
+TYPICAL = 10  # the number of typical tokens of an expert
+MIN_COUNT = 5  # a typical token occurs this often, as in `moa-fairseq analyze expert-tokens`
+MAX_TOKENS = 4096  # of a batch of the validation set, as in `moa-fairseq analyze`
+HASH = re.compile(
+    r"\b([0-9a-f]{10})[0-9a-f]{30}\b"
+)  # a commit; the page shows its first ten digits
+LENGTH = 10  # the number of tokens of the sentences whose MACs are counted, as in `moa-fairseq complexity`
 
 
 @dataclasses.dataclass
@@ -74,10 +76,10 @@ class Examination:
     """What a page shows of one run.
 
     Args:
-        name: of the run.
-        facts: all but the sentences, as JSON.
-        sentences: as JSON.
-        recipe: of the run, or empty.
+        name: the name of the run.
+        facts: everything but the sentences, as JSON.
+        sentences: the sentences, as JSON.
+        recipe: the recipe of the run; empty if it has none.
     """
 
     name: str
@@ -90,12 +92,13 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
     """Read a run.
 
     Args:
-        folder: of the run, or a checkpoint.
+        folder: the run folder, or a checkpoint.
         args: the flags: input, sentences, data and cpu.
-        runs: how many share the page.
+        runs: the number of runs on the page.
 
     Raises:
-        UserError: for a run without a checkpoint and without a log, and as the parts of the page.
+        UserError: for a run that has neither a checkpoint nor a log, for a damaged log, recipe or result, and
+            for text that the model cannot read.
     """
     name = folder.resolve().name
     notes: list[str] = []
@@ -125,7 +128,7 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
 
 
 def _checkpoint(folder: Path) -> Path | None:
-    """The run's result, else the last state of its training; a file is itself."""
+    """The averaged or best checkpoint of a run, else the last one; of a path to a file, the file."""
     if not folder.is_dir():
         return folder
     try:
@@ -136,19 +139,18 @@ def _checkpoint(folder: Path) -> Path | None:
 
 
 def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel:
-    """The model with its codec; symbols stand for themselves where nothing says how text was prepared."""
+    """The model with its codec; without a record of the text's preparation, symbols are shown as they are."""
     data = args.data or (prepared_data(folder) if folder.is_dir() else None)
     text = kept_text(checkpoint) or data
-    flags = {"run_dir": checkpoint, "data": data, "segmented": True, "cpu": args.cpu}
-    model = text_model.load(argparse.Namespace(**flags, file=None, output=None), TRANSLATION)
+    model = load_run(checkpoint, data, None, args.cpu)
     kind = kind_of_model(model)
     if kind != "masked" and text is not None:
         try:
             job = TRANSLATION if kind == "translation" else LANGUAGE_MODELING
             model.codec = codec_of(text, job)
-        except UserError as error:  # data of another origin
+        except UserError as error:  # data that neither `prepare` nor a recipe made
             log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
-    # The text that the model was loaded with may be the run's copy, without the sets
+    # The model may have been loaded with the run's copy of the text, which lacks the binarised sets
     if data is not None:
         settings_of(model).data = str(data)
     return model
@@ -167,9 +169,9 @@ def _examine_model(
     sources = Sources(args.input, subsets[0] if subsets else "", data, args.sentences)
     settings = {}
     if kind == "translation":
-        settings = generation(argparse.Namespace(run_dir=folder, beam=None, lenpen=None))
+        settings = generation(folder)
     routers = Routers(model.models[0], kind == "translation")
-    budget = Budget(SIZES[0] // runs, SIZES[1] // runs, SIZES[2] // runs)
+    budget = Budget(*(size // runs for size in SIZES))
     examination.sentences = list(sentences(model, sources, settings, routers, budget))
     if not examination.sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
@@ -188,7 +190,7 @@ def _examine_model(
 
 
 def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
-    """What the page leaves out for its size."""
+    """Notes on what the page leaves out because of its size."""
     notes = []
     if budget.is_spent:
         notes.append(
@@ -207,23 +209,23 @@ def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
 
 
 def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: bool) -> None:
-    """Add to each router its load and its experts' typical tokens, as `moa-fairseq analyze` has them.
+    """Add to each router its load and its experts' typical tokens, as `moa-fairseq analyze` computes them.
 
     Args:
-        routers: as `Router.as_json` gives them.
-        model: of the run.
+        routers: what `Router.as_json` returns for each router; it is changed in place.
+        model: the model of the run.
         data: the binarised folder, with a validation set.
-        cpu: whether a GPU is left alone.
+        cpu: whether the model runs on the CPU although there is a GPU.
     """
     network = model.models[0]
     counters = {}
     for router in routers:
         if router["experts"]:
             counters[router["name"]] = TokenCounter(segmenter(model.task, data))
-    flags = argparse.Namespace(subset="valid", max_tokens=4096, cpu=cpu)
 
     def counted() -> Iterator[NamedRoutings]:
-        for sample, routings in forward_passes(flags, network, model.task):
+        passes = forward_passes(network, model.task, "valid", MAX_TOKENS, cpu)
+        for sample, routings in passes:
             count_pass(counters, sample, dict(routings), model.task)
             yield routings
 
@@ -233,19 +235,28 @@ def add_loads(routers: list[dict[str, Any]], model: TextModel, data: Path, cpu: 
             router["load"] = summary(use)
             router["token_entropy"] = use.total_entropy / use.instances
             if not is_uniform(network, use.name) and counters[use.name].attributions:
-                router["typical"] = []
-                for tokens in counters[use.name].indicative(TYPICAL, MIN_COUNT):
-                    rows = []
-                    for token in tokens:
-                        rows.append([token["token"], round(token["pmi"], 2), round(token["count"])])
-                    router["typical"].append(rows)
+                router["typical"] = _typical(counters[use.name])
+
+
+def _typical(counter: TokenCounter) -> list[list[list[Any]]]:
+    """The typical tokens of each expert, each as [token, pointwise mutual information, count]."""
+    rows = []
+    for tokens in counter.indicative(TYPICAL, MIN_COUNT):
+        row = []
+        for token in tokens:
+            row.append([token["token"], round(token["pmi"], 2), round(token["count"])])
+        rows.append(row)
+    return rows
 
 
 def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
-    """Metric → "train" and "valid" → [updates, value] of each point of a run's log.
+    """The curves of a run's log.
 
     Args:
-        folder: of the run; nothing where it has no train.jsonl.
+        folder: the run folder.
+
+    Returns:
+        Metric → "train" and "valid" → [updates, value] of each point; empty if there is no train.jsonl.
 
     Raises:
         UserError: for a damaged line, with its number.
@@ -276,41 +287,29 @@ def _thinned(points: list[Point]) -> list[list[float | None]]:
 def result(
     folder: Path, model: TextModel | None, recipe: dict[str, Any], notes: list[str]
 ) -> dict[str, Any]:
-    """Scores, the paper's row, what differs from it, costs, and what origin the run.
+    """The result of a run, as JSON.
 
     Args:
-        folder: of the run.
-        model: for its costs, or None.
-        recipe: of the run, or empty.
-        notes: where a missing result is noted.
+        folder: the run folder.
+        model: the model, whose costs are counted; None without a checkpoint.
+        recipe: the recipe of the run; empty if it has none.
+        notes: the page's notes, to which a missing result is added.
+
+    Returns:
+        "facts" and "scores", lists of [name, value]; "paper", the comparison with a paper's row;
+        "differences", how the run differs from the paper's.
     """
-    parts: dict[str, Any] = {"facts": [], "scores": [], "paper": [], "differences": []}
-    facts = parts["facts"]
-    origin = {}
+    facts: list[list[Any]] = []
+    origin: dict[str, Any] = {}
     if folder.is_dir():
         origin = combined(made_by_of(read_step_records(folder).get("train", {})))
     if recipe:
-        facts += [
-            ["recipe", recipe.get("experiment")],
-            ["architecture", recipe["model"].get("arch")],
-        ]
+        facts.append(["recipe", recipe.get("experiment")])
+        facts.append(["architecture", recipe["model"].get("arch")])
     run: dict[str, Any] = {}
+    paper: list[dict[str, str]] = []
     if (folder / "result.json").is_file():
-        comparison = load_comparison(default_results(), [folder / "result.json"])
-        measured = list(comparison.other)
-        for table in comparison.tables:
-            location = {"where": f"{table.name}, Table {table.table}"}
-            for row in table.rows:
-                measured += row.runs
-                for cell in row.cells:
-                    parts["paper"] += [location | line for line in lines_of(row, cell)]
-        run = measured[0]
-        metrics = run["metrics"]
-        names = {**SCORES, "sacrebleu_signature": "sacreBLEU's signature"}
-        for key, name in names.items():
-            if metrics.get(key) is not None:
-                parts["scores"].append([name, metrics[key]])
-        parts["differences"] = run.get("differences") or []
+        run, paper = _measured(folder / "result.json")
         for key in _ORIGIN:
             if run.get(key):
                 origin[key] = run[key]
@@ -319,15 +318,47 @@ def result(
             "This run has no result.json yet, so there are no scores of the whole test set."
         )
     if model is not None:
-        cost = as_json(count(model.models[0], LENGTH, LENGTH))
-        of_pair = f"MACs of {LENGTH} + {LENGTH} tokens"
-        facts += [["parameters", cost["parameters"]], [of_pair, cost["macs"]]]
-        facts += [["MACs of attention", cost["attention_macs"]]]
-        facts += [["cache, bytes per token and layer", cost["cache_bytes"]]]
+        facts += _costs(model)
     keys = ("updates", "epochs", "train_seconds", "tokens_per_second", "seed")
     facts += [[key.replace("_", " "), run.get(key)] for key in keys]
     if origin.get("commit"):
         origin["commit"] = HASH.sub(r"\1", origin["commit"])
     facts += map(list, selected(origin, _ORIGIN).items())
-    parts["facts"] = [fact for fact in facts if fact[1] is not None]
-    return parts
+    return {
+        "facts": [fact for fact in facts if fact[1] is not None],
+        "scores": _scores(run.get("metrics", {})),
+        "paper": paper,
+        "differences": run.get("differences") or [],
+    }
+
+
+def _measured(path: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
+    """The record in a result.json, and its comparison with a paper's row, a line for each number."""
+    comparison = load_comparison(default_results(), [path])
+    measured = list(comparison.other)
+    paper = []
+    for table in comparison.tables:
+        location = {"where": f"{table.name}, Table {table.table}"}
+        for row in table.rows:
+            measured += row.runs
+            for cell in row.cells:
+                paper += [location | line for line in lines_of(row, cell)]
+    return measured[0], paper
+
+
+def _scores(metrics: dict[str, Any]) -> list[list[Any]]:
+    scores = []
+    for key, name in (SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}).items():
+        if metrics.get(key) is not None:
+            scores.append([name, metrics[key]])
+    return scores
+
+
+def _costs(model: TextModel) -> list[list[Any]]:
+    cost = as_json(count(model.models[0], LENGTH, LENGTH))
+    return [
+        ["parameters", cost["parameters"]],
+        [f"MACs of {LENGTH} + {LENGTH} tokens", cost["macs"]],
+        ["MACs of attention", cost["attention_macs"]],
+        ["cache, bytes per token and layer", cost["cache_bytes"]],
+    ]

@@ -18,13 +18,14 @@ _HYPHEN = re.compile(rb"(\S)-(\S)")
 
 
 class Chain(NamedTuple):
-    """What is done to a line before multi-bleu counts n-grams.
+    """What is done to a line before multi-bleu counts its n-grams.
 
     Args:
-        key: what the score is called in JSON.
-        hypothesis, reference: a line → the line that is counted.
-        description: the same in words.
-        wants: the form that the hypotheses and the references must have: TOKENISED or RUNNING.
+        key: the name of the score in JSON.
+        hypothesis: a function from a line of a hypothesis to the line that is counted.
+        reference: the same for a line of a reference.
+        description: the steps in words.
+        wants: the forms that the hypotheses and the references must have, each TOKENISED or RUNNING.
     """
 
     key: str
@@ -72,25 +73,27 @@ CHAINS: dict[str, Chain] = {
 }
 SACREBLEU = "sacrebleu"
 DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
-KEYS = {name: chain.key for name, chain in CHAINS.items()} | {SACREBLEU: SACREBLEU}  # in JSON
-
-
+# Name of a chain → name of its score in JSON
+KEYS = {name: chain.key for name, chain in CHAINS.items()} | {SACREBLEU: SACREBLEU}
 TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
-_EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}
-# Where sacreBLEU keeps the model of its tokeniser for 200 languages, once somebody has asked for it.
+_EXTRAS = {
+    "ja-mecab": "ja",
+    "ko-mecab": "ko",
+}  # tokeniser → the extra of sacreBLEU that installs it
+# Where sacreBLEU keeps the model of its tokeniser for 200 languages once it has been downloaded
 _FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
 
 
 class Texts(NamedTuple):
-    """What is scored.
+    """The texts that are scored.
 
     Args:
-        hypotheses: one line of each sentence.
-        references: of each reference, one line of each sentence.
-        lang: the texts' language, for Moses' detokenizer and sacreBLEU's tokeniser.
-        detokenized: that the texts are running text already.
-        raw_references: running text, instead of the detokenised references.
-        tokenizer: sacreBLEU's, one of TOKENIZERS (None: what it takes for the language).
+        hypotheses: a line for each sentence.
+        references: for each reference, a line for each sentence.
+        lang: the language of the texts, for Moses' detokenizer and sacreBLEU's tokeniser.
+        detokenized: whether the texts are already running text.
+        raw_references: references as running text, which sacreBLEU takes in place of detokenised ones.
+        tokenizer: the tokeniser of sacreBLEU, one of TOKENIZERS (None: the one for the language).
     """
 
     hypotheses: list[str]
@@ -105,16 +108,16 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
     """BLEU by one chain.
 
     Args:
-        chain: a name of CHAINS or SACREBLEU.
-        texts: what is scored.
-        lowercase: of all but sacreBLEU.
+        chain: a key of CHAINS, or SACREBLEU.
+        texts: the texts that are scored.
+        lowercase: whether the texts are lower-cased; sacreBLEU ignores this.
 
     Returns:
-        score and precisions in per cent, bp, hyp_len, ref_len, `line`, and `chain` in words; of sacreBLEU its
-        signature, and a warning if its own tokeniser cannot be had.
+        The keys of `multi_bleu`, and `chain`, the steps in words; for sacreBLEU also its signature, and a
+        warning if the tokeniser for the language cannot be loaded.
 
     Raises:
-        UserError: as `multi_bleu` and `running_text`.
+        UserError: in the cases of `multi_bleu` and `running_text`.
     """
     if chain == SACREBLEU:
         text = running_text(texts)
@@ -137,19 +140,19 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
 def multi_bleu(
     hypotheses: Sequence[str], references: Sequence[Sequence[str]], lowercase: bool = False
 ) -> dict[str, object]:
-    """BLEU-4, as Moses' `multi-bleu.perl` counts it, and the `line` that it would print.
+    """BLEU-4 as Moses' `multi-bleu.perl` counts it, and the `line` that the script would print.
 
     It differs where the script misleads: unequal numbers of lines are an error (the script ignores missing
     hypotheses), an all-empty output scores 0 (the script divides by zero), and the last line counts in full
     even without a line end (the script drops a character).
 
     Args:
-        hypotheses: one tokenised line each.
-        references: one sequence of lines per reference.
-        lowercase: its -lc, which lowers ASCII letters only.
+        hypotheses: a tokenised line for each sentence.
+        references: for each reference, a tokenised line for each sentence.
+        lowercase: the script's -lc, which lower-cases ASCII letters only.
 
     Returns:
-        score and precisions in per cent, bp, hyp_len, ref_len (tokens) and line.
+        A dictionary with score and precisions in per cent, bp, hyp_len and ref_len in tokens, and line.
 
     Raises:
         UserError: for unequal numbers of lines.
@@ -185,36 +188,36 @@ def multi_bleu(
 
 
 def _plain(result: Any) -> dict[str, object]:
-    """sacreBLEU's score as plain data, unrounded."""
+    """sacreBLEU's score as plain data, not rounded."""
     lengths = {"hyp_len": result.sys_len, "ref_len": result.ref_len}
     return {"score": result.score, "precisions": result.precisions, "bp": result.bp} | lengths
 
 
 @functools.cache
 def _usable(tokenizer: str) -> bool:
-    """Whether sacreBLEU has what the tokeniser needs, or can fetch it."""
+    """Whether sacreBLEU has the package and the model that the tokeniser needs, or can download them."""
     try:
         BLEU(tokenize=tokenizer)
-    except (Exception, SystemExit):  # whatever a missing package, model or network ends in
+    except (Exception, SystemExit):  # a missing package, model or network can raise anything
         return False
     return True
 
 
 def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
-    """sacreBLEU's tokeniser for a language by its own rule, and a warning where that one cannot be had.
+    """The tokeniser that sacreBLEU has for a language, and a warning if another one has to replace it.
 
-    Languages without spaces for which it has no rule get flores200 where its model is on this machine, else
-    char.
+    If sacreBLEU has no tokeniser for a language without spaces, or cannot load it, the tokeniser is flores200
+    if its model is on this machine, else char.
 
     Args:
-        lang: the language's code.
-        wanted: one of TOKENIZERS in its place.
+        lang: the code of the language.
+        wanted: one of TOKENIZERS, which is used for any language.
 
     Returns:
-        Its name, and the warning or "".
+        The name of the tokeniser, and the warning or "".
 
     Raises:
-        UserError: where the wanted one cannot be had.
+        UserError: if the wanted tokeniser cannot be loaded.
     """
     lang = language_of(lang)
     name = wanted or BLEU._TOKENIZER_MAP.get(lang, BLEU.TOKENIZER_DEFAULT)
@@ -240,13 +243,13 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
 
 
 class RunningText(NamedTuple):
-    """What sacreBLEU is given.
+    """The texts and the settings that sacreBLEU is given.
 
     Args:
-        hypotheses, references: as of `Texts`.
-        settings: how it counts: lowercase and tokenize, arguments of its BLEU.
-        chain: the same in words.
-        warning: "", or that its own tokeniser cannot be had.
+        hypotheses, references: as in `Texts`.
+        settings: the arguments `lowercase` and `tokenize` of sacreBLEU's BLEU.
+        chain: the processing of the texts in words.
+        warning: "", or that the tokeniser for the language cannot be loaded.
     """
 
     hypotheses: list[str]
@@ -257,39 +260,42 @@ class RunningText(NamedTuple):
 
 
 def running_text(texts: Texts) -> RunningText:
-    """Text for sacreBLEU, by Moses' detokenizer where it is not running text already.
+    """Texts for sacreBLEU; Moses' detokenizer makes running text from tokens.
 
-    It is scored cased, unless both sides are in lower case.
+    Case counts, unless both sides are in lower case. Lower-cased tokens are scored as tokens
+    (`case:lc|tok:none`) unless a tokeniser is named, because the detokenizer cannot restore the running text
+    that other systems are scored on.
 
-    Lower-cased tokens stay tokens (`case:lc|tok:none`), unless a tokeniser is named: the running text that
-    others are scored on does not come back.
+    Args:
+        texts: the hypotheses and references.
 
     Raises:
-        UserError: for a tokeniser that cannot be had.
+        UserError: for a named tokeniser that cannot be loaded.
     """
     tokenizer, warning = tokenizer_for(texts.lang, texts.tokenizer)
     hypotheses = texts.hypotheses
     references = texts.raw_references or texts.references
-    is_given = (texts.detokenized, texts.detokenized or texts.raw_references is not None)
+    has_running_references = texts.detokenized or texts.raw_references is not None
     lowercase = all("\n".join(lines).islower() for lines in references)
     lowercase = lowercase and "\n".join(hypotheses).lower() == "\n".join(hypotheses)
-    # A few Latin letters say nothing of the text
+    # A script without case may have a few Latin letters, which do not show that the text was lower-cased
     lowercase = lowercase and not writes_no_spaces(texts.lang)
-    as_tokens = lowercase and not any(is_given) and not texts.tokenizer
-    if as_tokens:
+    if lowercase and not has_running_references and not texts.tokenizer:
         settings = {"lowercase": lowercase, "tokenize": "none"}
         return RunningText(
             hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased"
         )
     to_text = functools.partial(detokenize, lang=texts.lang)
-    forms = ["as given", "as given"]
-    if not is_given[0]:
+    detokenizer = f"Moses detokenizer -l {texts.lang}"
+    hypotheses_form = references_form = "as given"
+    if not texts.detokenized:
         hypotheses = [*map(to_text, hypotheses)]
-        forms[0] = f"Moses detokenizer -l {texts.lang}"
-    if not is_given[1]:
+        hypotheses_form = detokenizer
+    if not has_running_references:
         references = [[*map(to_text, lines)] for lines in references]
-        forms[1] = f"Moses detokenizer -l {texts.lang}"
+        references_form = detokenizer
     case = "lower-cased" if lowercase else "cased"
-    chain = f"sacreBLEU {tokenizer}, {case}; hypotheses/references: {'/'.join(forms)}"
+    forms = f"hypotheses/references: {hypotheses_form}/{references_form}"
+    chain = f"sacreBLEU {tokenizer}, {case}; {forms}"
     settings = {"lowercase": lowercase, "tokenize": tokenizer}
     return RunningText(hypotheses, references, settings, chain, warning)

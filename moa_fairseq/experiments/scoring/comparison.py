@@ -7,7 +7,7 @@ import functools
 import statistics
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from tqdm import tqdm
 
@@ -15,13 +15,13 @@ from moa_fairseq.errors import UserError, check_choice
 from moa_fairseq.experiments.records.json_files import MAPPING, NUMBER, TEXT, check_kinds, read_json
 from moa_fairseq.experiments.tables import values_of
 
-# What a run can have instead of a number; "no recipe" marks rows for which there is no recipe here.
+# The statuses of a run that has no number
 STATUSES = ("not run", "running", "OOM", "diverged")
 MEASURED = "measured"
 COMPUTED = "computed"
-NO_RECIPE = "no recipe"
+NO_RECIPE = "no recipe"  # for a row that no recipe here reproduces
 NOT_PRINTED = "–"
-# What a run may say about itself: how its number came about, in this order, and more.
+# The kinds of values in a result.json; FACTS say how its number came about, in the order of the output
 FACTS = dict.fromkeys(("status", "subset"), TEXT)
 FACTS |= dict.fromkeys(("epochs", "updates", "checkpoints_averaged", "seed"), NUMBER)
 FACTS |= dict.fromkeys(("hardware", "date", "commit"), TEXT)
@@ -37,19 +37,19 @@ class Cell:
     """One printed number and ours.
 
     Args:
-        column: its heading in the paper.
-        quantity: "parameters" or another count as `moa-fairseq complexity --json` names it, the name of a
-            metric, or None.
+        column: the heading of its column in the paper.
+        quantity: the name of a metric, or of a count such as "parameters" in `moa-fairseq complexity --json`;
+            None if there is nothing to compare.
         paper: the printed number; None for a count that the paper does not print.
-        printed: the number as it stands in the paper.
-        ours: the mean over the runs, or the count.
-        spread: the runs' sample standard deviation where there are several.
-        difference: ours minus the paper's.
+        printed: the text of the number in the paper.
+        ours: the mean over our runs, or our count; None without either.
+        spread: the sample standard deviation of our runs; None for fewer than two.
+        difference: our number minus the paper's.
         status: MEASURED, COMPUTED, or why there is no number: one of STATUSES or NO_RECIPE.
-        runs: how many have such a number.
-        plain: for MACs, every matrix product counted once, in the model or in SwitchHead's layer.
-        attention: MACs of the attentions alone, for a whole model.
-        cache: bytes of a decoder's cache a token and layer, in 16 bits.
+        runs: the number of our runs with this metric.
+        plain: for MACs, our count of every matrix product once, in the model or in SwitchHead's layer.
+        attention: for the MACs of a whole model, our count for the attentions alone.
+        cache: for MACs, the bytes that a decoder's layer caches for a token, with 16 bits per number.
     """
 
     column: str
@@ -71,11 +71,11 @@ class Row:
     """One line of a table.
 
     Args:
-        row: its name in the paper, with K, E and D where they stand in columns of their own.
-        arch: the architecture that is counted.
-        cells: its numbers.
-        runs: the result.json of each run that stands for it.
-        headline: the task, in README.md's table.
+        row: the name of the row in the paper, with K, E and D if the paper has columns for them.
+        arch: the name of the architecture, or None.
+        cells: the numbers of the row.
+        runs: the result.json of each run of this row.
+        headline: the name of the task in README.md's table, or None.
     """
 
     row: str
@@ -90,13 +90,14 @@ class PaperTable:
     """One table of one paper.
 
     Args:
-        paper: as --paper names it.
-        name: the paper's short name.
-        title, citation: of the paper.
-        table: the table's number there.
-        caption: what it shows.
-        notes: sentences below it.
-        rows: in the paper's order.
+        paper: the name of the paper for --paper.
+        name: the short name of the paper in texts.
+        title: the title of the paper.
+        citation: the citation of the paper.
+        table: the number of the table in the paper.
+        caption: the caption of the table.
+        notes: sentences below the table.
+        rows: the rows in the order of the paper.
     """
 
     paper: str
@@ -111,33 +112,56 @@ class PaperTable:
 
 @dataclasses.dataclass
 class Comparison:
-    """What is compared.
+    """The papers' tables with our numbers.
 
     Args:
-        tables: of all papers.
-        other: the result.json of each run that stands for no row; empty where one paper alone was asked for.
+        tables: the tables of all papers.
+        other: the result.json of each run that belongs to no row; empty if only one paper was asked for.
     """
 
     tables: list[PaperTable]
     other: list[dict]
 
 
+class CountedModel(NamedTuple):
+    """A model whose parameters and MACs are counted.
+
+    Args:
+        arch: the name of the architecture.
+        vocab_size: the number of symbols.
+        flags: further flags of fairseq-train.
+        setting: further arguments of `complexity`, by name.
+    """
+
+    arch: str
+    vocab_size: int
+    flags: tuple[str, ...]
+    setting: tuple[tuple[str, Any], ...]
+
+
+class Counted(NamedTuple):
+    """A cell whose number is counted, and the model in which it is counted."""
+
+    cell: Cell
+    model: CountedModel
+
+
 def load_comparison(
     results: Path, run_files: Sequence[Path] = (), paper: str | None = None, measured: bool = False
 ) -> Comparison:
-    """Read the papers and the runs, match them, and count what the papers print of the models' costs.
+    """Read the papers and the runs, match them, and count the parameters and MACs that the papers print.
 
-    A run stands for a row when its `reproduces` names paper, table and row, or names another table of the
+    A run belongs to a row if its `reproduces` names paper, table and row, or if it names another table of the
     paper and the row lists its experiment.
 
     Args:
         results: the folder with papers/ and measured/.
-        run_files: result.json files of run folders, compared instead of all that is in measured/.
-        paper: only this one's tables.
-        measured: only rows for which a run stands, as always with run_files.
+        run_files: the result.json files of run folders, which are compared instead of those in measured/.
+        paper: the only paper whose tables are read; None: all papers.
+        measured: whether rows without a run are left out; with run_files they always are.
 
     Raises:
-        UserError: for a missing folder or a file that is not as described.
+        UserError: for a missing folder, and for a file that has another format than results/FORMAT.md says.
     """
     printed = results / "papers"
     if not printed.is_dir():
@@ -151,7 +175,7 @@ def load_comparison(
         check_choice("--paper", paper, values_of(papers, "paper"))
         papers = [content for content in papers if content["paper"] == paper]
     runs = list(map(_read_run, run_files or sorted((results / "measured").glob("*.json"))))
-    counted: list[tuple[Cell, tuple]] = []
+    counted: list[Counted] = []
     tables = []
     for content in papers:
         about = {}
@@ -160,9 +184,9 @@ def load_comparison(
         for table in content["tables"]:
             rows = []
             for row in table["rows"]:
-                of_row = [run for run in runs if _stands_for(run, content["paper"], table, row)]
-                if of_row or not (measured or run_files):
-                    rows.append(_row(table, row, of_row, counted))
+                own_runs = [run for run in runs if _stands_for(run, content["paper"], table, row)]
+                if own_runs or not (measured or run_files):
+                    rows.append(_row(table, row, own_runs, counted))
             if rows:
                 about.update(
                     table=table["table"], caption=table["caption"], notes=table.get("notes", [])
@@ -175,28 +199,28 @@ def load_comparison(
     return Comparison(tables, [run for run in runs if id(run) not in matched])
 
 
-def _row(table: dict, row: dict, runs: list[dict], counted: list[tuple[Cell, tuple]]) -> Row:
-    """A row of a table; its cells that are counted are added to `counted`, with the arguments of `_count`."""
+def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Row:
+    """A row of a table; the cells that are counted are also added to `counted`, with the model."""
     cells = []
     for cell, model in _cells(table, row, runs):
         cells.append(cell)
         if model:
-            counted.append((cell, model))
+            counted.append(Counted(cell, model))
     label = row["row"]
-    if setting := row.get("setting"):  # K, E and D where they stand in columns of their own
+    if setting := row.get("setting"):  # the columns K, E and D of the paper
         label += " {K}K{E}E{D}D".format(**setting)
     return Row(label, row.get("arch"), cells, runs, row.get("headline"))
 
 
-def _fill_in_counts(counted: list[tuple[Cell, tuple]]) -> None:
-    line = "counting parameters and MACs, {n_fmt} of {total_fmt}{postfix}"  # on a terminal only
+def _fill_in_counts(counted: list[Counted]) -> None:
+    line = "counting parameters and MACs, {n_fmt} of {total_fmt}{postfix}"
     models = dict.fromkeys(model for _, model in counted)
-    with tqdm(models, bar_format=line, disable=None, leave=False) as bar:
+    with tqdm(models, bar_format=line, disable=None, leave=False) as bar:  # only on a terminal
         for model in bar:
-            bar.set_postfix_str(model[0])
-            _count(*model)
+            bar.set_postfix_str(model.arch)
+            _count(model)
     for cell, model in counted:
-        counts = _count(*model)
+        counts = _count(model)
         quantity = cell.quantity or ""
         cell.ours = counts[quantity]
         cell.status = COMPUTED
@@ -223,9 +247,9 @@ def _read(path: Path, *keys: str) -> dict:
 
 
 def _read_run(path: Path) -> dict:
-    """One result.json, every value of the kind that the tables need.
+    """Read a result.json, and check that every value has the type that the tables need.
 
-    "name" is added: an experiment may have been run more than once, and each run has a file or a folder.
+    "name" is added, the name of the file or run folder, because several runs may have one experiment.
     """
     data = _read(path, "experiment", "metrics")
     check_kinds(data, _KINDS, str(path), _REMEDY)
@@ -244,57 +268,51 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     same_table = str(target.get("table")) == table["table"] and "row" in target
     if same_table:
         stands = target.get("row") == row["row"]
-    else:  # one of the recipe's `rows` is named with it
+    else:  # "EXPERIMENT: ROW" for a run of one of the recipe's `rows`
         name = run["experiment"] + (f": {run['row']}" if run.get("row") else "")
         stands = name in row["experiments"]
     return stands and target.get("paper") == paper
 
 
-def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, tuple]]:
-    """The cells of a row, with scores filled in; of those that are counted, the arguments of `_count`."""
+def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, CountedModel | None]]:
+    """The cells of a row with their scores; a cell that is counted comes with its model."""
     fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
     columns = [column for column, paper in row["values"].items() if paper is not None]
-    # Before them stand K, E and D, if anything
+    # The printed row may begin with K, E and D, which are not among the columns
     texts = dict(zip(reversed(columns), reversed(fields)))
     for column, paper in row["values"].items():
         text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
-        # Where our number comes from: the column's description, with the row's changes.
+        # The column's description says where our number comes from; the row may change it
         about = table["columns"].get(column, {}) | row.get("columns", {}).get(column, {})
         if quantity := about.get("quantity"):
-            model: tuple = ()
+            model = None
             if row.get("arch") is not None:
                 names = ("src_len", "tgt_len", "embeddings")
                 setting = tuple((name, about[name]) for name in names if name in about)
-                model = (
-                    row["arch"],
-                    about["vocab_size"],
-                    tuple(row.get("model_flags", ())),
-                    setting,
-                )
+                flags = tuple(row.get("model_flags", ()))
+                model = CountedModel(row["arch"], about["vocab_size"], flags, setting)
             yield Cell(column, quantity, paper, text), model
             continue
         prefix = about.get("experiments", "")
-        # Compared with the same printed number
-        for metric in (
-            about.get("metric"),
-            *about.get("also", ()),
-        ):
+        # Several metrics may be compared with one printed number
+        for metric in (about.get("metric"), *about.get("also", ())):
             cell = Cell(column, metric, paper, text)
             if metric and any(name.startswith(prefix) for name in row["experiments"]):
-                of_cell = [run for run in runs if run["experiment"].startswith(prefix)]
-                cell.status = (of_cell[-1].get("status") if of_cell else None) or "not run"
-                scores = [run["metrics"].get(metric) for run in of_cell]
+                own_runs = [run for run in runs if run["experiment"].startswith(prefix)]
+                cell.status = (own_runs[-1].get("status") if own_runs else None) or "not run"
+                scores = [run["metrics"].get(metric) for run in own_runs]
                 if values := [score for score in scores if score is not None]:
                     cell.ours = statistics.mean(values)
                     cell.runs = len(values)
                     cell.status = MEASURED
                     cell.spread = statistics.stdev(values) if len(values) > 1 else None
                     cell.difference = cell.ours - paper
-            yield cell, ()
+            yield cell, None
 
 
 @functools.cache
-def _count(arch: str, vocab_size: int, flags: tuple[str, ...], setting: tuple) -> dict[str, Any]:
+def _count(model: CountedModel) -> dict[str, Any]:
     from moa_fairseq.experiments.scoring.complexity import as_json, complexity
 
+    arch, vocab_size, flags, setting = model
     return as_json(complexity(arch, vocab_size, model_flags=flags, **dict(setting)))

@@ -62,6 +62,7 @@ PARTS = {
     "attention_matmul": "attention scores and values",
 }
 _ATTENTIONS = ("encoder_attention", "decoder_self_attention", "cross_attention")
+_TIED_OUTPUTS = ("RobertaLMHead", "TiedLinear")  # they multiply by the token embedding
 FORWARDED = ("num_experts", "experts_per_token", "expert_dim")
 
 
@@ -70,33 +71,35 @@ class Cost:
     """What a model costs.
 
     Args:
-        parameters, macs: a key of PARTS → a count.
-        not_counted: types of modules whose MACs no rule knows.
-        layer: the cost of its first self-attention, "macs" and "floats" by the formula of SwitchHead's
-            authors, and "plain_macs", every matrix product once; None where they have no formula.
-        attention_parameters, attention_macs: of all attentions, with their routers, scores and values, which
-            are parts of their own above.
-        cache_bytes: a token and layer of a decoder's self-attention, in 16 bits.
-        updated: for MAE: --finetune method → parameters that it updates.
+        parameters: a key of PARTS → the number of parameters.
+        macs: a key of PARTS → the number of MACs.
+        not_counted: the types of modules with matrices whose MACs no rule counts.
+        layer: the cost of the model's first self-attention: "macs" and "floats" by the formula of
+            SwitchHead's authors, and "plain_macs", every matrix product once. None if they have no formula.
+        attention_parameters, attention_macs: the sums over all attentions, which include their routers,
+            scores and values. In `parameters` and `macs` these are separate parts.
+        cache_bytes: the bytes that the self-attention of a decoder's layer caches for a token, with 16 bits
+            per number; None without a decoder.
+        updated: --finetune method → the number of parameters that it updates; empty except for MAE.
     """
 
     parameters: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
     macs: dict[str, int] = field(default_factory=lambda: dict.fromkeys(PARTS, 0))
-    not_counted: list[str] = field(default_factory=list)  # module types whose MACs no rule knows
+    not_counted: list[str] = field(default_factory=list)
     layer: dict[str, int] | None = None
     attention_parameters: int = 0
     attention_macs: int = 0
     cache_bytes: int | None = None
-    updated: dict[str, int] = field(default_factory=dict)  # for MAE: --finetune method → parameters
+    updated: dict[str, int] = field(default_factory=dict)
 
     @property
     def total_macs(self) -> int:
-        """All matrix products."""
+        """The MACs of all matrix products."""
         return sum(self.macs.values())
 
     @property
     def total_parameters(self) -> int:
-        """All parameters; tied ones count once."""
+        """The number of all parameters; tied ones count once."""
         return sum(self.parameters.values())
 
 
@@ -104,13 +107,14 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     """Count parameters and MACs of one sentence pair.
 
     A parameter that two modules share counts once, under the module that comes first, so a tied output
-    projection has no parameters. Modules below `encoder` see src_len tokens, all others tgt_len; the keys and
-    values of cross-attention see src_len, and those of --cross-self-attention both. A mixture states its own
-    cost. In a language model with Transformer-XL's positions a carried chunk adds its keys.
+    projection has no parameters. Modules below `encoder` see src_len tokens, all others tgt_len. The
+    projections of keys and values in cross-attention see src_len tokens, and with --cross-self-attention
+    those of the decoder's self-attention see src_len + tgt_len tokens. A mixture states its own cost. In a
+    language model with Transformer-XL's positions the keys of a carried chunk count, too.
 
     Args:
         model: a fairseq model, on any device (only shapes are read).
-        src_len, tgt_len: tokens of the pair.
+        src_len, tgt_len: the numbers of tokens of the sentence pair.
     """
     cost = Cost()
     modules = dict(model.named_modules())
@@ -121,15 +125,12 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
             cost.attention_parameters += parameter.numel()
     carries = isinstance(model, FairseqLanguageModel)
     unknown: set[str] = set()
-    # The cost of these is part of what the attention around them states
-    stated: set[nn.Module] = set()
+    stated: set[nn.Module] = set()  # parts of mixtures, whose cost the mixture states
     for name, module in modules.items():
         part = part_of(name, module)
         queries, keys = _lengths(name, modules, src_len, tgt_len)
-        is_attention = isinstance(module, Attention)
-        of_decoder = name.startswith("decoder.") and "encoder_attn" not in name
-        if isinstance(module, (Attention, MultiheadAttention)) and of_decoder:
-            cost.cache_bytes = module.cache_bytes() if is_attention else 2 * 2 * module.embed_dim
+        if name.startswith("decoder.") and "encoder_attn" not in name:
+            cost.cache_bytes = _cache_bytes(module) or cost.cache_bytes
         if isinstance(module, (Attention, SigmaMoE)):
             _add_stated(cost, module, part, queries, keys, carries)
             stated.update(module.modules())
@@ -138,18 +139,13 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
         elif type(module).__name__ == "MultiheadAttention":
             cost.macs["attention_matmul"] += 2 * queries * keys * module.embed_dim
             cost.attention_macs += 2 * queries * keys * module.embed_dim
-        elif isinstance(module, nn.Linear) or type(module).__name__ in (
-            "RobertaLMHead",
-            "TiedLinear",
-        ):
-            # The last two multiply by the tied embedding itself. Of an adaptive softmax every band counts.
+        elif isinstance(module, nn.Linear) or type(module).__name__ in _TIED_OUTPUTS:
+            # All bands of an adaptive softmax count
             products = module.get_parameter("weight").numel() * queries
             cost.macs[part] += products
             if part in _ATTENTIONS:
                 cost.attention_macs += products
-        elif not isinstance(module, nn.Embedding) and any(
-            parameter.dim() > 1 for parameter in module.parameters(recurse=False)
-        ):
+        elif _has_matrix(module):
             unknown.add(type(module).__name__)
     cost.not_counted = sorted(unknown)
     if gates_of(model):
@@ -160,10 +156,26 @@ def count(model: nn.Module, src_len: int, tgt_len: int) -> Cost:
     return cost
 
 
+def _cache_bytes(module: nn.Module) -> int | None:
+    """The bytes that an attention caches for each token, with 16 bits per number; None for other modules."""
+    if isinstance(module, Attention):
+        return module.cache_bytes()
+    if isinstance(module, MultiheadAttention):
+        return 2 * 2 * module.embed_dim  # keys and values
+    return None
+
+
+def _has_matrix(module: nn.Module) -> bool:
+    """Whether a module that is no embedding multiplies by a matrix of its own."""
+    if isinstance(module, nn.Embedding):
+        return False
+    return any(parameter.dim() > 1 for parameter in module.parameters(recurse=False))
+
+
 def _lengths(
     name: str, modules: Mapping[str, nn.Module], src_len: int, tgt_len: int
 ) -> tuple[int, int]:
-    """Numbers of queries and keys that a module sees."""
+    """The numbers of queries and keys that a module sees."""
     path = name.split(".")
     cross = "encoder_attn" in path
     projects_keys = path[-1] in ("k_proj", "v_proj")
@@ -179,7 +191,7 @@ def _lengths(
 def _add_stated(
     cost: Cost, module: Attention | SigmaMoE, part: str, queries: int, keys: int, carries: bool
 ) -> None:
-    """Add what a mixture states of its own cost."""
+    """Add the cost that a mixture states; `carries` if a chunk of a text may attend to the one before it."""
     if isinstance(module, SigmaMoE):
         macs = module.macs(queries)
     else:
@@ -199,8 +211,8 @@ def part_of(name: str, module: nn.Module) -> str:
     """The key of PARTS for a module.
 
     Args:
-        name: dotted, as in named_modules.
-        module: for its type.
+        name: the dotted name of the module in `named_modules`.
+        module: the module, whose type tells norms from the rest.
     """
     path = name.split(".")
     if {"router", "source_router", "gate"} & set(path):
@@ -233,11 +245,11 @@ def complexity(
     """Build an architecture without weights and count it.
 
     Args:
-        arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
-        src_len, tgt_len: as of `count`.
+        arch, vocab_size, embeddings, model_flags: the arguments of `build_meta_model`.
+        src_len, tgt_len: the numbers of tokens of the sentence pair.
 
     Raises:
-        UserError: as `build_meta_model`, and for a length below 1.
+        UserError: for a length below 1, and in the cases of `build_meta_model`.
     """
     # Building needs all of fairseq and every registered model; counting does not.
     from moa_fairseq.experiments.scoring.meta_model import build_meta_model

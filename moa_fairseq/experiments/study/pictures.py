@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 import math
 import textwrap
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -27,16 +27,30 @@ from moa_fairseq.experiments.study.design import Study
 from moa_fairseq.experiments.study.report import difference_to_baseline
 from moa_fairseq.experiments.tables import values_of
 
-WIDTH = 5.6  # inches; at 400 pixels a text of 9 points has letters of 9 pixels
-SMALL = 9  # points
+WIDTH = 5.6  # inches; if the picture is 400 pixels wide, a text of 9 points has letters of 9 pixels
+SMALL = 9  # points; the size of labels and legends
+# Letters that fit on a line: of the title across the picture, of a label on its left, of a legend
+TITLE_LETTERS = 62
+LABEL_LETTERS = 27
+LEGEND_LETTERS = 84
+LEGEND_MARK = 7  # letters that the mark of a legend's entry, and the space around it, take up
+LINE_HEIGHT = 0.22  # inches of a line of a label
 
-# Verdict → colour and marker.
+
+class Look(NamedTuple):
+    """How a point is drawn."""
+
+    colour: str
+    marker: str
+
+
+Looks = dict[str, Look]  # family of attention → look
 VERDICTS = {
-    BETTER: (COLOURS[0], "o"),
-    WORSE: (COLOURS[1], "s"),
-    EQUIVALENT: (COLOURS[2], "D"),
-    NOT_SIGNIFICANT: (GREY, "D"),
-    INCONCLUSIVE: (GREY, "x"),
+    BETTER: Look(COLOURS[0], "o"),
+    WORSE: Look(COLOURS[1], "s"),
+    EQUIVALENT: Look(COLOURS[2], "D"),
+    NOT_SIGNIFICANT: Look(GREY, "D"),
+    INCONCLUSIVE: Look(GREY, "x"),
 }
 
 
@@ -44,36 +58,50 @@ class Interval(NamedTuple):
     """A row of a forest plot.
 
     Args:
-        label: its name.
-        look: colour and marker.
-        dots: differences of single seeds.
-        difference: `mean`, `low` and `high`; None if there is one seed.
+        label: the name of the row, of one or more lines.
+        look: the colour and the marker of its mean.
+        dots: the differences of single seeds.
+        difference: a mapping with `mean`, `low` and `high`; None if there is only one seed.
     """
 
     label: str
-    look: tuple[str, str]
+    look: Look
     dots: Sequence[float]
     difference: dict[str, Any] | None
+
+
+class SystemPoint(NamedTuple):
+    """A system's point in a picture of losses.
+
+    Args:
+        system: the system's key in the study, which is written next to the point.
+        x, y: the position in data coordinates.
+        interval: the ends of the vertical interval, or None if there is one seed.
+    """
+
+    system: str
+    x: float
+    y: float
+    interval: tuple[float, float] | None
 
 
 def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
     """The pictures of a report.
 
     Args:
-        study: its labels and question.
-        content: of `report`.
+        study: the study, with its labels and question.
+        content: the report's data, as `report` returns it.
 
     Returns:
         Name of a file without its ending → the picture.
     """
     families = dict.fromkeys(values_of(content["systems"], "family"))
-    styles = itertools.cycle(zip((GREY, *COLOURS), MARKERS))
-    looks = dict(zip(families, styles))
-    figures = {"branch": _loss_against_start(study, content, looks)}
+    looks = dict(zip(families, _look_cycle()))
+    figures = {"branch": _loss_against_start(content, looks)}
     if len(content["systems"]) > 1:
         figures["differences"] = _differences(study, content, looks)
     if content.get("cache"):
-        figures["cache"] = _loss_against_cache(study, content, looks)
+        figures["cache"] = _loss_against_cache(content, looks)
     if study.levels:
         figures["generalisation"] = _generalisation(content)
     if content["contrasts"]:
@@ -81,34 +109,37 @@ def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
     return figures
 
 
+def _look_cycle() -> Iterator[Look]:
+    """Looks that differ in colour and marker; after the last one they begin again."""
+    return itertools.cycle(map(Look, (GREY, *COLOURS), MARKERS))
+
+
 def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
     """Draw a line for each row, the first on top: its seeds, its mean and its interval.
 
     Args:
-        panel: an empty one.
-        rows: as they come.
-        band: ± around 0 is grey.
+        panel: the empty panel to draw on.
+        rows: the rows from the top down.
+        band: the range ± band around 0 is grey.
     """
     style(panel)
     panel.grid(False, axis="y")
     panel.axvspan(-band, band, color="#eeeeee", zorder=0)
     panel.axvline(0, color=GREY, linewidth=0.8)
-    places: list[float] = []
+    heights: list[float] = []
     bottom = 0.0
     for row in rows:
-        height = 0.9 + row.label.count("\n")
-        places.append(bottom + height / 2)
-        bottom += height
-    for place, row in zip(places, rows):
+        size = _lines_of(row)
+        y = bottom + size / 2
+        bottom += size
+        heights.append(y)
         colour, marker = row.look
-        panel.plot(row.dots, [place] * len(row.dots), ".", color=colour, alpha=0.4, markersize=5)
+        panel.plot(row.dots, [y] * len(row.dots), ".", color=colour, alpha=0.4, markersize=5)
         if row.difference:
             ends = [row.difference["low"], row.difference["high"]]
-            panel.plot(ends, [place, place], color=colour, linewidth=1.6)
-            panel.plot(
-                [row.difference["mean"]], [place], marker, color=colour, markersize=6, mew=1.6
-            )
-    panel.set_yticks(places, [row.label for row in rows], fontsize=SMALL)
+            panel.plot(ends, [y, y], color=colour, linewidth=1.6)
+            panel.plot([row.difference["mean"]], [y], marker, color=colour, markersize=6, mew=1.6)
+    panel.set_yticks(heights, [row.label for row in rows], fontsize=SMALL)
     panel.tick_params(axis="y", length=0)
     panel.set_ylim(bottom, 0)
     panel.margins(x=0.06)
@@ -116,7 +147,7 @@ def forest(panel: Axes, rows: Sequence[Interval], band: float = 0) -> None:
 
 def title(figure: Figure, text: str) -> None:
     """Write the question that a picture answers above it."""
-    figure.suptitle(textwrap.fill(text, 62), x=0.01, ha="left", fontsize=11)
+    figure.suptitle(textwrap.fill(text, TITLE_LETTERS), x=0.01, ha="left", fontsize=11)
 
 
 def verdict_key(figure: Figure, verdicts: Sequence[str]) -> None:
@@ -124,14 +155,14 @@ def verdict_key(figure: Figure, verdicts: Sequence[str]) -> None:
     _key(figure, [(VERDICTS[verdict], verdict) for verdict in VERDICTS if verdict in verdicts])
 
 
-def _key(figure: Figure, entries: Sequence[tuple[tuple[str, str], str]]) -> None:
-    """Marks with their meaning below the picture, in as many columns as there is space for."""
+def _key(figure: Figure, entries: Sequence[tuple[Look, str]]) -> None:
+    """Draw marks with their meaning below the picture, in as many columns as there is space for."""
     handles = []
     texts = []
     for (colour, marker), text in entries:
         handles.append(Line2D([], [], color=colour, marker=marker, linestyle="", mew=1.6))
         texts.append(text)
-    columns = max(1, min(len(texts), 84 // (max(map(len, texts)) + 7)))
+    columns = min(len(texts), _legend_columns(texts))
     figure.legend(
         handles,
         texts,
@@ -144,18 +175,27 @@ def _key(figure: Figure, entries: Sequence[tuple[tuple[str, str], str]]) -> None
     )
 
 
+def _legend_columns(texts: Iterable[str]) -> int:
+    return max(1, LEGEND_LETTERS // (max(map(len, texts)) + LEGEND_MARK))
+
+
 def _figure(height: float) -> tuple[Figure, Axes]:
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
 
 def _wrapped(text: str) -> str:
-    return textwrap.fill(text, 27, break_on_hyphens=False)
+    return textwrap.fill(text, LABEL_LETTERS, break_on_hyphens=False)
 
 
 def height_of(rows: Sequence[Interval]) -> float:
     """The inches that the rows of a forest plot need."""
-    return 0.22 * sum(0.9 + row.label.count("\n") for row in rows)
+    return LINE_HEIGHT * sum(map(_lines_of, rows))
+
+
+def _lines_of(row: Interval) -> float:
+    """The height of a row in lines of its label; the last line needs no space below it."""
+    return 0.9 + row.label.count("\n")
 
 
 def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
@@ -174,9 +214,7 @@ def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
     return figure
 
 
-def _differences(
-    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
-) -> Figure:
+def _differences(study: Study, content: dict[str, Any], looks: Looks) -> Figure:
     """Each system minus the first one: seeds, mean, interval, and a band of the first system's own seeds."""
     base, *other_systems = content["systems"]
     rows = []
@@ -194,58 +232,51 @@ def _differences(
 
 
 def _points(
-    content: dict[str, Any], looks: dict[str, tuple[str, str]], points: Sequence[dict[str, Any]]
+    content: dict[str, Any], looks: Looks, points: Sequence[SystemPoint]
 ) -> tuple[Figure, Axes]:
-    """Points with vertical intervals, named by the systems' keys, which a list below explains.
-
-    Args:
-        content: of `report`.
-        looks: family → colour and marker.
-        points: each has system, x, y, and low and high, if it has an interval.
-    """
+    """Points with vertical intervals, and below them a legend that explains the systems' keys."""
     systems = {}
     entries = []
     for row in content["systems"]:
         look = looks[row["family"]]
         systems[row["system"]] = look
         entries.append((look, f"{row['system']}: {row['label']}"))
-    columns = max(1, 84 // (max(len(text) for _, text in entries) + 7))
+    columns = _legend_columns(text for _, text in entries)
     figure, panel = _figure(4.6 + 0.19 * math.ceil(len(entries) / columns))
     style(panel)
     for point in points:
-        colour, marker = systems[point["system"]]
-        panel.plot([point["x"]], [point["y"]], marker, color=colour, markersize=6)
-        if "low" in point:
-            panel.vlines(point["x"], point["low"], point["high"], color=colour, linewidth=1.2)
+        colour, marker = systems[point.system]
+        panel.plot([point.x], [point.y], marker, color=colour, markersize=6)
+        if point.interval:
+            panel.vlines(point.x, *point.interval, color=colour, linewidth=1.2)
     _key(figure, entries)
     return figure, panel
 
 
-def _name_points(panel: Axes, points: Sequence[dict[str, Any]], lines: Sequence[Any] = ()) -> None:
+def _name_points(panel: Axes, points: Sequence[SystemPoint], lines: Sequence[Any] = ()) -> None:
+    """Write each system's key next to its point, where it covers no interval and no line."""
     names = []
     bars = []
     for point in points:
-        x = point["x"]
-        names.append((x, point["y"], point["system"]))
-        if "low" in point:
-            bars.append(((x, point["low"]), (x, point["high"])))
+        names.append((point.x, point.y, point.system))
+        if point.interval:
+            low, high = point.interval
+            bars.append(((point.x, low), (point.x, high)))
     label_points(panel, names, [*bars, *lines])
 
 
-def _loss_against_start(
-    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
-) -> Figure:
+def _loss_against_start(content: dict[str, Any], looks: Looks) -> Figure:
     """The final loss against the size of attention's output before training, ÷ that of the first system."""
     base = content["systems"][0]
     points = []
     for row in content["systems"]:
         ratio = row["branch"] / base["branch"] if base["branch"] else math.nan
-        point = {"system": row["system"], "x": ratio, "y": row["loss"]}
+        interval = None
         if row["deviation"] is not None:
             t = float(stats.t.ppf(1 - ALPHA / 2, row["n"] - 1))
             half = t * row["deviation"] / math.sqrt(row["n"])
-            point.update(low=row["loss"] - half, high=row["loss"] + half)
-        points.append(point)
+            interval = (row["loss"] - half, row["loss"] + half)
+        points.append(SystemPoint(row["system"], ratio, row["loss"], interval))
     figure, panel = _points(content, looks, points)
     panel.set_xscale("log", base=2)
     panel.xaxis.set_major_formatter("{x:g}")
@@ -262,19 +293,15 @@ def _loss_against_start(
     return figure
 
 
-def _loss_against_cache(
-    study: Study, content: dict[str, Any], looks: dict[str, tuple[str, str]]
-) -> Figure:
+def _loss_against_cache(content: dict[str, Any], looks: Looks) -> Figure:
     """The difference to the first system against bytes of cache, and a line along the Pareto front."""
     base = content["systems"][0]
     points = []
     front = []
     for row in content["cache"]:
         difference = row["loss"] - base["loss"]
-        point = {"system": row["system"], "x": row["cache_bytes"], "y": difference}
-        if "low" in row:
-            point.update(low=row["low"], high=row["high"])
-        points.append(point)
+        interval = (row["low"], row["high"]) if "low" in row else None
+        points.append(SystemPoint(row["system"], row["cache_bytes"], difference, interval))
         if row["is_pareto_optimal"]:
             front.append((row["cache_bytes"], difference))
     figure, panel = _points(content, looks, points)
@@ -300,12 +327,11 @@ def _generalisation(content: dict[str, Any]) -> Figure:
     figure, panel = _figure(5.2)
     style(panel)
     base = content["systems"][0]
-    for number, row in enumerate(content["systems"]):
-        # Without the steep beginning
+    for row, (colour, marker) in zip(content["systems"], _look_cycle()):
+        # Without the first quarter, in which the losses fall steeply
         curve = np.reshape(row["curve"][len(row["curve"]) // 4 :], (-1, 2))
-        look = {"color": (GREY, *COLOURS)[number % 8], "markersize": 4, "label": row["label"]}
         dash = "-" if row["dropout"] == base["dropout"] else ":"
-        panel.plot(*curve.T, MARKERS[number % 8] + dash, **look)
+        panel.plot(*curve.T, marker + dash, color=colour, markersize=4, label=row["label"])
     panel.set_xlabel(
         "training loss, with dropout (bits)\ndotted: other dropout; compare dotted with dotted"
     )

@@ -45,12 +45,18 @@ log = logging.getLogger(__name__)
 
 
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
-    """The tables as data: systems, contrasts, and provenance of the records, for the complete seeds.
+    """The tables as data, and the provenance of the records; only complete seeds count.
 
     Args:
-        study: its systems and contrasts.
-        runs: all of its runs.
-        references: the test set's target side in words, to score the recorded translations with.
+        study: the study.
+        runs: all runs of the study.
+        references: the target side of the test set in words, with which the recorded translations are scored;
+            None: they are not scored.
+
+    Returns:
+        "systems" and "contrasts", and "cache", "at_equal_training_loss" and "translations" where they apply,
+        each a list of rows; "study", the name; "runs" and "planned", numbers of runs; "unknown", the largest
+        share of <unk>, if it was recorded; and "made_by".
 
     Raises:
         UserError: if no seed is complete.
@@ -85,7 +91,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
 
 
 def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[Run]:
-    """The runs of the seeds of which no run is left; a warning names the seeds that are begun."""
+    """The runs of the seeds that are complete; a warning names each seed of which runs are missing."""
     missing = Counter(run.block for run in runs if run.name not in records)
     for block, number in missing.items():
         if number < sum(run.block == block for run in runs):
@@ -102,35 +108,35 @@ def _systems(
     """A row for each system that has runs.
 
     Args:
-        study: with its systems, of which the first is the baseline of speeds.
-        runs: of complete seeds.
-        records: by a run's name.
-        losses: system → seed → bits.
+        study: the study; its first system is the baseline of the speeds.
+        runs: the runs of complete seeds.
+        records: name of a run → its record.
+        losses: system → seed → loss in bits.
     """
     all_rows = [records[run.name] for run in runs]
     systems = []
     for name, system in study.systems.items():
-        of_system = [run for run in runs if run.system == name]
-        if not of_system:
+        own_runs = [run for run in runs if run.system == name]
+        if not own_runs:
             continue
-        rows = [records[run.name] for run in of_system]
+        rows = [records[run.name] for run in own_runs]
         bits = list(losses[name].values())
         row = {"system": name, "label": system.label, "family": system.family, "n": len(rows)}
         row["loss"] = float(np.mean(bits))
         row["deviation"] = float(np.std(bits, ddof=1)) if len(rows) > 1 else None
         row["diverged"] = values_of(rows, "end").count(DIVERGED)
         row["parameters"] = rows[0]["parameters"]
-        row.update(_attention(of_system[0]))
+        row.update(_attention(own_runs[0]))
         row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
         row["by_seed"] = losses[name]
         if study.levels:
-            row.update(curve=_mean_curve(rows), dropout=_dropout(of_system[0]))
+            row.update(curve=_mean_curve(rows), dropout=_dropout(own_runs[0]))
         systems.append(row)
     return systems
 
 
 def _provenance_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
-    """What the records name of their making, such as hardware → a machine → its seeds."""
+    """The provenance in the records: commit, hardware, precision or versions → a value → its seeds."""
     made_by = {}
     for key in ("commit", "hardware", "precision", "versions"):
         seeds = defaultdict(set)
@@ -143,7 +149,7 @@ def _provenance_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]
 def _at_equal_training_loss(
     study: Study, runs: list[Run], records: dict[str, dict[str, Any]], systems: list[dict[str, Any]]
 ) -> list[dict[str, Any]]:
-    """The contrasts of systems with equal dropout, at training losses that all of their runs have."""
+    """The contrasts of systems with equal dropout, at training losses that all runs of both systems have."""
     dropout = dict(zip(values_of(systems, "system"), values_of(systems, "dropout")))
     losses = {}
     for name, contrast in study.contrasts.items():
@@ -175,9 +181,9 @@ def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -
 
 
 def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]]) -> float | None:
-    """Tokens per second ÷ those of the first system with the same seed, and so machine: median of the seeds.
+    """Tokens per second ÷ those of the first system with the same seed, which had the same kind of machine.
 
-    The median, because some runs share the machine with other work.
+    The result is the median over the seeds, because some runs share the machine with other work.
     """
     base = {row["seed"]: row["tokens_per_second"] for row in all_rows if row["system"] == first}
     ratios = []
@@ -189,7 +195,7 @@ def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]
 
 
 def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
-    """Training and validation loss, means over the runs that did not diverge, at each validation of all."""
+    """The training and the validation loss at each validation, means over the runs that did not diverge."""
     curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
     if not curves:
         return []
@@ -198,18 +204,23 @@ def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
 
 
 def _dropout(run: Run) -> dict[str, Any]:
-    """Its model's rates of dropout."""
+    """The dropout rates of a run's model."""
     return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
 
 
 def _contrasts(
     study: Study, losses: dict[str, dict[str, dict[int, float]]]
 ) -> list[dict[str, Any]]:
-    """Contrasts with tests. losses: contrast → system → seed → bits; of the seeds that both sides have."""
+    """The contrasts with their tests, over the seeds that both systems have.
+
+    Args:
+        study: the study.
+        losses: contrast → system → seed → loss in bits.
+    """
     judged = {}
-    for name, of_system in losses.items():
-        first = of_system[study.contrasts[name].first]
-        second = of_system[study.contrasts[name].second]
+    for name, losses_by_system in losses.items():
+        first = losses_by_system[study.contrasts[name].first]
+        second = losses_by_system[study.contrasts[name].second]
         differences = _by_seed(first, second)
         if len(differences) > 1:
             judged[name] = paired(differences, study.margin)
@@ -225,14 +236,23 @@ def _contrasts(
 
 
 def _by_seed(first: dict[int, float], second: dict[int, float]) -> list[float]:
-    """First minus second, of the seeds that both have."""
+    """First minus second, for each seed that both have."""
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
 def difference_to_baseline(
     row: dict[str, Any], base: dict[str, Any], margin: float
 ) -> tuple[list[float], dict[str, Any] | None]:
-    """A system's differences to the first one, a seed each, and what `paired` says of two or more."""
+    """A system's differences to the first system.
+
+    Args:
+        row: the row of the system.
+        base: the row of the first system.
+        margin: differences within ± margin count as equivalent, in bits.
+
+    Returns:
+        The difference for each seed, and the result of `paired` as a dictionary; None for fewer than two.
+    """
     differences = _by_seed(row["by_seed"], base["by_seed"])
     if len(differences) > 1:
         return differences, paired(differences, margin)._asdict()
@@ -240,13 +260,33 @@ def difference_to_baseline(
 
 
 def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
-    """Bits and bytes of cache, the smallest cache first, with the difference to the first system.
+    """A row for each system with its cache and its loss; the smallest cache comes first.
 
-    Decoding is what `benchmarks/decoding.py` measured of the study's systems: device, with the dtype where it
-    is not float32 on a CPU, and texts at a time → seconds a token ÷ those of the first system.
+    In "decoding", a condition of `_decoding_times` → the system's seconds per token ÷ those of the first one.
     """
     base = systems[0]
-    names = values_of(systems, "system")
+    measured = _decoding_times(records, values_of(systems, "system"))
+    rows = []
+    least = math.inf
+    for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
+        line = selected(row, ("system", "cache_bytes", "loss"))
+        line["is_pareto_optimal"] = row["loss"] < least
+        least = min(least, row["loss"])
+        if row is not base:
+            _, interval = difference_to_baseline(row, base, study.margin)
+            line.update(interval or {})
+        line["decoding"] = {}
+        for condition, seconds in measured.items():
+            line["decoding"][condition] = seconds[row["system"]] / seconds[base["system"]]
+        rows.append(line)
+    return rows
+
+
+def _decoding_times(records: Path, names: list[str]) -> dict[str, dict[str, float]]:
+    """What `benchmarks/decoding.py` measured: a condition → system → seconds per token.
+
+    A condition names the device, the dtype (unless it is float32 on a CPU) and the number of texts at once.
+    """
     kinds = {"device": TEXT, "dtype": TEXT, "seconds_per_token": MAPPING}
     remedy = "Run benchmarks/decoding.py again, or remove the file."
     measured = {}
@@ -264,24 +304,34 @@ def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[d
                     problem = f"{name} must be above 0, not {seconds[name]}"
                     raise UserError(f"{location}: {problem}. {remedy}")
             measured[f"{device}, {texts}"] = seconds
-    rows = []
-    least = math.inf
-    for row in sorted(systems, key=lambda row: (row["cache_bytes"], row["loss"])):
-        line = selected(row, ("system", "cache_bytes", "loss"))
-        line["is_pareto_optimal"] = row["loss"] < least
-        least = min(least, row["loss"])
-        if row is not base:
-            _, interval = difference_to_baseline(row, base, study.margin)
-            line.update(interval or {})
-        line["decoding"] = {}
-        for condition, seconds in measured.items():
-            line["decoding"][condition] = seconds[row["system"]] / seconds[base["system"]]
-        rows.append(line)
-    return rows
+    return measured
 
 
 def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[str, Any]]:
-    """BLEU and chrF of each contrast over the seeds that both have translated, tested as `against` does."""
+    """BLEU and chrF of each contrast, over the seeds that both systems have translated."""
+    texts = _recorded_texts(study, runs, references)
+    rows = []
+    for name, contrast in study.contrasts.items():
+        first = texts[contrast.first]
+        second = texts[contrast.second]
+        if seeds := sorted(first.keys() & second.keys()):
+            log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
+            ours = [first[seed] for seed in seeds]
+            theirs = [second[seed] for seed in seeds]
+            for row in against(ours, theirs)["metrics"]:
+                rows.append({"contrast": name, "n": len(seeds)} | row)
+    rows.sort(key=lambda row: row["metric"])  # the contrasts of a metric keep their order
+    for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
+        judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
+        for name, adjusted in holm({name: row[p] for name, row in judged.items()}).items():
+            judged[name][f"{p}_holm"] = adjusted
+    return rows
+
+
+def _recorded_texts(
+    study: Study, runs: list[Run], references: Path
+) -> dict[str, dict[int, RunningText]]:
+    """System → seed → its translation of the test set, with the references."""
     texts: dict[str, dict[int, RunningText]] = {name: {} for name in study.systems}
     target = read_lines(references)
     outputs = outputs_of(runs[0].records)
@@ -300,31 +350,17 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[
         texts[run.system][run.seed] = running_text(
             Texts(lines, [target], recipe.data.target or "de")
         )
-    rows = []
-    for name, contrast in study.contrasts.items():
-        first = texts[contrast.first]
-        second = texts[contrast.second]
-        if seeds := sorted(first.keys() & second.keys()):
-            log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
-            ours = [first[seed] for seed in seeds]
-            theirs = [second[seed] for seed in seeds]
-            for row in against(ours, theirs)["metrics"]:
-                rows.append({"contrast": name, "n": len(seeds)} | row)
-    rows.sort(key=lambda row: row["metric"])  # each metric's contrasts in their order
-    for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
-        judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
-        for name, adjusted in holm({name: row[p] for name, row in judged.items()}).items():
-            judged[name][f"{p}_holm"] = adjusted
-    return rows
+    return texts
 
 
 def _attention(run: Run) -> dict[str, Any]:
-    """Its MACs, for a sample of a language model, or a pair of 20 and 20 tokens; how large it starts.
+    """The cost of the attention of a run's model: MACs, size of its output before training, bytes of cache.
 
-    Language models have their bytes of cache, too. In a translation most of the cache are the memory's keys.
+    MACs are those of a sample of a language model, or of a sentence pair with 20 + 20 tokens. Translation
+    models have no "cache_bytes", because most of their cache are the keys of cross-attention.
     """
     recipe = run.load()
-    training = check_flags(recipe)  # before its flags build a model
+    training = check_flags(recipe)  # before a model is built with the flags
     length = getattr(training, "tokens_per_sample", 20)
     words = flags(recipe.model.as_flags() | {"arch": None})
     sizes = dict(_attention_of(recipe.model.arch, length, tuple(words)))
@@ -335,9 +371,9 @@ def _attention(run: Run) -> dict[str, Any]:
 
 @functools.lru_cache(maxsize=64)
 def _attention_of(arch: str, length: int, words: tuple[str, ...]) -> dict[str, Any]:
-    """Systems that differ in their training alone have one model, which is built once."""
+    """The same for an architecture with flags; systems that differ only in training share the result."""
     cost = complexity(arch, 1000, length, length, "shared", list(words))
-    # Beyond that processors differ
+    # Further digits differ between processors
     branch = round(branch_size(arch, 1000, "shared", list(words)), 6)
     return {
         "attention_macs": cost.attention_macs,

@@ -66,7 +66,12 @@ TRANSLATION_COLUMNS = (
     Column("p_seeds_holm", "p, seeds", ".3g"),
     Column("p_holm", "p, sentences", ".3g"),
 )
-# Part of a report → its heading.
+TRANSLATION_HEADING = (
+    'The system is better if the difference is positive. The interval and "p, seeds" are those of a paired t '
+    'test over seeds. "p, sentences" is that of approximate randomisation: it covers the choice of test '
+    "sentences, but not chance in training. Both p are corrected for all contrasts of a metric (Holm)."
+)
+# Part of a report → its heading
 HEADINGS = {
     "contrasts": "## Contrasts",
     "at_equal_training_loss": "## Contrasts at equal training loss",
@@ -76,86 +81,95 @@ HEADINGS = {
 
 
 def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
-    """The report as tables, for a terminal or as Markdown."""
-    base = content["systems"][0]
-    labels = {name: system.label for name, system in study.systems.items()}
-    systems = []
-    for row in content["systems"]:
-        cost = row["attention_macs"] / base["attention_macs"]
-        start = row["branch"] / base["branch"]
-        systems.append(dict(row, cost=cost, start=start, diverged=row["diverged"] or None))
+    """The report as text with tables.
+
+    Args:
+        study: the study, with its labels and settings.
+        content: the report's data, as `report` returns it.
+        markdown: whether the text is Markdown, not for a terminal.
+    """
+    seeds = _equal_seeds(content)
+    blocks = [*_introduction(study, content, seeds), _systems(content, seeds)]
+    for key, text in CONTRAST_HEADINGS.items():
+        if rows := content.get(key):
+            table = _contrasts(study, rows, seeds)
+            blocks += [HEADINGS[key], text.format(margin=study.margin), table]
+    if rows := content.get("cache"):
+        blocks += [HEADINGS["cache"], CACHE_HEADING, _caches(rows)]
+    if rows := content.get("translations"):
+        signatures = f"{rows[0]['signature']}, {rows[-1]['signature']}"
+        lines = [dict(row, interval=interval_of(row)) for row in rows]
+        table = Table(_columns(TRANSLATION_COLUMNS, seeds), lines)
+        blocks += [HEADINGS["translations"], f"{TRANSLATION_HEADING} {signatures}", table]
+    blocks += ["## Runs", _made_by(content["made_by"])]
+    return page(blocks, markdown)
+
+
+def _introduction(study: Study, content: dict[str, Any], seeds: int | None) -> list[str | Table]:
+    """The question, and what the columns of the first table mean."""
     measure = "that of the last validation"
     if study.last > 1:
         measure = f"the mean of the last {study.last} validations"
     if "unknown" in content:
         measure += f", of text with {content['unknown']:.2%} <unk>"
-    seeds = _equal_seeds(content)
-    of_seeds = "" if seeds is None else f", {seeds} seeds of each system"
-    blocks: list[str | Table] = [
+    seeds_text = "" if seeds is None else f", {seeds} seeds of each system"
+    return [
         f"# {study.question}",
-        f"{content['runs']} of {content['planned']} runs of `{study.study}`{of_seeds}. Bits are those of the "
-        f"validation loss, {measure}. Ratios are to the first system; that of tokens/s is the median over "
-        "seeds. Initial output: the size of attention's output before training.",
-        Table(_columns(SYSTEM_COLUMNS, seeds), systems),
+        f"{content['runs']} of {content['planned']} runs of `{study.study}`{seeds_text}. Bits are those of "
+        f"the validation loss, {measure}. Ratios are to the first system; that of tokens/s is the median "
+        "over seeds. Initial output: the size of attention's output before training.",
     ]
-    for key, text in CONTRAST_HEADINGS.items():
-        if rows := content.get(key):
-            lines = []
-            for row in rows:
-                names = {"first": labels[row["first"]], "second": labels[row["second"]]}
-                lines.append(dict(row, interval=interval_of(row, 4)) | names)
-            blocks += [
-                HEADINGS[key],
-                text.format(margin=study.margin),
-                Table(_columns(CONTRAST_COLUMNS, seeds), lines),
-            ]
-    if rows := content.get("cache"):
-        lines = []
-        for row in rows:
-            line = dict(row, interval=interval_of(row, 4))
-            ratios = []
-            for condition, ratio in row["decoding"].items():
-                ratios.append(f"{ratio:.2f} ({condition})")
-            line["decoding"] = "; ".join(ratios)
-            line["pareto"] = "yes" if row["is_pareto_optimal"] else ""
-            lines.append(line)
-        blocks += [HEADINGS["cache"], CACHE_HEADING, Table(CACHE_COLUMNS, lines)]
-    if rows := content.get("translations"):
-        blocks += [
-            HEADINGS["translations"],
-            'The system is better if the difference is positive. The interval and "p, seeds" are those of a '
-            'paired t test over seeds. "p, sentences" is that of approximate randomisation: it covers the '
-            "choice of test sentences, but not chance in training. Both p are corrected for all contrasts "
-            f"of a metric (Holm). {rows[0]['signature']}, {rows[-1]['signature']}",
-            Table(
-                _columns(TRANSLATION_COLUMNS, seeds),
-                [dict(row, interval=interval_of(row)) for row in rows],
-            ),
-        ]
-    blocks += ["## Runs", _made_by(content["made_by"])]
-    return page(blocks, markdown)
+
+
+def _systems(content: dict[str, Any], seeds: int | None) -> Table:
+    base = content["systems"][0]
+    lines = []
+    for row in content["systems"]:
+        cost = row["attention_macs"] / base["attention_macs"]
+        start = row["branch"] / base["branch"]
+        lines.append(dict(row, cost=cost, start=start, diverged=row["diverged"] or None))
+    return Table(_columns(SYSTEM_COLUMNS, seeds), lines)
+
+
+def _contrasts(study: Study, rows: list[dict[str, Any]], seeds: int | None) -> Table:
+    lines = []
+    for row in rows:
+        labels = {side: study.systems[row[side]].label for side in ("first", "second")}
+        lines.append(dict(row, interval=interval_of(row, 4)) | labels)
+    return Table(_columns(CONTRAST_COLUMNS, seeds), lines)
+
+
+def _caches(rows: list[dict[str, Any]]) -> Table:
+    lines = []
+    for row in rows:
+        ratios = []
+        for condition, ratio in row["decoding"].items():
+            ratios.append(f"{ratio:.2f} ({condition})")
+        cells = {"interval": interval_of(row, 4), "decoding": "; ".join(ratios)}
+        lines.append(row | cells | {"pareto": "yes" if row["is_pareto_optimal"] else ""})
+    return Table(CACHE_COLUMNS, lines)
 
 
 def _equal_seeds(content: dict[str, Any]) -> int | None:
-    """The number of seeds of every row of a report, or None if rows differ in it."""
+    """The number of seeds if all rows of all tables have the same number, else None."""
     tables = [content.get(key, []) for key in ("systems", *HEADINGS)]
     numbers = {row["n"] for rows in tables for row in rows if "n" in row}
     return numbers.pop() if len(numbers) == 1 else None
 
 
 def _columns(columns: tuple[Column, ...], seeds: int | None) -> list[Column]:
-    """The columns of a table, without that of seeds if the report says their number."""
+    """The columns of a table, without the one for the number of seeds if the introduction states it."""
     return [column for column in columns if seeds is None or column.key != "n"]
 
 
 def _made_by(values: dict[str, dict[str, list[int]]]) -> str:
-    """A list of commits, machines and precisions; with their seeds, if there is more than one."""
+    """A list of commits, machines and precisions; if there are several, each with its seeds."""
     lines = []
     for key in ("commit", "hardware", "precision"):
-        of_value = values[key]
-        for value, seeds in of_value.items():
+        seeds_by_value = values[key]
+        for value, seeds in seeds_by_value.items():
             line = f"- {key}: {value}"
-            if len(of_value) > 1:
+            if len(seeds_by_value) > 1:
                 line += f" (seeds {', '.join(map(str, seeds))})"
             lines.append(line)
     return "\n".join(lines)

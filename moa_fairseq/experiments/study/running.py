@@ -49,9 +49,9 @@ class Place(NamedTuple):
 
     Args:
         study: the study.
-        folders: the folder of its run folders.
-        data: --data of its recipes.
-        gpus: of each run; 0 for the CPU.
+        folders: the folder that contains the run folders.
+        data: the data folder that each recipe gets as --data, or None.
+        gpus: the number of GPUs for each run; 0 for the CPU.
     """
 
     study: Study
@@ -60,10 +60,10 @@ class Place(NamedTuple):
     gpus: int
 
     def conditions(self, run: Run) -> dict[str, str]:
-        """Properties that all runs of one block share: devices with threads, and the precision."""
+        """The properties that all runs of a block must share: devices with threads, and the precision."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
-        if devices.gpus > 1:  # as many as can share its updates
+        if devices.gpus > 1:  # a small batch leaves some of them out
             recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
         precision = precision_name(recipe.train.precision, devices, recipe.model)
         return {
@@ -72,55 +72,92 @@ class Place(NamedTuple):
         }
 
     def trained(self, run: Run) -> dict[str, Any] | None:
-        """Provenance of the training in a run's folder, from its record; None if there is nothing yet."""
+        """The provenance of the training in a run's folder; None if there is no checkpoint yet."""
         checkpoints = self.folders / run.name / "checkpoints"
         if not any(checkpoints.glob("*.pt")):
             return None
         return _made_by(maker(self.folders / run.name, run.load(), checkpoints))
 
 
+class Trained(NamedTuple):
+    """A run that was trained, perhaps on another machine.
+
+    Args:
+        run: the run.
+        made_by: the provenance of its training, with the keys of a record.
+    """
+
+    run: Run
+    made_by: dict[str, Any]
+
+
+class Outcome(NamedTuple):
+    """What a training led to.
+
+    Args:
+        made_by: the provenance of the training, with the keys of a record.
+        curve: its validations, as `curve_of` returns them.
+        has_diverged: whether the training ended because it diverged.
+    """
+
+    made_by: dict[str, Any]
+    curve: list[dict[str, Any]]
+    has_diverged: bool
+
+
 def open_runs(runs: list[Run], place: Place) -> list[Run]:
     """The runs that have no record yet and can be made here.
 
-    Compared runs differ in one thing only: runs of a block that was started on another kind of machine, or in
-    another precision, are left out, with a warning. Raises UserError if another commit made the records,
-    if they are of data with another content, if --data was prepared with other values than a recipe's, and
-    if a remaining system has an unknown flag, or flags that make no model: a mistake in a later system is
-    found before the first is trained.
+    Compared runs may differ in one thing only, so the runs of a block that was started on another kind of
+    machine, or in another precision, are left out, with a warning. All systems are checked before the first
+    is trained.
+
+    Args:
+        runs: all runs of the study.
+        place: the folders, data and devices.
+
+    Raises:
+        UserError: if another commit made the records, if they belong to data with another content, if --data
+            was prepared with other values than those of a recipe, or if a remaining system has an unknown
+            flag or flags that make no model.
     """
-    prepared = place.data.parent if place.data and place.data.name == "binarised" else place.data
-    binarised = prepared and prepared / "binarised"
-    if place.data and is_binarised(place.data):
-        binarised = place.data
-    if prepared and (prepared / "manifest.json").is_file():
-        _check_values(runs, place, prepared)
+    digest = _check_data(runs, place)
     records = fitting_records(place.study, runs, strict=True)
-    finished = []
+    trained = []
     for run in runs:
         made_by = records.get(run.name) or place.trained(run)
         if made_by is not None:
-            finished.append((run, made_by))
+            trained.append(Trained(run, made_by))
     current_commit = commit()
-    digest = content_digest(binarised) if binarised and is_binarised(binarised) else None
-    for run, made_by in finished:
+    for run, made_by in trained:
         _check_commit(run, made_by, place, current_commit)
         _check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
-    incomplete_runs = [(run, made) for run, made in finished if run.block in incomplete]
-    elsewhere = _made_elsewhere(incomplete_runs, place)
+    elsewhere = _made_elsewhere([each for each in trained if each.run.block in incomplete], place)
     remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in remaining}.values():
         try:
             recipe = run.load()
             check_flags(recipe)
             workload(recipe, None)  # builds the model, without weights
-        except UserError as error:  # any: the system is named with it
+        except UserError as error:  # any: the message needs the system's name
             raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
     return remaining
 
 
+def _check_data(runs: list[Run], place: Place) -> str | None:
+    """Check that --data was prepared as the recipes ask; the digest of its content, if it is binarised."""
+    if place.data is None:
+        return None
+    prepared = place.data.parent if place.data.name == "binarised" else place.data
+    binarised = place.data if is_binarised(place.data) else prepared / "binarised"
+    if (prepared / "manifest.json").is_file():
+        _check_values(runs, place, prepared)
+    return content_digest(binarised) if is_binarised(binarised) else None
+
+
 def _made_by(made: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that says what made the run, as of `maker`."""
+    """The part of a record that says what made the run, from what `maker` returns."""
     record = selected(made, ("precision", "data", "versions", "commit", "date"))
     if made.get("hardware"):
         record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
@@ -128,7 +165,7 @@ def _made_by(made: dict[str, Any]) -> dict[str, Any]:
 
 
 def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
-    """Check that --data was prepared with the values of each recipe."""
+    """Raise UserError if --data was prepared with other values than those of a recipe."""
     for run in {run.recipe: run for run in runs}.values():
         if differ := data_differences(run.load(), prepared, {}):
             problem = f"--data {place.data} differs from the data of {run.recipe}"
@@ -139,7 +176,7 @@ def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
 def _check_commit(
     run: Run, made_by: dict[str, Any], place: Place, current_commit: str | None
 ) -> None:
-    """Raise UserError if a run's training is of another commit, by its record or folder."""
+    """Raise UserError if another commit trained the run, according to its record or run folder."""
     recorded = made_by.get("commit")
     if recorded == current_commit:
         return
@@ -160,7 +197,7 @@ def _check_commit(
 def _check_text(
     name: str, made_by: dict[str, Any], place: Place, digest: str | None, remedy: str = ""
 ) -> None:
-    """Raise UserError if a run, by its record or folder, was trained on text of another digest."""
+    """Raise UserError if the run was trained on text with another digest, by its record or run folder."""
     recorded = made_by.get("data")
     if recorded and digest and recorded != digest:
         raise UserError(
@@ -171,17 +208,17 @@ def _check_text(
 
 
 def run_pending(runs: list[Run], place: Place) -> None:
-    """Run every run that has no record and no other worker, here or elsewhere.
+    """Make every run that has no record and that no other worker makes, on this machine or another.
 
-    Runs whose block got a record from another kind of machine in the meantime are left out.
+    Runs whose block has got a record from another kind of machine in the meantime are left out.
 
     Args:
-        runs: without a record when the work began.
-        place: folders, data and devices.
+        runs: the runs that had no record when the work began.
+        place: the folders, data and devices.
 
     Raises:
-        UserError: a training failed, and did not diverge; or the source tree has another commit than that of
-            a training or record, or the prepared data another digest.
+        UserError: if a training failed without diverging, if the source tree has another commit than a
+            training or record, or if the prepared data has another digest.
     """
     with disk_errors(place.folders):
         place.folders.mkdir(parents=True, exist_ok=True)
@@ -206,48 +243,47 @@ def run_pending(runs: list[Run], place: Place) -> None:
 def _block_elsewhere(
     run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], place: Place
 ) -> set[tuple[int, str]]:
-    """The run's block, if it cannot be continued here. Raises UserError if a run is of another commit."""
-    finished = []
+    """The run's block, if it cannot be continued here; a UserError if another commit trained a run."""
+    trained = []
     for other_run in runs:
         if record := records.get((other_run.system, other_run.seed)):
-            finished.append((other_run, record.content))
-    if (trained := place.trained(run)) is not None:
-        finished.append((run, trained))
+            trained.append(Trained(other_run, record.content))
+    if (made_by := place.trained(run)) is not None:
+        trained.append(Trained(run, made_by))
     current_commit = commit()
-    for other_run, made_by in finished:
-        _check_commit(other_run, made_by, place, current_commit)
-    of_block = [(other, made_by) for other, made_by in finished if other.block == run.block]
-    return _made_elsewhere(of_block, place)
+    for each in trained:
+        _check_commit(*each, place, current_commit)
+    return _made_elsewhere([each for each in trained if each.run.block == run.block], place)
 
 
 @contextlib.contextmanager
 def _alone(file: Path) -> Iterator[bool]:
-    """Hold a file's lock; yields False if another worker has it. Raises UserError if locks do not work."""
+    """Hold a file's lock; yield False if another worker holds it. Raise UserError if locks do not work."""
     with contextlib.ExitStack() as stack:
         try:
             with disk_errors(file):
                 stack.enter_context(portalocker.Lock(file, "a", timeout=0))
             alone = True
-        except portalocker.LockException as error:  # held by another, or no locks at all
+        except portalocker.LockException as error:  # another worker holds it, or there are no locks
             refuse_without_locks(file, error)
             alone = False
         yield alone
 
 
-def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set[tuple[int, str]]:
-    """The blocks of these runs with records that cannot be continued here; a warning lists each.
+def _made_elsewhere(trained: list[Trained], place: Place) -> set[tuple[int, str]]:
+    """The blocks of these runs that cannot be continued here; a warning names each.
 
-    Compared runs differ in one thing only, so a block has one kind of machine and one precision.
+    Compared runs may differ in one thing only, so a block needs one kind of machine and one precision.
     """
     elsewhere: set[tuple[int, str]] = set()
     conditions: dict[str, dict[str, str]] = {}
-    for run, record in made:
+    for run, made_by in trained:
         if run.block in elsewhere:
             continue
-        if run.system not in conditions:  # they are the same with every seed
+        if run.system not in conditions:  # the conditions do not depend on the seed
             conditions[run.system] = place.conditions(run)
         current = conditions[run.system]
-        before = {key: record.get(key, current[key]) for key in current}
+        before = {key: made_by.get(key, current[key]) for key in current}
         if before != current:
             elsewhere.add(run.block)
             words = (", ".join(before.values()), ", ".join(current.values()))
@@ -258,28 +294,33 @@ def _made_elsewhere(made: list[tuple[Run, dict[str, Any]]], place: Place) -> set
 
 
 def _carry_out(run: Run, place: Place) -> None:
-    """Train, and write the record. Raises UserError if training fails, unless it diverged."""
+    """Train, and append the record. Raise UserError if the training fails without diverging."""
     command = _command(run, place)
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     settings = settings_of(run, place.study.stage)
-    made_by, curve, diverged = _train(run, place, command, environment, settings)
+    made_by, curve, has_diverged = _train(run, place, command, environment, settings)
     folder = place.folders / run.name
     scores = {}
-    if place.study.stage == "all" and not diverged:
+    if place.study.stage == "all" and not has_diverged:
         scores = saved_json(folder / "result.json")
     data = prepared_data(folder)
     for path in folder.glob("generate-*.txt") if scores else ():
         subset = path.stem.removeprefix("generate-")
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
-    record: dict[str, Any] = {"study": place.study.study, "system": run.system, "seed": run.seed}
-    record["settings"] = settings
-    record["end"] = DIVERGED if diverged or curve[-1]["valid"] is None else FINISHED
-    record["metrics"] = {}
+    metrics = {}
     if scores:
-        record["metrics"] = {scores["subset"]: scores["metrics"]} | scores["other_subsets"]
-    record["curve"] = curve
+        metrics = {scores["subset"]: scores["metrics"]} | scores["other_subsets"]
     training = read_step_records(folder).get("train", {}).get("facts") or {}
-    record["parameters"] = training.get("parameters")
+    record: dict[str, Any] = {
+        "study": place.study.study,
+        "system": run.system,
+        "seed": run.seed,
+        "settings": settings,
+        "end": DIVERGED if has_diverged or curve[-1]["valid"] is None else FINISHED,
+        "metrics": metrics,
+        "curve": curve,
+        "parameters": training.get("parameters"),
+    }
     record.update(summarise(folder / "train.jsonl"))
     record.update(made_by)
     if data:
@@ -307,25 +348,22 @@ def _train(
     command: list[str],
     environment: dict[str, str],
     settings: dict[str, Any],
-) -> tuple[dict[str, Any], list[dict[str, Any]], bool]:
-    """Run the command, and check what it made.
+) -> Outcome:
+    """Run the command, and check the training.
 
-    The digest of raw text is known only when the recipe has prepared it.
-
-    Returns:
-        Provenance of the training, its validations, and whether it diverged.
+    The check of the text comes last, because raw text has a digest only when the recipe has prepared it.
 
     Raises:
-        UserError: if training fails without diverging, the commit changed, runs with the same data settings
-            have records of other text, or no validation was logged.
+        UserError: if the training fails without diverging, if the commit changed, if a record of a run with
+            the same data settings has another text, or if no validation was logged.
     """
     folder = place.folders / run.name
-    diverged = False
+    has_diverged = False
     start_commit = commit()
     try:
         Executor(environment).run(command, folder / "study.log")
     except Diverged:
-        diverged = True
+        has_diverged = True
     except UserError as error:  # of the recipe; a study adds the remedy for the run
         remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
@@ -336,10 +374,10 @@ def _train(
             name = f"{system}-seed{seed}"
             _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
-    if not (curve or diverged):
+    if not (curve or has_diverged):
         problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"
         raise UserError(f"{problem}. Restore the file, or start this run over without {folder}.")
-    return made_by, curve, diverged
+    return Outcome(made_by, curve, has_diverged)
 
 
 def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
@@ -347,7 +385,7 @@ def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
 
 
 def _without_machine(word: str) -> str:
-    """A word of a command; of a folder outside the working one the name, for no other machine has it."""
+    """A word of a command; a path outside the working folder becomes its name, as it is this machine's."""
     path = Path(word)
     if not path.is_absolute():
         return word
@@ -357,7 +395,7 @@ def _without_machine(word: str) -> str:
 
 
 def _unknown(run: Run, data: Path) -> float:
-    """The share of <unk> in the validation text of the losses."""
+    """The share of <unk> in the target side of the validation text."""
     section = run.load().data
     languages = tuple(filter(None, (section.source, section.target)))
     *_, target = count_symbols(data, languages, ["valid"]).values()
@@ -365,7 +403,15 @@ def _unknown(run: Run, data: Path) -> float:
 
 
 def curve_of(path: Path) -> list[dict[str, Any]]:
-    """The validations of a train.jsonl: updates, loss in bits, mean training loss since the one before."""
+    """The validations in a log.
+
+    Args:
+        path: a train.jsonl.
+
+    Returns:
+        For each validation "updates", "valid", the loss in bits (None if it is not finite), and "train", the
+        mean of the training losses that were logged since the validation before.
+    """
     rows: list[dict[str, Any]] = []
     train: list[float] = []
     for record in read_records(path):

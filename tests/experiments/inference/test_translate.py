@@ -350,7 +350,7 @@ def test_only_text_that_was_tokenised_here_is_detokenised():
 def test_a_penalty_of_zero_is_a_penalty(tmp_path, given, used):
     """What is said counts before the recipe, whose other values stay."""
     (tmp_path / "recipe.yaml").write_text(yaml.safe_dump({"generate": RECIPE["generate"]}))
-    found = generation(SimpleNamespace(run_dir=tmp_path, beam=given[0], lenpen=given[1]))
+    found = generation(tmp_path, *given)
     assert (found["beam"], found["lenpen"], found["max_len_b"]) == (*used, 6)
 
 

@@ -66,7 +66,7 @@ def test_a_system_is_pareto_optimal_if_none_with_as_little_cache_is_better(tmp_p
     optimal = [(row["system"], row["is_pareto_optimal"]) for row in rows]
     assert optimal == [("C", True), ("B", False), ("D", False), ("A", True)]
     content = {"systems": systems, "cache": rows}
-    (panel,) = pictures._loss_against_cache(study, content, {"": ("black", "o")}).axes
+    (panel,) = pictures._loss_against_cache(content, {"": ("black", "o")}).axes
     (line,) = (line for line in panel.lines if line.get_drawstyle() == "steps-post")
     np.testing.assert_allclose(line.get_xydata(), [(64, 0.1), (256, 0)])
 
