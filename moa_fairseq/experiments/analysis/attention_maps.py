@@ -198,7 +198,7 @@ def pass_with_weights(
         if not isinstance(module, (Attention, MultiheadAttention)):
             continue
         if isinstance(module, MultiheadAttention):
-            module.skip_embed_dim_check = True  # its other path averages over the heads
+            module.skip_embed_dim_check = True  # else fairseq averages the weights over the heads
 
         def ask(
             module: nn.Module, args: tuple, kwargs: dict[str, Any]

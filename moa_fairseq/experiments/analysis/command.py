@@ -34,14 +34,14 @@ from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.files import checksum, refuse_overwriting
 
-# Each module: NAME, SUMMARY, a docstring for --help, add_arguments(parser) and analyze, which returns an
-# Analysis: analyze(args) of logs, analyze(args, model, task) of a trained model.
+# Each module has NAME, SUMMARY, a docstring for --help, add_arguments(parser), and analyze, which returns an
+# Analysis: analyze(args) for logs, analyze(args, model, task) for a trained model
 KINDS = (learning_curve, expert_load, gates, expert_tokens, attention_maps, induction_heads)
 OF_LOGS = (learning_curve,)
 OF_RANDOM_TEXT = (induction_heads,)
 WITHOUT_PICTURE = (expert_tokens,)
 
-# what a recipe writes into its run folder
+# The files that a recipe writes into its run folder
 OF_A_RUN = ("*.pt", "checkpoints/*", "*.json", "*.jsonl", "*.yaml", "*.txt")
 
 

@@ -43,8 +43,8 @@ from moa_fairseq.text.subwords import join_subwords
 
 NAME = "expert-tokens"
 SUMMARY = "the most indicative tokens of each expert, by PMI (MAE Table 6)"
-BEGINS = "\u2581"  # a SentencePiece piece that begins a word
-CONTINUES = "@@"  # at the end of a BPE piece: the next piece belongs to the same word
+BEGINS = "\u2581"  # the first character of a SentencePiece piece that begins a word
+CONTINUES = "@@"  # the end of a BPE piece whose word continues in the next piece
 
 Segmenter = Callable[[Sequence[str | None]], Iterator[tuple[str, list[int]]]]
 
@@ -316,9 +316,8 @@ def _lists(report: dict[str, Any]) -> list[str]:
     for expert, (share, tokens) in enumerate(zip(report["shares"], report["tokens"])):
         texts = []
         for token in tokens:
-            text = token[
-                "token"
-            ]  # in quotes if it has spaces or characters that a reader would not see
+            text = token["token"]
+            # Quotes show spaces, and characters that a reader would not see
             if not (text == text.strip() and text.isprintable()):
                 text = repr(text)
             texts.append(f"{text} ({token['pmi']:.2f})")

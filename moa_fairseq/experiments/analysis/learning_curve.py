@@ -172,7 +172,7 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
 
 def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
     try:
-        # the value may be infinite
+        # `finite` would drop an infinite value, which counts here
         position = int(float(updates))
         number = float(value)
     except (TypeError, ValueError, OverflowError):
@@ -239,7 +239,7 @@ def _unit_of_time(curves: Sequence[LearningCurve]) -> tuple[str, int]:
             if point.seconds is None:
                 return "", 0
             longest = max(longest, point.seconds)
-    if longest < 60:  # the clock counts whole seconds
+    if longest < 60:  # the clock's whole seconds are too coarse
         return "", 0
     return ("hours", 3600) if longest >= 2 * 3600 else ("minutes", 60)
 

@@ -37,7 +37,7 @@ from moa_fairseq.plugin.families import FAMILIES
 from moa_fairseq.plugin.patches.malformed_checkpoints import explaining
 
 TARGETS = ("moh", "mae", DENSE)
-FAIRSEQ = "fairseq"  # from a folder of transformers
+FAIRSEQ = "fairseq"  # the value of --to that converts a folder of transformers
 
 
 class Conversion(NamedTuple):
@@ -105,7 +105,7 @@ def convert(
     precisions = {tensor.dtype for tensor in floats}
     for half in precisions & {torch.float16, torch.bfloat16}:
         for name, parameter in target.named_parameters():
-            # New routers and gates stay float32
+            # New routers and gates stay in float32
             if not set(name.split(".")) & set(weights.OF_ROUTING):
                 parameter.data = parameter.data.to(half)
     result = dict(target.state_dict())  # tied weights stay tied

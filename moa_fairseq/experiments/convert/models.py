@@ -192,7 +192,9 @@ def settings_for(
         common.pop(field, None)
     if family != DENSE:
         positions = getattr(settings, "positions", None)
-        if job == "causal LM" and positions is None:  # an architecture may have others
+        if (
+            job == "causal LM" and positions is None
+        ):  # the new architecture may have another default
             positions = "sinusoidal"
             if common.get("decoder_learned_pos"):
                 positions = "learned"

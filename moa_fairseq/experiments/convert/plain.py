@@ -20,13 +20,10 @@ from moa_fairseq.layers.transformer_layer import ACTIVATIONS, StackSettings
 from moa_fairseq.plugin.families import settings_of
 
 WEIGHTS = "model.safetensors"
-TOLERANCE = (
-    1e-6  # of logits in float64, relative to the largest; those of equal models differ by 1e-13
-)
-_NO_WEIGHTS = (
-    ".version",
-    "._float_tensor",
-)  # endings of names in fairseq's state that are no weights
+# Of logits in float64, relative to the largest; the logits of equal models differ by 1e-13
+TOLERANCE = 1e-6
+# Endings of names in fairseq's state that are no weights
+_NO_WEIGHTS = (".version", "._float_tensor")
 # Settings that change a model's outputs or its training, and that the plain model lacks → the value for "off"
 _REFUSED: dict[str, Any] = {
     "base_layers": 0,

@@ -108,9 +108,8 @@ def _fill_heads(attention: MixtureOfHeads) -> str | None:
     routed = attention.num_heads - attention.shared_heads
     every_head = attention.experts_per_token == routed
     if not router.reads_queries:
-        if (
-            every_head
-        ):  # if only some heads were chosen, equal logits would leave the choice to chance
+        # If only some heads were chosen, equal logits would leave the choice to chance
+        if every_head:
             nn.init.zeros_(router.projection.weight)
         attention.out_proj.weight *= 1 / _even_gates(attention).repeat_interleave(
             attention.head_dim

@@ -58,7 +58,8 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols."
         )
-    # fairseq's source begins with one symbol more than the text; it measures the longest line of a batch
+    # max_len_b is one less than --tokens, because fairseq counts one symbol more than the text has. The limit
+    # is that of the longest line of a batch
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
     if args.sample:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))

@@ -42,17 +42,14 @@ from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
 
 log = logging.getLogger(__name__)
 _RESULT = "result.json"
-# Of its values that are taken apart for the card
-_KINDS = {
-    "metrics": MAPPING,
-    "versions": MAPPING,
-}
+# Values of _RESULT that the card shows by their parts
+_KINDS = {"metrics": MAPPING, "versions": MAPPING}
 _REMEDY = "Run the recipe again."
 _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 
 def models_folder() -> Path:
-    """Where `--model NAME` looks: $MOA_FAIRSEQ_MODELS, else `models` in the cache of this package."""
+    """The folder of exported models: $MOA_FAIRSEQ_MODELS, else `models` in the cache of this package."""
     folder = os.environ.get("MOA_FAIRSEQ_MODELS")
     if folder:
         return Path(folder)
@@ -63,10 +60,10 @@ def named_model(name: str) -> Path:
     """The folder of an exported model.
 
     Args:
-        name: of a folder in `models_folder()`.
+        name: the name of a folder in `models_folder()`.
 
     Raises:
-        UserError: for a path, and for a model that is not there: where it is looked for, and what makes it.
+        UserError: for a path instead of a name, and for a model that does not exist.
     """
     if not name:
         raise UserError("--model is empty. Give the name of an exported model.")
@@ -104,8 +101,8 @@ def run(args: argparse.Namespace) -> int:
     """Write the folder, whole or not at all.
 
     Raises:
-        UserError: for a run without a model, a text or a recipe, for weights that half precision cannot hold,
-            and for a folder that is there.
+        UserError: for a run without a model, text or recipe, for weights that are too large for half
+            precision, and for a folder that already exists.
     """
     if os.path.lexists(args.folder):
         raise UserError(
@@ -151,7 +148,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
-    """The checkpoint without the optimizer, its weights in fp16; tensors that were one tensor stay one."""
+    """The checkpoint without the optimizer, with weights in fp16; tied weights stay tied."""
     model: dict[str, torch.Tensor] = {}
     for name, leader in shared_storage(state["model"]).items():
         tensor = state["model"][name]
@@ -162,7 +159,7 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
         if not torch.equal(model[name].isfinite(), tensor.isfinite()):
             raise UserError(f"{path}: {name} has numbers beyond 65,504, too large for fp16.")
     if isinstance(state.get("extra_state"), dict):
-        state["extra_state"].pop("carried_context", None)  # of a training that goes on
+        state["extra_state"].pop("carried_context", None)  # only a resumed training needs it
     return dict(state, model=model, last_optimizer_state=None)
 
 
@@ -189,7 +186,7 @@ def _card(
     lines = [f"# {name}", "", recipe.summary, "", "| | |", "| --- | --- |"]
     for key, value in rows.items():
         if value not in (None, ""):
-            escaped = " ".join(str(value).split()).replace("|", "\\|")  # as in a signature
+            escaped = " ".join(str(value).split()).replace("|", "\\|")  # signatures have bars
             lines.append(f"| {key} | {escaped} |")
     if not result:
         lines += ["", "It was not scored."]

@@ -1,4 +1,4 @@
-"""A causal language model of fairseq as a model of lm-evaluation-harness, with the run's own segmentation."""
+"""A causal language model of fairseq as a model of lm-evaluation-harness, with its run's segmentation."""
 
 from __future__ import annotations
 
@@ -17,15 +17,15 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.inference.text_codec import PieceCodec
 from moa_fairseq.experiments.inference.text_model import TextModel
 
-_LOGITS = 1 << 25  # numbers of the output layer that are held at once
+_LOGITS = 1 << 25  # the largest number of logits in memory at once
 
 
 class Read(NamedTuple):
-    """What a model says of the last n symbols of a text.
+    """A model's predictions of the last n symbols of a text.
 
     Args:
-        log_probs: natural logarithm of the probability of each of them, [n].
-        likeliest: the symbol that was likeliest in each place, [n] int64.
+        log_probs: the natural logarithm of the probability of each symbol, [n].
+        likeliest: the likeliest symbol at each position, [n] int64.
     """
 
     log_probs: Tensor
@@ -33,16 +33,16 @@ class Read(NamedTuple):
 
 
 class HarnessModel(TemplateLM):
-    """What lm_eval asks of a model: log-probabilities of continuations and texts, and greedy generation.
+    """The model that lm_eval calls: log-probabilities of continuations and texts, and greedy generation.
 
-    Every text begins behind `</s>`, as in training and in fairseq-eval-lm. A model that carries a context
-    (--carried-chunks) reads a text of any length in chunks of --tokens-per-sample symbols, from its
-    beginning. Another one reads at most that many: of a longer context the end, of a longer text (rolling)
-    one window after the other.
+    Every text follows `</s>`, as in training and in fairseq-eval-lm. A model that carries a context
+    (--carried-chunks) reads a text of any length from its beginning, in chunks of --tokens-per-sample
+    symbols. Any other model reads at most that many symbols: the end of a longer context, and the windows of
+    a longer text one after the other.
 
     Args:
-        model: a run, as `text_model.load` gives it.
-        max_tokens: symbols of a batch, padding included.
+        model: the model, as `text_model.load` returns it.
+        max_tokens: the largest number of symbols of a batch, including padding.
     """
 
     def __init__(self, model: TextModel, max_tokens: int = 4096):
@@ -55,7 +55,8 @@ class HarnessModel(TemplateLM):
         self.carries_context = getattr(self.network.decoder, "context", None) is not None
         if not self.carries_context:
             self.chunk = min(self.chunk, self.network.max_positions())
-        self.has_lines = not isinstance(model.codec, PieceCodec)  # pieces forget where a line ends
+        # Pieces have no symbol for the end of a line
+        self.has_lines = not isinstance(model.codec, PieceCodec)
 
     @property
     def eot_token_id(self) -> int:
@@ -64,11 +65,11 @@ class HarnessModel(TemplateLM):
     def tok_encode(
         self, string: str, add_special_tokens: bool | None = None, **kwargs: Any
     ) -> list[int]:
-        """The symbols of a text, without `</s>` around it; one that the dictionary lacks is `<unk>`.
+        """The symbols of a text, without `</s>` around it; `<unk>` for symbols that the dictionary lacks.
 
         Args:
-            string: raw text. A line feed is `</s>`, the end of a line, for words and bytes.
-            add_special_tokens, kwargs: of other models of lm_eval.
+            string: raw text. For words and bytes, a line feed becomes `</s>`, the end of a line.
+            add_special_tokens, kwargs: lm_eval passes them to all models; they have no effect here.
         """
         borders = {self.dictionary.bos(), self.dictionary.pad(), self.dictionary.eos()}
         ids: list[int] = []
@@ -83,7 +84,7 @@ class HarnessModel(TemplateLM):
         return ids
 
     def tok_decode(self, ids: Sequence[int]) -> str:
-        """Symbols as raw text; `</s>` is a line feed."""
+        """The raw text of symbols; `</s>` becomes a line feed."""
         lines: list[list[str]] = [[]]
         for each in ids:
             if each == self.eot_token_id:
@@ -100,10 +101,11 @@ class HarnessModel(TemplateLM):
     ) -> list[tuple[float, bool]]:
         """For each (texts, context, continuation): Σ log p of the continuation, and whether it is greedy.
 
-        A continuation with `<unk>` is never greedy: the model cannot name such a word.
+        A continuation is greedy if each of its symbols is the likeliest. One with `<unk>` never counts as
+        greedy, because the model cannot produce such a word.
 
         Raises:
-            UserError: for a continuation without symbols, or of more than the model reads.
+            UserError: for a continuation without symbols, or with more symbols than the model reads.
         """
         windows = []
         for texts, context, continuation in requests:
@@ -134,7 +136,7 @@ class HarnessModel(TemplateLM):
         return [answers[number] for number in range(len(requests))]
 
     def loglikelihood_rolling(self, requests: list[Any], disable_tqdm: bool = False) -> list[float]:
-        """Σ log p of every text, each behind `</s>`."""
+        """Σ log p of every text, which follows `</s>`."""
         windows: list[tuple[list[int], list[int]]] = []
         owners = []
         for owner, request in enumerate(requests):
@@ -157,12 +159,13 @@ class HarnessModel(TemplateLM):
         return sums
 
     def generate_until(self, requests: list[Any], disable_tqdm: bool = False) -> list[str]:
-        """The likeliest next symbol, again and again, until one of the texts in `until` stands there.
+        """Append the likeliest symbol to each text until it has one of the stop texts in `until`.
 
-        Each symbol takes one pass over the text so far. Where pieces have no ends of lines, `</s>` ends it.
+        Each symbol takes one pass over the text so far. For pieces, which have no line ends, `</s>` also ends
+        the text.
 
         Raises:
-            UserError: for a task that draws.
+            UserError: for a task that samples its text.
         """
         rows = [[self.eot_token_id, *self.tok_encode(request.args[0])] for request in requests]
         lengths = [len(row) for row in rows]
@@ -208,14 +211,16 @@ class HarnessModel(TemplateLM):
         return texts
 
     def text_facts(self, requests: Sequence[tuple[Any, ...]]) -> dict[str, int]:
-        """How a task's texts look in the model's segmentation.
+        """Counts of a task's symbols in the segmentation of the model.
 
         Args:
-            requests: arguments of lm_eval's requests: (context, continuation), (text,), (context, settings).
+            requests: the arguments of lm_eval's requests: (context, continuation), (text,), or (context,
+                settings).
 
         Returns:
-            symbols: in all texts; unknown: those of them that are `<unk>`; requests; unknown_targets:
-            requests whose scored text has an `<unk>`; cut: requests whose context was too long for the model.
+            "requests", their number; "symbols", the number of symbols in all texts; "unknown", the number of
+            `<unk>` among them; "unknown_targets", the number of requests whose scored text has an `<unk>`;
+            "cut", the number of requests whose context is too long for the model.
         """
         facts = dict.fromkeys(("requests", "symbols", "unknown", "unknown_targets", "cut"), 0)
         unknown = self.dictionary.unk()
@@ -237,7 +242,7 @@ class HarnessModel(TemplateLM):
         return facts
 
     def _batches(self, rows: Sequence[list[int]]) -> Iterator[list[int]]:
-        """Numbers of rows, the longest first, in batches of at most max_tokens a chunk."""
+        """The indices of rows, the longest row first, in batches of at most max_tokens symbols per chunk."""
         batch: list[int] = []
         for number in sorted(range(len(rows)), key=lambda number: -len(rows[number])):
             if batch and (len(batch) + 1) * min(self.chunk, len(rows[batch[0]])) > self.max_tokens:
@@ -250,7 +255,7 @@ class HarnessModel(TemplateLM):
     def _reads(
         self, windows: Sequence[tuple[list[int], list[int]]], disable_tqdm: bool
     ) -> Iterator[tuple[int, Read]]:
-        """(number, what is said of its targets) of every (inputs, targets)."""
+        """The index of each window, (inputs, targets), with the predictions of its targets."""
         with tqdm(total=len(windows), desc="Scoring", disable=disable_tqdm or None) as bar:
             for batch in self._batches([inputs for inputs, _ in windows]):
                 inputs, targets = zip(*(windows[number] for number in batch))
@@ -259,11 +264,12 @@ class HarnessModel(TemplateLM):
 
     @torch.no_grad()
     def _read(self, inputs: Sequence[list[int]], targets: Sequence[list[int]]) -> list[Read]:
-        """What the model says of the symbols behind the last places of each row; the first row is longest.
+        """The predictions of the targets of each row.
 
         Args:
-            inputs: what the model reads, each row beginning where the text or its window does.
-            targets: as many symbols of each row as are scored; the last one follows the last input.
+            inputs: the symbols that the model reads, from the beginning of a text or of its window; the first
+                row is the longest.
+            targets: the symbols that are scored; the last one follows the last input of the row.
         """
         pieces: list[list[Read]] = [[] for _ in inputs]
         for number, start in enumerate(range(0, len(inputs[0]), self.chunk)):
@@ -292,7 +298,7 @@ class HarnessModel(TemplateLM):
         return [Read(*(torch.cat(parts) for parts in zip(*reads))) for reads in pieces]
 
     def _output(self, features: Tensor, targets: Tensor) -> Read:
-        """Of places: features [n, C], and the symbols that follow them, [n]."""
+        """The predictions at n positions, from their features, [n, C], and the symbols that follow, [n]."""
         decoder = self.network.decoder
         step = max(1, _LOGITS // len(self.dictionary))
         outputs = []

@@ -16,14 +16,14 @@ from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, Translati
 
 
 def codec_of(data: Path, kind: str) -> Any:
-    """What turns raw text into symbols and back, by a folder that `moa-fairseq prepare` or a recipe made.
+    """The codec that turns raw text into symbols and back, as the training data was prepared.
 
     Args:
-        data: the binarised folder, beside its manifest.json.
-        kind: of its data set: TRANSLATION or LANGUAGE_MODELING of `catalogue`.
+        data: a binarised folder that `moa-fairseq prepare` or a recipe made, next to its manifest.json.
+        kind: the kind of its data set, `catalogue.TRANSLATION` or `catalogue.LANGUAGE_MODELING`.
 
     Raises:
-        UserError: for a folder of another origin or kind of data, and where its merges or pieces are missing.
+        UserError: for a folder of another origin or kind of data, and if its merges or pieces are missing.
     """
     root = data.parent
     remedy = "Give text that is tokenised and segmented like the model's, with --segmented."

@@ -1,4 +1,4 @@
-"""The folder of a trained model that transformers reads: `moa_fairseq.integrations.mixture_transformer`."""
+"""Write a trained model as a folder that `moa_fairseq.integrations.mixture_transformer` reads."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ from moa_fairseq.text.codecs import (
     WordCodec,
 )
 
-_CLASSES = {  # by whether there is an encoder, and a decoder
+_CLASSES = {  # (has an encoder, has a decoder) → class in transformers
     (True, True): "MixtureTransformerForConditionalGeneration",
     (False, True): "MixtureTransformerForCausalLM",
     (True, False): "MixtureTransformerForMaskedLM",
 }
-# Settings of fairseq's criterions that the model's loss has, by the same names
+# Settings of fairseq's criterions that the configuration of the exported model has with the same names
 _LOSS = (
     "label_smoothing",
     "balance_loss",
@@ -41,12 +41,9 @@ _LOSS = (
     "aux_loss_reduce",
     "aux_loss_scale",
 )
-# Fairseq-generate's flags that generate has, and its defaults
-_SEARCH = {
-    "max_len_b": 200,
-    "min_len": 1,
-}
-_LEFT_OUT = {"skip_invalid_size_inputs_valid_test"}  # … and one that changes no answer
+# Flags of fairseq-generate that transformers' `generate` also has → fairseq's default
+_SEARCH = {"max_len_b": 200, "min_len": 1}
+_LEFT_OUT = {"skip_invalid_size_inputs_valid_test"}  # a flag that changes no translation
 _SEGMENTATIONS = {
     MergeCodec: "merges",
     PieceCodec: "pieces",
@@ -54,25 +51,26 @@ _SEGMENTATIONS = {
     Gpt2Codec: "gpt2",
     WordCodec: "words",
 }
-# The symbols around a text: fairseq's causal models begin with the end of what came before
+# Symbols before and after a text: for fairseq's causal models a text begins with the end of the text before
 _AROUND = {TRANSLATION: ([], ["</s>"]), CAUSAL_LM: (["</s>"], [])}
 log = logging.getLogger(__name__)
 
 
 def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
-    """Write the model of a run.
+    """Write the model and the tokenizer of a run.
 
     Args:
-        folder: where its files go.
-        checkpoint: of the run.
+        folder: the folder to write into.
+        checkpoint: the checkpoint of the run.
         text: the binarised folder that the run keeps, with its dictionaries.
-        recipe: of the run.
+        recipe: the recipe of the run.
 
     Returns:
         The number of parameters.
 
     Raises:
-        UserError: as `write_model`, and for flags of the beam search that `generate` does not have.
+        UserError: in the cases of `write_model`, and for flags of the beam search that transformers'
+            `generate` lacks.
     """
     generation = {"beam": 1, "lenpen": 1.0} | _SEARCH
     if recipe.generate is not None:
@@ -99,26 +97,27 @@ def write(folder: Path, checkpoint: Path, text: Path, recipe: Recipe) -> int:
 
 
 def _codec_of(text: Path, kind: str) -> Any:
-    """That of a run's text, or None with a warning."""
+    """The codec of a run's text; None, with a warning, if it cannot be made."""
     if files := bpe_files(text):
         return Gpt2Codec(*map(str, files))
     data = catalogue.TRANSLATION if kind == TRANSLATION else catalogue.LANGUAGE_MODELING
     try:
         return codec_of(text, data)
-    except UserError as error:  # text that was prepared elsewhere: the model is as good without it
+    # Another program prepared the text; the model can be used without a codec
+    except UserError as error:
         log.warning("The folder has no tokenizer. %s", error)
         return None
 
 
 def write_tokenizer(folder: Path, codec: Any, kind: str, dictionaries: Any, length: int) -> None:
-    """Write what AutoTokenizer reads: the run's symbols by id, and how it makes them of raw text.
+    """Write the files that AutoTokenizer reads: the symbols by id, and the segmentation of raw text.
 
     Args:
-        folder: where its files go.
-        codec: of `codec_of`.
-        kind: of the recipe.
-        dictionaries: fairseq's, of source and target.
-        length: how many symbols the model reads.
+        folder: the folder to write into.
+        codec: the codec that `codec_of` returns, or a `Gpt2Codec`.
+        kind: the kind of the recipe.
+        dictionaries: fairseq's dictionaries of source and target.
+        length: the largest number of symbols that the model reads.
     """
     pair = codec.segmentations if isinstance(codec, TranslationCodec) else (codec, codec)
     if isinstance(pair[0], MergeCodec):
@@ -149,8 +148,8 @@ def usage(name: str, kind: str) -> list[str]:
     """Lines of Python that load the model.
 
     Args:
-        name: of the folder.
-        kind: of the recipe.
+        name: the name of the folder.
+        kind: the kind of the recipe.
     """
     auto = {TRANSLATION: "AutoModelForSeq2SeqLM", CAUSAL_LM: "AutoModelForCausalLM"}.get(
         kind, "AutoModelForMaskedLM"
@@ -167,20 +166,20 @@ def usage(name: str, kind: str) -> list[str]:
 def write_model(
     folder: Path, model: Any, dictionary: Any, criterion: Any, generation: dict[str, Any]
 ) -> int:
-    """Write config.json, model.safetensors and, of models that generate, generation_config.json.
+    """Write config.json, model.safetensors and, for models that generate text, generation_config.json.
 
     Args:
-        folder: where they go.
-        model: fairseq's; in float64 afterwards.
-        dictionary: of what it writes.
-        criterion: the settings of the training's criterion, of which its auxiliary losses are read.
-        generation: beam, lenpen, max_len_b and min_len, as fairseq-generate takes them.
+        folder: the folder to write into.
+        model: fairseq's model, which is in float64 afterwards.
+        dictionary: the dictionary of the target.
+        criterion: the settings of the training's criterion, with those of its auxiliary losses.
+        generation: beam, lenpen, max_len_b and min_len of fairseq-generate.
 
     Returns:
         The number of parameters.
 
     Raises:
-        UserError: for a model that is not exported, and where safetensors is not installed.
+        UserError: for a model that cannot be exported, and if safetensors is not installed.
     """
     try:
         from safetensors.torch import save_file
@@ -218,12 +217,12 @@ def write_model(
             "num_beams": generation["beam"],
             "length_penalty": generation["lenpen"],
             "early_stopping": generation["beam"] > 1,
-            "max_new_tokens": generation["max_len_b"] + 1,  # with the end
+            "max_new_tokens": generation["max_len_b"] + 1,  # including </s>
             "min_new_tokens": generation["min_len"],
             "suppress_tokens": [dictionary.pad()],
         }
         write_json(folder / "generation_config.json", ids | search)
     save_file(weights, folder / WEIGHTS, metadata={"format": "pt"})
-    # safetensors lets only the owner read it; a server may run as somebody else
+    # safetensors lets only the owner read its file, but a server may run as another user
     (folder / WEIGHTS).chmod((folder / "config.json").stat().st_mode)
     return sum(map(torch.numel, weights.values()))

@@ -46,7 +46,7 @@ from moa_fairseq.files import (
 )
 
 TASKS = Path(__file__).parent / "zero_shot_tasks"
-_BOOTSTRAP = 1000  # draws for the standard error of a perplexity
+_BOOTSTRAP = 1000  # number of bootstrap samples for the standard error of a perplexity
 _REMEDY = "A recipe should have written it. Restore it, or give a checkpoint instead of the run."
 log = logging.getLogger(__name__)
 
@@ -77,7 +77,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Evaluate, write, and print. Returns the exit status."""
+    """Evaluate the model, write and print the results, and return the exit status."""
     for flag, value in (("--limit", args.limit), ("--max-tokens", args.max_tokens)):
         if value is not None and value < 1:
             raise UserError(f"{flag} {value} is less than 1.")
@@ -94,8 +94,8 @@ def run(args: argparse.Namespace) -> int:
     checkpoint, _ = checkpoint_and_data(args.run_dir, args.data)
     digest = checksum(checkpoint)
     harness = HarnessModel(model, args.max_tokens)
-    maker = provenance()  # whose answers are not gone on with by another commit
-    # lm_eval unpickles the answers that it keeps, so they never lie in a folder that is given away.
+    maker = provenance()  # the saved answers of one commit are not used by another
+    # lm_eval unpickles the answers that it saves, so they are in a private folder, not in the run folder
     request = (
         f"{digest} {model.cfg.task.data} {args.segmented} {maker['commit']} {output.absolute()}"
     )
@@ -112,14 +112,14 @@ def run(args: argparse.Namespace) -> int:
             use_cache=str(answered),
             bootstrap_iters=_BOOTSTRAP,
         )
-    except OSError as error:  # of Hugging Face's hub as well
+    except OSError as error:  # a full disk, or no connection to Hugging Face's hub
         if error.errno in DISK_FULL:
             raise as_user_error(error, output) from error
         raise UserError(
             f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
-    assert results is not None  # of the first process, and this is the only one
+    assert results is not None  # lm_eval returns None only in processes other than the first
     record = {
         "run": args.run_dir.name,
         "checkpoint": str(checkpoint),
@@ -148,10 +148,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _task_manager(names: list[str], include_path: Path | None) -> Any:
-    """lm_eval's index of tasks, of its own ones only where one of them is named: that takes ten seconds.
+    """The index of tasks; lm_eval's own tasks, which take ten seconds, are read only if one is named.
 
     Raises:
-        UserError: where lm_eval is not installed, for a folder that is not there, and for unknown tasks.
+        UserError: if lm_eval is not installed, for a folder that does not exist, and for unknown tasks.
     """
     require_lm_eval("zero-shot")
     from lm_eval.tasks import TaskManager
@@ -176,7 +176,7 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
 
 
 def _of_task(name: str, results: dict[str, Any], harness: Any) -> dict[str, Any]:
-    """lm_eval's results for a task or group, with the number of documents and how its text looks."""
+    """lm_eval's results for a task or group; for a task also the number of documents and `text_facts`."""
     task: dict[str, Any] = {"version": results["versions"].get(name), "metrics": {}}
     for key, value in results["results"][name].items():
         metric = key.removesuffix(",none")
@@ -212,7 +212,7 @@ def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
 
 
 def _shown(record: dict[str, Any]) -> str:
-    """The tasks as a table; warnings name those whose answers have unknown words, or were cut."""
+    """The tasks as a table; warnings name tasks with unknown words in answers, or with cut contexts."""
     columns = [
         Column("task", "Task", once=True),
         Column("metric", "Metric"),

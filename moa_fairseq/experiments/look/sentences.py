@@ -30,7 +30,7 @@ from moa_fairseq.text.subwords import join_subwords
 
 log = logging.getLogger(__name__)
 STRIDE = 7  # a masked model guesses every seventh token of a pass: 14 %, as in training
-MAX_TOKENS = 4096  # of a batch that is read from the data
+MAX_TOKENS = 4096  # the largest number of tokens of a batch from the data
 _CHRF = sacrebleu.CHRF()
 
 
@@ -300,7 +300,7 @@ def _read_samples(
             yield {
                 "number": number,
                 "target": symbols_at(dictionary, tokens[row][real]),
-                # A causal model's bits at a token are those of the next one
+                # A causal model's surprise at a position is that of the next token
                 "bits": _rounded(bits) if is_masked else [None, *_rounded(bits[:-1])],
                 "mean_bits": round(bits.mean().item(), 3),
                 "routes": routers.routes(recorded, row, {"source": real, "target": real}, budget),

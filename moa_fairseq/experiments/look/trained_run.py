@@ -65,9 +65,8 @@ POINTS = 300  # the largest number of points of a curve
 TYPICAL = 10  # the number of typical tokens of an expert
 MIN_COUNT = 5  # a typical token occurs this often, as in `moa-fairseq analyze expert-tokens`
 MAX_TOKENS = 4096  # of a batch of the validation set, as in `moa-fairseq analyze`
-HASH = re.compile(
-    r"\b([0-9a-f]{10})[0-9a-f]{30}\b"
-)  # a commit; the page shows its first ten digits
+# A commit; the page shows its first ten digits
+HASH = re.compile(r"\b([0-9a-f]{10})[0-9a-f]{30}\b")
 LENGTH = 10  # the number of tokens of the sentences whose MACs are counted, as in `moa-fairseq complexity`
 
 
@@ -133,7 +132,7 @@ def _checkpoint(folder: Path) -> Path | None:
         return folder
     try:
         return checkpoint_and_data(folder)[0]
-    except UserError:  # neither average nor best
+    except UserError:  # the run has neither an averaged nor a best checkpoint
         last = (folder / "checkpoints" / LAST, folder / LAST)
         return next(filter(Path.is_file, last), None)
 

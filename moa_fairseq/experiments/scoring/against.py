@@ -17,20 +17,21 @@ def against(
 ) -> dict[str, Any]:
     """Two systems' mean scores by BLEU and chrF, and whether their difference could be chance.
 
-    Both p are two-sided. p: would these outputs differ as much on other sentences? p_seeds, low, high (95 %):
-    would those of other seeds? It is a t test of pairs, the first outputs of both, the second and so on; left
-    out for single outputs and unequal numbers.
+    Both p are two-sided. "p" covers the choice of sentences. "p_seeds", with the 95 % interval "low" to
+    "high", covers the choice of seeds by a t test of pairs: the first outputs of both systems, the second
+    outputs, and so on. It is left out for single outputs and for unequal numbers of outputs.
 
     Args:
-        first, second: the outputs of each system's seeds for one and the same test set.
-        trials: of the approximate randomisation that p is from.
+        first, second: the outputs of each system, one for each seed, for the same test set.
+        trials: the number of trials of the approximate randomisation for "p".
 
     Returns:
-        sentences, outputs (how many each system has), and metrics: of each metric, first, second and
-        difference (first − second) in points, p, signature, and where there are pairs low, high and p_seeds.
+        "sentences", their number; "outputs", the number of outputs of each system; "metrics", for each metric
+        a dictionary with "metric", "first", "second" and "difference" (first − second) in points, "p",
+        "signature", and "low", "high" and "p_seeds" if there are pairs.
 
     Raises:
-        UserError: where references or the way of counting differ.
+        UserError: if the references or the settings of the metrics differ.
     """
     texts = [*first, *second]
     for number, text in enumerate(texts[1:], 2):
@@ -74,13 +75,13 @@ def against(
 
 
 def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:
-    """Of each output, sentence and statistic, [S, N, F], as sacrebleu.significance takes them."""
+    """The sufficient statistics of each output and sentence, [S, N, F], as in sacrebleu.significance."""
     rows = [metric._extract_corpus_statistics(text.hypotheses, text.references) for text in texts]
     return np.array(rows, float)
 
 
 def interval_of(row: Mapping[str, Any], decimals: int = 2) -> str | None:
-    """The interval of a row with `low` and `high` as text; None where it has none."""
+    """The interval of a row as text, from "low" and "high"; None if the row lacks them."""
     if "low" in row:
         return f"{row['low']:+.{decimals}f} … {row['high']:+.{decimals}f}"
     return None

@@ -32,17 +32,18 @@ State = dict[str, Tensor]
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict:
-    """The checkpoint whose model is the average of several, settings from the last of them.
+    """A checkpoint with the average of several models, and with the settings of the last one.
 
     Parameters that share storage in every model (a tied output projection) are added once and stay one
-    tensor; if a later model no longer shares them, they become two. Weights are in float32, or float64.
+    tensor; if a later model no longer shares them, they become two. The weights are in float32; float64
+    weights stay so.
 
     Args:
-        paths: two files or more, the newest last.
+        paths: the files, at least two, the newest last.
 
     Raises:
         UserError: for fewer than two paths, for a file that is truncated, malicious or not a fairseq
-            checkpoint, and for models that differ in parameters or shapes.
+            checkpoint, and for models that differ in parameters, shapes or seeds.
     """
     if len(paths) < 2:
         raise UserError(
@@ -67,26 +68,18 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
                     sums[key] = _widened(model[key], copy=True)
         else:
             _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
-            if len(seeds) > 1:
-                (seed_a, path_a), (seed_b, path_b) = seeds.items()
-                raise UserError(
-                    f"{path_a} was trained with seed {seed_a}, and {path_b} with seed {seed_b}. Average "
-                    "checkpoints of one training only."
-                )
+            _check_seeds(seeds)
             for key, leader in list(leaders.items()):
                 if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
                     sums[key] = sums[leader].clone()
                     leaders[key] = key
             for key, total in sums.items():
                 total += _widened(model[key])
-        del model  # one at a time is in memory
+        del model  # so that only one model is in memory, besides the sums
     for total in sums.values():
-        if total.is_floating_point() or total.is_complex():
-            total.div_(len(paths))
-        else:
-            total.copy_(torch.div(total, len(paths), rounding_mode="floor"))
+        _divide(total, len(paths))
     if isinstance(state.get("extra_state"), dict):
-        state["extra_state"].pop("carried_context", None)  # of a training that goes on
+        state["extra_state"].pop("carried_context", None)  # only a resumed training needs it
     state["model"] = {key: sums[leader] for key, leader in leaders.items()}
     state["averaged_from"] = [Path(path).name for path in paths]
     state["made_by"] = made_by
@@ -94,11 +87,28 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
 
 
 def _seed(state: Mapping[str, Any]) -> int | None:
-    """The seed of a checkpoint's training, if its settings, old or new, name one."""
+    """The seed of a checkpoint's training, if its settings name one, in the old format or the new."""
     cfg = state.get("cfg")
     common = cfg.get("common") if isinstance(cfg, Mapping) else state.get("args")
     seed = common.get("seed") if isinstance(common, Mapping) else getattr(common, "seed", None)
     return seed if isinstance(seed, int) else None
+
+
+def _check_seeds(seeds: Mapping[int, Path]) -> None:
+    if len(seeds) > 1:
+        (seed_a, path_a), (seed_b, path_b) = seeds.items()
+        raise UserError(
+            f"{path_a} was trained with seed {seed_a}, and {path_b} with seed {seed_b}. Average "
+            "checkpoints of one training only."
+        )
+
+
+def _divide(total: Tensor, count: int) -> None:
+    """Divide a sum in place; integers are rounded down."""
+    if total.is_floating_point() or total.is_complex():
+        total.div_(count)
+    else:
+        total.copy_(torch.div(total, count, rounding_mode="floor"))
 
 
 def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
@@ -121,10 +131,11 @@ def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[i
 
     Args:
         folder: fairseq's --save-dir.
-        by_updates: take checkpoint_E_U.pt by update U rather than checkpointE.pt by epoch E.
+        by_updates: whether the files checkpoint_E_U.pt are listed by update U, instead of the files
+            checkpointE.pt by epoch E.
 
     Returns:
-        (epoch, file) or (update, file) of each.
+        (epoch, file) or (update, file) for each checkpoint.
     """
     pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
     numbered = []
@@ -141,12 +152,12 @@ def last_checkpoints(
 
     Args:
         folder: fairseq's --save-dir.
-        number: how many.
-        by_updates: as of `numbered_checkpoints`.
-        upper_bound: the last epoch or update to take.
+        number: the number of checkpoints.
+        by_updates: whether updates are numbered instead of epochs, as for `numbered_checkpoints`.
+        upper_bound: later epochs or updates are left out; None: none.
 
     Raises:
-        UserError: if there are fewer, or no folder.
+        UserError: if there are fewer checkpoints, or if the folder does not exist.
     """
     if not folder.is_dir():
         raise UserError(
@@ -168,7 +179,14 @@ def last_checkpoints(
 
 
 def shared_storage(model: State) -> dict[str, str]:
-    """Each parameter → the first one that is the same view of the same storage."""
+    """Group parameters that share storage.
+
+    Args:
+        model: name of a parameter → its value.
+
+    Returns:
+        Name of a parameter → name of the first parameter that is the same view of the same storage.
+    """
     first: dict[tuple, str] = {}
     leaders = {}
     for key, tensor in model.items():
@@ -178,7 +196,7 @@ def shared_storage(model: State) -> dict[str, str]:
 
 
 def _widened(tensor: Tensor, copy: bool = False) -> Tensor:
-    """In the dtype of the sum: float32; float64 and integers stay as they are."""
+    """The tensor in the dtype of the sum: float32, but float64 and integers stay as they are."""
     narrow = tensor.is_floating_point() and tensor.dtype != torch.float64
     return tensor.to(torch.float32 if narrow else tensor.dtype, copy=copy)
 

@@ -1,4 +1,4 @@
-"""How large attention starts, measured in a model before training."""
+"""The size of attention's output before training, measured in an untrained model."""
 
 from __future__ import annotations
 
@@ -18,14 +18,14 @@ from moa_fairseq.layers.attention import Attention
 def branch_size(
     arch: str, vocab_size: int = 32000, embeddings: str = "shared", model_flags: Sequence[str] = ()
 ) -> float:
-    """How large attention starts: the norm of its output ÷ that of its input; see --branch.
+    """The norm of attention's output ÷ the norm of its input before training, a mean; see --branch.
 
     Args:
-        arch, vocab_size, embeddings, model_flags: as of `build_meta_model`.
+        arch, vocab_size, embeddings, model_flags: the arguments of `build_meta_model`.
 
     Raises:
-        UserError: as `build_meta_model`, and where the model has no attention that this could look at, does
-            not run on 20 tokens, or does not fit into memory.
+        UserError: in the cases of `build_meta_model`, and if the model has no multi-head attention, cannot
+            read 20 tokens, or does not fit into memory.
     """
     from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 
@@ -42,7 +42,7 @@ def branch_size(
         sizes.append((output[0].norm() / named["query"].norm()).item())
 
     with torch.random.fork_rng(devices=[]), torch.no_grad():
-        for seed in range(1, 5):  # one draw of a tiny model's weights is off by 3 %
+        for seed in range(1, 5):  # with a single seed, the size is off by 3 % for a tiny model
             torch.manual_seed(seed)
             model = build_meta_model(arch, vocab_size, embeddings, model_flags, weights=True).eval()
             for module in model.modules():

@@ -76,10 +76,8 @@ DEFAULT_CHAINS = ("multi-bleu", "compound-split", SACREBLEU)
 # Name of a chain → name of its score in JSON
 KEYS = {name: chain.key for name, chain in CHAINS.items()} | {SACREBLEU: SACREBLEU}
 TOKENIZERS = tuple(name for name in BLEU.TOKENIZERS if name != "spm")  # an old name of flores101
-_EXTRAS = {
-    "ja-mecab": "ja",
-    "ko-mecab": "ko",
-}  # tokeniser → the extra of sacreBLEU that installs it
+# Tokeniser → the extra of sacreBLEU that installs it
+_EXTRAS = {"ja-mecab": "ja", "ko-mecab": "ko"}
 # Where sacreBLEU keeps the model of its tokeniser for 200 languages once it has been downloaded
 _FLORES200 = Path(SACREBLEU_DIR, "models", "flores200sacrebleuspm")
 
@@ -179,7 +177,7 @@ def multi_bleu(
         return _plain(result) | {"score": 0.0, "bp": 0.0, "line": line}
     precisions = []
     for matches, total in zip(result.counts, result.totals):
-        # Rounded as Perl does, which divides first
+        # Perl divides first, which changes the rounding
         precisions.append(f"{100 * (matches / max(total, 1)):.1f}")
     orders = "/".join(precisions)
     lengths = f"ratio={result.ratio:.3f}, hyp_len={result.sys_len}, ref_len={result.ref_len}"

@@ -1,4 +1,4 @@
-"""Accuracy of a classifier of sentences: `moa-fairseq score --classifier CHECKPOINT --data DIR`."""
+"""Accuracy of a sentence classifier: `moa-fairseq score --classifier CHECKPOINT --data DIR`."""
 
 from __future__ import annotations
 
@@ -19,18 +19,18 @@ from moa_fairseq.experiments.scoring.trained_model import batches, device_for, l
 def score(
     checkpoint: Path, data: Path | None, subset: str, max_tokens: int, cpu: bool
 ) -> dict[str, Any]:
-    """The accuracy of one classifier, as a whole and by the groups of the data, as `--json` prints it.
+    """The accuracy of a classifier, on the whole subset and on the groups of the data.
 
     Args:
         checkpoint: the file.
-        data: the binarised folder, None for that of the training.
-        subset: its name, such as "test".
-        max_tokens: of a batch.
-        cpu: whether to leave a GPU alone.
+        data: the binarised folder; None: that of the training.
+        subset: the name of the subset, such as "test".
+        max_tokens: the largest number of tokens of a batch.
+        cpu: whether the model runs on the CPU although there is a GPU.
 
     Returns:
-        accuracy: "score" in per cent, "sentences" and "by" (group → value → the same); meta: how it was
-        evaluated.
+        The content of `--json`: "accuracy" has "score" in per cent, "sentences", their number, and "by",
+        group → value → score and sentences; "meta" says how the model was evaluated.
 
     Raises:
         UserError: for a model that is not a classifier, a subset that does not exist, sentences that are too
@@ -45,14 +45,13 @@ def score(
     device = device_for(cpu)
     model = model.to(device).eval()
     head = next(iter(heads))
-    # Of a sentence in the data: whether its class is predicted correctly
-    by_place: dict[int, bool] = {}
+    is_correct: dict[int, bool] = {}  # number of a sentence → whether its predicted class is right
     for sample in batches(task, model, subset, max_tokens, device):
         logits, _ = model(**sample["net_input"], features_only=True, classification_head_name=head)
         hits = logits.argmax(1).eq(sample["target"].view(-1))
-        by_place.update(zip(sample["id"].tolist(), hits.tolist()))
+        is_correct.update(zip(sample["id"].tolist(), hits.tolist()))
     count = len(task.dataset(subset))
-    if missing := count - len(by_place):
+    if missing := count - len(is_correct):
         raise UserError(
             f"--subset {subset}: {missing:,} of {count:,} sentences are longer than the model or "
             f"--max-tokens {max_tokens} allows. Raise the latter (score.flags.max-tokens in a recipe); what "
@@ -60,8 +59,8 @@ def score(
             "--max-positions."
         )
 
-    def accuracy(places: Iterable[int]) -> dict[str, Any]:
-        hits = [by_place[place] for place in places]
+    def accuracy(numbers: Iterable[int]) -> dict[str, Any]:
+        hits = [is_correct[number] for number in numbers]
         return {"score": 100 * sum(hits) / len(hits), "sentences": len(hits)}
 
     total = accuracy(range(count))
@@ -70,8 +69,8 @@ def score(
     for name, groups in _groups(Path(task.cfg.data) / GROUPS / f"{subset}.tsv", count).items():
         values = {}
         scores = {}
-        for value, places in sorted(groups.items()):
-            values[value] = accuracy(places)
+        for value, numbers in sorted(groups.items()):
+            values[value] = accuracy(numbers)
             scores[str(value)] = round(values[value]["score"], 2)
         total["by"][name] = values
         if len(values) <= _FEW:
@@ -85,11 +84,11 @@ def score(
     return {"accuracy": total, "meta": meta}
 
 
-_FEW = 10  # values of a group that are kept with the result of a recipe
+_FEW = 10  # the result of a recipe has the accuracies of groups with up to ten values
 
 
 def _groups(path: Path, sentences: int) -> dict[str, dict[int, list[int]]]:
-    """Name → value → the sentences that have it; empty if the data has no groups."""
+    """Name of a group → value → the numbers of the sentences with that value; empty without groups."""
     if not path.is_file():
         return {}
     head, *lines = path.read_text("utf-8").splitlines() or [""]

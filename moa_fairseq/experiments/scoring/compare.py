@@ -38,8 +38,8 @@ from moa_fairseq.experiments.scoring.comparison import (
 from moa_fairseq.experiments.tables import Column, Table, page, values_of
 from moa_fairseq.files import shipped
 
-SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # of --json: results/FORMAT.md
-_NOT_RUN = "–"  # in Markdown, where most cells of a paper's page have it
+SCHEMA = {"name": "moa-fairseq compare", "version": 1}  # in --json; see results/FORMAT.md
+_NOT_RUN = "–"  # short for "not run" in Markdown, because most cells of a paper's page have it
 _LEGEND = (
     "In brackets: ours, with – for not run. No brackets: no recipe here, or, in the columns after the "
     "paper's, a further count of ours. Cache: bytes per token and layer."
@@ -61,20 +61,20 @@ SCORES = {  # metric → heading
     "blimp_acc": "BLiMP (%)",
     "cbt_acc": "CBT (%)",
 }
-# What the command of a run says that may differ between seeds.
+# Flags of a run's command that may differ between the seeds of an experiment
 _OF_ONE_RUN = re.compile(
     r" --(set train\.seed=\S+|save-dir \S+|record( [^-]\S*)?|gpus \S+|restart)(?= |$)"
 )
-# Which may be called by its name
+# The file of a shipped recipe, which a command may also name without folder and ending
 _FILE_OF_A_RECIPE = re.compile(r"(?<=recipe )configs/(?:\w+/)?(\w+)\.yaml")
 
 
 def render(comparison: Comparison, markdown: bool = False) -> str:
-    """Every table, what has no recipe as the paper prints it, then the runs that stand for no row.
+    """The text of a comparison: every table, the numbers without a recipe, and the runs of no row.
 
     Args:
-        comparison: as of `load_comparison`.
-        markdown: for Markdown instead of a terminal.
+        comparison: what `load_comparison` returns.
+        markdown: whether the text is Markdown, not for a terminal.
     """
     blocks: list[str | Table] = []
     columns = [Column("model", "Model", once=True), Column("measure", "Measure")]
@@ -103,15 +103,15 @@ def render(comparison: Comparison, markdown: bool = False) -> str:
 
 
 def _line_per_row(table: PaperTable) -> list[str | Table]:
-    """A line for each row of a paper's table: its numbers with ours in brackets, then our further counts.
+    """A line for each row of a paper's table: the paper's numbers, ours in brackets, and our further counts.
 
-    A value that is the same in all lines stands in a sentence above them.
+    A value that is the same in all lines stands in a sentence above the table.
     """
     lines = []
     heads = {"row": "Model", "arch": "Architecture"}
     for row in table.rows:
         line = {"row": row.row, "arch": f"`{row.arch}`" if row.arch else ""}
-        ours = defaultdict(list)  # column of the paper → ours, of each metric
+        ours = defaultdict(list)  # column of the paper → (measure, our number) for each metric
         further: dict[str, str] = {}
         for cell in row.cells:
             first, *more = lines_of(row, cell)
@@ -159,14 +159,15 @@ def _without_recipe(table: PaperTable) -> list[str | Table]:
 
 
 def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
-    """A printed number and ours: the values of Model, Measure, Paper, Ours and Difference.
+    """The lines of a table for a printed number: model, measure, paper, ours and difference.
 
-    Of MACs the plain count, that of the attention and the cache follow. Counts but the cache's are in
-    millions, their differences in per cent.
+    For MACs, further lines have the plain count, the count of the attention alone, and the cache. Counts are
+    in millions and their differences in per cent, except for the cache, which is in bytes.
 
     Args:
-        row: for the model's name, and whether several metrics are compared with one number.
-        cell: the number.
+        row: the row, which names the model; its other cells show whether several metrics are compared with
+            the printed number.
+        cell: the printed number.
     """
     line = {"model": row.row, "measure": cell.column, "paper": cell.printed, "ours": cell.status}
     if cell.status == COMPUTED and cell.ours is not None:
@@ -186,7 +187,7 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
             lines.append({"model": row.row, "measure": measure, "ours": f"{cell.cache:,}"})
         return lines
     if sum(sibling.column == cell.column for sibling in row.cells) > 1:
-        # The printed number is compared with several chains.
+        # The printed number is compared with several metrics
         line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"
     if cell.ours is not None:
         spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
@@ -195,7 +196,7 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
 
 
 def _other(runs: list[dict]) -> list[Table]:
-    """A table for each set of metrics; runs that differ in their seed alone have one line."""
+    """A table for each set of metrics; runs that differ only in their seed have one line."""
     alike: dict[tuple, list[dict]] = defaultdict(list)
     for run in runs:
         keys = ("subset", "status", "updates", "parameters", "checkpoints_averaged", "generation")
@@ -235,7 +236,7 @@ def _other(runs: list[dict]) -> list[Table]:
 
 
 def _evidence(runs: list[dict]) -> str:
-    """How each number came about; runs that differ only in score and seed have one line."""
+    """A list of how the runs were made and scored; runs that differ only in score and seed have one line."""
     alike: dict[tuple[str, ...], list[dict]] = defaultdict(list)
     for run in runs:
         metrics = run["metrics"]
@@ -247,7 +248,7 @@ def _evidence(runs: list[dict]) -> str:
         facts["sacreBLEU"] = metrics.get("sacrebleu_signature")
         notes = [SCORES.get(headline, headline)] if metrics.get(headline) else []
         for key, value in facts.items():
-            # Dicts are of groups of sentences
+            # A dict has the scores of groups of sentences
             if value not in (None, "") and not isinstance(value, dict):
                 notes.append(f"{key.replace('_', ' ')} {value}")
         alike[tuple(notes)].append(run)
@@ -274,7 +275,7 @@ def _evidence(runs: list[dict]) -> str:
 
 
 def default_results() -> Path:
-    """results/ of this package, else of the working directory."""
+    """The folder results/ of this package, or else that of the working directory."""
     if shipped("results").is_dir():
         return shipped("results")
     return Path("results")

@@ -36,12 +36,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def symbols_of(parts: Sequence[str], encoder: Encoder, dictionary: Dictionary) -> Tensor:
-    """What a masked language model reads of a text: <s>, GPT-2's ids, </s>, as a row of symbols.
+    """The symbols that a masked language model reads for a text: <s>, GPT-2's ids, </s>.
 
     Args:
-        parts: of the text, between which there is a <mask>.
-        encoder: of GPT-2's byte-pair encoding.
-        dictionary: the model's.
+        parts: the parts of the text before, between and after the <mask> symbols.
+        encoder: the encoder of GPT-2's byte-pair encoding.
+        dictionary: the dictionary of the model.
+
+    Returns:
+        The symbols, [T] int64.
     """
     ids = " <mask> ".join(" ".join(map(str, encoder.encode(part))) for part in parts)
     return dictionary.encode_line(f"<s> {ids}", add_if_not_exist=False).long()
@@ -78,7 +81,7 @@ def run(args: argparse.Namespace) -> int:
     lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
     if sys.stdout is None:  # `>&-`
         raise UserError("Standard output is closed: redirect it with `> FILE`.")
-    # the token as `repr` shows it, the text with whatever it holds
+    # `repr` makes the token safe for a terminal; the text needs `printable`
     escape = printable if sys.stdout.isatty() else str
     print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else escape("\n".join(lines)))
     return 0

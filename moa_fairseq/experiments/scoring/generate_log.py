@@ -11,23 +11,23 @@ from moa_fairseq.experiments.records.json_files import LIST, MAPPING, TEXT, chec
 
 _ENTRY = re.compile(r"([STHD])-([0-9]{1,18})(?:\t(.*))?$", re.DOTALL)
 _DICTIONARY = re.compile(r"\[(\w+)\] dictionary: [0-9]+ types")
-# "Generate SUBSET with beam=N: "; old versions log it with a time stamp. Two patterns, one after the other: a
-# single one would search for the second half again after every "| Generate " of a line.
+# "Generate SUBSET with beam=N: "; old versions log it with a time stamp. There are two patterns because one
+# pattern would search for the second half again after every "| Generate " of a line.
 _LAST_LINE = re.compile(r"(?:^|\| )Generate (?=.)")
 _WITH_BEAM = re.compile(r". with beam=[0-9]+: ")
 
 
 class GenerateLog(NamedTuple):
-    """The sentences of one log, sorted by id; all lists have one entry per sentence.
+    """The sentences of a log, sorted by id; each list has an entry for each sentence.
 
     Args:
-        ids: their numbers in the data, from 0.
+        ids: the numbers of the sentences in the data, from 0.
         targets: the references (T).
-        hypotheses: the best ones as the model wrote them (H).
-        decoded: the same after fairseq's --bpe and --tokenizer (D; equal to H without these flags or in logs
-            of old versions).
-        target_lang: the language, where the log names it.
-        complete: whether the closing line is there.
+        hypotheses: the best hypotheses in the model's symbols (H).
+        decoded: the same hypotheses after fairseq's --bpe and --tokenizer (D); equal to H without these
+            flags, and in logs of old versions.
+        target_lang: the target language, or None if the log does not name it.
+        complete: whether the log has its closing line.
     """
 
     ids: list[int]
@@ -39,14 +39,14 @@ class GenerateLog(NamedTuple):
 
 
 def read_generate_log(path: str | Path, allow_partial: bool = False) -> GenerateLog:
-    """Parse what fairseq-generate printed.
+    """Parse the output of fairseq-generate.
 
-    With --nbest only the first hypothesis of a sentence counts, which is the best.
+    With --nbest, only the first hypothesis of a sentence counts, which is the best one.
 
     Args:
-        path: its standard output, or its --results-path file.
-        allow_partial: accept a log without its closing "Generate ... with beam" line and leave out sentences
-            without target or hypothesis.
+        path: a file with its standard output, or its --results-path file.
+        allow_partial: whether a log may lack its closing "Generate ... with beam" line, and sentences without
+            target or hypothesis are left out.
 
     Raises:
         UserError: naming the file and line, for a missing or incomplete log, bytes that are not UTF-8, a
@@ -62,7 +62,7 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
             sentence = int(match.group(2))
             text = match.group(3) or ""
             if kind in "HD":
-                # "score<TAB>text"; a further hypothesis of the sentence is one of --nbest.
+                # "score<TAB>text"; with --nbest, a sentence has further hypotheses
                 entries[kind].setdefault(sentence, text.partition("\t")[2])
             elif sentence in entries[kind]:
                 raise UserError(
@@ -74,7 +74,7 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         elif (generate := _LAST_LINE.search(line)) and _WITH_BEAM.search(line, generate.end()):
             complete = True
         elif dictionary := _DICTIONARY.search(line):
-            # The source's dictionary is announced first, the target's last.
+            # The log names the source's dictionary first and the target's last
             language = dictionary.group(1)
     targets = entries["T"]
     hypotheses = entries["H"]
@@ -109,13 +109,13 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
 
 
 def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
-    """A file with translations, and the target language that recipe.yaml beside it names.
+    """A file with translations, and the target language from a recipe.yaml next to it.
 
     Args:
-        path: a file, or a run folder, which stands for its first log.
+        path: a file, or a run folder, which means its first log.
 
     Returns:
-        The file, and the language or None.
+        The file, and the language, or None without a recipe that names one.
 
     Raises:
         UserError: for a folder without a log, and for a damaged recipe.yaml.
@@ -149,10 +149,10 @@ def read_lines(path: str | Path) -> list[str]:
     """The lines of a UTF-8 file without their line ends, split at LF only (as Perl and fairseq do).
 
     Args:
-        path: of the file; also ARCHIVE.tar.xz/NAME, for a file in an archive.
+        path: the file; ARCHIVE.tar.xz/NAME is a file in an archive.
 
     Raises:
-        UserError: for a file that cannot be read and for undecodable bytes (naming the line).
+        UserError: for a file that cannot be read, and for a line that is not UTF-8, with its number.
     """
     for archive in Path(path).parents:
         if archive.suffix == ".xz" and archive.is_file():
@@ -169,17 +169,14 @@ def read_lines(path: str | Path) -> list[str]:
 
 
 def lines_of(data: bytes, path: str | Path) -> list[str]:
-    """The lines of a text in UTF-8, as `read_lines`.
+    """The lines of a text in UTF-8 without their line ends, split at LF only.
 
     Args:
-        data: The text.
-        path: Its file, or what a message calls a text in an archive.
-
-    Returns:
-        The lines, without their line ends.
+        data: the bytes of the text.
+        path: the file of the text, or the name of a text in an archive, for messages.
 
     Raises:
-        UserError: A line is not UTF-8.
+        UserError: for a line that is not UTF-8, with its number.
     """
     rows = data.split(b"\n")
     if rows[-1] == b"":

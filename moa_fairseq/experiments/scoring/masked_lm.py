@@ -22,18 +22,18 @@ from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds
 from moa_fairseq.experiments.scoring.text_marks import lacks_spaces
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_masked_lm
 
-# Kinds of tokens, told apart because <s> and </s> are nearly always guessed.
+# Kinds of tokens. <s> and </s> are kept apart because a model nearly always guesses them
 START, LINE_END, TEXT = KINDS = ("start", "line_end", "text")
 
 
 @dataclasses.dataclass
 class Masking:
-    """The result of one masking of a data set, for each of KINDS.
+    """The result of one masking of a data set.
 
     Args:
-        tokens: how many there are.
-        masked: how many were masked.
-        nll: the negative log-likelihood of the masked ones, added up, in nats.
+        tokens: a key of KINDS → the number of tokens of that kind.
+        masked: a key of KINDS → the number of masked tokens.
+        nll: a key of KINDS → the sum of the masked tokens' negative log-likelihoods, in nats.
     """
 
     tokens: dict[str, int] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0))
@@ -41,19 +41,19 @@ class Masking:
     nll: dict[str, float] = dataclasses.field(default_factory=lambda: dict.fromkeys(KINDS, 0.0))
 
     def perplexity(self) -> float:
-        """Over all masked positions, as in fairseq's validation: e^(mean NLL) = 2^(loss in bits)."""
+        """The perplexity of all masked tokens, e^(mean NLL) = 2^(loss in bits), as fairseq's validation."""
         return math.exp(sum(self.nll.values()) / sum(self.masked.values()))
 
     def text_perplexity(self) -> float:
-        """Over the masked positions that are text: neither <s> nor </s>."""
+        """The perplexity of the masked tokens of text, which are neither <s> nor </s>."""
         return math.exp(self.nll[TEXT] / self.masked[TEXT])
 
     def word_perplexity(self, words: int, lines: int) -> float:
-        """Per word: from the mean NLL of a subword, times the number of subwords, over the number of words.
+        """The perplexity per word: e^(mean NLL of a subword × number of subwords ÷ number of words).
 
         Args:
-            words: white-space words of the text.
-            lines: its line ends, each counted as one more word, as in WikiText's own perplexities.
+            words: the number of words of the text, separated by white space.
+            lines: the number of line ends, which count as words, as in WikiText's own perplexities.
         """
         total = 0.0
         for kind in (TEXT, LINE_END):
@@ -67,15 +67,15 @@ def measure(
 ) -> Masking:
     """Mask a subset with the probabilities of the model's training, and let the model guess.
 
-    Which tokens are masked depends only on the seed and their place in the data, not on the batches.
+    The choice of the masked tokens depends only on the seed and their position in the data, not on batches.
 
     Args:
-        model: in evaluation mode, on the device.
-        task: fairseq's, which reads and masks the data.
-        subset: its name, such as "test".
-        seed: of the masking.
-        max_tokens: of a batch.
-        device: where the batches go.
+        model: the model, in evaluation mode, on the device.
+        task: fairseq's task, which reads and masks the data.
+        subset: the name of the subset, such as "test".
+        seed: the seed of the masking.
+        max_tokens: the largest number of tokens of a batch.
+        device: the device of the model.
 
     Raises:
         UserError: for a subset that does not exist or is empty, and for samples that are too long.
@@ -126,24 +126,24 @@ def score(
     break_mode: str | None = None,
     lang: str | None = None,
 ) -> dict[str, Any]:
-    """All scores of one checkpoint, as `--json` prints them.
+    """All scores of a checkpoint, the content of `--json`.
 
     Args:
         checkpoint: the file.
-        data: the binarised folder, None for that of the training.
-        subset: its name, such as "test".
-        seeds: of the maskings, one or more.
-        max_tokens: of a batch.
-        cpu: whether to leave a GPU alone.
-        break_mode: how the text is cut, in place of the training's --sample-break-mode.
-        lang: the text's language, where it is known.
+        data: the binarised folder; None: that of the training.
+        subset: the name of the subset, such as "test".
+        seeds: the seeds of the maskings, one or more.
+        max_tokens: the largest number of tokens of a batch.
+        cpu: whether the model runs on the CPU although there is a GPU.
+        break_mode: the --sample-break-mode that cuts the text into samples; None: that of the training.
+        lang: the language of the text, or None if it is unknown.
 
     Returns:
-        Metric → score (the mean over the maskings), sd, values, and over what; "meta": how it was evaluated,
-        with warnings.
+        For each metric "score", the mean over the maskings, with "sd", "values", and "over", the tokens that
+        count; "meta" says how the model was evaluated, and has the warnings.
 
     Raises:
-        UserError: if it cannot be scored.
+        UserError: if the checkpoint is not a masked language model, or the data does not fit it.
     """
     model, task = load_masked_lm(checkpoint, data)
     if break_mode:
@@ -159,8 +159,8 @@ def score(
     model = model.to(device).eval()
     results = [measure(model, task, subset, seed, max_tokens, device) for seed in seeds]
     values = {"masked_lm_ppl": (list(map(Masking.perplexity, results)), "all masked tokens")}
-    of_text = list(map(Masking.text_perplexity, results))
-    values["masked_lm_text_ppl"] = (of_text, "masked tokens but <s>, </s>")
+    text_ppl = list(map(Masking.text_perplexity, results))
+    values["masked_lm_text_ppl"] = (text_ppl, "masked tokens but <s>, </s>")
     spaces = facts and not lacks_spaces(lang, facts["words"], facts.get("filled", 0))
     if spaces:
         by_words = [r.word_perplexity(facts["words"], facts["lines"]) for r in results]
@@ -199,7 +199,15 @@ def score(
 def _warnings(
     cfg: Any, subset: str, facts: dict[str, Any], tokens: dict[str, int], has_spaces: bool
 ) -> list[str]:
-    """Why there is no word-level perplexity, and what was left out. facts: the manifest's of the subset."""
+    """Warnings if there is no word-level perplexity, or if tokens were left out.
+
+    Args:
+        cfg: the settings of the task.
+        subset: the name of the subset.
+        facts: the manifest's entry for the subset; empty if there is none.
+        tokens: a key of KINDS → the number of tokens that were read.
+        has_spaces: whether spaces separate the words of the text.
+    """
     if not facts:
         return [
             f"{cfg.data} has no manifest.json that counts the words of {subset}: without it there is no "

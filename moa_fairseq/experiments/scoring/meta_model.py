@@ -40,7 +40,7 @@ def task_of(arch: str) -> str:
     """The fairseq task that trains an architecture: translation, language_modeling or masked_lm.
 
     Args:
-        arch: its name, as after --arch.
+        arch: the name of the architecture for --arch.
 
     Raises:
         UserError: for a name that no model registered.
@@ -66,18 +66,18 @@ def build_meta_model(
 ) -> BaseFairseqModel:
     """The model that fairseq-train would build, on the meta device: shapes, but no weights.
 
-    Where an initialisation copies values, which the meta device cannot do, it is on the CPU with weights.
+    If an initialisation copies values, which the meta device cannot do, the model is on the CPU with weights.
 
     Args:
-        arch: name as after --arch.
-        vocab_size: symbols of the (joined) dictionary, its four special ones included.
-        embeddings: a key of EMBEDDINGS; it concerns translation only.
-        model_flags: more fairseq flags, such as ["--encoder-layers", "3"].
-        weights: on the CPU instead, with weights.
+        arch: the name of the architecture for --arch.
+        vocab_size: the number of symbols of the (joined) dictionary, including its four special ones.
+        embeddings: a key of EMBEDDINGS, which only translation models need.
+        model_flags: further flags of fairseq, such as ["--encoder-layers", "3"].
+        weights: whether the model is on the CPU, with initialised weights.
 
     Raises:
-        UserError: for an unknown architecture, flags that fairseq does not take, or a combination that the
-            model refuses.
+        UserError: for an unknown architecture, for flags that fairseq does not have, and for a combination
+            that the model refuses.
     """
     task_name = task_of(arch)
     dictionary = dictionary_of(vocab_size)
@@ -101,7 +101,7 @@ def build_meta_model(
     with quiet():
         try:
             if not weights:
-                # Where an initialisation copies values, real weights are needed.
+                # NotImplementedError: the initialisation copies values, so the model needs weights
                 with (
                     contextlib.suppress(NotImplementedError),
                     torch.device("meta"),
@@ -110,7 +110,7 @@ def build_meta_model(
                 ):
                     return build(args, task)
             return build(args, task)
-        # Models of fairseq that need other data, or packages that are not here, fail in many ways.
+        # Some models of fairseq need special data or packages, without which they raise such errors
         except (ValueError, AssertionError, AttributeError, NameError, ImportError) as error:
             setting = " ".join(model_flags) or f"a vocabulary of {vocab_size}"
             reason = str(error) or type(error).__name__
@@ -118,14 +118,14 @@ def build_meta_model(
 
 
 class _WithoutValues(TorchFunctionMode):
-    """Skips what only fills tensors on the meta device, which torch does there by many steps in Python."""
+    """Skips functions that only fill tensors on the meta device, where torch is slow at this."""
 
     FILLING = frozenset({"constant_", "fill_", "mul_", "normal_", "uniform_", "zero_"})
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         kwargs = kwargs or {}
         if getattr(func, "__name__", "") in self.FILLING:
-            # the first argument of torch.nn.init's functions
+            # The first argument of torch.nn.init's functions is called `tensor`
             tensor = args[0] if args else kwargs["tensor"]
             if tensor.is_meta:
                 return tensor
@@ -153,19 +153,20 @@ def parse_training_flags(
 
     Args:
         flags: the words of a command line, the data folder first.
-        refusal: how the UserError begins; fairseq's own complaint follows.
-        parser: of another program; afterwards it has the flags of the task, the model and the criterion.
+        refusal: the beginning of the error's message; fairseq's own message follows it.
+        parser: the parser of another program (None: that of fairseq-train); the flags of the task, the model
+            and the criterion are added to it.
 
     Raises:
-        UserError: where fairseq does not take them.
+        UserError: if fairseq refuses the flags.
     """
     complaint = io.StringIO()
     parser = parser or options.get_training_parser()
-    # fairseq looks for --user-dir in sys.argv while it builds the parser.
+    # fairseq looks for --user-dir in sys.argv while it builds the parser
     argv = sys.argv
     sys.argv = ["fairseq-train"]
     try:
-        # Its usage text is hundreds of lines long: only the last one says what is wrong.
+        # Only the last line of fairseq's error says what is wrong; hundreds of lines of usage come before it
         with quiet(), contextlib.redirect_stderr(complaint):
             return options.parse_args_and_arch(parser, flags)
     except SystemExit as error:
@@ -187,7 +188,11 @@ def parse_training_flags(
 
 @functools.lru_cache(maxsize=8)
 def dictionary_of(symbols: int) -> Dictionary:
-    """A dictionary of so many symbols, with fairseq's special ones among them; to be read only."""
+    """A dictionary for models without data, shared by all callers, who must not change it.
+
+    Args:
+        symbols: the number of its symbols, including fairseq's special ones.
+    """
     dictionary = Dictionary()
     for index in range(symbols - len(dictionary)):
         dictionary.add_symbol(f"symbol{index}")
@@ -196,7 +201,7 @@ def dictionary_of(symbols: int) -> Dictionary:
 
 @contextlib.contextmanager
 def quiet() -> Iterator[None]:
-    """Model constructors log at INFO; a report on stdout needs none of it."""
+    """Inside the block, messages at INFO are not logged: constructors of models write many of them."""
     logging.disable(logging.INFO)
     try:
         yield

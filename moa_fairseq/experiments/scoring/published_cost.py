@@ -9,18 +9,18 @@ from moa_fairseq.layers.switchhead import SwitchHeadAttention
 
 
 def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, int] | None:
-    """The cost for a chunk of tokens as SwitchHead's authors count it (arXiv 2312.07987).
+    """The cost of a layer for a chunk of tokens as SwitchHead's authors count it (arXiv 2312.07987).
 
-    The formulas are those that print their Tables 1-3 and 7 (their own Eq. 11-15 differ).
+    The formulas give the numbers printed in their Tables 1-3 and 7, from which their own Eq. 11-15 differ.
 
     Args:
-        attention: of one layer.
-        length: tokens of the chunk.
-        chunks: how many chunks of tokens are attended to, 2 with a carried one.
+        attention: the attention of a layer.
+        length: the number of tokens of the chunk.
+        chunks: the number of chunks that the tokens attend to: 2 with a carried chunk, else 1.
 
     Returns:
-        "macs": multiply-accumulates; "floats": numbers that training stores. None for a setting for which
-        they have no formula.
+        "macs", the number of multiply-accumulates, and "floats", the number of values that training stores.
+        None if the authors have no formula for the attention.
     """
     n = attention.num_heads
     d = attention.head_dim
@@ -31,7 +31,7 @@ def published_cost(attention: Attention, length: int, chunks: int) -> dict[str, 
     macs = 2 * C * n * d * T**2
     floats = 2 * C * n * T**2
     if isinstance(attention, MixtureOfAttention) and attention.key_heads == 1 and relative:
-        k = 2  # in their script, for every n
+        k = 2  # the authors' script has this k for every n
         experts = attention.num_experts
         macs += (
             (2 * n + 2) * d * width * T

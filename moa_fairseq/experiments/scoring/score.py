@@ -85,6 +85,7 @@ from moa_fairseq.experiments.scoring.chains import (
     score,
 )
 from moa_fairseq.experiments.scoring.generate_log import (
+    GenerateLog,
     beside_recipe,
     read_generate_log,
     read_lines,
@@ -157,7 +158,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the requested scores. Raises UserError on bad input."""
+    """Print the requested scores, and return the exit status."""
     if args.masked_lm or args.classifier:
         return _score_model(args)
     if bool(args.log) == bool(args.hypothesis) or bool(args.hypothesis) != bool(args.reference):
@@ -194,7 +195,7 @@ def _score_model(args: argparse.Namespace) -> int:
 
 
 def _score_texts(texts: Texts, meta: dict[str, Any], args: argparse.Namespace) -> int:
-    """Score by each chain; `meta` gets the warnings and what they are based on."""
+    """Score by each chain, and print the scores; warnings and the counts behind them go into `meta`."""
     chains = list(dict.fromkeys([*(args.chain or DEFAULT_CHAINS), *args.also]))
     scores = {KEYS[name]: score(name, texts, args.lowercase) for name in chains}
     references = list(itertools.chain.from_iterable(texts.references))
@@ -245,7 +246,7 @@ def _warn(warnings: Iterable[str]) -> None:
 
 
 def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -> int:
-    """Compare two systems, each with a list of outputs and what `_from_log` or `_from_files` says of them."""
+    """Compare two systems, each with a list of the outputs that `_from_log` or `_from_files` returned."""
     running = []
     for outputs in systems:
         for _, meta in outputs:
@@ -271,6 +272,7 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
 
 
 def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
+    """The texts of a log, and facts about them for --json."""
     file, language = beside_recipe(path)
     path = str(file)
     log = read_generate_log(file, args.allow_partial)
@@ -278,7 +280,7 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
     joining = args.remove_bpe or "auto"
     joined, kind = _joined(log.hypotheses, joining)
     targets, target_kind = _joined(log.targets, joining)
-    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D has to be compared with T.
+    # fairseq applies --bpe and --tokenizer to T and D, not to H: then D must be compared with T
     decoded = log.decoded != log.hypotheses
     hypotheses = log.decoded if decoded else joined
     raw = None
@@ -290,6 +292,31 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
                 f"{log.ids[-1]} (from 0): it is not the reference of this test set."
             )
         raw = [[lines[i] for i in log.ids]]
+    warnings = _log_warnings(path, log, args.allow_partial)
+    if not language:
+        warnings.append(f"{path} {_GERMAN}")
+    meta: dict[str, Any] = {
+        "input": str(path),
+        "lines": len(log.ids),
+        "hypothesis_lines": "D" if decoded else "H",
+        "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
+        "target_lang": language or "de",
+        "known_lang": language,
+        "complete": log.complete,
+        "warnings": warnings,
+    }
+    running = args.detokenized or (decoded and log.decoded != joined)
+    # fairseq's marks of unknown words become characters without a meaning in Unicode, which no tokeniser
+    # splits and which match nothing: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU as five
+    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
+    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
+    lang = meta["target_lang"]
+    tokenizer = args.sacrebleu_tokenizer
+    return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
+
+
+def _log_warnings(path: str, log: GenerateLog, allow_partial: bool) -> list[str]:
+    """Warnings about a log; a UserError if sentences are missing and this is not allowed."""
     warnings = []
     if unknown := sum(line.count("<<unk>>") for line in log.targets):
         warnings.append(
@@ -306,7 +333,7 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
             "what is longer than the model with --skip-invalid-size-inputs-valid-test, other shards with "
             "--num-shards, and without this plugin a last batch that is not full"
         )
-        if not args.allow_partial:
+        if not allow_partial:
             raise UserError(
                 f"{problem}. Translate all of them, or score these with --allow-partial."
             )
@@ -315,29 +342,11 @@ def _from_log(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any
         warnings.append(
             f"{path} is incomplete: this is the score of its first {len(log.ids)} sentences"
         )
-    if not language:
-        warnings.append(f"{path} {_GERMAN}")
-    meta: dict[str, Any] = {
-        "input": str(path),
-        "lines": len(log.ids),
-        "hypothesis_lines": "D" if decoded else "H",
-        "subwords_joined": {"hypotheses": kind, "references": [target_kind]},
-        "target_lang": language or "de",
-        "known_lang": language,
-        "complete": log.complete,
-        "warnings": warnings,
-    }
-    running = args.detokenized or (decoded and log.decoded != joined)
-    # fairseq's marks of unknown words become characters without a meaning in Unicode, which nothing splits or
-    # matches: multi-bleu.perl counts <<unk>> as one word, but sacreBLEU would make five of it.
-    hypotheses = [line.replace("<unk>", "\ufdd1") for line in hypotheses]
-    references = [[line.replace("<<unk>>", "\ufdd0") for line in targets]]
-    lang = meta["target_lang"]
-    tokenizer = args.sacrebleu_tokenizer
-    return Texts(hypotheses, references, lang, running, raw, tokenizer), meta
+    return warnings
 
 
 def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, Any]]:
+    """The texts of --hypothesis and --reference, and facts about them for --json."""
     raws = [args.raw_reference] if args.raw_reference else []
     texts = {file: read_lines(file) for file in (path, *args.reference, *raws)}
     hypotheses = texts[path]
@@ -369,6 +378,6 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
 
 
 def _joined(lines: list[str], wanted: str) -> tuple[list[str], str]:
-    """One side with its subwords joined, and their kind, which "auto" finds by their marks."""
+    """Lines with their subwords joined, and the kind of subwords; "auto" recognises it by its marks."""
     kind = subword_kind(lines) if wanted == "auto" else wanted
     return [join_subwords(line, kind) for line in lines], kind

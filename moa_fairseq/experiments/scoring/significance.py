@@ -27,10 +27,10 @@ class Difference(NamedTuple):
     Args:
         n: the number of differences.
         mean: their mean.
-        low, high: the 95 % t interval.
-        p: of the two-sided t test against 0.
+        low, high: the ends of the mean's 95 % t interval.
+        p: the p of the two-sided t test against 0.
         p_equivalent: the larger p of the two one-sided tests that the mean is within ± margin (TOST).
-        minimum_detectable_effect: see the function of this name.
+        minimum_detectable_effect: what the function with this name returns.
     """
 
     n: int
@@ -43,15 +43,14 @@ class Difference(NamedTuple):
 
 
 def paired(differences: Sequence[float], margin: float) -> Difference:
-    """Judge the differences of two systems, one for each seed.
+    """Test the differences between two systems.
 
     Args:
-        differences: first minus second, of each seed.
-        margin: what nobody would miss, in the same unit.
+        differences: the first system's result minus the second's, for each seed.
+        margin: a mean within ± margin is too small to matter, in the unit of the differences.
 
     Raises:
-        UserError: for fewer than two, since one difference says nothing of its own spread, and for one that
-            is not a number.
+        UserError: for fewer than two differences, which have no spread, and for one that is not finite.
     """
     n = len(differences)
     if not np.isfinite(differences).all():
@@ -80,28 +79,32 @@ def minimum_detectable_effect(deviation: float, n: int) -> float:
 
     Args:
         deviation: the sample standard deviation of the differences.
-        n: how many there are.
+        n: the number of differences.
 
     Returns:
-        In the unit of the deviation.
+        The mean, in the unit of the deviation.
     """
     critical = stats.t.ppf(1 - ALPHA / 2, n - 1)
     error = deviation / math.sqrt(n)
 
-    def missing(shift: float) -> float:  # the other tail is beyond what counts
+    def missing(shift: float) -> float:  # the power of the other tail is negligible
         return float(stats.nct.sf(critical, n - 1, shift)) - POWER
 
     enough = 4.0
-    while missing(enough) < 0:  # far beyond it scipy's noncentral t is not a number
+    # In small steps, because scipy's noncentral t is NaN for a much larger shift
+    while missing(enough) < 0:
         enough *= 1.5
     return float(optimize.brentq(missing, 0.0, enough)) * error
 
 
 def holm(p_values: Mapping[str, float]) -> dict[str, float]:
-    """Holm's adjusted p of each named test: with all of them below 5 %, a false one is among them in 5 %.
+    """Holm's adjusted p of several tests.
+
+    If all tests with an adjusted p below 5 % are called significant, the probability that any of them is
+    wrong is at most 5 %.
 
     Args:
-        p_values: name of a test → its own p.
+        p_values: name of a test → its p.
 
     Returns:
         Name → adjusted p, at most 1.
@@ -115,7 +118,7 @@ def holm(p_values: Mapping[str, float]) -> dict[str, float]:
 
 
 def verdict(difference: Difference, p: float, p_equivalent: float) -> str:
-    """What a contrast of losses shows. The rules apply in this order; results/PROTOCOL.md has them in words.
+    """The verdict on a contrast of losses. The rules apply in this order; results/PROTOCOL.md explains them.
 
     EQUIVALENT: p_equivalent is below 5 %. This includes a difference that is significant and within the
     margin, because the margin was fixed beforehand as a difference that does not matter.
@@ -125,8 +128,8 @@ def verdict(difference: Difference, p: float, p_equivalent: float) -> str:
     INCONCLUSIVE: neither a difference nor its absence is shown.
 
     Args:
-        difference: first minus second.
-        p, p_equivalent: those of the difference, corrected for the number of contrasts.
+        difference: the difference between the first and the second system.
+        p, p_equivalent: the two p of the difference, corrected for the number of contrasts.
     """
     if p_equivalent < ALPHA:
         return EQUIVALENT
@@ -144,22 +147,23 @@ def approximate_randomisation(
 ) -> float:
     """Two-sided p of the difference between two systems' mean corpus scores (Clark et al., 2011).
 
-    In each trial the outputs of all seeds of a sentence are dealt anew to the two systems; p is the share of
-    trials that differ by at least as much, the real one included. So it covers the choice of sentences. A run
-    that is better in all of them is dealt away: for that see `paired`.
+    In each trial, the outputs of each sentence are dealt at random to the seeds of the two systems. p is the
+    share of trials, with the real outputs as one more, in which the systems differ by at least as much as in
+    reality. So p covers the choice of sentences. It does not cover the luck of single trainings, because the
+    outputs of a run that is better in all sentences are dealt to both systems: for that see `paired`.
 
     Args:
-        first, second: sufficient statistics of N sentences for S seeds of each system (S may differ), [S, N,
-            F].
-        score: the statistics of one corpus, [F] → what it scores.
-        trials: how many.
-        seed: of the dealing.
+        first, second: the sufficient statistics of N sentences for S seeds of each system, [S, N, F]; the
+            systems may differ in S.
+        score: a function from the statistics of one corpus, [F], to its score.
+        trials: the number of trials.
+        seed: the seed of the random numbers.
     """
     pooled = np.concatenate([first, second])  # [S1 + S2, N, F]
     ours = len(first)
     (runs, sentences, counts) = pooled.shape
-    flat = pooled.reshape(-1, counts)  # rows: faster than take_along_axis
-    place = np.arange(sentences)
+    flat = pooled.reshape(-1, counts)  # taking rows is faster than take_along_axis
+    columns = np.arange(sentences)
     random = np.random.default_rng(seed)
 
     def difference(dealt: NDArray[np.float64]) -> float:
@@ -170,5 +174,5 @@ def approximate_randomisation(
     as_large = 0
     for _ in range(trials):
         order = random.random((runs, sentences)).argsort(axis=0)
-        as_large += difference(flat.take(order * sentences + place, axis=0)) >= real - 1e-12
+        as_large += difference(flat.take(order * sentences + columns, axis=0)) >= real - 1e-12
     return (as_large + 1) / (trials + 1)

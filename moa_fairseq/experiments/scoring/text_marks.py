@@ -1,4 +1,4 @@
-"""What a text shows: remaining subwords, whether it is tokenised, unknown words."""
+"""Properties of a text that its lines show: subwords, tokenisation, and whether spaces separate words."""
 
 import re
 from collections.abc import Mapping, Sequence
@@ -9,19 +9,20 @@ TOKENISED = "tokenised already"
 RUNNING = "untokenised"
 _SUBWORD = re.compile(r"\S@@(?: |$)")
 _PIECE = "\u2581"
-# Signs at their word, and alone. Commas stand in numbers, too, and full stops in abbreviations.
+# Punctuation attached to a word (running text), and alone (tokenised text). A comma inside a number and the
+# full stop of an abbreviation do not count
 _ATTACHED = re.compile(r"\w[,!?](?!\S)|\w\.$")
 _ALONE = re.compile(r"(?<!\S)[,!?](?!\S)|(?<!\S)\.$")
 
 
 def lacks_spaces(lang: str | None, words: int, lines: int) -> bool:
-    """True where spaces do not part words, so that n-grams of words say nothing.
+    """Whether a text has no spaces between words, so that n-grams of words mean nothing.
 
     Args:
-        lang: the text's language, which decides. Without one, or where three letters may stand for anything
-            ("tgt"), text with hardly more words than lines has no spaces.
-        words: what spaces part.
-        lines: those that hold text.
+        lang: the language of the text, which decides if it is known. Without one, or for a name of three
+            letters, which may mean anything ("tgt"), fewer than two words per line mean no spaces.
+        words: the number of words separated by spaces.
+        lines: the number of lines that are not empty.
     """
     if lang and (writes_no_spaces(lang) or len(language_of(lang)) == 2):
         return writes_no_spaces(lang)
@@ -32,7 +33,7 @@ def subword_kind(lines: Sequence[str]) -> str:
     """The kind of subwords in `lines`: "subword_nmt", "sentencepiece" or "none"."""
     if any(map(_SUBWORD.search, lines)):
         return "subword_nmt"
-    # A stray ▁ is a character of the text: sentencepiece begins every line with one.
+    # SentencePiece begins every line with ▁; a single ▁ elsewhere is a character of the text
     marks = [line.lstrip().startswith(_PIECE) for line in lines if line.strip()]
     if sum(marks) > len(marks) / 2:
         return "sentencepiece"
@@ -42,11 +43,11 @@ def subword_kind(lines: Sequence[str]) -> str:
 def score_warnings(
     chains: Mapping[str, Sequence[str]], sides: Mapping[str, Sequence[str]]
 ) -> list[str]:
-    """Warnings about what the chains are not made for.
+    """Warnings about texts that are not in the form that a chain needs.
 
     Args:
-        chains: chain → what each side must be: TOKENISED, RUNNING or "" for either.
-        sides: "hypotheses" and "references" → lines, in this order.
+        chains: chain → the form of hypotheses and references: TOKENISED, RUNNING, or "" for either.
+        sides: "hypotheses" and "references", in this order → lines.
     """
     warnings = []
     for number, (side, lines) in enumerate(sides.items()):

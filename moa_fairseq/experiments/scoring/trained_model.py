@@ -17,15 +17,18 @@ from moa_fairseq.experiments.data.text_files import same_text
 
 
 def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
-    """The model and the task of a checkpoint, the task reading binarised data.
+    """Load the model of a checkpoint, and its task, which reads binarised data.
 
     Args:
         checkpoint: the file.
-        data: the binarised folder, None for the one that it was trained on.
+        data: the binarised folder; None: that of the training.
+
+    Returns:
+        The model, and fairseq's task.
 
     Raises:
-        UserError: if the checkpoint or the folder is not there, or if they do not fit together: where a run
-            keeps its dictionaries, by content.
+        UserError: if the checkpoint or the folder does not exist, or if the dictionaries in the folder differ
+            from those that the run keeps.
     """
     if not checkpoint.is_file():
         reason = "is a folder" if checkpoint.is_dir() else "does not exist"
@@ -52,13 +55,13 @@ def load_trained(checkpoint: Path, data: Path | None) -> tuple[nn.Module, Any]:
 
 
 def load_masked_lm(checkpoint: Path, data: Path | None) -> tuple[Any, Any]:
-    """As `load_trained`, for masked language models alone.
+    """Load a masked language model as `load_trained` does.
 
     Args:
-        checkpoint, data: as of `load_trained`.
+        checkpoint, data: the arguments of `load_trained`.
 
     Raises:
-        UserError: as `load_trained`, and for any other model.
+        UserError: in the cases of `load_trained`, and for any other kind of model.
     """
     model, task = load_trained(checkpoint, data)
     if not hasattr(task, "mask_idx"):
@@ -72,14 +75,14 @@ def symbols_at(dictionary: Any, ids: Tensor) -> list[str]:
     """The symbols of a sentence.
 
     Args:
-        dictionary: the one that it was binarised with.
-        ids: [T].
+        dictionary: the dictionary with which the sentence was binarised.
+        ids: the ids of the symbols, [T].
     """
     return [dictionary[index] for index in ids.tolist()]
 
 
 def device_for(cpu: bool) -> torch.device:
-    """The GPU if there is one, unless the CPU is asked for."""
+    """The GPU if there is one, unless `cpu` asks for the CPU."""
     return torch.device("cuda" if torch.cuda.is_available() and not cpu else "cpu")
 
 
@@ -87,15 +90,15 @@ def load_subset(task: Any, subset: str) -> Any:
     """fairseq's data set of a subset.
 
     Args:
-        task: fairseq's, which reads the data.
-        subset: its name, such as "test".
+        task: fairseq's task, which reads the data.
+        subset: the name of the subset, such as "test".
 
     Raises:
         UserError: if there is no such subset.
     """
     try:
         task.load_dataset(subset)
-    # fairseq's for a subset that is not there, damaged, or that the task lacks; the text says which
+    # The subset is missing or damaged, or the task has no such subset; the message says which
     except (OSError, RuntimeError, KeyError, ValueError, AssertionError) as error:
         raise UserError(f"--subset {subset}: {shortened(error)}") from error
     return task.dataset(subset)
@@ -109,11 +112,11 @@ def batches(
     Sentences that are longer than max_tokens or than the model reads are left out.
 
     Args:
-        task: fairseq's, which reads the data.
-        model: for the longest sentence that it reads.
-        subset: its name, such as "test".
-        max_tokens: of a batch.
-        device: where the batches go.
+        task: fairseq's task, which reads the data.
+        model: the model, which says how long a sentence may be.
+        subset: the name of the subset, such as "test".
+        max_tokens: the largest number of tokens of a batch.
+        device: the device to which the batches are moved.
 
     Raises:
         UserError: if there is no such subset.
@@ -129,5 +132,5 @@ def batches(
 
 
 def shortened(error: Exception) -> str:
-    """The beginning of an error message: fairseq's and torch's can list hundreds of parameter names."""
+    """The first 300 characters of an error's message: those of fairseq and torch can list all parameters."""
     return " ".join(str(error).split())[:300]

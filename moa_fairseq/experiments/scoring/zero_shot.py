@@ -1,4 +1,4 @@
-"""What a run's result takes from zero_shot.json, the file of `moa-fairseq zero-shot`."""
+"""The part of zero_shot.json, the file of `moa-fairseq zero-shot`, that goes into a run's result."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from moa_fairseq.experiments.records.json_files import is_number, saved_json, se
 from moa_fairseq.files import checksum
 
 OUTPUT = "zero_shot.json"
-# Metric of a result, in per cent → lm_eval's task or group, and its metric.
+# Metric of a result, in per cent → lm_eval's task or group, and the metric of that task
 RESULT_TASKS = {
     "lambada_acc": ("lambada_openai", "acc"),
     "blimp_acc": ("blimp", "acc"),
@@ -22,14 +22,14 @@ RESULT_TASKS = {
 
 
 def require_lm_eval(key: str, otherwise: str = "") -> None:
-    """Raise an error where lm_eval is not installed, without importing it: it starts threads.
+    """Check that lm_eval is installed, without importing it, because it starts threads.
 
     Args:
-        key: the flag or the recipe's key that asks for it.
-        otherwise: what to do without it.
+        key: the flag or the key of a recipe that needs it.
+        otherwise: the end of the message: what to do without lm_eval.
 
     Raises:
-        UserError: with the commands that install it.
+        UserError: if it is not installed; the message has the commands that install it.
     """
     if importlib.util.find_spec("lm_eval") is None:
         raise UserError(
@@ -40,18 +40,18 @@ def require_lm_eval(key: str, otherwise: str = "") -> None:
 
 
 def result_of(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, Any]]:
-    """What a run's result takes from an evaluation.
+    """The part of an evaluation that goes into a run's result.
 
     Args:
         record: the content of zero_shot.json.
 
     Returns:
-        The accuracies of whole tasks, in per cent, and how they came about; both empty where only the first
-        documents were read, or the file is damaged.
+        Metric → accuracy of a whole task in per cent, and the settings of the evaluation. Both are empty if
+        only the first documents were read, or if the file is damaged.
     """
     scores = {}
     for metric, (task, key) in RESULT_TASKS.items():
-        # A task that was not asked for; a damaged file
+        # The task was not evaluated, or the file is damaged
         with contextlib.suppress(KeyError, TypeError):
             if record["limit"] is None and is_number(
                 value := record["tasks"][task]["metrics"][key]
@@ -63,7 +63,12 @@ def result_of(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, An
 
 
 def result_in(folder: Path, checkpoint: Path) -> tuple[dict[str, float], dict[str, Any]]:
-    """`result_of` the zero_shot.json in a run folder, if it is of this checkpoint."""
+    """What `result_of` returns for the zero_shot.json of a run, if that evaluated this checkpoint.
+
+    Args:
+        folder: the run folder.
+        checkpoint: the checkpoint that the result is about.
+    """
     record = saved_json(folder / OUTPUT)
     if not record or record.get("checkpoint_sha256") != checksum(checkpoint):
         return {}, {}

@@ -94,8 +94,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Run a study, or report it. Returns the exit status."""
-    above = args.study.resolve().parents  # of configs/studies/NAME.yaml, or of a file near the root
+    """Run or report a study, and return the exit status."""
+    # results/ is next to the folder configs/ of configs/studies/NAME.yaml
+    above = args.study.resolve().parents
     root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
     study = load_study(args.study, root, args.tune)
     name = "report"
@@ -139,9 +140,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _work_together(jobs: int, devices: Hardware) -> None:
-    """Workers on this machine, each with separate GPUs; a failing worker, or Ctrl-C, ends all of them.
+    """Start workers on this machine; a failing worker, or Ctrl-C, ends all of them.
 
-    If there are too few GPUs for that, the workers share them in turn.
+    Each worker has its own GPUs. If there are too few, several workers share a GPU.
+
+    Args:
+        jobs: the number of workers.
+        devices: the GPUs of this machine, and how many a run gets.
     """
     workers: list[subprocess.Popen[bytes]] = []
     command = to_argv(["moa-fairseq", *sys.argv[1:], "--jobs", "1"])

@@ -23,8 +23,8 @@ from moa_fairseq.experiments.records.json_files import changes, selected
 from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
 
 _ANEW = "Take the change back, or give the study another name, under which it starts over."
-# Not part of a record's settings: the seed and the precision, which it has in separate fields, and how a
-# training runs.
+# Not part of a record's settings: the seed and the precision, which are separate fields of the record, and
+# settings that change only how a training is executed
 _FREE = (
     *("train.seed", "train.precision", "train.keep_last_epochs"),
     *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
@@ -37,10 +37,10 @@ class System:
     """One line of the tables.
 
     Args:
-        label: its name for people.
+        label: the name of the system in tables and pictures.
         recipe: a path from the study file's folder, or the name of a shipped recipe.
-        family: of its attention; systems of one family share a colour.
-        set: `section.key: value` over the recipe, as --set takes them.
+        family: the family of its attention; systems of one family share a colour.
+        set: `section.key` → value that replaces the recipe's, as --set takes them.
     """
 
     label: str
@@ -51,7 +51,12 @@ class System:
 
 @dataclasses.dataclass(frozen=True)
 class Contrast:
-    """first − second, and the question that the difference answers."""
+    """A comparison of two systems by the difference first − second.
+
+    Args:
+        first, second: the keys of the two systems.
+        question: the question that the difference answers.
+    """
 
     first: str
     second: str
@@ -62,14 +67,14 @@ class Contrast:
 class Tuning:
     """The runs that choose values for each system: the point of a grid with the lowest mean loss.
 
-    They have separate seeds, which do not count later, and their records are in a folder NAME_tuning.
-    A point with fewer diverged runs is better, whatever its loss is.
+    Their seeds are not those of the study, and their records are in a folder NAME_tuning. A point with fewer
+    diverged runs is better, whatever its loss is.
 
     Args:
         grid: `section.key` → the values to try.
-        seeds: number per point.
-        first_seed: the others follow it.
-        set: overrides of the systems' values, such as a smaller budget.
+        seeds: the number of seeds for each point.
+        first_seed: the first seed; the others follow it.
+        set: `section.key` → value that replaces the systems', such as a smaller budget.
     """
 
     grid: dict[str, list[Any]]
@@ -83,19 +88,19 @@ class Study:
     """A study file, merged over its `base:`, if any. The first system is the baseline.
 
     Args:
-        study: its name, which is the file's.
+        study: the name of the study, which is that of the file.
         question: the question to decide, one sentence.
-        seeds: number per system.
+        seeds: the number of seeds for each system.
         systems: name → a `System`.
         contrasts: name → a `Contrast`.
-        set: for every system, overridden by its own.
+        set: `section.key` → value for all systems; a system's own value replaces it.
         tuning: a `Tuning`, or None.
-        first_seed: the others follow it.
-        stage: "train", or "all" to score as well.
-        threads: per run on a CPU.
-        last: the loss is the mean of so many last validations, in bits.
-        margin: differences within ± this are called equivalent, in bits.
-        levels: number of equal training losses at which the losses are also compared; 0: none.
+        first_seed: the first seed; the others follow it.
+        stage: "train", or "all", which also scores each run.
+        threads: the number of threads of a run on a CPU.
+        last: a run's loss is the mean of the losses, in bits, of this number of last validations.
+        margin: differences within ± margin are called equivalent, in bits.
+        levels: the number of equal training losses at which validation losses are also compared; 0: none.
     """
 
     study: str
@@ -117,10 +122,10 @@ class Run(NamedTuple):
     """One training.
 
     Args:
-        system: its name in the study.
-        seed: of the training.
-        recipe: the file.
-        overrides: the system's `section.key: value`.
+        system: the name of the system in the study.
+        seed: the seed of the training.
+        recipe: the file of the recipe.
+        overrides: `section.key` → value of the system that replaces the recipe's.
         records: the folder with the study's records.
     """
 
@@ -137,22 +142,22 @@ class Run(NamedTuple):
 
     @property
     def block(self) -> tuple[int, str]:
-        """The block of runs to compare with each other: all of one seed, in tuning only of one system."""
+        """The block of runs that are compared: those of one seed; in a tuning, only those of one system."""
         system, is_trial, _ = self.system.partition(" ")
         return self.seed, system if is_trial else ""
 
     def load(self) -> Recipe:
-        """Its recipe with the system's values, still without the seed."""
+        """The recipe with the system's values, but without the seed."""
         overrides = [f"{key}={json.dumps(value)}" for key, value in self.overrides.items()]
         return load_recipe(self.recipe, overrides)
 
 
 def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
-    """Every run in its order: all systems of one seed, then those of the next.
+    """All runs of a study in their order: all systems with one seed, then all with the next.
 
     Args:
-        study: of which runs.
-        folder: of the study file.
+        study: the study.
+        folder: the folder of the study file.
         records: the folder of all studies' records.
     """
     seeds = range(study.first_seed, study.first_seed + study.seeds)
@@ -163,7 +168,15 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
 
 
 def settings_of(run: Run, stage: str) -> dict[str, Any]:
-    """The settings of a result except the seed: the stage, and the recipe's values that are not defaults."""
+    """The settings that a record keeps: the stage, and the recipe's values that are not defaults.
+
+    Args:
+        run: the run.
+        stage: the stage of the study, "train" or "all".
+
+    Returns:
+        Key → value, without the seed and other keys of _FREE.
+    """
 
     def values(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
         for field in dataclasses.fields(section):
@@ -195,16 +208,19 @@ def _without_free(settings: dict[str, Any]) -> dict[str, Any]:
 def fitting_records(
     study: Study, runs: list[Run], strict: bool = False
 ) -> dict[str, dict[str, Any]]:
-    """Name → record, of the runs whose record fits them.
+    """The records that fit the runs of a study.
 
-    A record fits if it is of the study, system and seed, and its settings are those of the study and its
-    recipes now; a record without settings needs a command with the study's part of them. A warning lists the
-    others.
+    A record fits a run if it has the study, system and seed of the run, and the settings that the study and
+    its recipe have now. If a record has no settings, those in its command are compared. A warning names each
+    of the others.
 
     Args:
-        study: of which records.
-        runs: all of its runs.
-        strict: the others are an error.
+        study: the study.
+        runs: all runs of the study.
+        strict: whether a record that does not fit is an error.
+
+    Returns:
+        Name of a run → its record.
 
     Raises:
         UserError: for a damaged record, and with `strict` for a record that does not fit.
@@ -221,7 +237,7 @@ def fitting_records(
         location, record = records[run.system, run.seed]
         now = {"study": study.study}
         recorded = {"study": record["study"]}
-        # the record of another study was copied here
+        # A record of another study may have been copied into this folder
         remedy = _ANEW if recorded == now else REMEDY
         if recorded == now and record.get("settings"):
             recorded = record["settings"]
@@ -247,7 +263,7 @@ def fitting_records(
 
 
 def _settings_in(command: str) -> dict[str, Any]:
-    """Recipe, stage and values in the command of a run."""
+    """The recipe, the stage and the values of --set in the command of a run."""
     settings: dict[str, Any] = {}
     with contextlib.suppress(ValueError):  # an edited command
         words = shlex.split(command)
@@ -266,14 +282,17 @@ def losses_of(
     records: dict[str, dict[str, Any]],
     levels: NDArray[np.float64] | None = None,
 ) -> dict[str, dict[int, float]]:
-    """System → seed → loss, of the runs that have a record. A diverged run counts as the worst of all.
+    """The losses of the runs that have a record; a diverged run has the largest loss of all runs.
 
     Args:
-        study: gives the number of validations to average.
+        study: the study, which says how many validations are averaged.
         runs: the runs to read.
         records: name of a run → its record.
-        levels: training losses, in bits, at which the validation loss is read, instead of the last
-            validations.
+        levels: training losses in bits; the loss is the mean of the validation losses at these levels. None:
+            it is the mean of the last validation losses.
+
+    Returns:
+        System → seed → loss in bits.
     """
     losses: dict[str, dict[int, float]] = {key: {} for key in study.systems}
     diverged = []
@@ -284,7 +303,7 @@ def losses_of(
             elif levels is None:
                 last = _last(study, record)
                 losses[run.system][run.seed] = sum(last) / len(last)
-            # on the straight line between the validations beside each level
+            # By linear interpolation between the validations on both sides of each level
             elif pairs := pairs_of(record):
                 train, valid = np.transpose(sorted(pairs.values()))
                 losses[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
@@ -295,17 +314,17 @@ def losses_of(
 
 
 def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.float64]:
-    """study.levels training losses that all records have, spread evenly.
+    """Evenly spaced training losses that all records have, study.levels in number.
 
-    They go from the lowest that all records reached to one bit above, and no higher than the highest of any
-    record: above that it has no validation loss.
+    They go from the lowest loss that all records reached to one bit above it, or to the highest loss that all
+    records have, if that is lower.
 
     Args:
-        study: says how many levels.
-        records: of the runs that are compared; those that diverged move no level.
+        study: the study, which says how many levels there are.
+        records: the records of the compared runs; those that diverged do not count.
 
     Returns:
-        The levels; none where no training loss lies between the lowest and the highest of every record.
+        The levels in bits; none if the records have no range of training losses in common.
     """
     lowest = 0.0
     highest = math.inf
@@ -325,7 +344,7 @@ def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
     """The training and the validation loss of each validation that has both numbers.
 
     Args:
-        record: of a run.
+        record: the record of a run.
 
     Returns:
         Updates → (training loss, validation loss).
@@ -339,16 +358,16 @@ def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
 
 
 def _last(study: Study, record: dict[str, Any]) -> list[Any]:
-    """The last validation losses of a run, of which its loss is the mean; None for one that is no number."""
+    """The last validation losses of a run, whose mean is its loss; None for a loss that is not finite."""
     return [row.get("valid") for row in record["curve"]][-study.last :]
 
 
 def has_diverged(study: Study, record: dict[str, Any]) -> bool:
-    """Whether a run has no loss of its own.
+    """Whether a run has no loss because it diverged.
 
     Args:
-        study: gives the number of validations that its loss is the mean of.
-        record: of the run.
+        study: the study, which says how many validations are averaged.
+        record: the record of the run.
     """
     last = _last(study, record)
     return record["end"] == DIVERGED or not last or None in last

@@ -27,7 +27,7 @@ from moa_fairseq.experiments.study.design import (
 
 STAGES = ("train", "all")
 MOST_RUNS = 100_000
-# The numbers of a study file, and of its tuning: lowest and highest.
+# Numbers in a study file and in its tuning → lowest and highest value
 _LIMITS = {
     "seeds": (1, MOST_RUNS),
     "first_seed": (0, 2**31),
@@ -36,7 +36,7 @@ _LIMITS = {
     "margin": (0, 100),
     "levels": (0, 10_000),
 }
-_NAME = re.compile(r"\w[\w.+-]{0,63}")  # of folders and files
+_NAME = re.compile(r"\w[\w.+-]{0,63}")  # of a study or system: part of names of folders and files
 Grid = dict[str, tuple[System, dict[str, Any]]]  # name of a trial → its system and its point
 
 
@@ -46,12 +46,12 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
     Args:
         path: the file.
         records: the folder of all studies' records.
-        tune: its tuning runs, a system for each point of the grid; otherwise the systems have the values
-            selected by the tuning.
+        tune: whether the study of the tuning runs is returned, with a system for each point of the grid;
+            otherwise the systems have the values selected by the tuning.
 
     Raises:
-        UserError: with file and key; also if the tuning is not complete, or every run of a system in it
-            diverged.
+        UserError: for a mistake, with file and key; also if the tuning is not complete, or if all tuning runs
+            of a system diverged.
     """
     file = str(path)
     study = build(Study, _with_base(path), file)
@@ -102,7 +102,7 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
 def _best_points(
     trial: Study, grids: dict[str, Grid], path: Path, records: Path
 ) -> dict[str, dict[str, Any]]:
-    """System → the point of its grid with the lowest loss. Raises UserError, see `load_study`."""
+    """System → the point of its grid with the lowest loss; a UserError if the tuning is not complete."""
     runs = runs_of(trial, path.parent, records)
     fitting = fitting_records(trial, runs)
     if missing := len(runs) - len(fitting):
@@ -125,10 +125,10 @@ def _best_points(
 
 
 def _with_base(path: Path) -> dict[str, Any]:
-    """The mapping of a study file over that of its `base:`, a study file whose path begins in its folder.
+    """The mapping in a study file, merged with that of its `base:`, a path from the folder of the file.
 
-    If both have a mapping for a key (set, systems, contrasts, tuning), it has the entries of both; otherwise
-    the file's own value counts. So a system or a contrast in both files is the file's.
+    If both files have a mapping for a key (set, systems, contrasts, tuning), the entries are merged, and an
+    entry of the file replaces that of the base. Other values of the file replace those of the base.
     """
     mapping = read_mapping(path, "study")
     name = mapping.pop("base", None)
@@ -148,9 +148,9 @@ def _with_base(path: Path) -> dict[str, Any]:
 
 
 def _check(study: Study, tuning: Tuning | None, file: str) -> None:
-    """Raise UserError for an invalid name, number or stage.
+    """Raise UserError for an invalid name, number or stage, for too many runs, and for shared seeds.
 
-    Also for too many runs, and for seeds of the tuning that are also seeds of the study.
+    The tuning must not have seeds of the study.
     """
     for key, values in (("", study), ("tuning.", tuning or study)):
         for name, (low, high) in _LIMITS.items():
@@ -187,7 +187,7 @@ def _check(study: Study, tuning: Tuning | None, file: str) -> None:
 
 
 def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
-    """Name → system and its point, for every point of the grid."""
+    """The trials of a system: name → the system with the values of a point of the grid, and the point."""
     trials: Grid = {}
     for values in itertools.product(*tuning.grid.values()):
         point = dict(zip(tuning.grid, values))
@@ -208,7 +208,7 @@ def _grid(key: str, row: System, tuning: Tuning, file: str) -> Grid:
 
 
 def _file_name(text: str) -> str:
-    """The text if it can be part of a file's name, else its letters and digits with a hash of the whole."""
+    """The text if it can be part of a file's name, else its letters and digits with a hash of the text."""
     if re.fullmatch(r"[\w.+-]{1,40}", text):
         return text
     return re.sub(r"[^\w.+-]+", "_", text)[:30] + hashlib.sha256(text.encode()).hexdigest()[:8]

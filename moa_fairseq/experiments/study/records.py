@@ -43,11 +43,11 @@ _KINDS |= dict.fromkeys(
 
 
 class Record(NamedTuple):
-    """One run's record.
+    """The record of one run.
 
     Args:
-        where: its file, and line, for messages.
-        content: its content.
+        where: the file, with the line in a file of several records, for messages.
+        content: the content of the record.
     """
 
     where: str
@@ -58,15 +58,15 @@ def records_of(folder: Path) -> dict[tuple[str, int], Record]:
     """Every record of a study.
 
     Args:
-        folder: Of the study, such as results/studies/STUDY.
+        folder: the folder of the study, such as results/studies/STUDY.
 
     Returns:
-        (system, seed) → its record: of several the last line, or a file of its own.
+        (system, seed) → record. A separate file replaces a line of that run, and a later line an earlier one.
 
     Raises:
-        UserError: A record is damaged.
+        UserError: for a damaged record.
     """
-    # First: `pack_study` removes one when it stands in the other file
+    # Read first, because `pack_study` removes a single file once its record is in the other file
     single = _single_records(folder)
     packed = []
     path = folder / RECORDS
@@ -83,23 +83,23 @@ def append_record(folder: Path, content: dict[str, Any]) -> None:
     """Append a run's record to those of its study.
 
     Args:
-        folder: Of the study.
-        content: The record.
+        folder: the folder of the study.
+        content: the record.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: if it cannot be written.
     """
     append_json_line(folder / RECORDS, content)
 
 
 def check_records(folder: Path) -> None:
-    """Before a run is trained: see whether its record can be appended.
+    """Check before a training that its record can be appended.
 
     Args:
-        folder: Of the study.
+        folder: the folder of the study.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: if it cannot be written.
     """
     check_appendable(folder / RECORDS)
 
@@ -108,13 +108,13 @@ def outputs_of(folder: Path) -> dict[str, bytes]:
     """Every translation of a study's runs.
 
     Args:
-        folder: Of the study.
+        folder: the folder of the study.
 
     Returns:
-        RUN.SUBSET.txt → the text, a line for each sentence.
+        RUN.SUBSET.txt → the bytes of the text, which has a line for each sentence.
 
     Raises:
-        UserError: The archive is damaged.
+        UserError: for a damaged archive.
     """
     outputs = {}
     refuse_link_out(folder / ARCHIVE, folder)
@@ -129,13 +129,13 @@ def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
     """Write a run's translation of a test set as a separate file.
 
     Args:
-        folder: Of the study.
-        run: The run's name.
-        subset: The test set.
-        lines: The translations, in the order of the test set.
+        folder: the folder of the study.
+        run: the name of the run.
+        subset: the name of the test set.
+        lines: the translations, in the order of the test set.
 
     Raises:
-        UserError: It cannot be written.
+        UserError: if it cannot be written.
     """
     with atomic_write(folder / SINGLE_OUTPUTS / f"{run}.{subset}.txt") as stream:
         stream.writelines(f"{line}\n" for line in lines)
@@ -144,16 +144,17 @@ def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:
 def pack_study(folder: Path) -> tuple[int, int]:
     """Move records and translations from separate files into records.jsonl and outputs.tar.xz.
 
-    A file is removed when its content is on the disk elsewhere, so a kill loses nothing: pack again.
+    A file is removed only when its content is elsewhere on the disk, so after a kill a study can be packed
+    again.
 
     Args:
-        folder: Of the study.
+        folder: the folder of the study.
 
     Returns:
-        Numbers of packed records and translations.
+        The numbers of packed records and translations.
 
     Raises:
-        UserError: A record is damaged, or something cannot be written.
+        UserError: for a damaged record, and for a file that cannot be written.
     """
     single = _single_records(folder)
     outputs = _single_outputs(folder)
@@ -185,11 +186,11 @@ def _single_records(folder: Path) -> list[Record]:
 
 
 def _checked(content: Any, where: str) -> Record:
-    """The record in a line or file; raises UserError with the line or file and the key."""
+    """Check a record; a UserError names the line or file, and the key."""
     check_kinds(
         content, _KINDS, where, REMEDY, required=("study", "system", "seed", "end", "curve")
     )
-    # null if the training ended too early for them
+    # They are null if the training ended before they were known
     if missing := sorted({"parameters", "tokens_per_second"} - content.keys()):
         raise UserError(f"{where} lacks {', '.join(missing)}. {REMEDY}")
     if content["end"] not in (FINISHED, DIVERGED):

@@ -364,7 +364,7 @@ def _train(
         Executor(environment).run(command, folder / "study.log")
     except Diverged:
         has_diverged = True
-    except UserError as error:  # of the recipe; a study adds the remedy for the run
+    except UserError as error:  # the recipe failed; a study adds the remedy for the run
         remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
     made_by = _made_by(maker(folder, run.load()))

@@ -139,8 +139,9 @@ def test_the_seed_zero_draws_gates_anew_too(monkeypatch, seed, drawn):
     monkeypatch.setattr(gates, "forward_passes", measure)
     mixture = MixtureOfAttentiveExperts(8, 4, self_attention=True)
     before = mixture.gate.fc2.weight.clone()
+    args = argparse.Namespace(untrained=seed, subset="valid", max_tokens=1, cpu=True)
     with pytest.raises(Measured):
-        gates.analyze(argparse.Namespace(untrained=seed), mixture, None)
+        gates.analyze(args, mixture, None)
     assert torch.equal(mixture.gate.fc2.weight, before) != drawn
 
 
