@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-import re
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -13,21 +12,26 @@ from typing import Any, NamedTuple
 import portalocker
 
 from moa_fairseq.errors import Diverged, UserError
-from moa_fairseq.experiments.data.binarised import is_binarised
-from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
-from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
 from moa_fairseq.experiments.recipes.loading import check_flags
-from moa_fairseq.experiments.recipes.result import data_differences, maker
+from moa_fairseq.experiments.recipes.result import maker
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.experiments.recipes.workload import workload
-from moa_fairseq.experiments.records.json_files import saved_json, selected
+from moa_fairseq.experiments.records.json_files import saved_json
 from moa_fairseq.experiments.records.provenance import commit
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
-from moa_fairseq.experiments.study.design import Run, Study, fitting_records, settings_of
+from moa_fairseq.experiments.study.conditions import (
+    Place,
+    Trained,
+    blocks_made_elsewhere,
+    check_commit,
+    check_data,
+    check_text,
+    provenance_of,
+)
+from moa_fairseq.experiments.study.design import Run, fitting_records, settings_of
 from moa_fairseq.experiments.study.records import (
     DIVERGED,
     FINISHED,
@@ -42,53 +46,6 @@ from moa_fairseq.process import Executor, flags, refuse_without_locks, to_shell
 from moa_fairseq.process.signals import terminate_as_interrupt
 
 log = logging.getLogger(__name__)
-
-
-class Place(NamedTuple):
-    """The folders, data and devices of a study.
-
-    Args:
-        study: the study.
-        folders: the folder that contains the run folders.
-        data: the data folder that each recipe gets as --data, or None.
-        gpus: the number of GPUs for each run; 0 for the CPU.
-    """
-
-    study: Study
-    folders: Path
-    data: Path | None
-    gpus: int
-
-    def conditions(self, run: Run) -> dict[str, str]:
-        """The properties that all runs of a block must share: devices with threads, and the precision."""
-        devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
-        recipe = run.load()
-        if devices.gpus > 1:  # a small batch leaves some of them out
-            recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
-        precision = precision_name(recipe.train.precision, devices, recipe.model)
-        return {
-            "hardware": f"{devices.describe()}, {self.study.threads} threads",
-            "precision": precision,
-        }
-
-    def trained(self, run: Run) -> dict[str, Any] | None:
-        """The provenance of the training in a run's folder; None if there is no checkpoint yet."""
-        checkpoints = self.folders / run.name / "checkpoints"
-        if not any(checkpoints.glob("*.pt")):
-            return None
-        return _made_by(maker(self.folders / run.name, run.load(), checkpoints))
-
-
-class Trained(NamedTuple):
-    """A run that was trained, perhaps on another machine.
-
-    Args:
-        run: the run.
-        made_by: the provenance of its training, with the keys of a record.
-    """
-
-    run: Run
-    made_by: dict[str, Any]
 
 
 class Outcome(NamedTuple):
@@ -121,7 +78,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
             was prepared with other values than those of a recipe, or if a remaining system has an unknown
             flag or flags that make no model.
     """
-    digest = _check_data(runs, place)
+    digest = check_data(runs, place)
     records = fitting_records(place.study, runs, strict=True)
     trained = []
     for run in runs:
@@ -130,10 +87,12 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
             trained.append(Trained(run, made_by))
     current_commit = commit()
     for run, made_by in trained:
-        _check_commit(run, made_by, place, current_commit)
-        _check_text(run.name, made_by, place, digest)
+        check_commit(run, made_by, place, current_commit)
+        check_text(run.name, made_by, place, digest)
     incomplete = {run.block for run in runs if run.name not in records}
-    elsewhere = _made_elsewhere([each for each in trained if each.run.block in incomplete], place)
+    elsewhere = blocks_made_elsewhere(
+        [each for each in trained if each.run.block in incomplete], place
+    )
     remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
     for run in {run.system: run for run in remaining}.values():
         try:
@@ -143,68 +102,6 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
         except UserError as error:  # any: the message needs the system's name
             raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
     return remaining
-
-
-def _check_data(runs: list[Run], place: Place) -> str | None:
-    """Check that --data was prepared as the recipes ask; the digest of its content, if it is binarised."""
-    if place.data is None:
-        return None
-    prepared = place.data.parent if place.data.name == "binarised" else place.data
-    binarised = place.data if is_binarised(place.data) else prepared / "binarised"
-    if (prepared / "manifest.json").is_file():
-        _check_values(runs, place, prepared)
-    return content_digest(binarised) if is_binarised(binarised) else None
-
-
-def _made_by(made: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that says what made the run, from what `maker` returns."""
-    record = selected(made, ("precision", "data", "versions", "commit", "date"))
-    if made.get("hardware"):
-        record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
-    return {key: value for key, value in record.items() if value is not None}
-
-
-def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
-    """Raise UserError if --data was prepared with other values than those of a recipe."""
-    for run in {run.recipe: run for run in runs}.values():
-        if differ := data_differences(run.load(), prepared, {}):
-            problem = f"--data {place.data} differs from the data of {run.recipe}"
-            remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
-            raise UserError(f"{problem}: {'; '.join(map(': '.join, differ.items()))}. {remedy}.")
-
-
-def _check_commit(
-    run: Run, made_by: dict[str, Any], place: Place, current_commit: str | None
-) -> None:
-    """Raise UserError if another commit trained the run, according to its record or run folder."""
-    recorded = made_by.get("commit")
-    if recorded == current_commit:
-        return
-    folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
-    remedy = "It cannot be resumed, because no single commit made it. "
-    if recorded and re.fullmatch(r"[0-9a-f]{40}", recorded):
-        remedy = (
-            f"To resume, make a worktree (git worktree add ../study {recorded}), run `bash scripts/setup.sh` "
-            f"there without an active environment, and give its moa-fairseq {folders}. "
-        )
-    raise UserError(
-        f"{run.name} of {place.study.study} was trained at commit {recorded or 'unknown'}, but this is "
-        f"{current_commit}: all runs of a study need one commit. {remedy}To start over, give other folders "
-        "to --runs and --records."
-    )
-
-
-def _check_text(
-    name: str, made_by: dict[str, Any], place: Place, digest: str | None, remedy: str = ""
-) -> None:
-    """Raise UserError if the run was trained on text with another digest, by its record or run folder."""
-    recorded = made_by.get("data")
-    if recorded and digest and recorded != digest:
-        raise UserError(
-            f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
-            f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that run "
-            f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
-        )
 
 
 def run_pending(runs: list[Run], place: Place) -> None:
@@ -252,8 +149,8 @@ def _block_elsewhere(
         trained.append(Trained(run, made_by))
     current_commit = commit()
     for each in trained:
-        _check_commit(*each, place, current_commit)
-    return _made_elsewhere([each for each in trained if each.run.block == run.block], place)
+        check_commit(*each, place, current_commit)
+    return blocks_made_elsewhere([each for each in trained if each.run.block == run.block], place)
 
 
 @contextlib.contextmanager
@@ -268,29 +165,6 @@ def _alone(file: Path) -> Iterator[bool]:
             refuse_without_locks(file, error)
             alone = False
         yield alone
-
-
-def _made_elsewhere(trained: list[Trained], place: Place) -> set[tuple[int, str]]:
-    """The blocks of these runs that cannot be continued here; a warning names each.
-
-    Compared runs may differ in one thing only, so a block needs one kind of machine and one precision.
-    """
-    elsewhere: set[tuple[int, str]] = set()
-    conditions: dict[str, dict[str, str]] = {}
-    for run, made_by in trained:
-        if run.block in elsewhere:
-            continue
-        if run.system not in conditions:  # the conditions do not depend on the seed
-            conditions[run.system] = place.conditions(run)
-        current = conditions[run.system]
-        before = {key: made_by.get(key, current[key]) for key in current}
-        if before != current:
-            elsewhere.add(run.block)
-            words = (", ".join(before.values()), ", ".join(current.values()))
-            log.warning(
-                "seed %d %s was started on %s and is not continued on %s", *run.block, *words
-            )
-    return elsewhere
 
 
 def _carry_out(run: Run, place: Place) -> None:
@@ -367,12 +241,12 @@ def _train(
     except UserError as error:  # the recipe failed; a study adds the remedy for the run
         remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
-    made_by = _made_by(maker(folder, run.load()))
-    _check_commit(run, made_by, place, start_commit)
+    made_by = provenance_of(maker(folder, run.load()))
+    check_commit(run, made_by, place, start_commit)
     for (system, seed), before in records_of(run.records).items():
         if _of_data(before.content.get("settings", {})) == _of_data(settings):
             name = f"{system}-seed{seed}"
-            _check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
+            check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or has_diverged):
         problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"

@@ -1,0 +1,192 @@
+"""The conditions that all runs of a study share: one commit, one text, and one kind of machine per block."""
+
+from __future__ import annotations
+
+import logging
+import re
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.data.binarised import is_binarised
+from moa_fairseq.experiments.data.prepare import content_digest
+from moa_fairseq.experiments.recipes.batch import fit
+from moa_fairseq.experiments.recipes.checkpoints import prepared_data
+from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
+from moa_fairseq.experiments.recipes.result import data_differences, maker
+from moa_fairseq.experiments.records.json_files import selected
+from moa_fairseq.experiments.study.design import Run, Study
+
+log = logging.getLogger(__name__)
+
+
+class Place(NamedTuple):
+    """The folders, data and devices of a study.
+
+    Args:
+        study: the study.
+        folders: the folder that contains the run folders.
+        data: the data folder that each recipe gets as --data, or None.
+        gpus: the number of GPUs for each run; 0 for the CPU.
+    """
+
+    study: Study
+    folders: Path
+    data: Path | None
+    gpus: int
+
+    def conditions(self, run: Run) -> dict[str, str]:
+        """The properties that all runs of a block must share: devices with threads, and the precision."""
+        devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
+        recipe = run.load()
+        if devices.gpus > 1:  # a small batch leaves some of them out
+            recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
+        precision = precision_name(recipe.train.precision, devices, recipe.model)
+        return {
+            "hardware": f"{devices.describe()}, {self.study.threads} threads",
+            "precision": precision,
+        }
+
+    def trained(self, run: Run) -> dict[str, Any] | None:
+        """The provenance of the training in a run's folder; None if there is no checkpoint yet."""
+        checkpoints = self.folders / run.name / "checkpoints"
+        if not any(checkpoints.glob("*.pt")):
+            return None
+        return provenance_of(maker(self.folders / run.name, run.load(), checkpoints))
+
+
+class Trained(NamedTuple):
+    """A run that was trained, perhaps on another machine.
+
+    Args:
+        run: the run.
+        made_by: the provenance of its training, with the keys of a record.
+    """
+
+    run: Run
+    made_by: dict[str, Any]
+
+
+def check_data(runs: list[Run], place: Place) -> str | None:
+    """Check that --data was prepared with the values of each recipe.
+
+    Args:
+        runs: all runs of the study.
+        place: the folders, data and devices.
+
+    Returns:
+        The digest of the data's content; None without --data, and if the data is not binarised.
+
+    Raises:
+        UserError: if the data was prepared with other values.
+    """
+    if place.data is None:
+        return None
+    prepared = place.data.parent if place.data.name == "binarised" else place.data
+    binarised = place.data if is_binarised(place.data) else prepared / "binarised"
+    if (prepared / "manifest.json").is_file():
+        _check_values(runs, place, prepared)
+    return content_digest(binarised) if is_binarised(binarised) else None
+
+
+def provenance_of(made: dict[str, Any]) -> dict[str, Any]:
+    """The part of a record that says what made the run.
+
+    Args:
+        made: what `maker` returns.
+    """
+    record = selected(made, ("precision", "data", "versions", "commit", "date"))
+    if made.get("hardware"):
+        record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
+    return {key: value for key, value in record.items() if value is not None}
+
+
+def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
+    """Raise UserError if --data was prepared with other values than those of a recipe."""
+    for run in {run.recipe: run for run in runs}.values():
+        if differ := data_differences(run.load(), prepared, {}):
+            problem = f"--data {place.data} differs from the data of {run.recipe}"
+            remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
+            raise UserError(f"{problem}: {'; '.join(map(': '.join, differ.items()))}. {remedy}.")
+
+
+def check_commit(
+    run: Run, made_by: dict[str, Any], place: Place, current_commit: str | None
+) -> None:
+    """Check that the current commit trained a run.
+
+    Args:
+        run: the run.
+        made_by: the provenance in its record or run folder.
+        place: the folders, data and devices.
+        current_commit: the commit of the source tree.
+
+    Raises:
+        UserError: if another commit trained it.
+    """
+    recorded = made_by.get("commit")
+    if recorded == current_commit:
+        return
+    folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
+    remedy = "It cannot be resumed, because no single commit made it. "
+    if recorded and re.fullmatch(r"[0-9a-f]{40}", recorded):
+        remedy = (
+            f"To resume, make a worktree (git worktree add ../study {recorded}), run `bash scripts/setup.sh` "
+            f"there without an active environment, and give its moa-fairseq {folders}. "
+        )
+    raise UserError(
+        f"{run.name} of {place.study.study} was trained at commit {recorded or 'unknown'}, but this is "
+        f"{current_commit}: all runs of a study need one commit. {remedy}To start over, give other folders "
+        "to --runs and --records."
+    )
+
+
+def check_text(
+    name: str, made_by: dict[str, Any], place: Place, digest: str | None, remedy: str = ""
+) -> None:
+    """Check that a run was trained on the text of --data.
+
+    Args:
+        name: the name of the run.
+        made_by: the provenance in its record or run folder.
+        place: the folders, data and devices.
+        digest: the digest of the content of --data, or None.
+        remedy: what to do besides naming the run's data.
+
+    Raises:
+        UserError: if the text has another digest.
+    """
+    recorded = made_by.get("data")
+    if recorded and digest and recorded != digest:
+        raise UserError(
+            f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
+            f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that run "
+            f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
+        )
+
+
+def blocks_made_elsewhere(trained: list[Trained], place: Place) -> set[tuple[int, str]]:
+    """The blocks of these runs that cannot be continued here; a warning names each.
+
+    Compared runs may differ in one thing only, so a block needs one kind of machine and one precision.
+
+    Args:
+        trained: the runs that were trained.
+        place: the folders, data and devices.
+    """
+    elsewhere: set[tuple[int, str]] = set()
+    conditions: dict[str, dict[str, str]] = {}
+    for run, made_by in trained:
+        if run.block in elsewhere:
+            continue
+        if run.system not in conditions:  # the conditions do not depend on the seed
+            conditions[run.system] = place.conditions(run)
+        current = conditions[run.system]
+        before = {key: made_by.get(key, current[key]) for key in current}
+        if before != current:
+            elsewhere.add(run.block)
+            words = (", ".join(before.values()), ", ".join(current.values()))
+            log.warning(
+                "seed %d %s was started on %s and is not continued on %s", *run.block, *words
+            )
+    return elsewhere
