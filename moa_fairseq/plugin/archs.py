@@ -30,14 +30,15 @@ def register_models(
     archs: Mapping[str, Values],
     base_architectures: Mapping[str, Body] | None = None,
 ) -> None:
-    """Register a model whose attentions are of `family`, and its architectures; the first is the default.
+    """Register a model with attentions of a family, and its architectures, of which the first is the default.
 
     Args:
         family: a name of FAMILIES.
         model: a name that ends in an underscore and one of BASE_MODELS.
-        archs: `--arch` → values of flags (as in the args namespace), unless the user gives others.
-        base_architectures: of architectures that are not fairseq's base: `--arch` → as `body` of
-            `register_arch`.
+        archs: `--arch` → values of flags, by their names in the args namespace; a value that the user gives
+            wins.
+        base_architectures: `--arch` → the `body` of `register_arch`, for the architectures that do not extend
+            fairseq's base architecture.
     """
     base, body = BASE_MODELS[model.rpartition("_")[2]]
     names = {"attention_family": family, "default_arch": next(iter(archs)), "__doc__": base.__doc__}
@@ -53,19 +54,19 @@ def register_arch(model: str, arch: str, body: Body, values: Values) -> None:
         model: a name that fairseq knows.
         arch: the name of the architecture.
         body: fairseq's function that sets every other flag; it is called with the args namespace.
-        values: of flags (as in the args namespace), unless the user gives others.
+        values: values of flags, by their names in the args namespace; a value that the user gives wins.
     """
 
     def architecture(args: Any) -> None:
         if hasattr(args, "no_scale_embedding") and not hasattr(args, "initialization"):
-            # Complete settings, of a checkpoint from before there was a choice
+            # These are the complete settings of a checkpoint that is older than --initialization.
             args.initialization = "own"
         set_defaults(args, values)
         pre_norm = getattr(args, "decoder_normalize_before", None)
         body(args)
         if pre_norm is not None:  # fairseq's function for language models overwrites it
             args.decoder_normalize_before = pre_norm
-        # None: a dense counterpart
+        # fairseq's own models have no family.
         family = getattr(MODEL_REGISTRY[model], "attention_family", None)
         if family is not None:
             set_defaults(args, {"positions": None, "initialization": "own"})

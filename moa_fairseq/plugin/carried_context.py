@@ -1,4 +1,4 @@
-"""For texts that are read chunk by chunk: keeps the inputs that a decoder's layers had in earlier chunks."""
+"""Context for texts that are read in chunks: the inputs that a decoder's layers had in earlier chunks."""
 
 import contextlib
 import functools
@@ -14,10 +14,15 @@ from moa_fairseq.plugin.forward_context import current_context, forward_context
 
 
 class ChunkContext(NamedTuple):
-    """The context that the chunk after `chunk` will see, of a part of the texts."""
+    """The context that the next chunk of some texts will see.
+
+    Args:
+        chunk: the number of the last chunk that was read.
+        inputs: the inputs of each layer in the last chunks, [M, B, C].
+    """
 
     chunk: int
-    inputs: list[Tensor]  # of each layer, [M, B, C]
+    inputs: list[Tensor]
 
     def sizes(self) -> tuple[int, list[tuple[int, ...]]]:
         """The chunk and the shapes of the inputs, which other processes need to receive them."""
@@ -25,24 +30,29 @@ class ChunkContext(NamedTuple):
 
 
 class _Reading(NamedTuple):
-    """A pass: the inputs that its layers had in earlier chunks, if any is kept, and those they have now."""
+    """One pass.
+
+    Args:
+        before: the inputs of each layer in earlier chunks; None if the pass begins without a context.
+        now: the inputs of the layers that have run in this pass, with those of earlier chunks before them.
+    """
 
     before: list[Tensor] | None
     now: list[Tensor]
 
 
 class CarriedContext:
-    """Hands each layer the inputs that it had in the last `chunks` chunks, without their gradients.
+    """Passes to each layer the inputs that it had in the last `chunks` chunks, without their gradients.
 
     As in Transformer-XL (Dai et al., arXiv 1901.02860, §3.2): h̃ = [SG(h_τ) ∘ h_{τ+1}] makes keys and values.
     Training and evaluation have separate contexts, so a validation in the middle of an epoch disturbs
     nothing. Parts of the texts that take turns, as the micro-batches of an update do, have separate contexts
     too, and so may texts that several threads read: each part is read in order. A context is not part of the
-    model's state. The task saves those of the training (`of_training`) with a checkpoint, as they cannot be
-    computed again: earlier updates had other weights and other dropout.
+    model's state. The task saves the contexts of the training (`of_training`) with a checkpoint, because they
+    cannot be computed again: earlier updates had other weights and other dropout.
 
     Args:
-        layers: of a decoder, in order; their `forward` takes what was kept as `context`, [M, B, C] or None.
+        layers: a decoder's layers, in order; their `forward` takes the argument `context`, [M, B, C] or None.
         chunks: how many earlier chunks each layer sees, 1 or more.
     """
 
@@ -55,17 +65,17 @@ class CarriedContext:
 
     @contextlib.contextmanager
     def reading(self, chunk: int, training: bool, batch: int, part: int = 0) -> Iterator[None]:
-        """The pass inside the block reads chunk number `chunk` of the `batch` texts of a part.
+        """A context manager around the pass that reads one chunk of the texts of a part.
 
-        It gets the context of the chunk before it in the same texts, if that was kept (the last chunk may
-        lack texts at the end of the batch). Otherwise it begins without one. The inputs of its layers are
-        kept, unless it fails.
+        If the chunk before it in the same texts was kept, the pass gets its context (the last chunk may lack
+        texts at the end of the batch). Otherwise the pass begins without a context. Unless the pass fails,
+        the inputs of its layers are kept.
 
         Args:
             chunk: the number of this chunk.
-            training: whether the context of training is read and kept, or that of evaluation.
-            batch: how many texts are read, B, in the order of the chunk before.
-            part: the number of the part, among those that take turns.
+            training: True reads and keeps the context of training, False the context of evaluation.
+            batch: the number of texts that are read, B, in the order of the chunk before.
+            part: the number of the part, among the parts that take turns.
         """
         context = self._contexts.pop((training, part), None)
         before = None
@@ -81,15 +91,15 @@ class CarriedContext:
         self._contexts[training, part] = ChunkContext(chunk, reading.now)
 
     def of_training(self, part: int) -> ChunkContext | None:
-        """What the next chunk of a part will see in training, if it goes on in the same texts."""
+        """The context that the next chunk of a part will see in training, if it continues the same texts."""
         return self._contexts.get((True, part))
 
     def restore(self, part: int, context: ChunkContext) -> None:
-        """Let the next chunk of a part see this in training.
+        """Set the context that the next chunk of a part will see in training.
 
         Args:
-            part: its number.
-            context: of the part's texts, on the model's device.
+            part: the number of the part.
+            context: the context of the part's texts, on the model's device.
         """
         self._contexts[True, part] = context
 
@@ -105,16 +115,17 @@ class CarriedContext:
 
 
 def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | None:
-    """The contexts of all parts of the texts in one, on the CPU: [M, ΣB, C], in the order of the parts.
+    """Join the contexts of all parts of the texts, on the CPU: inputs [M, ΣB, C], in the order of the parts.
 
-    Every process calls it. A part whose texts have ended lacks the chunk of the first part, and is left out:
-    only the last texts of an epoch end early.
+    Every process must call it. A part whose texts have ended lacks the chunk of the first part, and is left
+    out: only the last texts of an epoch end early.
 
     Args:
-        contexts: of this process's parts, in order; None for a part without a context.
+        contexts: the contexts of this process's parts, in order; None for a part without a context.
 
     Returns:
-        The result in the first process, None in the others; None in all if the very first part has none.
+        The joined context in the first process, None in the others; None in all processes if the first part
+        has no context.
     """
     group = distributed.get_data_parallel_group()
     local_sizes: Any = [None if context is None else context.sizes() for context in contexts]
@@ -134,7 +145,7 @@ def gather_contexts(contexts: Sequence[ChunkContext | None]) -> ChunkContext | N
 
     shapes = [shape[::2] for shape in first[1]]
     inputs = []
-    for layer in range(len(shapes)):  # one after the other: a GPU need not hold all of them
+    for layer in range(len(shapes)):  # so that no GPU must hold the inputs of all layers
         parts = []
         for context in contexts:
             if context is not None and fits(context.sizes()):

@@ -22,7 +22,7 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
-        """The parent's flags without their defaults, which would hide an architecture's values."""
+        """Add the parent's flags, without the defaults, which would hide an architecture's values."""
         gen_parser_from_dataclass(parser, TransformerLanguageModelConfig(), delete_default=True)
         cls.add_mixture_args(parser)
         parser.add_argument(
@@ -38,8 +38,8 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
     def build_model(cls, args: Any, task: Any) -> "MixtureLanguageModel":
         """Build from command-line arguments or a hydra config.
 
-        The parent builds embeddings and decoder at once and has no hook for the decoder. So it builds one
-        without layers, and the mixture's decoder is then built on the same embeddings.
+        The parent builds embeddings and decoder at once and has no hook for the decoder. So the parent builds
+        a decoder without layers, and the mixture's decoder is then built on the same embeddings.
 
         Raises:
             UserError: for impossible flags.
@@ -54,6 +54,7 @@ class MixtureLanguageModel(MixtureModel, TransformerLanguageModel):
         if args.initialization == "depth-scaled" and not (
             decoder.adaptive_softmax or decoder.share_input_output_embed
         ):
-            decoder.output_projection.reset_parameters()  # torch's, which SwitchHead's authors left as it is
+            # SwitchHead's authors kept torch's initial weights.
+            decoder.output_projection.reset_parameters()
         model = cls(decoder)
         return cls.post_build(model, args)

@@ -23,7 +23,8 @@ from moa_fairseq.plugin.transformer_layers import (
 
 logger = logging.getLogger(__name__)
 _DRAWN_BY_DEPTH = 4  # a decoder's `version` with --initialization depth-scaled; fairseq's own is 3
-# A key of an encoder's output: [a tensor with a row for each hypothesis of a sentence]
+# A key of an encoder's output. Its value is a list of one tensor, with a row for each hypothesis of a
+# sentence.
 _BEAM = "beam"
 
 
@@ -37,10 +38,10 @@ class MixtureEncoder(TransformerEncoderBase):
         return_all_hiddens: bool = False,
         token_embeddings: Tensor | None = None,
     ) -> dict[str, list[Any]]:
-        """As fairseq's, without its question to the device in every layer: is there padding?
+        """fairseq's `forward`, in which no layer waits for the device to learn whether there is padding.
 
-        Where nothing is, "encoder_padding_mask" is empty, which means None to fairseq: no cross-attention
-        has to ask again.
+        If there is no padding, "encoder_padding_mask" is empty, which means None to fairseq: no
+        cross-attention has to ask again.
         """
         padding = src_tokens.eq(self.padding_idx)
         is_padded = host_tokens.is_padded(src_tokens, self.padding_idx)
@@ -82,11 +83,11 @@ class MixtureEncoder(TransformerEncoderBase):
     def reorder_encoder_out(
         self, encoder_out: dict[str, list[Tensor]], new_order: Tensor
     ) -> dict[str, list[Tensor]]:
-        """fairseq's; notes in the output when the order repeats every sentence for the hypotheses of a beam.
+        """Reorder the output, and note the size of a beam in it when the order repeats every sentence.
 
         fairseq's generator does not tell the model the size of the beam; only this order shows it. Later
-        orders exchange the hypotheses of a sentence, which read the same: on a CPU, where asking costs no
-        wait, nothing is copied then.
+        orders exchange the hypotheses of a sentence, which all read the same rows. On a CPU, where a look at
+        the order costs no wait, nothing is copied then.
         """
         rows = encoder_out["encoder_out"][0].size(1)
         has_beam = _BEAM in encoder_out
@@ -104,7 +105,7 @@ class MixtureEncoder(TransformerEncoderBase):
         if new_order.numel() == rows and torch.equal(sentence, numbers // beam):
             return encoder_out
         result = super().reorder_encoder_out(encoder_out, new_order)
-        # a sentence that is finished leaves with all of its hypotheses
+        # When a sentence is finished, all of its hypotheses leave the batch together.
         together = new_order.numel() % beam == 0 and torch.equal(
             sentence, sentence[numbers // beam * beam]
         )
@@ -121,7 +122,7 @@ class MixtureDecoder(TransformerDecoderBase):
 
     @property
     def cross_self_attention(self) -> bool:
-        """--cross-self-attention, or a pass in which fairseq shall make a padding mask as for that."""
+        """--cross-self-attention; also True in a pass in which fairseq is to make a padding mask."""
         return self._cross_self_attention or current_context().makes_mask
 
     @cross_self_attention.setter
@@ -140,7 +141,7 @@ class MixtureDecoder(TransformerDecoderBase):
     def upgrade_state_dict_named(
         self, state_dict: dict[str, Tensor], name: str
     ) -> dict[str, Tensor]:
-        """fairseq's; weights trained before architectures left --no-scale-embedding compute as they did."""
+        """fairseq's hook; weights from before architectures set --no-scale-embedding keep their old scale."""
         version = state_dict.get(f"{name}.version")
         if self._draws_by_depth and version is not None and version.item() < _DRAWN_BY_DEPTH:
             self.embed_scale = math.sqrt(self.embed_dim)
@@ -155,13 +156,13 @@ class MixtureDecoder(TransformerDecoderBase):
         return super().output_layer(self.output_dropout_module(features))
 
     def carry_context(self, chunks: int) -> None:
-        """Attend to the last `chunks` chunks as well, whenever `forward` is given the number of a chunk.
+        """Attend to earlier chunks as well, whenever `forward` is given the number of a chunk.
 
         Args:
-            chunks: how many; 0: none.
+            chunks: the number of earlier chunks; 0 switches this off.
 
         Raises:
-            UserError: if positions are embeddings, which begin anew with each chunk, or layers are dropped.
+            UserError: if positions are embeddings, which start again in each chunk, or layers are dropped.
         """
         if chunks and self.embed_positions is not None:
             raise UserError(
@@ -182,11 +183,12 @@ class MixtureDecoder(TransformerDecoderBase):
         part: int = 0,
         **kwargs: Any,
     ):
-        """As fairseq's, with two arguments more, which do nothing before `carry_context`.
+        """fairseq's `forward` with two more arguments, which have no effect before `carry_context`.
 
         Args:
-            chunk: number of this chunk [B, T] of B texts that are read in order; None: nothing is carried.
-            part: number of these texts among the groups of texts that take turns.
+            chunk: the number of this chunk, [B, T], of B texts that are read in order; with None no context
+                is carried.
+            part: the number of this group of texts, among the groups that take turns.
         """
         if chunk is None or self.context is None:
             return super().forward(prev_output_tokens, *args, **kwargs)
@@ -195,7 +197,7 @@ class MixtureDecoder(TransformerDecoderBase):
 
     def buffered_future_mask(self, tensor: Tensor) -> Tensor:
         mask: Tensor = super().buffered_future_mask(tensor)
-        while mask.size(0) < tensor.size(0):  # another thread has put a smaller one in its place
+        while mask.size(0) < tensor.size(0):  # another thread has stored a smaller mask meanwhile
             mask = super().buffered_future_mask(tensor)
         current_context().causal_mask = mask
         return mask
@@ -211,13 +213,13 @@ class MixtureDecoder(TransformerDecoderBase):
         beam = encoder_out[_BEAM][0].size(0) if encoder_out and _BEAM in encoder_out else 1
         changes: dict[str, Any] = {"beam_size": beam, "token_ids": prev_output_tokens}
         is_full_pass = incremental_state is None
-        if is_full_pass and prev_output_tokens.is_cuda:  # on a CPU nothing reads it
+        if is_full_pass and prev_output_tokens.is_cuda:  # on a CPU nothing reads `right_padded`
             changes["right_padded"] = host_tokens.is_right_padded(
                 prev_output_tokens, self.padding_idx
             )
         if is_full_pass and host_tokens.on_host(prev_output_tokens) is not None:
             changes["unpadded"] = not host_tokens.is_padded(prev_output_tokens, self.padding_idx)
-            changes["makes_mask"] = True  # fairseq asks nothing of the device then
+            changes["makes_mask"] = True  # then fairseq does not ask the device for padding
         with forward_context(**changes):
             return super().extract_features(
                 prev_output_tokens, encoder_out, incremental_state, *args, **kwargs

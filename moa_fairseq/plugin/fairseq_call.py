@@ -1,4 +1,4 @@
-"""fairseq's calls, time first, of the attentions and the mixture of feed-forwards here."""
+"""fairseq's time-first calls of this package's attentions and of its mixture of feed-forwards."""
 
 from typing import Any
 
@@ -17,14 +17,14 @@ IncrementalState = dict[str, Any]
 
 
 class FairseqCall(Attention):
-    """`MultiheadAttention.forward` and the incremental state, for an attention that follows in the bases.
+    """fairseq's `MultiheadAttention.forward` and incremental state, for the attention that is the next base.
 
-    The module keeps the attention's parameters and their names. `with_fairseq_call` makes the class.
+    The module keeps the attention's parameters and their names. `with_fairseq_call` makes such classes.
 
     Args:
-        args, options: what the attention itself takes.
-        encoder_decoder_attention: keys and values are made of an encoder's output, which a beam's hypotheses
-            share.
+        args, options: the arguments of the attention itself.
+        encoder_decoder_attention: keys and values are projections of an encoder's output, which the
+            hypotheses of a beam share.
     """
 
     def __init__(self, *args: Any, encoder_decoder_attention: bool = False, **options: Any):
@@ -44,26 +44,26 @@ class FairseqCall(Attention):
         need_head_weights: bool = False,
         query_padding_mask: Tensor | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """As fairseq's. Self-attention also attends to the `carried` inputs of the context, before its own.
+        """fairseq's `forward`. Self-attention also attends to the `carried` inputs of the context.
 
         Args:
             query: [T, B, C].
-            key, value: [S, B, kdim / vdim]; ignored in self-attention; may be None once static_kv keys are
-                cached.
+            key, value: [S, B, kdim] and [S, B, vdim]; ignored in self-attention; may be None once the keys
+                of static_kv are cached.
             key_padding_mask: [B, S], True = padding.
-            incremental_state: of a generation.
-            need_weights: return the weights' mean over the heads.
-            static_kv: keys and values are those of the first step.
-            attn_mask: [T, S], additive, or bool or integers, True = blocked.
+            incremental_state: the state of a generation, which holds the cache; None outside generation.
+            need_weights: return the mean of the weights over the heads.
+            static_kv: keys and values stay those of the first step.
+            attn_mask: [T, S]; floats are added to the scores; bool or integers: True = blocked.
             need_head_weights: return the weights of each head.
-            query_padding_mask: [B, T], keeps padding out of routings and statistics; it defaults to the
-                context's, or to key_padding_mask in self-attention.
+            query_padding_mask: [B, T], True = padding, which is kept out of routings and statistics. The
+                default is the padding of the context, or key_padding_mask in self-attention.
 
         Returns:
             The output [T, B, C], unspecified at padding; weights [B, T, S], or [H, B, T, S], or None.
 
         Raises:
-            ValueError: for a query_padding_mask of another shape.
+            ValueError: if query_padding_mask has another shape.
         """
         context = current_context()
         tgt_len, batch, _ = query.shape
@@ -81,7 +81,7 @@ class FairseqCall(Attention):
         carried = None
         memory = values = None
         if cache is not None and static_kv and cache.length:
-            padding = None  # the cache has it
+            padding = None  # the cache holds the padding
         elif self.self_attention:
             memory = x if query_padding is self_padding else without_padding(rows, self_padding)
             carried = context.carried
@@ -120,7 +120,7 @@ class FairseqCall(Attention):
         cache: KVCache | None,
         beam_size: int,
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """What cross-attention reads, batch first: keys, values and padding, a sentence once for its beam."""
+        """The inputs of cross-attention, batch first: keys, values, padding; one row for a whole beam."""
         memory = key.transpose(0, 1)
         if self.encoder_decoder_attention and cache is not None and beam_size > 1:
             cache.beam_size = beam_size
@@ -133,7 +133,7 @@ class FairseqCall(Attention):
         return memory, without_padding(value.transpose(0, 1), padding), padding
 
     def cache_in(self, incremental_state: IncrementalState | None) -> KVCache | None:
-        """This module's cache, empty before the first step; None when nothing is generated."""
+        """This module's cache, which is empty before the first step; None outside generation."""
         if incremental_state is None:
             return None
         key = f"mixture_attention.{self._instance}"
@@ -165,7 +165,10 @@ def _query_padding(
     of_keys: Tensor | None,
     size: tuple[int, int],
 ) -> Tensor | None:
-    """The first of the three that there is, bool of this size, [B, T]; one of another is of another pass."""
+    """The first of the three masks that is not None, as bool; None if its size is not `size`, [B, T].
+
+    A mask of another size belongs to another pass.
+    """
     if query_padding_mask is not None and query_padding_mask.shape != size:
         raise ValueError(
             f"query_padding_mask is {list(query_padding_mask.shape)}, but the queries are [B, T] = "
@@ -180,7 +183,7 @@ def _query_padding(
 def _after_context(
     carried: Tensor, memory: Tensor, mask: Tensor | None, padding: Tensor | None
 ) -> tuple[Tensor, Tensor | None, Tensor | None]:
-    """Memory, mask and padding with the context [M, B, C] before them: all visible, none of it padding."""
+    """Put the carried context [M, B, C] before memory, mask and padding: it is visible, and no padding."""
     memory = torch.cat([carried.transpose(0, 1).to(memory.dtype), memory], dim=1)
     width = (carried.size(0), 0)
     mask = None if mask is None else F.pad(mask, width)
@@ -189,7 +192,7 @@ def _after_context(
 
 
 def _latest_token_ids(token_ids: Tensor | None, size: tuple[int, int]) -> Tensor | None:
-    """The ids of the queries, [B, T]; None where there are none, or only those of another pass."""
+    """The ids of the queries, [B, T]; None if there are no ids, or they belong to another pass."""
     if token_ids is None:
         return None
     latest = token_ids[:, -size[1] :]
@@ -197,14 +200,14 @@ def _latest_token_ids(token_ids: Tensor | None, size: tuple[int, int]) -> Tensor
 
 
 def with_fairseq_call(attention: type[Attention]) -> type[FairseqCall]:
-    """The class of an attention with fairseq's call in place of the plain one; the same one each time."""
+    """The subclass of an attention with fairseq's call; the same class at each call of this function."""
     name = attention.__name__
     wrapped: type[FairseqCall] | None = globals().get(name)
     if wrapped is None or attention not in wrapped.__bases__:
         wrapped = type(
             name, (FairseqCall, attention), {"__module__": __name__, "__doc__": attention.__doc__}
         )
-        globals()[name] = wrapped  # so that modules can be pickled
+        globals()[name] = wrapped  # pickle looks for a module's class here
     return wrapped
 
 

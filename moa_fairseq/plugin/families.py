@@ -1,4 +1,4 @@
-"""The families of mixtures: the flags of each one, and how an attention is built from them."""
+"""The flags of each family of mixtures, and how an attention is built from them."""
 
 import argparse
 import contextlib
@@ -22,27 +22,27 @@ from moa_fairseq.layers.settings import FamilySettings
 from moa_fairseq.layers.sigma_moe import SigmaMoESettings
 from moa_fairseq.plugin.fairseq_call import FairseqCall, FairseqSigmaMoE, with_fairseq_call
 
-__all__ = ["FAMILIES", "register_family"]  # for plugins of others, too
+__all__ = ["FAMILIES", "register_family"]  # other plugins import them from here
 
 
 def add_family_args(parser: argparse.ArgumentParser, family: str) -> None:
-    """Add the flags of a family and of sigma-MoE; without defaults, so that an architecture may set them.
+    """Add the flags of a family and of sigma-MoE, without defaults, so that an architecture may set them.
 
     Args:
-        parser: to which they are added.
+        parser: the parser to which the flags are added.
         family: a name of FAMILIES.
     """
     settings = FAMILIES[family]
     gen_parser_from_dataclass(parser, _as_fairseq(settings), delete_default=True)
     gen_parser_from_dataclass(parser, _as_fairseq(SigmaMoESettings), delete_default=True)
     for field in dataclasses.fields(settings):
-        if field.default is False:  # an architecture may switch it on
+        if field.default is False:  # the user may switch off what an architecture switches on
             flag = f"--no-{field.name.replace('_', '-')}"
             parser.add_argument(flag, action="store_false", dest=field.name, help=argparse.SUPPRESS)
 
 
 def _as_fairseq(settings: type) -> FairseqDataclass:
-    """The settings as a dataclass for fairseq, where choices are an enum."""
+    """An instance of the settings as a dataclass for fairseq, in which choices are an enum."""
     types = typing.get_type_hints(settings)
     fields = []
     for field in dataclasses.fields(settings):
@@ -55,11 +55,11 @@ def _as_fairseq(settings: type) -> FairseqDataclass:
 
 
 def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
-    """Set each value in args unless the user, or an earlier architecture, has set it.
+    """Set each value in args that neither the user nor an earlier architecture has set.
 
     Args:
-        args: changed in place; None counts as not set.
-        values: of flags, by their names in the namespace.
+        args: a namespace, which is changed in place; a value of None counts as not set.
+        values: the values of flags, by their names in the namespace.
     """
     for name, value in values.items():
         if getattr(args, name, None) is None:
@@ -67,10 +67,10 @@ def set_defaults(args: Any, values: Mapping[str, Any]) -> None:
 
 
 def set_family_defaults(args: Any, family: str) -> None:
-    """Give every flag of a family, and of sigma-MoE, that has no value its default.
+    """Set every flag of a family and of sigma-MoE that has no value to its default.
 
     Args:
-        args: changed in place; None counts as no value.
+        args: a namespace, which is changed in place; None counts as no value.
         family: a name of FAMILIES.
     """
     for settings in (FAMILIES[family], SigmaMoESettings):
@@ -88,7 +88,7 @@ def _settings_from(settings: type, cfg: Any) -> Any:
     )
 
 
-# Keywords of layers that are flags, besides the fields of settings: their names as flags
+# Keywords of layers → the flags that set them, besides the fields of settings
 _FLAGS = {
     "head_gate": "--head-gate",
     "output_scale": "--attention-output-scale",
@@ -98,7 +98,7 @@ _FLAGS = {
 
 @contextlib.contextmanager
 def naming_flags() -> Iterator[None]:
-    """A block in which errors of layers name flags in place of keywords: `--x-y 1` for `x_y=1`."""
+    """A context in which errors of layers name flags instead of keywords: `--x-y 1` for `x_y=1`."""
     names = dict(_FLAGS)
     for settings in (*FAMILIES.values(), SigmaMoESettings):
         for field in dataclasses.fields(settings):
@@ -106,7 +106,8 @@ def naming_flags() -> Iterator[None]:
 
     def flag(match: re.Match[str]) -> str:
         name, value = match.groups()
-        is_word = value is None and "_" not in name and match.start()  # "positions" in a sentence
+        # Inside a sentence, a name such as "positions" is an ordinary word.
+        is_word = value is None and "_" not in name and match.start()
         if name not in names or is_word:
             return match[0]
         if value in (None, "True"):
@@ -115,13 +116,13 @@ def naming_flags() -> Iterator[None]:
 
     try:
         yield
-    except UserError as error:  # any of a layer
+    except UserError as error:  # layers raise no other errors for a user
         text = re.sub(r"\b([a-z]\w*)(?:=('[^']*'|-?\w[\w.+-]*\w|-?\w))?", flag, str(error))
         raise type(error)(text) from error
 
 
 def _positions(cfg: Any) -> str | None:
-    """The positions inside an attention; None where --positions is an embedding of the model's."""
+    """The positions inside an attention; None if --positions names an embedding of the model."""
     positions = getattr(cfg, "positions", None)
     return positions if positions in POSITIONS_IN_ATTENTION else None
 
@@ -134,8 +135,8 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
     Args:
         cfg: a model's config, with every flag of its family.
         embed_dim: the layer's width, C.
-        decoder: whether it stands in a decoder, where a query must not see later positions.
-        options: whether it is self- or cross-attention, and kdim and vdim, as fairseq's attention takes them.
+        decoder: whether the attention is part of a decoder, where a query must not see later positions.
+        options: arguments of fairseq's attention: self_attention, encoder_decoder_attention, kdim, vdim.
 
     Raises:
         UserError: for impossible settings.
@@ -149,7 +150,7 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
         settings,
         num_heads=side.attention_heads,
         causal=decoder,
-        dropout=dropout,  # its name is for --retain-dropout-modules
+        dropout=dropout,  # --retain-dropout-modules finds it by its name
         positions=_positions(cfg) if options.get("self_attention") else None,
         head_gate=getattr(cfg, "head_gate", None) or "none",
         output_scale=1.0 if scale is None else scale,
@@ -160,12 +161,13 @@ def build_attention(cfg: Any, embed_dim: int, decoder: bool = False, **options: 
 
 
 def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
-    """Draw a part of a model of so many layers anew where its --initialization says so.
+    """Draw the matrices of a module again with --initialization depth-scaled.
 
     Args:
-        module: the part; the matrices of its children are drawn.
-        cfg: of the model.
-        layers: how many layers the encoder or decoder has around the part, n: deviations are √(2/n)/√fan-in.
+        module: a part of a model; the matrices of its children are drawn.
+        cfg: the model's config.
+        layers: the number of layers of the encoder or decoder around the part, n. The deviation of a matrix
+            is √(2/n)/√fan-in.
     """
     if getattr(cfg, "initialization", None) == "depth-scaled":
         for part in module.children():
@@ -177,12 +179,12 @@ def initialize(module: nn.Module, cfg: Any, layers: int) -> None:
 def build_sigma_moe(
     cfg: Any, embed_dim: int, activation: Callable[[Tensor], Tensor]
 ) -> FairseqSigmaMoE | None:
-    """The sigma-MoE that cfg asks for, or None where the feed-forward is fairseq's own.
+    """The sigma-MoE that cfg asks for, or None if the feed-forward is fairseq's own.
 
     Args:
         cfg: a model's config.
         embed_dim: the layer's width, C.
-        activation: of the experts' inner units.
+        activation: the activation of the experts' inner units.
 
     Raises:
         UserError: for impossible sizes.

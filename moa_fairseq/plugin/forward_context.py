@@ -1,6 +1,6 @@
-"""What an encoder or decoder knows about a pass, and fairseq's attention call has no argument for.
+"""Facts about a forward pass for which fairseq's calls of layers and attentions have no argument.
 
-One object for a pass. `FairseqCall` reads it, and hands on what an attention takes as arguments.
+A pass has one `ForwardContext`. `FairseqCall` reads it, and passes its values to an attention as arguments.
 """
 
 import contextlib
@@ -20,23 +20,26 @@ NamedRoutings = list[tuple[str, Routing]]
 
 @dataclass
 class ForwardContext:
-    """The pass that this thread is in.
+    """The facts about the pass that this thread computes.
 
     Args:
-        padding: of the queries, [B, T] bool, True = padding.
-        token_ids: of the queries, [B, T] int64. A step of generation has the queries of the last ids alone.
+        padding: the padding of the queries, [B, T] bool, True = padding.
+        token_ids: the ids of the queries, [B, T] int64. In a step of generation only the last ids have
+            queries.
         beam_size: how many times in a row an encoder's output repeats each sentence.
-        carried: inputs [M, B, C] of earlier segments of a text, whose keys and values every self-attention
-            puts before its own. They are projected anew, so that the projections learn from them (Dai et al.,
-            arXiv 1901.02860, section 3.2).
+        carried: inputs [M, B, C] from earlier segments of a text. Every self-attention puts their keys and
+            values before its own, and projects them in each pass, so that the projections learn from them
+            (Dai et al., arXiv 1901.02860, section 3.2).
         causal_mask: an attention mask that blocks the future and nothing else.
         right_padded: whether padding only follows real tokens.
-        unpadded: whether a decoder's padding mask, which is made all the same, is known to be empty.
-        makes_mask: whether fairseq's decoder shall make a padding mask without asking for padding.
-        draw: of experts, in an F step (MAE Algorithm 2).
-        chunk: of the carried context, what `CarriedContext` keeps of this pass.
-        residual_sums: how many a layer has made.
-        routings: where (module, routing) goes, each to every list; None: to the `collect_routings` around.
+        unpadded: whether the padding mask that a decoder makes is known to be empty.
+        makes_mask: whether fairseq's decoder is to make a padding mask without asking whether there is
+            padding.
+        draw: the draw of experts in an F step (MAE Algorithm 2).
+        chunk: what `CarriedContext` keeps of this pass.
+        residual_sums: the number of residual sums that the present layer has computed.
+        routings: lists, each of which gets every (module, routing); None: those of the surrounding
+            `collect_routings`.
     """
 
     padding: Tensor | None = None
@@ -53,20 +56,20 @@ class ForwardContext:
     routings: tuple[Any, ...] | None = None
 
     def record(self, module: Any, routing: Routing) -> None:
-        """Hand a routing of a module to all who collect them.
+        """Append a routing to every list that collects routings.
 
         Args:
-            module: the attention or sigma-MoE that made it; it has a `name`.
-            routing: what its router decided.
+            module: the attention or sigma-MoE that made the routing; it has a `name`.
+            routing: the decision of the module's router.
         """
         for collected in _COLLECTORS.around() if self.routings is None else self.routings:
             collected.append((module, routing))
 
 
 class _Named(list[tuple[str, Routing]]):
-    """Collected routings with the names of their modules. One about keys is named `<name>.keys`.
+    """Collected routings with the names of their modules; a routing of keys is named `<name>.keys`.
 
-    A compiled layer, which is the same for many names, collects the modules themselves.
+    Inside a compiled layer, whose code serves modules of many names, the modules themselves are collected.
     """
 
     def append(self, found: tuple[Any, Routing]) -> None:
@@ -85,7 +88,7 @@ _COLLECTORS = Collectors("routings")
 
 
 def current_context() -> ForwardContext:
-    """The innermost block's."""
+    """The context of the innermost block around the call, in this thread."""
     context: ForwardContext = _THREAD.value.context
     return context
 
@@ -102,7 +105,7 @@ def _inside(context: ForwardContext) -> Iterator[ForwardContext]:
 
 
 def forward_context(**changes: Any) -> contextlib.AbstractContextManager[ForwardContext]:
-    """Inside the block the context is the one around it with these changes.
+    """Inside the block the context is the surrounding one with these changes.
 
     Args:
         changes: fields of `ForwardContext`; the others stay as they are around the block.
@@ -111,19 +114,20 @@ def forward_context(**changes: Any) -> contextlib.AbstractContextManager[Forward
 
 
 def restored(context: ForwardContext) -> contextlib.AbstractContextManager[ForwardContext]:
-    """Inside the block the context is this one, but nothing is collected: a pass that is made again.
+    """Inside the block the context is this one, but no routing is collected, because the pass is a
+    repetition.
 
     Activation checkpointing runs a layer a second time, in the backward pass and on a GPU in another thread.
 
     Args:
-        context: that of the first run.
+        context: the context of the first run.
     """
     return _inside(dataclasses.replace(context, routings=()))
 
 
 @contextlib.contextmanager
 def collect_routings() -> Iterator[NamedRoutings]:
-    """Collect (module name, Routing) of every router of a model that runs inside the block, in order.
+    """Collect (module name, Routing) of every router that runs inside the block, in order.
 
     Blocks may be nested: each one collects every routing made inside it, in its thread or asyncio task
     (`Collectors`).

@@ -1,8 +1,8 @@
 """Many values of a forward pass for fairseq's log, in one tensor: the host waits for the device once.
 
-fairseq adds up the logging outputs of micro-batches and workers entry by entry, and every metric reads its
-own sum. An entry may be a tensor, so each pass has one with all of its values and a 1, which counts the
-passes. Its key is made of the values' names, which every process knows.
+fairseq adds up the logging outputs of micro-batches and workers entry by entry. An entry may be a tensor, so
+each pass has one entry with all of its values, and with a 1, which counts the passes. The entry's key
+consists of the values' names, which every process knows.
 """
 
 from collections.abc import Sequence
@@ -16,12 +16,13 @@ def logged(prefix: str, names: Sequence[str], values: Tensor) -> dict[str, Any]:
     """An entry for the logging output of one forward pass.
 
     Args:
-        prefix: how the entry's key begins; `mean_values` finds the entry by it.
-        names: of the values, without spaces.
-        values: [len(names)]; they stay on their device, without a gradient.
+        prefix: the beginning of the entry's key, by which `mean_values` finds the entry.
+        names: the names of the values, without spaces.
+        values: [len(names)]; they stay on their device, and get no gradient.
 
     Returns:
-        The key, which is prefix and names, with a tensor [len(names) + 1]: the values, and a 1.
+        A dictionary of one entry: the key is the prefix and the names, the value a tensor [len(names) + 1] of
+        the values and a 1.
     """
     return {prefix + " ".join(names): torch.cat([values.detach(), values.new_ones(1)])}
 
@@ -29,16 +30,17 @@ def logged(prefix: str, names: Sequence[str], values: Tensor) -> dict[str, Any]:
 def mean_values(
     prefix: str, logging_outputs: Sequence[dict[str, Any]]
 ) -> tuple[dict[str, float], float]:
-    """The means, over forward passes, of what was `logged` under a prefix.
+    """The means over forward passes of the values that were `logged` under a prefix.
 
-    A pass may lack some names: LayerDrop leaves modules out.
+    A pass may lack some names, because LayerDrop leaves modules out.
 
     Args:
-        prefix: as `logged` was given it.
-        logging_outputs: of micro-batches and workers; fairseq may have added them up already.
+        prefix: the prefix that `logged` was given.
+        logging_outputs: the outputs of micro-batches and workers; fairseq may have added them up already.
 
     Returns:
-        name → mean over the forward passes that had it, and how many passes logged anything.
+        means: name → mean over the forward passes that logged it.
+        passes: the number of passes that logged anything.
     """
     sums: dict[str, Tensor] = {}
     for log in logging_outputs:

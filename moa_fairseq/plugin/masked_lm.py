@@ -16,7 +16,7 @@ from moa_fairseq.plugin.model import MixtureModel
 
 
 class MixtureRobertaEncoder(RobertaEncoder):
-    """RoBERTa's encoder with a mixture of attention heads in every layer; all else is its own."""
+    """RoBERTa's encoder with a mixture of attention heads in every layer, and otherwise unchanged."""
 
     def build_encoder(
         self, args: argparse.Namespace, dictionary: Any, embed_tokens: nn.Embedding

@@ -1,4 +1,4 @@
-"""What is common to all models with mixtures: steps before fairseq builds one, and after each update."""
+"""The part that all models with mixtures share: flags, defaults, checks, and steps after each update."""
 
 import argparse
 import math
@@ -56,14 +56,14 @@ Model = TypeVar("Model", bound=nn.Module)
 
 
 class MixtureModel(Extended):
-    """Precedes the fairseq model that it extends.
+    """A base class that precedes the fairseq model that it extends.
 
     Args:
         attention_family: a name of FAMILIES.
-        default_arch: the architecture whose values are used where neither the user nor another architecture
-            gave one.
-        refused: options of fairseq that change or read the inside of its own attention, which a mixture
-            lacks, each with the value that means off.
+        default_arch: the architecture that gives a flag its value if neither the user nor another
+            architecture does.
+        refused: options of fairseq → the values that switch them off. They change or read the inside of
+            fairseq's own attention, which a mixture lacks.
     """
 
     attention_family: ClassVar[str]
@@ -77,7 +77,7 @@ class MixtureModel(Extended):
 
     @classmethod
     def hub_models(cls) -> dict:
-        return {}  # the parent's are dense checkpoints
+        return {}  # the parent's models are dense checkpoints
 
     @classmethod
     def add_args(cls, parser: argparse.ArgumentParser) -> None:
@@ -86,7 +86,7 @@ class MixtureModel(Extended):
 
     @classmethod
     def add_mixture_args(cls, parser: argparse.ArgumentParser) -> None:
-        """The family's flags, and those of every family."""
+        """Add the flags of the family, and the flags that all families share."""
         add_family_args(parser, cls.attention_family)
         parser.add_argument(
             "--initialization",
@@ -111,13 +111,15 @@ class MixtureModel(Extended):
 
     @classmethod
     def fill_defaults(cls, args: Any) -> argparse.Namespace:
-        """Command-line arguments (or the config of fairseq-hydra-train as such) with every default.
+        """Command-line arguments with every default.
 
         Args:
-            args: a namespace, which is completed in place, or a config, of which a new namespace is made.
+            args: a namespace, which is completed in place, or a config of fairseq-hydra-train, from which a
+                new namespace is made.
 
         Raises:
-            UserError: for a refused option, impossible positions, and a model that "admin" does not fit.
+            UserError: for a refused option or impossible positions, or if --initialization admin does not fit
+                the model.
         """
         if isinstance(args, DictConfig):
             settings: Any = OmegaConf.to_container(args, resolve=True)
@@ -134,7 +136,7 @@ class MixtureModel(Extended):
             fits = issubclass(cls, FairseqEncoderDecoderModel) and cls.attention_family == "dense"
             if conflicts or not fits:
                 subject = " and ".join(conflicts)
-                if not fits:  # an architecture may set such a flag itself
+                if not fits:  # an architecture that does not fit may set such a flag itself
                     subject = f"the model of --arch {getattr(args, 'arch', cls.default_arch)}"
                 raise UserError(
                     f"--initialization admin does not fit {subject}: it is for post-norm dense translation "
@@ -153,14 +155,14 @@ class MixtureModel(Extended):
         """Name the attentions of a model that has just been built, check them, and scale their outputs.
 
         Args:
-            model: its attentions and sigma-MoEs get their paths in it as names.
-            args: of the model, as `completed` returns them.
+            model: its attentions and sigma-MoEs get their paths in the model as names.
+            args: the model's arguments, as `fill_defaults` returns them.
 
         Returns:
             The same model.
 
         Raises:
-            UserError: for settings that do not fit the model, and a branch scale that is not positive.
+            UserError: if settings do not fit the model, or the branch scale is not positive.
         """
         attentions = []
         for name, module in model.named_modules():
@@ -187,11 +189,11 @@ class MixtureModel(Extended):
         return model
 
     def set_num_updates(self, num_updates: int) -> None:
-        """fairseq's hook: after each update, what the modules observed enters their statistics.
+        """fairseq's hook: after each update, the modules' observations enter their running statistics.
 
-        The model is told the number of updates after every update, and once more before every micro-batch;
-        only a new number ends an update. In each update either all workers observe something or none does, so
-        all call all_reduce here, or none.
+        This is called after every update, and once more before every micro-batch; only a new number of
+        updates means that an update has ended. In each update either all workers observe something or none
+        does, so either all of them call all_reduce here or none.
         """
         super().set_num_updates(num_updates)
         if num_updates != self._updates_seen:

@@ -17,13 +17,14 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
     _begun = False
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        """fairseq's; the first batch of a training sets the shortcuts of --initialization admin before."""
+        """fairseq's `forward`; in a training, --initialization admin sets the shortcuts before the first."""
         if self.training and not self._begun:
             if unprofiled(self):
                 profile(
                     self, functools.partial(super().forward, *args, **kwargs), sum_over_workers()
                 )
-            # Not before: the trainer goes on with the next batch where memory was short
+            # This is set last: if memory is short, the trainer continues with the next batch, which then
+            # counts.
             self._begun = True
         return super().forward(*args, **kwargs)
 
@@ -32,7 +33,7 @@ class MixtureTransformerModel(MixtureModel, TransformerModel):
         """Build from command-line arguments or a hydra config.
 
         Raises:
-            UserError: for impossible flags, and for --share-all-embeddings with two dictionaries.
+            UserError: if flags are impossible, or --share-all-embeddings is given with two dictionaries.
         """
         args = cls.fill_defaults(args)
         if args.share_all_embeddings and task.source_dictionary != task.target_dictionary:

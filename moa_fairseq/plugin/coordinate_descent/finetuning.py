@@ -6,16 +6,17 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.sequence_gate import gate_parameters, gates_of
 
-# Choices of --finetune. all: every parameter, as without fine-tuning.
+# Choices of --finetune. `all` updates every parameter, as a training without fine-tuning does.
 METHODS = ("all", "ftg", "ftg_plus", "ftall")
 
 
 def updated_by(model: nn.Module, method: str) -> list[Tensor]:
-    """The parameters a method updates.
+    """The parameters that a method updates.
 
     Args:
-        model: with mixtures of attentive experts.
-        method: one of METHODS: ftg, the gates φ; ftg_plus, gates and the weights W of Eq. 4; else all.
+        model: a model with mixtures of attentive experts.
+        method: one of METHODS. ftg updates the gates φ, ftg_plus the gates and the weights W of Eq. 4, and
+            the others update all parameters.
     """
     if method in ("all", "ftall"):
         return [*model.parameters()]
@@ -28,14 +29,14 @@ def updated_by(model: nn.Module, method: str) -> list[Tensor]:
 
 
 def freeze_rest(model: nn.Module, method: str) -> None:
-    """Freeze all that a method does not update.
+    """Freeze all parameters that a method does not update.
 
     Args:
-        model: its parameters require gradients, or not, from then on.
+        model: a model whose parameters are frozen, or require gradients, in place.
         method: one of METHODS; all and ftall leave the model as it is.
 
     Raises:
-        UserError: for a model without gates to fine-tune.
+        UserError: if the model has no gates to fine-tune.
     """
     if method in ("all", "ftall"):
         return

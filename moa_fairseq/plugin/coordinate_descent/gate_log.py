@@ -17,13 +17,12 @@ _PREFIX = f"{_NAME}/"
 class GateEntropyLog:
     """A criterion that also reports each gate's entropy H(g) = −Σ g_i log g_i in nats (MAE §5.1).
 
-    Called like the criterion it wraps. An entropy is the mean over the gate's rows without padding.
-
-    Decisions are collected around the forward pass only: activation checkpointing makes them again in
-    the backward pass.
+    It is called like the criterion that it wraps. An entropy is the mean over the rows of the gate that are
+    no padding. Routings are collected around the forward pass only, because activation checkpointing repeats
+    them in the backward pass.
 
     Args:
-        criterion: called with model and sample; returns loss, sample size and logging output.
+        criterion: called with model and sample, it returns loss, sample size and logging output.
     """
 
     def __init__(self, criterion: Callable):
@@ -42,7 +41,7 @@ class GateEntropyLog:
 
     @staticmethod
     def reduce_metrics(logging_outputs: list[dict[str, Any]]) -> None:
-        """Log `gate_entropy`, the mean over modules and passes, and `gate_entropy.<module>` of each."""
+        """Log `gate_entropy`, the mean over modules and passes, and each module's `gate_entropy.<module>`."""
         means, passes = mean_values(_PREFIX, logging_outputs)
         if means:
             metrics.log_scalar(_NAME, sum(means.values()) / len(means), passes, round=4)

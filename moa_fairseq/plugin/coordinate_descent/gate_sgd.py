@@ -1,7 +1,7 @@
 """Plain SGD for MAE's gates: no momentum, no weight decay, no schedule, hence no state (MAE Appendix A).
 
-The paper keeps gates away from momentum-based optimisers, which let the rich get richer. So only the
-parameters have to be stored in a checkpoint and agreed upon between workers.
+The paper keeps gates away from momentum-based optimisers, which let the rich get richer. So a checkpoint
+contains the gates' parameters alone, and workers need to agree on these alone.
 """
 
 import logging
@@ -21,11 +21,13 @@ logger = logging.getLogger(__name__)
 class GateGradients:
     """Gradients of the gates, summed over micro-batches and workers: Σ ∂loss/∂φ, not yet a mean.
 
-    fairseq's losses are sums over sample_size tokens; the total is divided at the end. flat: the gradients,
-    then loss and sample size, in float32.
+    fairseq's losses are sums over sample_size tokens; the total is divided at the end.
 
     Args:
-        parameters: of the gates, all on one device.
+        parameters: the parameters of the gates, all on one device.
+
+    Attributes:
+        flat: the gradients, then the loss and the sample size, in float32, [numbers + 2].
     """
 
     def __init__(self, parameters: Sequence[Parameter]):
@@ -34,14 +36,14 @@ class GateGradients:
         self.flat = torch.zeros(count + 2, dtype=torch.float32, device=self.parameters[0].device)
 
     def add(self, loss: Tensor, sample_size: float, scale: float = 1.0) -> None:
-        """Differentiate one micro-batch's loss by the gates only; experts get no gradient at all.
+        """Differentiate one micro-batch's loss by the gates only; experts get no gradient.
 
         Args:
-            loss: a sum over the micro-batch's tokens, a scalar or [1].
+            loss: the loss summed over the micro-batch's tokens, a scalar or [1].
             sample_size: the number of these tokens.
-            scale: a loss scale against underflow in half precision, undone in the sum.
+            scale: a loss scale against underflow in half precision, by which the sum is divided again.
         """
-        loss = loss.sum()  # adaptive_loss has a vector of one
+        loss = loss.sum()  # adaptive_loss returns a vector of one number
         self.accumulate(
             torch.autograd.grad(loss * scale, self.parameters, allow_unused=True),
             sample_size,
@@ -55,19 +57,19 @@ class GateGradients:
         """Add gradients that have been computed.
 
         Args:
-            gradients: of losses times scale, one for each parameter; None: it has none.
+            gradients: the gradients of the losses times `scale`, one for each parameter, or None.
             sample_size: the number of tokens over which the losses are sums.
-            scale: undone in the sum.
+            scale: the loss scale, by which the sum is divided again.
         """
         flat = [torch.zeros_like(p) if g is None else g for p, g in zip(self.parameters, gradients)]
         self.flat[:-2] += torch.cat([g.reshape(-1).to(self.flat.dtype) for g in flat]) / scale
         self.flat[-1] += sample_size
 
     def all_reduce(self) -> bool:
-        """Add up all workers' sums, at the same time in all of them.
+        """Add up the sums of all workers, which must all call this together.
 
         Returns:
-            Whether the gradients are finite, and loss and sample size, too.
+            Whether gradients, loss and sample size are finite.
         """
         all_reduce = sum_over_workers()
         if all_reduce is not None:
@@ -82,16 +84,16 @@ class GateGradients:
 
 
 class GateSGD:
-    """The steps of a training's gates along their gradients; both are logged.
+    """Takes the steps of a training's gates, and logs the norm of the gradients and the skipped steps.
 
     A step is skipped if its gradients are not finite and the training scales its loss: in half precision a
     batch may overflow.
 
     Args:
-        lr, clip_norm: as in `sgd_step`.
+        lr, clip_norm: the learning rate and the largest norm of the gradients, as in `sgd_step`.
     """
 
-    # In a row; by then fairseq's own scaler (fp16) has come from 128 to its minimum
+    # Steps skipped in a row. After as many, fairseq's own scaler (fp16) has come from 128 to its minimum.
     MOST_SKIPPED = 20
 
     def __init__(self, lr: float, clip_norm: float):
@@ -100,15 +102,15 @@ class GateSGD:
         self.skipped = 0
 
     def step(self, gradients: GateGradients, finite: bool, may_overflow: bool) -> None:
-        """Update the gates, or skip that.
+        """Update the gates, or skip the step.
 
         Args:
-            gradients: of all workers.
-            finite: whether they are.
+            gradients: the gradients of all workers together.
+            finite: whether the gradients are finite.
             may_overflow: whether the training scales its loss.
 
         Raises:
-            UserError: the gates have diverged. Their weights are not finite, or no step can be taken.
+            UserError: if the gates have diverged: their weights are not finite, or no step can be taken.
         """
         self.skipped = 0 if finite else self.skipped + 1
         metrics.log_scalar("g_skipped", int(not finite), round=3)
@@ -129,7 +131,7 @@ class GateSGD:
 
 
 def all_finite(tensors: Sequence[Tensor]) -> bool:
-    """Whether no number in them is NaN or infinite; asks the device once."""
+    """Whether no number in the tensors is NaN or infinite. The host waits for the device once."""
     return bool(torch.stack([tensor.isfinite().all() for tensor in tensors]).all())
 
 
@@ -140,10 +142,10 @@ def sgd_step(
     lr: float,
     clip_norm: float | None = None,
 ) -> Tensor:
-    """φ ← φ − lr · ∇φ, with the gradients' norm over all gates clipped to clip_norm if that is positive.
+    """φ ← φ − lr · ∇φ, with the norm of all gradients together clipped to clip_norm.
 
     Args:
-        parameters: updated in place.
+        parameters: the parameters of the gates, which are updated in place.
         gradients: one for each parameter.
         lr: the learning rate.
         clip_norm: the largest norm of all gradients together; 0 or None: no clipping.

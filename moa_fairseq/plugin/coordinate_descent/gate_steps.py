@@ -1,4 +1,4 @@
-"""The gates' steps: one before an update (MAE Algorithm 1), or one of its own along with it (NOBCD)."""
+"""The steps of the gates: before an update (MAE Algorithm 1), or together with the update (NOBCD)."""
 
 import contextlib
 import math
@@ -18,15 +18,16 @@ from moa_fairseq.plugin.model import sum_over_workers
 
 
 class GStep:
-    """Takes G steps with a fairseq trainer's model and criterion, whose optimizer it leaves alone.
+    """Takes G steps with the model and the criterion of fairseq's trainer, but not with its optimizer.
 
-    In fp16 the loss is scaled as fairseq scales it in that update; if the gates' gradients still overflow,
-    the step is tried again at half the scale. That scale is not kept, so that a restart from a checkpoint
-    takes the same steps. The gates and their gradients are always in float32.
+    In fp16 the loss is scaled as fairseq scales it in the same update; if the gates' gradients still
+    overflow, the step is repeated at half the scale. The lower scale is not kept, so that a restart from a
+    checkpoint takes the same steps. The gates and their gradients are always in float32.
 
     Args:
-        trainer: fairseq's.
-        lr, clip_norm: of the gates' SGD (no clipping if clip_norm is 0).
+        trainer: fairseq's trainer.
+        lr, clip_norm: the learning rate and the largest norm of the gates' SGD (no clipping if clip_norm is
+            0).
     """
 
     def __init__(self, trainer: Any, lr: float, clip_norm: float):
@@ -35,16 +36,16 @@ class GStep:
         self._done: list[dict[str, Any]] | None = None
 
     def __call__(self, samples: list[dict[str, Any]]) -> None:
-        """Update the gates once with this worker's micro-batches and those of the others.
+        """Update the gates once with the micro-batches of all workers.
 
         Args:
-            samples: the micro-batches of one update, as fairseq's trainer gets them. The same list again, as
-                with --amp after an overflow, takes no further step.
+            samples: this worker's micro-batches of one update, as fairseq's trainer gets them. If the same
+                list comes again, as with --amp after an overflow, no further step is taken.
 
         Raises:
-            UserError: the gates have diverged.
+            UserError: if the gates have diverged.
         """
-        if samples is self._done:  # with --amp fairseq tries the F step again after an overflow
+        if samples is self._done:  # with --amp fairseq repeats the F step after an overflow
             return
         self._done = samples
         model = self.trainer.get_model()
@@ -67,7 +68,7 @@ class GStep:
     def _gradients(
         self, samples: Sequence[dict[str, Any]], parameters: Sequence[Parameter], scale: float
     ) -> GateGradients:
-        """Forward and backward passes of all micro-batches, all with the same state of the gates."""
+        """The gradients of all micro-batches of this worker, all with the same state of the gates."""
         trainer = self.trainer
         model = trainer.get_model()
         criterion = trainer.get_criterion()
@@ -81,7 +82,7 @@ class GStep:
             sums = GateGradients(parameters)
             for sample in samples:
                 sample, is_dummy = trainer._prepare_sample(sample)
-                if is_dummy:  # a worker that has no micro-batch left
+                if is_dummy:  # this worker has no micro-batch left
                     continue
                 with torch.autocast(trainer.device.type, enabled=bool(trainer.cfg.common.amp)):
                     loss, sample_size, _ = criterion(model, sample)
@@ -92,15 +93,15 @@ class GStep:
 class JointStep:
     """Takes one plain SGD step on the gates per update, along the gradient of the update's own backward.
 
-    To fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
-    them. They require gradients only inside `passing`, which surrounds the forward and backward pass of a
-    micro-batch; the pass leaves its share in their `.grad`, scaled as fairseq scales the loss. After
-    fairseq's own step `stepping` adds up all workers' shares, divides by the update's sample size, and
-    updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates skip it,
-    too. Between updates nothing is kept.
+    For fairseq the gates are frozen: its optimizer, gradient all-reduce, clipping and schedule never see
+    them. The gates require gradients only inside `passing`, which surrounds the forward and backward pass of
+    a micro-batch; the pass adds its gradients to their `.grad`, scaled as fairseq scales the loss. After
+    fairseq's own step `stepping` adds up the gradients of all workers, divides them by the update's sample
+    size, and updates the gates, without a second pass. If fairseq skips an update for an overflow, the gates
+    skip it, too. Nothing is kept between updates.
 
     Args:
-        model: one with gates.
+        model: a model with gates.
         lr, clip_norm: as in `GStep`.
     """
 
@@ -116,23 +117,25 @@ class JointStep:
             parameter.grad = None
 
     def passing(self) -> contextlib.AbstractContextManager:
-        """A block in which the gates take part in a backward pass."""
+        """A context in which the gates take part in a backward pass."""
         return requiring_gradients(self.parameters)
 
     @contextlib.contextmanager
     def stepping(self, optimizer: Any) -> Iterator[None]:
-        """Around the step of fairseq's optimizer. All workers meet here.
+        """A context for the step of fairseq's optimizer, after which the gates take theirs.
+
+        All workers must enter it together.
 
         Args:
-            optimizer: fairseq's, which has not taken its step yet.
+            optimizer: fairseq's optimizer, before its step.
 
         Raises:
-            UserError: the gates have diverged.
+            UserError: if the gates have diverged.
         """
         scale = loss_scale(optimizer)
         yield
         if isinstance(optimizer, AMPOptimizer) and loss_scale(optimizer) < scale:
-            return  # torch's scaler skipped the step and lowered the scale; fairseq tries again
+            return  # torch's scaler skipped the step and lowered the scale; fairseq repeats the update
         gradients = GateGradients(self.parameters)
         gradients.accumulate(
             [parameter.grad for parameter in self.parameters], self.sample_size, scale
@@ -144,12 +147,13 @@ class JointStep:
 def scales_loss(optimizer: Any) -> bool:
     """Whether fairseq multiplies the loss before backward, and skips updates that overflow."""
     if isinstance(optimizer, AMPOptimizer):
-        return bool(getattr(optimizer.scaler, "is_enabled", lambda: True)())  # not on a CPU
+        # The scaler is off on a CPU.
+        return bool(getattr(optimizer.scaler, "is_enabled", lambda: True)())
     return getattr(optimizer, "scaler", None) is not None
 
 
 def loss_scale(optimizer: Any) -> float:
-    """What a fairseq optimizer multiplies the loss by before backward: 1 but in fp16 and --amp."""
+    """The factor of the loss before backward: 1, except in fp16 and with --amp."""
     if not scales_loss(optimizer):
         return 1.0
     scaler = optimizer.scaler
@@ -158,7 +162,7 @@ def loss_scale(optimizer: Any) -> float:
 
 @contextlib.contextmanager
 def requiring_gradients(parameters: Sequence[Parameter]) -> Iterator[None]:
-    """A block in which these parameters, frozen elsewhere, require gradients."""
+    """A context in which parameters that are otherwise frozen require gradients."""
     for parameter in parameters:
         parameter.requires_grad_(True)
     try:

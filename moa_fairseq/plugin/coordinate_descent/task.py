@@ -3,14 +3,14 @@
 * An F step is fairseq's own update with a draw of experts. The gates do not require gradients in it, so
   fairseq's optimizer, all-reduce, schedule and clipping do not touch them, and a restart finds the same
   optimizer again.
-* A G step comes before it (`GStep`). fairseq hands a task one micro-batch at a time, but the first one must
-  draw from gates that all of them have updated: so the plugin has the trainer announce each update
-  (`before_update`).
+* A G step comes before the F step (`GStep`). fairseq passes a task one micro-batch at a time, but the first
+  one must draw experts by gates that all micro-batches have updated. So the plugin lets the trainer announce
+  each update (`before_update`).
 * Only the parameters and the gates' running statistics have to be saved: SGD has no state, epochs are
   fairseq's, and a draw is a function of seed, update number, sentence, module and gate.
 
-Joint training (NOBCD) takes the gates' step along with fairseq's (`JointStep`). FTG (§5.2) has no F steps:
-its G steps are ordinary updates by fairseq's optimizer.
+In joint training (NOBCD) the gates take their step together with fairseq's (`JointStep`). FTG (§5.2) has no F
+steps: its G steps are ordinary updates by fairseq's optimizer.
 """
 
 import contextlib
@@ -81,7 +81,7 @@ class BlockCoordinateDescentConfig:
 
 
 class BlockCoordinateDescent(Extended):
-    """The two kinds of steps. Precedes the fairseq task it extends.
+    """G steps and F steps. The class precedes the fairseq task that it extends.
 
     It trains every `mae_*` architecture. Models with uniform gates (UNI-MAE) have no G steps.
     """
@@ -97,13 +97,13 @@ class BlockCoordinateDescent(Extended):
 
     @property
     def steps_jointly(self) -> bool:
-        """Whether gates take a step of plain SGD along with fairseq's update."""
+        """Whether the gates take a step of plain SGD together with fairseq's update."""
         optimizer_name = str(getattr(self.cfg_of_bcd, "gate_optimizer", None) or "sgd")
         return optimizer_name == "sgd" and not self.alternates and self.finetune != "ftg"
 
     @property
     def optimizer_remedy(self) -> str:
-        """For an error: the flag with which to resume if the optimizer had other parameters."""
+        """For an error message: the flag with which to resume if the optimizer had other parameters."""
         if str(self.cfg_of_bcd.bcd) != "none":
             return ""
         if self.steps_jointly:
@@ -126,7 +126,7 @@ class BlockCoordinateDescent(Extended):
         """Build the model and freeze its gates, so that fairseq's optimizer does not get them.
 
         Raises:
-            UserError: for a model without mixtures of attentive experts, or impossible flags.
+            UserError: if the model has no mixtures of attentive experts, or flags are impossible.
         """
         settings = self.cfg_of_bcd
         if settings.bcd_g_every < 1:
@@ -156,7 +156,7 @@ class BlockCoordinateDescent(Extended):
         return self.alternates and epoch % self.cfg_of_bcd.bcd_g_every == 0
 
     def begin_epoch(self, epoch: int, model: nn.Module) -> None:
-        """fairseq's hook; logs which steps the epoch takes."""
+        """fairseq's hook, which here also logs the kinds of steps of the epoch."""
         super().begin_epoch(epoch, model)
         if not self._epoch:
             total = sum(map(torch.numel, model.parameters()))
@@ -176,14 +176,14 @@ class BlockCoordinateDescent(Extended):
         logger.info(f"epoch {epoch}: {steps}; {parameters:,} parameters in gates")
 
     def before_update(self, trainer: Any, samples: list[dict[str, Any]]) -> None:
-        """The plugin's hook: in some epochs the gates take their G step here.
+        """The plugin's hook before an update: in epochs with G steps the gates take theirs here.
 
         Args:
-            trainer: fairseq's.
-            samples: all micro-batches of the update that the trainer is about to make.
+            trainer: fairseq's trainer.
+            samples: all micro-batches of the update that follows.
 
         Raises:
-            UserError: the gates have diverged.
+            UserError: if the gates have diverged.
         """
         gates = gates_of(trainer.get_model())
         if self.steps_jointly and gates:
@@ -236,7 +236,7 @@ class BlockCoordinateDescent(Extended):
         """fairseq's step and, in joint training, the gates' own step.
 
         Raises:
-            UserError: the gates have diverged, in joint training.
+            UserError: if the gates have diverged in joint training.
         """
         step = self._joint_step
         with contextlib.nullcontext() if step is None else step.stepping(optimizer):
@@ -245,7 +245,7 @@ class BlockCoordinateDescent(Extended):
     def valid_step(
         self, sample: dict[str, Any], model: nn.Module, criterion: Callable, **kwargs: Any
     ):
-        """fairseq's step, which also logs the gates' entropies: experts are mixed, as in a G step."""
+        """fairseq's step with mixed experts, as in a G step; it also logs the entropies of the gates."""
         return super().valid_step(sample, model, GateEntropyLog(criterion), **kwargs)
 
     def reduce_metrics(self, logging_outputs: list[dict[str, Any]], criterion: Any) -> None:
@@ -255,10 +255,10 @@ class BlockCoordinateDescent(Extended):
 
 
 def too_short_for_a_g_epoch(trainer: Any, every: int) -> str | None:
-    """A warning for a run whose --max-epoch or --max-update ends it before epoch `every`; else None.
+    """A warning if --max-epoch or --max-update ends the run before epoch `every`; None otherwise.
 
     Args:
-        trainer: fairseq's; where its task keeps no batches of the training, --max-update is not looked at.
+        trainer: fairseq's trainer; if its task keeps no iterator of the training, --max-update is ignored.
         every: the first epoch with G steps.
     """
     limits = trainer.cfg.optimization

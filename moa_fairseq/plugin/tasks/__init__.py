@@ -1,4 +1,4 @@
-"""The choices of --task: block coordinate descent, texts read in order, sentences batched by length."""
+"""The tasks (--task): block coordinate descent, texts read in order, sentences batched by length."""
 
 from moa_fairseq.plugin.tasks import (
     block_coordinate_descent,

@@ -32,4 +32,4 @@ class LanguageModelingBCDConfig(BlockCoordinateDescentConfig, LanguageModelingCo
 
 @register_task("language_modeling_bcd", dataclass=LanguageModelingBCDConfig)
 class LanguageModelingBCDTask(BlockCoordinateDescent, LanguageModelingTask):
-    """fairseq's language modelling, likewise."""
+    """fairseq's language modelling task with the same alternating updates."""

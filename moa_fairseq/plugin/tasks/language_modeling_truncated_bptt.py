@@ -1,4 +1,4 @@
-"""`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the one before it."""
+"""`--task language_modeling_truncated_bptt`: texts are read in order, each chunk with the chunk before it."""
 
 import itertools
 import logging
@@ -32,17 +32,17 @@ class TruncatedBPTTConfig(LanguageModelingConfig):
 
 
 class OrderedChunks(BaseWrapperDataset):
-    """A split as `rows` texts that are read side by side, each in `chunks` chunks, one after the other.
+    """A split as `rows` texts that are read side by side, each as `chunks` consecutive chunks.
 
-    Blocks 0 … chunks − 1 of the data set are the first text, and so on; the last text may be shorter.
-    `batches` are the blocks that are read together. The texts have so many equal `parts`, which take turns:
-    each process has some of them, one after the other, and all parts together read one chunk of every text.
-    A batch knows its chunk and part.
+    Blocks 0 … chunks − 1 of the data set are the first text, and so on; the last text may be shorter. The
+    texts are divided into equal `parts`, which take turns: each process has some of the parts, and reads them
+    one after the other; all parts together read one chunk of every text. A batch contains the numbers of its
+    chunk and its part.
 
     Args:
-        dataset: of blocks, in the order of the text.
-        rows: how many texts; no more than there are blocks.
-        parts: how many groups of texts take turns; it divides rows.
+        dataset: a data set of blocks, in the order of the text.
+        rows: the number of texts, at most the number of blocks.
+        parts: the number of groups of texts that take turns, a divisor of rows.
     """
 
     def __init__(self, dataset: FairseqDataset, rows: int, parts: int = 1):
@@ -52,13 +52,14 @@ class OrderedChunks(BaseWrapperDataset):
         self.parts = parts
 
     def batches(self, num_shards: int) -> list[list[int]]:
-        """Blocks of each batch, shard by shard. A shard keeps its parts.
+        """The numbers of the blocks of each batch. Each process (shard) always reads the same parts.
 
         Args:
-            num_shards: how many processes there are; it divides parts.
+            num_shards: the number of processes, a divisor of `parts`.
 
         Returns:
-            Lists of block numbers, every num_shards-th one of the same process; empty for ended texts.
+            A list of block numbers for each batch; every num_shards-th batch belongs to the same process. A
+            list is empty if its texts have ended.
         """
         per_part = self.rows // self.parts
         steps = self.parts // num_shards
@@ -84,26 +85,27 @@ class OrderedChunks(BaseWrapperDataset):
 class TruncatedBPTTTask(LanguageModelingTask):
     """Language modelling over contiguous batches (Transformer-XL, Dai et al., arXiv 1901.02860, §3.2).
 
-    --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side, in training
-    --update-freq times as many, each micro-batch of an update reading its own. A batch goes on where the last
-    batch of its texts ended, in training and in evaluation, and its self-attentions also see the
-    --carried-chunks before it. It takes the models of this package, with --positions xl or rope.
+    --batch-size texts (or --max-tokens / --tokens-per-sample) are read side by side. In training
+    --update-freq times as many are read, and each micro-batch of an update has its own texts. A batch
+    continues where the last batch of its texts ended, in training and in evaluation, and its self-attentions
+    also see the --carried-chunks before it. The models must be those of this package, with --positions xl or
+    rope.
 
-    A checkpoint from the middle of an epoch holds the context of all texts, in its extra_state's
+    A checkpoint from the middle of an epoch holds the context of all texts in its extra_state, as
     "carried_context": layers · --carried-chunks · --tokens-per-sample · texts · width numbers. A training
-    that goes on from there equals one that was never interrupted; with another number of processes, too, if
-    these read the same texts.
+    that is resumed from it equals an uninterrupted one, also with another number of processes if these read
+    the same texts.
     """
 
     reads_any_length = True  # positions are relative, and no chunk is left out
-    _carried: dict[str, Any] | None = None  # what the next checkpoint will hold
+    _carried: dict[str, Any] | None = None  # the context for the next checkpoint
 
     @classmethod
     def setup_task(cls, args: Any, **kwargs: Any) -> "TruncatedBPTTTask":
-        """fairseq's.
+        """Build the task.
 
         Raises:
-            UserError: for a negative number of chunks, and a --sample-break-mode that breaks anywhere.
+            UserError: if the number of chunks is negative, or --sample-break-mode is not none.
         """
         if args.carried_chunks < 0:
             raise UserError(
@@ -117,10 +119,10 @@ class TruncatedBPTTTask(LanguageModelingTask):
         return super().setup_task(args, **kwargs)
 
     def build_model(self, args: Any, from_checkpoint: bool = False) -> Any:
-        """Build the model, which carries a context from then on.
+        """Build the model, and let it carry a context.
 
         Raises:
-            UserError: for a model that cannot carry one.
+            UserError: if the model cannot carry a context.
         """
         model = super().build_model(args, from_checkpoint)
         carry = getattr(getattr(model, "decoder", None), "carry_context", None)
@@ -142,7 +144,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         update_num: int,
         ignore_grad: bool = False,
     ) -> Any:
-        """fairseq's. A batch that a process runs again only to take part leaves the contexts as they are."""
+        """fairseq's step; a batch that a process repeats only to take part does not change the contexts."""
         if ignore_grad:
             inputs = dict(sample["net_input"])
             inputs.pop("chunk", None)
@@ -166,7 +168,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
             }
 
     def get_checkpoint_dict(self) -> dict[str, Any]:
-        """fairseq's hook: what the first process adds to a checkpoint."""
+        """fairseq's hook: the state that the first process adds to a checkpoint."""
         carried = self._carried
         self._carried = None
         if carried is None:
@@ -176,14 +178,14 @@ class TruncatedBPTTTask(LanguageModelingTask):
     def after_load(
         self, trainer: Any, epoch_itr: iterators.EpochBatchIterator, extra_state: dict[str, Any]
     ) -> None:
-        """Give the context of its own texts back to this process, or warn that it is not there.
+        """Restore the context of this process's texts, or warn that the checkpoint has none.
 
         Args:
-            trainer: fairseq's.
-            epoch_itr: at the place in the epoch from which the training goes on.
-            extra_state: of the checkpoint; the context is taken out of it.
+            trainer: fairseq's trainer.
+            epoch_itr: the iterator, at the place in the epoch at which the training resumes.
+            extra_state: the checkpoint's extra state, from which the context is removed.
         """
-        # Fairseq keeps extra_state during the training
+        # fairseq keeps extra_state in memory during the training.
         carried = extra_state.pop("carried_context", None)
         context = trainer.get_model().decoder.context
         place = epoch_itr.iterations_in_epoch
@@ -215,7 +217,7 @@ class TruncatedBPTTTask(LanguageModelingTask):
         return range(epoch_itr.shard_id * steps, (epoch_itr.shard_id + 1) * steps)
 
     def _texts(self, epoch_itr: iterators.EpochBatchIterator) -> dict[str, int]:
-        """How the training's texts are cut; contexts fit those that are cut alike."""
+        """How the training's texts are divided; a saved context fits texts that are divided alike."""
         ordered: OrderedChunks = epoch_itr.dataset
         return {
             "texts": ordered.rows,
@@ -224,10 +226,10 @@ class TruncatedBPTTTask(LanguageModelingTask):
         }
 
     def eval_lm_dataloader(self, *args: Any, context_window: int = 0, **kwargs: Any) -> Any:
-        """Chunks in order, each with its carried context.
+        """The chunks in order, each with its carried context.
 
         Raises:
-            UserError: for a context window as well.
+            UserError: if --context-window is given as well.
         """
         if context_window > 0:
             raise UserError(
@@ -249,11 +251,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
         data_buffer_size: int = 0,
         **kwargs: Any,
     ) -> iterators.EpochBatchIterator:
-        """Batches in order.
+        """An iterator over the batches in the order of the texts.
 
         Raises:
-            UserError: if there is not one text for each process and micro-batch, --max-tokens is less than a
-                chunk, or the number of micro-batches of an update changes in the training.
+            UserError: if there are fewer texts than processes times micro-batches, --max-tokens is less than
+                a chunk, or the number of micro-batches of an update changes during the training.
         """
         length = self.args.tokens_per_sample
         limits = [max_sentences, None if max_tokens is None else max_tokens // length]
@@ -285,7 +287,11 @@ class TruncatedBPTTTask(LanguageModelingTask):
         )
 
     def _micro_batches(self) -> int:
-        """Of an update. Raises UserError if their number changes, since each of them has its own texts."""
+        """The number of micro-batches of an update.
+
+        Raises:
+            UserError: if the number changes during the training, because each micro-batch has its own texts.
+        """
         numbers = set(self.args.update_freq)
         if len(numbers) > 1:
             raise UserError(

@@ -20,12 +20,12 @@ class SentencePredictionByLengthConfig(SentencePredictionConfig):
 class SentencePredictionByLengthTask(SentencePredictionTask):
     """fairseq's task with batches of sentences of similar length, as in translation.
 
-    fairseq's own mixes all lengths, and every batch is padded to the longest sentence.
+    fairseq's own task mixes all lengths, and pads every batch to its longest sentence.
     """
 
     def load_dataset(self, split: str, combine: bool = False, **kwargs: Any) -> SortDataset:
         mixed = super().load_dataset(split, combine, **kwargs)
-        if isinstance(mixed, SortDataset):  # not so with --no-shuffle
+        if isinstance(mixed, SortDataset):  # with --no-shuffle it is another data set
             # The last key is the primary one; sentences of equal length stay in random order.
             self.datasets[split] = SortDataset(
                 mixed.dataset, [*mixed.sort_order, mixed.dataset.sizes[0]]
