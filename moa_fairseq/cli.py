@@ -1,4 +1,4 @@
-"""`moa-fairseq VERB`: runs the module that does the work, and prints errors for users."""
+"""`moa-fairseq VERB`: imports and runs the module of a verb, and prints errors for users."""
 
 import argparse
 import contextlib
@@ -56,7 +56,7 @@ class Console(logging.Handler):
     """Writes log messages as plain lines; a warning begins with its level.
 
     Args:
-        write: called with each message, without an end of line; control characters are written out.
+        write: called with each message, without a line end; control characters are written as escapes.
     """
 
     def __init__(self, write: Callable[[str], None]) -> None:
@@ -64,7 +64,7 @@ class Console(logging.Handler):
         self.write = write
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Write at once; errors (of a closed pipe, say) are the caller's to handle."""
+        """Write the message at once. The caller handles errors, such as that of a closed pipe."""
         level = ""
         if record.levelno >= logging.WARNING:
             level = f"{record.levelname}: "
@@ -73,10 +73,10 @@ class Console(logging.Handler):
 
 @contextlib.contextmanager
 def reporting_to(handler: logging.Handler) -> Iterator[None]:
-    """Inside the block, what the experiments report goes to `handler` only.
+    """Inside the block, log messages of the experiments go to `handler` alone.
 
     Args:
-        handler: of all messages from INFO up; the logger is as before behind the block.
+        handler: gets all messages of level INFO and above; after the block the logger is as before.
     """
     logger = logging.getLogger("moa_fairseq.experiments")
     handlers = logger.handlers
@@ -94,10 +94,10 @@ def reporting_to(handler: logging.Handler) -> Iterator[None]:
 
 
 class _Parser(argparse.ArgumentParser):
-    """Names what a mistyped verb, flag or choice may have been."""
+    """A parser that suggests names for a mistyped verb, flag or choice."""
 
     def error(self, message: str) -> NoReturn:
-        """As argparse's, with the nearest names."""
+        """argparse's error, with the nearest names in its message."""
         if choice := re.search(r"invalid choice: '(.+?)' \(choose from (.*)\)", message):
             message += did_you_mean(choice[1], re.findall(r"[\w.-]+", choice[2]))
         elif message.startswith("unrecognized arguments: "):
@@ -107,7 +107,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
-    """All flags of a parser, those of its verbs among them."""
+    """All flags of a parser, including those of its verbs."""
     for action in parser._actions:
         yield from action.option_strings
         if isinstance(action, argparse._SubParsersAction):
@@ -116,12 +116,16 @@ def _flags_of(parser: argparse.ArgumentParser) -> Iterator[str]:
 
 
 class _VerbParser(_Parser):
-    """The parser of one verb. any_order: positional arguments may stand between and after the flags."""
+    """The parser of one verb.
+
+    Attributes:
+        any_order: whether positional arguments may stand between and after the flags.
+    """
 
     any_order = False
 
     def parse_known_args(self, args=None, namespace=None):
-        """As argparse's; with `any_order` argparse alone would fill an optional argument too early."""
+        """argparse's method; with `any_order`, argparse alone would fill an optional argument too early."""
         if not self.any_order:
             return super().parse_known_args(args, namespace)
         self.any_order = False  # parse_known_intermixed_args calls this method again
@@ -135,10 +139,10 @@ def build_parser(argv: list[str]) -> argparse.ArgumentParser:
     """The parser of `moa-fairseq`; only the verb named in `argv` has its module imported.
 
     Args:
-        argv: the words behind the program's name.
+        argv: the words after the program's name.
 
     Raises:
-        ImportError: where that module needs what is not installed.
+        ImportError: if the verb's module needs a library that is not installed.
     """
     parser = _Parser(prog="moa-fairseq", description=DESCRIPTION)
     parser.add_argument(
@@ -177,7 +181,7 @@ def _import_plugin(args: argparse.Namespace) -> None:
 
 
 def _refuse_other_encodings(words: list[str]) -> None:
-    """Names of files go into JSON, YAML and scripts, which are UTF-8."""
+    """Refuse names that are not UTF-8: names of files are written to JSON, YAML and scripts, which are."""
     for word in (*words, os.getcwd()):
         try:
             word.encode()
@@ -188,11 +192,11 @@ def _refuse_other_encodings(words: list[str]) -> None:
 
 
 def _give_up_output() -> None:
-    """Python would try to write the rest when it ends, and end with another status."""
+    """Discard unwritten output. When Python ends, it would try to write it, fail, and change the status."""
     try:
         if sys.stdout is not None:
             sys.stdout.flush()
-    except OSError:  # a reader that has gone, or a full disk
+    except OSError:  # the reader of a pipe has ended, or the disk is full
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
 
 
@@ -200,17 +204,19 @@ def main(argv: list[str] | None = None) -> int:
     """Run one verb.
 
     Args:
-        argv: the words behind the program's name; None: those of this process, whose children then import
-            nothing from the working directory.
+        argv: the words after the program's name. None stands for the words of this process, whose children
+            then import nothing from the working directory.
 
     Returns:
-        The exit status: the verb's own, 0 as a rule; 2 for an error that the user can put right (a UserError,
-        a file's, a missing library), 3 for a training that diverged, 130 for Ctrl-C, 141 for a closed pipe.
+        The exit status: the verb's own, usually 0; 2 for an error that the user can put right (a UserError,
+            an
+        error of a file, a missing library), 3 for a training that diverged, 130 for Ctrl-C, 141 for a closed
+        pipe.
 
     Raises:
-        SystemExit: of argparse, for --help and for wrong flags.
+        SystemExit: from argparse, for --help and for wrong flags.
     """
-    # The program itself: what it starts imports nothing from the working directory either
+    # This is the program itself. Its children import nothing from the working directory either.
     if argv is None:
         use_utf8()
         os.environ["PYTHONSAFEPATH"] = "1"
@@ -219,17 +225,17 @@ def main(argv: list[str] | None = None) -> int:
         sys.stderr = open(os.devnull, "w")  # noqa: SIM115
     try:
         args = build_parser(argv).parse_args(argv)
-    except ImportError as error:  # the attention needs torch alone, the commands need more
+    except ImportError as error:  # the layers need torch alone, the commands need more
         remedy = "bash scripts/setup.sh, or pip install '.[recipes,fairseq]' in the repository"
         print(
             f"moa-fairseq: error: {str(error).rstrip('.')}. To install what it needs: {remedy}.",
             file=sys.stderr,
         )
         return 2
-    logging.getLogger().setLevel(logging.WARNING)  # fairseq turns it up to DEBUG
-    # torch's, of fairseq's calls: nothing for a user to change
+    logging.getLogger().setLevel(logging.WARNING)  # fairseq has set the level to DEBUG
+    # torch warns of fairseq's calls, which a user cannot change.
     warnings.filterwarnings("ignore", message=".*(pin_memory|mismatched key_padding_mask)")
-    # With --json the standard output holds the JSON alone, of these verbs the text alone.
+    # With --json the standard output holds the JSON alone, and with these verbs the text alone.
     alone = getattr(args, "json", None) is True or args.verb in (
         "translate",
         "complete",
@@ -248,13 +254,13 @@ def main(argv: list[str] | None = None) -> int:
         if sys.stdout is not None:
             sys.stdout.flush()
         return status
-    except UserError as error:  # of every verb: this is where they are printed
+    except UserError as error:  # the errors of all verbs are printed here
         print(printable(f"moa-fairseq {args.verb}: error: {error}"), file=sys.stderr)
         return error.status
     except BrokenPipeError:
         _give_up_output()
         return 141
-    except OSError as error:  # a file's, which names itself, or the output's
+    except OSError as error:  # of a file, whose name the error has, or of the output
         _give_up_output()
         source = error.filename or "a standard stream or a file"
         print(

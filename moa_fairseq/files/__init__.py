@@ -1,4 +1,4 @@
-"""Writing files so that a crash, a full disk or Ctrl-C never leaves half of one behind."""
+"""Writing files so that a crash, a full disk or Ctrl-C never leaves half a file behind."""
 
 import contextlib
 import errno
@@ -22,8 +22,8 @@ NOT_WRITABLE = (
     *(errno.ENOTDIR, errno.EEXIST, errno.ENOTEMPTY, errno.ENOENT, errno.EISDIR),
 )
 
-_LOCK = ".moa-fairseq.lock"  # in a folder that is being filled
-# Of new files, each with a name of its own, that another process would have to lock first
+_LOCK = ".moa-fairseq.lock"  # the name of the lock in a folder that is being filled
+# Another process can lock a new file first. That happens this many times in a row only without working locks.
 _LOCK_TRIES = 100
 
 _IRREGULAR = {
@@ -49,21 +49,22 @@ def atomic_write(
     Args:
         path: the final name; its folder is created.
         mode: "w" (UTF-8, LF line ends) or "wb".
-        temporary: the neighbour's name, for a file that only one process writes: what a killed process left
-            there is overwritten. By default a new, unique name, and what killed writers of `path` left is
-            removed.
-        check: is called with the temporary name when all is on the disk, and raises if the file is wrong.
+        temporary: the neighbour's name, for a file that only one process writes: a file that a killed process
+            left under this name is overwritten. By default the name is new and unique, and the files that
+            killed writers of `path` left are removed.
+        check: called with the temporary name when the whole file is on the disk; it raises if the file is
+            wrong.
 
     Raises:
-        UserError: when the disk is full, the folder cannot be written, or `path` is not a file.
-        ValueError: for another mode.
+        UserError: if the disk is full, the folder cannot be written, or `path` is not an ordinary file.
+        ValueError: if the mode is neither.
     """
     if mode not in ("w", "wb"):
         raise ValueError(f"atomic_write takes mode 'w' or 'wb', not {mode!r}")
     path = Path(path)
     special = path.is_symlink() and path.absolute().parts[1] in ("dev", "proc")
     if path.exists() and (special or not path.is_file()):
-        # a folder, or a device such as /dev/null or /dev/stdout: renaming onto it would replace it
+        # `path` is a folder, or a device such as /dev/null, which the renaming would replace.
         raise UserError(
             f"Cannot write {path}: it exists and is not an ordinary file. Choose another name."
         )
@@ -88,7 +89,7 @@ def atomic_write(
                 f"Cannot write {path}: the file system of {path.parent} says that other programs have locked "
                 "every new file. Choose another folder, such as one on a local disk."
             )
-    except OSError as error:  # any: what is none of the user's stays as it is
+    except OSError as error:  # an error that the user cannot put right stays an OSError
         raise as_user_error(error, path) from error
     try:
         with os.fdopen(handle, mode, **options) as stream:
@@ -96,14 +97,14 @@ def atomic_write(
             stream.flush()
             os.fsync(stream.fileno())
         check(written)
-        # the temporary file is private; results are as readable as the user's umask says.
+        # The temporary file is private; the result is as readable as the user's umask says.
         umask = os.umask(0)
         os.umask(umask)
         os.chmod(written, 0o666 & ~umask)
         os.replace(written, path)
         sync_folder(path.parent)
-    except BaseException as error:  # Ctrl-C as well: raised again behind the tidying
-        with contextlib.suppress(OSError):  # the error that counts is the one above
+    except BaseException as error:  # also Ctrl-C, which is raised again when the file is removed
+        with contextlib.suppress(OSError):  # an error of the removal would hide the first error
             os.unlink(written)
         if isinstance(error, OSError):
             raise as_user_error(error, path) from error
@@ -113,15 +114,17 @@ def atomic_write(
 
 
 def _lock(handle: int, path: Path) -> int:
-    """Hold an open file as long as this process lives: a second handle of it, to be closed in the end.
+    """Lock an open file as long as this process lives.
 
-    -1, and `handle` is closed, where `remove_leftovers` of another process had it first.
+    Returns:
+        A second handle of the file, which the caller closes in the end. -1 if `remove_leftovers` of another
+        process has locked the file first; `handle` is then closed.
     """
-    lock = os.dup(handle)  # outlives the closing of `handle`
+    lock = os.dup(handle)  # the lock is held until this second handle is closed as well
     try:
         fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         is_locked = path.exists()
-    except OSError as error:  # a file system may have no locks: then nothing is removed there
+    except OSError as error:  # on a file system without locks `remove_leftovers` removes nothing
         is_locked = error.errno not in (errno.EAGAIN, errno.EACCES)
     if is_locked:
         return lock
@@ -135,17 +138,17 @@ def _lock(handle: int, path: Path) -> int:
 def atomic_folder(path: Path) -> Iterator[Path]:
     """Make a folder beside `path` to be filled, and rename it on success.
 
-    An exception inside the block removes it. What killed processes left of `path` is removed.
+    An exception inside the block removes the folder. Folders that killed processes left are removed, too.
 
     Args:
-        path: the final name, which must not be there; its parents are made.
+        path: the final name, which must not exist; its parents are made.
 
     Raises:
         UserError: as `atomic_write`.
     """
 
     def remove(lock: Path) -> None:
-        # The lock last: a kill leaves what it marks
+        # The lock is removed last, so that a kill leaves no folder without a lock.
         shutil.rmtree(lock.parent / "new", ignore_errors=True)
         shutil.rmtree(lock.parent)
 
@@ -168,17 +171,17 @@ def atomic_folder(path: Path) -> Iterator[Path]:
 def remove_leftovers(
     folder: Path, pattern: str, remove: Callable[[Path], None] = Path.unlink
 ) -> None:
-    """Remove the temporary files of this name that killed processes left; those of living ones stay.
+    """Remove temporary files that killed processes left; files of living processes are locked, and stay.
 
     Args:
-        folder: where they lie.
-        pattern: of their names, as `Path.glob` reads it.
-        remove: what is done to each; an OSError of it is passed over.
+        folder: the folder of the files.
+        pattern: the pattern of their names, as `Path.glob` reads it.
+        remove: called with each file; its OSErrors are ignored.
     """
     for path in folder.glob(pattern):
-        if path.is_symlink() or not path.is_file():  # a pipe would hang
+        if path.is_symlink() or not path.is_file():  # opening a pipe would hang
             continue
-        # another process may have removed it, or the file system have no locks
+        # Another process may have removed the file, or the file system may have no locks.
         with contextlib.suppress(OSError), open(path, "rb") as stream:
             fcntl.flock(stream, fcntl.LOCK_EX | fcntl.LOCK_NB)
             remove(path)
@@ -188,12 +191,12 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
     """Refuse an output that is one of the inputs, under any name or link.
 
     Args:
-        output: what will be written; it need not exist.
-        inputs: what will be read.
-        flag: which one names the output.
+        output: the file that will be written; it need not exist.
+        inputs: the files that will be read.
+        flag: the flag that names the output.
 
     Raises:
-        UserError: if both are one file.
+        UserError: if the output is one of the inputs.
     """
     for path in inputs:
         if os.path.exists(output) and os.path.exists(path) and os.path.samefile(output, path):
@@ -204,15 +207,15 @@ def refuse_overwriting(output: PathLike, inputs: Iterable[PathLike], flag: str) 
 
 
 def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
-    """Before the work begins: refuse an output that exists, or is not an ordinary file.
+    """Refuse an output that exists, or is not an ordinary file, before the work begins.
 
     Args:
-        output: what will be written.
-        force: an ordinary file may be overwritten.
-        flag: which one names the output.
+        output: the file that will be written.
+        force: whether an ordinary file may be overwritten.
+        flag: the flag that names the output.
 
     Raises:
-        UserError: for what must not be written.
+        UserError: if the output must not be written.
     """
     refuse_irregular(output, flag)
     if os.path.lexists(output) and not force:
@@ -222,12 +225,13 @@ def refuse_existing(output: PathLike, force: bool, flag: str) -> None:
 
 
 def refuse_link(path: PathLike) -> None:
-    """Refuse a link to a file, or to none yet, where a run writes.
+    """Refuse to write through a link to a file, or to a file that does not exist yet.
 
-    A run folder from somebody else could name any file with it. Links to devices pass.
+    In a run folder from somebody else such a link could lead to any file of the user's. Links to devices
+    pass.
 
     Raises:
-        UserError: for such a link.
+        UserError: if `path` is such a link.
     """
     if os.path.islink(path) and (os.path.isfile(path) or not os.path.exists(path)):
         raise UserError(
@@ -238,14 +242,14 @@ def refuse_link(path: PathLike) -> None:
 def refuse_link_out(path: Path, *folders: Path) -> None:
     """Refuse a link that leads out of a folder whose files are copied, perhaps to be given away.
 
-    A folder from somebody else could name any file of the user's with it.
+    In a folder from somebody else such a link could lead to any file of the user's.
 
     Args:
-        path: of a file in the folder; what is not there passes.
-        folders: one of them must hold what the path stands for.
+        path: a file in the folder; a path where nothing exists passes.
+        folders: one of these folders must contain the file to which the path leads.
 
     Raises:
-        UserError: for such a link.
+        UserError: if `path` is such a link.
     """
     target = Path(os.path.realpath(path))
     if not any(target.is_relative_to(os.path.realpath(folder)) for folder in folders):
@@ -256,16 +260,17 @@ def refuse_link_out(path: Path, *folders: Path) -> None:
 
 
 def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
-    """Refuse what is no regular file: a pipe would hang, a device fill the memory.
+    """Refuse a path that is not a regular file: reading a pipe would hang, and a device would fill the
+    memory.
 
-    A path where nothing is passes.
+    A path where nothing exists passes.
 
     Args:
-        path: what will be read or written. A link counts as what it leads to.
-        what: begins the message, as "Checkpoint" or a flag.
+        path: the file that will be read or written. A link counts as the file to which it leads.
+        what: the beginning of the message, such as "Checkpoint" or a flag.
 
     Raises:
-        UserError: for a folder, a pipe, a device, a link to nothing, or a file of the kernel.
+        UserError: if `path` is a folder, a pipe, a device, a link to nothing, or a file of the kernel.
     """
     if not os.path.lexists(path):
         return
@@ -285,29 +290,29 @@ def refuse_irregular(path: PathLike, what: str = "Checkpoint") -> None:
 
 
 def sync_folder(folder: Path) -> None:
-    """Make a renaming durable, on systems that can. Raises OSError where the disk fails."""
+    """Make a renaming durable, on systems that can. Raises OSError if the disk fails."""
     try:
         handle = os.open(folder, os.O_RDONLY)
         try:
             os.fsync(handle)
         finally:
             os.close(handle)
-    # Some file systems cannot, and some folders may be written and not read
+    # Some file systems cannot do this, and some folders may be written but not read.
     except OSError as error:
         if error.errno in (errno.EIO, *DISK_FULL):
             raise
 
 
 def as_user_error(error: OSError, path: Path) -> Exception:
-    """What to raise instead of an OSError met while writing `path`.
+    """The exception to raise in place of an OSError from writing `path`.
 
     Args:
-        error: the one that was met.
+        error: the OSError.
         path: the final name, or its folder, for the message.
 
     Returns:
-        A UserError where the user can help: the disk is full, `path` not writable, or the file too large.
-        Else the error itself.
+        A UserError if the user can help: the disk is full, `path` is not writable, or the file is too large.
+        Otherwise the OSError itself.
     """
     if error.errno in DISK_FULL:
         return UserError(
@@ -331,14 +336,14 @@ def disk_errors(folder: Path) -> Iterator[None]:
     """Turn a full or read-only disk into a UserError.
 
     Args:
-        folder: what the message names.
+        folder: the path that the message names.
 
     Raises:
-        UserError: for an OSError of the block that `as_user_error` knows.
+        UserError: for an OSError in the block that `as_user_error` turns into one.
     """
     try:
         yield
-    except OSError as error:  # any: what is none of the user's stays as it is
+    except OSError as error:  # an error that the user cannot put right stays an OSError
         raise as_user_error(error, folder) from error
 
 
@@ -346,8 +351,8 @@ def checksum(path: PathLike, algorithm: str = "sha256") -> str:
     """Hexadecimal checksum of a file.
 
     Args:
-        path: read in pieces, so that it may be large.
-        algorithm: as hashlib calls it.
+        path: the file, which is read in pieces and may be large.
+        algorithm: a name that hashlib knows.
     """
     digest = hashlib.new(algorithm, usedforsecurity=False)
     with open(path, "rb") as stream:
@@ -362,16 +367,16 @@ def user_cache() -> Path:
 
 
 def private_folder(folder: Path) -> Path:
-    """Make a folder for what is run when it is read again, such as compiled code; or check that it is ours.
+    """Make a folder to which nobody else may write, for files that are run later, such as compiled code.
 
     Args:
-        folder: where nobody else may write; its parents are made, too.
+        folder: the folder, which may exist; its parents are made, too.
 
     Returns:
         The folder.
 
     Raises:
-        UserError: it belongs to another user, or anybody may write there, or it cannot be made.
+        UserError: if the folder belongs to another user, anybody may write there, or it cannot be made.
     """
     with disk_errors(folder):
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
@@ -385,9 +390,9 @@ def private_folder(folder: Path) -> Path:
 
 
 def shipped(name: str) -> Path:
-    """A folder beside the package (configs, results): of the checkout, or what an installation has of it."""
+    """A folder beside the package (configs, results), in the checkout or in an installation."""
     package = Path(__file__).resolve().parents[1]
-    installed = package / "share" / name  # setup.py copies it there
+    installed = package / "share" / name  # setup.py copies the folder there
     if installed.is_dir():
         return installed
     return package.parent / name

@@ -8,19 +8,19 @@ import sys
 
 
 def utf8_environment() -> dict[str, str]:
-    """The environment of a Python that reads and writes UTF-8 whatever the locale says, and its children."""
+    """The environment in which Python and its children read and write UTF-8, whatever the locale says."""
     environment = os.environ | {"PYTHONUTF8": "1"}
     environment.pop("PYTHONIOENCODING", None)
     return environment
 
 
 def use_utf8() -> None:
-    """Begin this program anew in Python's UTF-8 mode, unless it is in it or the locale's encoding is UTF-8.
+    """Restart this program in Python's UTF-8 mode, unless it already reads and writes UTF-8.
 
-    Python takes the names of files and the standard streams in the locale's encoding, and so do its children
-    and libraries. To be called first of all: what was done before is done again.
+    Python reads the names of files and the standard streams in the locale's encoding, and so do its children
+    and libraries. This must be called first, because the restarted program repeats everything before it.
     """
-    standard = (sys.stdin, sys.stdout, sys.stderr)  # None where it is closed
+    standard = (sys.stdin, sys.stdout, sys.stderr)  # a closed stream is None
     streams = [stream for stream in standard if isinstance(stream, io.TextIOWrapper)]
     encodings = {stream.encoding for stream in streams}
     encodings |= {sys.getfilesystemencoding(), locale.getpreferredencoding(False)}
@@ -29,5 +29,5 @@ def use_utf8() -> None:
     environment = utf8_environment()
     if environment != os.environ:
         os.execve(sys.executable, [sys.executable, *sys.orig_argv[1:]], environment)
-    for stream in streams:  # of a Python that ignores its environment (-E, -I)
+    for stream in streams:  # with -E or -I Python ignores its environment
         stream.reconfigure(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Command lines as lists of words, and running one: a locked folder, output in a log, Ctrl-C passed on."""
+"""Commands as lists of words; running them in a locked folder, with output in a log and Ctrl-C passed on."""
 
 from __future__ import annotations
 
@@ -36,12 +36,14 @@ ERRORS_TOO = "2>&1"
 _NUMBER = re.compile(r"-(\d+\.?\d*|\.\d+)([eE][-+]?\d+)?")
 TAIL_LINES = 12
 STOP_SECONDS = 10
-SAVE_SECONDS = 240  # fairseq-train ends an update and saves; slurm.sh tells it 300 before the end
+SAVE_SECONDS = (
+    240  # in which fairseq-train ends an update and saves; slurm.sh signals it 300 before the end
+)
 PATIENCE_SECONDS = 5.0
 _held: dict[Path, IO[str]] = {}
 logger = logging.getLogger(__name__)
 
-# What fairseq's last lines mean, and what helps.
+# Patterns in fairseq's last lines → the cause and the remedy.
 HINTS = {
     r"SIGTERM: saving a checkpoint": "It was told to end and has saved: run the same command again to go on.",
     r"out of memory|OutOfMemory": "The GPU's memory is full: lower train.max_tokens (--set).",
@@ -57,8 +59,8 @@ HINTS = {
     r"DataLoader worker .* is killed|MemoryError|Cannot allocate memory": "The machine's memory is full: "
     "close other programs or use --set train.flags.num-workers=0.",
 }
-# How a training ends whose loss, gradients or weights are no numbers any more: an error of fairseq, of its
-# patches (of weights that are saved) or of the gates.
+# The errors with which a training ends whose loss, gradients or weights are NaN or infinite: fairseq's own,
+# those of the patches that save weights, and those of the gates.
 DIVERGED = re.compile(
     r"error: .*(Nan/Inf|Nan or Inf|Minimum loss scale|The (training has|gates have) diverged|"
     r"was not written, because the model holds (NaN|infinity))",
@@ -70,13 +72,13 @@ def flags(values: Mapping[str, Any]) -> list[str]:
     """{'lr': 0.1, 'fp16': True, 'x': None} → ['--lr', '0.1', '--fp16']: False and None are left out.
 
     Args:
-        values: name of each flag, without dashes → its value; a list or tuple gives several words.
+        values: name of a flag, without dashes → its value; a list or tuple becomes several words.
 
     Returns:
         The words of a command line, in the order of `values`.
 
     Raises:
-        UserError: for a value that the program, or a shell, would not take for one.
+        UserError: if the program, or a shell, would not take a value for a value.
     """
     line: list[str] = []
     for name, value in values.items():
@@ -99,14 +101,14 @@ def flags(values: Mapping[str, Any]) -> list[str]:
 def unsafe_value(value: Any) -> str | None:
     """Why a flag's value must not be put on a command line.
 
-    An item of a list is a word of its own there. One that begins with a dash would be read as a flag, and
-    --user-dir, for example, runs Python code. Negative numbers are not taken for flags.
+    An item of a list is a word of its own there. A word that begins with a dash would be read as a flag, and
+    the flag --user-dir, for example, runs Python code. Negative numbers are not taken for flags.
 
     Args:
-        value: of one flag, perhaps a list.
+        value: the value of a flag, which may be a list.
 
     Returns:
-        A sentence, or None if it may.
+        The reason as a sentence, or None if the value is safe.
     """
     items = value if isinstance(value, (list, tuple)) else []
     flag = next(
@@ -120,10 +122,11 @@ def unsafe_value(value: Any) -> str | None:
 
 
 def to_argv(command: Sequence[str]) -> list[str]:
-    """What is executed for a printed command: the same program by module, in this Python.
+    """The words that are executed for a printed command: its program as a module of this Python.
 
     Args:
-        command: its first word is a name of MODULES; what follows ">" is left out.
+        command: the words of the command. The first is a name of MODULES; ">" and all words after it are left
+            out.
     """
     words = command
     if REDIRECT in command:
@@ -132,11 +135,11 @@ def to_argv(command: Sequence[str]) -> list[str]:
 
 
 def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) -> str:
-    """The command as one can paste it into a shell.
+    """A command as text that can be pasted into a shell.
 
     Args:
-        command: its words; ">" and "2>&1" stay operators.
-        environment: variables that stand before it.
+        command: the words of the command; ">" and "2>&1" stay operators.
+        environment: variables that are written before the command.
     """
     settings = [f"{name}={shlex.quote(value)}" for name, value in (environment or {}).items()]
     words = (word if word in (REDIRECT, ERRORS_TOO) else shlex.quote(word) for word in command)
@@ -144,21 +147,22 @@ def to_shell(command: Sequence[str], environment: dict[str, str] | None = None) 
 
 
 def positional(path: Path) -> str:
-    """A path as an argument of its own: never one that begins like a flag."""
+    """A path as a positional argument, which never begins like a flag."""
     if str(path).startswith("-"):
         return f"./{path}"
     return str(path)
 
 
 def environment_of_a_child() -> dict[str, str]:
-    """The environment of a child Python, for it and its own children.
+    """The environment of a child Python and of its own children.
 
-    Output comes at once; texts and names are UTF-8. Nothing is imported from the working directory: `-m`
-    would allow it, `fairseq-train` does not. This same package is found though it is not installed.
+    Output is not buffered; texts and names are UTF-8. Nothing is imported from the working directory: `-m`
+    would allow that, and `fairseq-train` does not. The child finds this same package even if it is not
+    installed.
     """
     environment = utf8_environment() | {"PYTHONUNBUFFERED": "1", "PYTHONSAFEPATH": "1"}
     silent = f"ignore:{moa_fairseq.JIT_WARNING}:FutureWarning"
-    # the later one wins
+    # Of two filters the later one wins.
     environment["PYTHONWARNINGS"] = ",".join(
         filter(None, [os.environ.get("PYTHONWARNINGS"), silent])
     )
@@ -171,7 +175,7 @@ def environment_of_a_child() -> dict[str, str]:
 
 
 def held_locks() -> list[int]:
-    """File descriptors of the locks that this program holds: a child that inherits them holds them, too."""
+    """File descriptors of the locks of this program; a child that inherits them holds the locks, too."""
     return [stream.fileno() for stream in _held.values()]
 
 
@@ -179,14 +183,14 @@ def refuse_without_locks(file: Path, error: portalocker.LockException) -> None:
     """Tell a file that cannot be locked at all from one that another process has locked.
 
     Args:
-        file: what was to be locked.
-        error: what came of it.
+        file: the file that was to be locked.
+        error: the error of the attempt.
 
     Raises:
-        UserError: The file system has no locks. Without them two runs could write into one folder.
+        UserError: if the file system has no locks. Without them two runs could write into one folder.
     """
     cause: Any = error
-    # What the system said is inside
+    # portalocker wraps the system's error, perhaps more than once.
     while isinstance(cause, portalocker.LockException) and cause.args:
         cause = cause.args[0]
     if isinstance(cause, OSError) and cause.errno not in (errno.EAGAIN, errno.EACCES):
@@ -199,16 +203,16 @@ def refuse_without_locks(file: Path, error: portalocker.LockException) -> None:
 
 @contextlib.contextmanager
 def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
-    """Hold the folder's lock; inside of a block that holds it already, nothing more happens.
+    """Hold the lock of a folder inside the block; in a nested block for the same folder this does nothing.
 
     Args:
-        folder: created if need be; the lock is its file `.lock`.
-        patience: seconds to wait for another holder: children of a run that was just killed take a moment to
-            go.
+        folder: the folder, which is created if it does not exist; the lock is its file `.lock`.
+        patience: seconds to wait for another holder: children of a run that was just killed need a moment to
+            end.
 
     Raises:
-        UserError: when another run, or a child that outlived one, works in the folder, or it cannot be
-            written.
+        UserError: if another run, or a child that outlived its run, works in the folder, or the folder cannot
+            be written.
     """
     file = folder / ".lock"
     key = folder.resolve()
@@ -223,7 +227,7 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
     lock = portalocker.Lock(file, "r+", timeout=patience, check_interval=0.1)
     try:
         stream = lock.acquire(fail_when_locked=True)
-    except portalocker.LockException as held:  # held, or no locks at all: told apart
+    except portalocker.LockException as held:  # by another process, or for lack of locks
         refuse_without_locks(file, held)
         holder = (
             f"Another run is at work in {folder} (process {file.read_text('utf-8').strip() or '?'})"
@@ -231,12 +235,12 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
         logger.info("%s; waiting for it to finish", holder)
         try:
             stream = lock.acquire(fail_when_locked=False)
-        except portalocker.LockException as error:  # as above
+        except portalocker.LockException as error:  # for the same two reasons
             refuse_without_locks(file, error)
             raise UserError(
                 f"{holder}. Wait for it, stop it, or use another --save-dir."
             ) from error
-    with stream:  # closed, and not unlocked: a child that is still at work keeps the lock
+    with stream:  # the file is closed but not unlocked, so that a child at work keeps the lock
         _held[key] = stream
         try:
             with disk_errors(folder):
@@ -248,12 +252,13 @@ def locked(folder: Path, patience: float = PATIENCE_SECONDS) -> Iterator[None]:
 
 
 class Executor:
-    """Runs commands; tests put another one in its place.
+    """Runs commands; tests replace it.
 
-    A child inherits the locks that this program holds: a folder stays locked as long as anything works in it.
+    A child inherits the locks that this program holds: a folder stays locked as long as any process works in
+    it.
 
     Args:
-        environment: variables that every child has beside `environment_of_a_child`.
+        environment: variables that every child has in addition to `environment_of_a_child`.
     """
 
     def __init__(self, environment: dict[str, str] | None = None) -> None:
@@ -270,16 +275,16 @@ class Executor:
         """Run a printed command to its end.
 
         Args:
-            command: its words, the first a name of MODULES.
-            log: the command is appended to it, then its standard error, and its standard output unless
-                `output` names another file.
-            output: receives the standard output instead; what was in it is lost.
-            on_line: called with each line of standard output, without its end.
-            errors_too: standard error goes where standard output goes, to on_line as well.
+            command: the words of the command, of which the first is a name of MODULES.
+            log: the file to which the command is appended, then its standard error, and its standard output
+                unless `output` names another file.
+            output: the file that receives the standard output instead; its old content is lost.
+            on_line: called with each line of standard output, without the line end.
+            errors_too: whether standard error goes where standard output goes, also to on_line.
 
         Raises:
-            Diverged: when a training, or the recipe that it belongs to, ended so.
-            UserError: when the command fails otherwise, with the last lines that it wrote to the log, or the
+            Diverged: if the command is a training that diverged, or a recipe with such a training.
+            UserError: if the command fails otherwise, with the last lines that it wrote to the log, or the
                 disk is full.
         """
         environment = environment_of_a_child() | self.environment
@@ -301,7 +306,7 @@ class Executor:
                     pass_fds=locks,
                     preexec_fn=die_with_parent(),
                 )
-            for lock in locks:  # the child keeps the lock if this program is killed
+            for lock in locks:  # if this program is killed, the child still holds the lock
                 os.ftruncate(lock, 0)
                 os.pwrite(lock, str(process.pid).encode(), 0)
 
@@ -319,7 +324,7 @@ class Executor:
         if not status:
             return
         with open(log, "rb") as stream:
-            stream.seek(begin)  # what stands before was another attempt's
+            stream.seek(begin)  # earlier attempts wrote the text before
             log_text = stream.read().decode("utf-8", errors="replace")
         tail = log_text.splitlines()[-TAIL_LINES:]
         text = "\n".join(tail)
@@ -342,7 +347,7 @@ class Executor:
 
 
 def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int = -1) -> IO[bytes]:
-    """Open a file; a UserError names it when its disk fills up at a later write, its closing included."""
+    """Open a file; if the disk fills up at a later write or at the end, a UserError names the file."""
     refuse_link(path)
     files.enter_context(disk_errors(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -353,10 +358,14 @@ def _open_for(files: contextlib.ExitStack, path: Path, mode: str, buffering: int
 def _ended_with_us(
     process: subprocess.Popen[bytes], take: Callable[[bytes], None], saves: bool
 ) -> Iterator[IO[bytes]]:
-    """Whatever ends the block ends the child too: gently first, so that it can finish what it writes.
+    """A context with the child's standard output, whose end also ends the child.
 
-    take: gets the lines that it prints while it ends. saves: the child saves its work when it gets SIGTERM.
-    Gives the child's standard output.
+    The child first gets signals after which it can finish its files, and SIGKILL last.
+
+    Args:
+        process: the child.
+        take: called with each line that the child prints while it ends.
+        saves: whether the child saves its work when it gets SIGTERM.
     """
     assert process.stdout is not None, "the child was started without a pipe"
     try:
@@ -373,7 +382,7 @@ def _ended_with_us(
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         process.wait(seconds)
                         break
-                # A child of the child may hold it open
+                # A child of the child may hold the pipe open, so that reading to its end would hang.
                 os.set_blocking(process.stdout.fileno(), False)
                 for raw in (process.stdout.read() or b"").splitlines(keepends=True):
                     take(raw)

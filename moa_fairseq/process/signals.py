@@ -13,7 +13,7 @@ PR_SET_PDEATHSIG = 1  # of <sys/prctl.h>
 
 
 def die_with_parent() -> Callable[[], None] | None:
-    """For a child, on Linux: be killed when this program is killed outright and cannot end it."""
+    """A function for the child, on Linux: the kernel kills the child if this program is killed."""
     if not sys.platform.startswith("linux"):
         return None
     prctl = ctypes.CDLL(None).prctl
@@ -21,24 +21,24 @@ def die_with_parent() -> Callable[[], None] | None:
 
     def arrange() -> None:
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
-        if os.getppid() != parent:  # it was killed before the line above
+        if os.getppid() != parent:  # the parent was killed before the line above
             os._exit(1)
 
     return arrange
 
 
 def terminate_as_interrupt() -> contextlib.AbstractContextManager[None]:
-    """SIGTERM (a scheduler's, say) ends a run the way Ctrl-C does."""
+    """A context in which SIGTERM, from a scheduler for example, ends a run as Ctrl-C does."""
     return handled_by(signal.default_int_handler, signal.SIGTERM)
 
 
 @contextlib.contextmanager
 def handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
-    """Inside the block, `handler` gets these signals; outside of the main thread nothing changes.
+    """Inside the block, `handler` gets these signals; in other threads than the main one nothing changes.
 
     Args:
-        handler: as `signal.signal` takes it.
-        numbers: of the signals.
+        handler: a handler, as `signal.signal` takes it.
+        numbers: the signals.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -53,10 +53,10 @@ def handled_by(handler: Any, *numbers: signal.Signals) -> Iterator[None]:
 
 @contextlib.contextmanager
 def signals_held() -> Iterator[list[int]]:
-    """Around the start of a child: gives the signals that came meanwhile, to be raised again.
+    """A context for the start of a child, with a list of the signals that came meanwhile, to be raised again.
 
-    Python runs functions of its own before and after a fork, and an exception of a handler in one of them, as
-    of Ctrl-C, is printed and forgotten. Ignored signals stay so, because a child inherits that.
+    Python runs functions of its own before and after a fork. An exception of a handler in one of them, such
+    as that of Ctrl-C, is printed and forgotten. Ignored signals stay ignored, because a child inherits that.
     """
     received: list[int] = []
     numbers = [

@@ -1,1 +1,1 @@
-"""Text between files and models: Moses' rules, line functions, segmentation."""
+"""Conversion of text between files and models: Moses' rules, functions of a line, segmentation."""

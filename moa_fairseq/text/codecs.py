@@ -1,6 +1,6 @@
-"""Symbols of a model ↔ raw text: merges, pieces, bytes, ids or words, with the line functions before them.
+"""Conversion between raw text and a model's symbols: merges, pieces, bytes, ids or words.
 
-Symbols stand between spaces. These classes need neither fairseq nor the rest of the package.
+Symbols are separated by spaces. These classes need neither fairseq nor the rest of the package.
 """
 
 from __future__ import annotations
@@ -12,27 +12,28 @@ from typing import Any, NamedTuple
 from moa_fairseq.text.steps import Step, detokenize, words_of
 from moa_fairseq.text.subwords import join_subwords, plain
 
-# Words whose segmentation is cached; with more, subword-nmt's cache, which has no limit, is cleared.
+# The number of words whose segmentation is cached. subword-nmt's cache has no limit, and is cleared beyond
+# it.
 REMEMBERED = 1_000_000
 
 
 class MergeCodec(NamedTuple):
-    """Tokens in subwords of subword-nmt.
+    """Tokens as subwords of subword-nmt.
 
     Args:
-        merges: subword-nmt's BPE.
+        merges: a `BPE` of subword-nmt.
     """
 
     merges: Any
 
     def encode(self, line: str) -> str:
-        """Tokens as subwords, all but the last of a word with the mark @@."""
+        """Tokens as subwords; every subword of a word except the last ends in the mark @@."""
         if len(self.merges.cache) > REMEMBERED:
             self.merges.cache.clear()
         return self.merges.process_line(line)
 
     def text(self) -> str:
-        """The merges as subword-nmt's file."""
+        """The merges in the format of subword-nmt's files."""
         rows = sorted(self.merges.bpe_codes, key=self.merges.bpe_codes.__getitem__)
         version = ".".join(map(str, self.merges.version))
         return f"#version: {version}\n" + "".join(f"{first} {second}\n" for first, second in rows)
@@ -46,14 +47,14 @@ class PieceCodec(NamedTuple):
     """SentencePiece's pieces.
 
     Args:
-        processor: SentencePiece's, which has them.
+        processor: SentencePiece's processor, which holds the pieces.
     """
 
     processor: Any
 
     def encode(self, line: str) -> str:
         """Running text as pieces; a letter without a piece becomes bytes, or <unk> if the model has none."""
-        # by number: SentencePiece gives such a letter itself as the piece
+        # Encoded as text, such a letter would be a piece itself; encoded as a number, it becomes <unk>.
         return " ".join(self.processor.id_to_piece(self.processor.encode(plain(line))))
 
     def decode(self, symbols: str) -> str:
@@ -62,20 +63,20 @@ class PieceCodec(NamedTuple):
 
 
 class ByteCodec(NamedTuple):
-    """Bytes as decimal numbers (enwik8); a line feed is the end of a line."""
+    """Bytes as decimal numbers (enwik8); a line ends with a line feed."""
 
     def encode(self, line: str) -> str:
         """Text as the numbers of its UTF-8 bytes."""
         return " ".join(map(str, line.encode()))
 
     def decode(self, symbols: str) -> str:
-        """Numbers as text; bytes that are not UTF-8 are shown as such."""
+        """Numbers as text; bytes that are not UTF-8 become replacement characters."""
         numbers = map(int, filter(str.isdigit, symbols.split()))
         return bytes(byte for byte in numbers if byte < 256).decode("utf-8", errors="replace")
 
 
 class Gpt2Codec:
-    """GPT-2's byte-pair encoding, by the library `tokenizers`. A symbol is an id, or a mark such as <mask>.
+    """GPT-2's byte-pair encoding, computed by `tokenizers`. A symbol is an id, or a mark such as <mask>.
 
     Args:
         encoder, merges: the paths of encoder.json and vocab.bpe.
@@ -87,7 +88,7 @@ class Gpt2Codec:
 
     @property
     def bpe(self) -> Any:
-        """The encoding, made when it is first needed: export copies the files alone."""
+        """The encoding, which is loaded at its first use, because export only copies the files."""
         if self._bpe is None:
             from tokenizers import ByteLevelBPETokenizer
 
@@ -103,7 +104,7 @@ class Gpt2Codec:
         return " <mask> ".join(symbols).strip()
 
     def decode(self, symbols: str) -> str:
-        """Ids as running text; other symbols as they are."""
+        """Ids as running text; other symbols are not changed."""
         text = ""
         for is_ids, run in itertools.groupby(symbols.split(), str.isdigit):
             words = list(run)
@@ -112,24 +113,24 @@ class Gpt2Codec:
 
 
 class WordCodec(NamedTuple):
-    """Words as they stand, which is also how text that is segmented already is taken."""
+    """Words without any segmentation; also for text that is already segmented."""
 
     def encode(self, line: str) -> str:
-        """The line as it is."""
+        """The line, unchanged."""
         return line
 
     def decode(self, symbols: str) -> str:
-        """The symbols as they are."""
+        """The symbols, unchanged."""
         return symbols
 
 
 class TranslationCodec(NamedTuple):
-    """Line functions, and the segmentation of both languages.
+    """Functions of a line, and the segmentation of both languages.
 
     Args:
-        steps: those of the source language.
-        segmentations: what segments source and target: a codec each.
-        target: the target language, which text that was tokenised here is detokenised by.
+        steps: the steps for the source language.
+        segmentations: the codecs of source and target.
+        target: the code of the target language, for the detokeniser.
     """
 
     steps: Sequence[Step] = ()
@@ -141,7 +142,7 @@ class TranslationCodec(NamedTuple):
         return self.segmentations[0].encode(words_of(line, self.steps))
 
     def encode_target(self, line: str) -> str:
-        """The same of the target language, by the same line functions."""
+        """A raw sentence of the target language as subwords, by the same steps."""
         steps = []
         for name, options in self.steps:
             if "lang" in options:
@@ -150,7 +151,7 @@ class TranslationCodec(NamedTuple):
         return self.segmentations[1].encode(words_of(line, steps))
 
     def decode(self, symbols: str) -> str:
-        """Subwords of the target language as raw text; as tokens where the data set came tokenised."""
+        """Subwords of the target language as raw text; as tokens if the data set was already tokenised."""
         tokens = self.segmentations[1].decode(symbols)
         is_tokenised_here = any(name == "tokenize" for name, _ in self.steps)
         if is_tokenised_here:

@@ -2,7 +2,8 @@
 
 import re
 
-# Languages written without spaces between words, by their codes (ISO 639-1 and 639-3). Korean's part phrases.
+# Languages written without spaces between words, by their codes (ISO 639-1 and 639-3). In Korean, spaces
+# separate phrases.
 _WITHOUT_SPACES = ("zh", "ja", "ko", "th", "km", "my", "lo", "yue", "bo", "dz")
 _CODES = {
     "zho": "zh",

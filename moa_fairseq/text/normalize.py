@@ -12,11 +12,11 @@ from re import Pattern
 
 from moa_fairseq.errors import UserError
 
-# (required substring, pattern or None, replacement): without a pattern the text itself is replaced.
-# Looking for a fixed string first makes this fast: most rules concern few lines.
+# (required substring, pattern or None, replacement): without a pattern the substring itself is replaced. The
+# search for a fixed string makes this fast, because most rules concern few lines.
 Rule = tuple[str, Pattern | None, str]
 
-# "current" is Moses' master branch; that of December 2017 made Multi30k's published files.
+# "current" is Moses' master branch; its state of December 2017 made Multi30k's published files.
 MULTI30K_EDITION = "2017-12"
 EDITIONS = ("current", MULTI30K_EDITION)
 
@@ -67,7 +67,7 @@ _GUILLEMETS_AND_NO_BREAK_SPACES = [
     _ONE_SPACE,
 ]
 # Moses has s/(\.+)"(\s*[^<])/"$1$2/, which scans a run of dots once for each of its dots. To avoid that, a
-# run without a quote after it is also matched here, and put back.
+# run without a quote after it is also matched here, and replaced by itself.
 _COMMA_AFTER_QUOTE = [(',"', None, '",'), ('."', r'(\.+)(?:(")(\s*[^<]))?', r"\2\1\3")]
 _COMMA_BEFORE_QUOTE = [('"', r'"([,.]+)', r'\1"')]
 
@@ -87,12 +87,12 @@ def normalize_punctuation(line: str, lang: str, edition: str = "current") -> str
 
     Args:
         line: raw text without its line end.
-        lang: two letters ("en" moves a full stop or comma into a closing quote, German, French and most
-            others move it out; cs and cz do neither).
-        edition: of the script, one of EDITIONS.
+        lang: the language's code of two letters. For "en" a full stop or comma moves into a closing quote,
+            for "cs" and "cz" it stays, and for all others it moves out of the quote.
+        edition: the edition of the script, one of EDITIONS.
 
     Raises:
-        UserError: for another edition.
+        UserError: if the edition is unknown.
     """
     # The Perl script sees the line end, and one of its rules matches it: `."` at the end is rewritten.
     text = f"{line}\n"
@@ -121,12 +121,12 @@ def replace_unicode_punctuation(line: str) -> str:
 
 
 def lowercase(line: str) -> str:
-    """`lowercase.perl`: as str.lower, but every capital sigma becomes σ, also at the end of a word."""
+    """`lowercase.perl`: str.lower, except that every capital sigma becomes σ, also at the end of a word."""
     return line.replace("Σ", "σ").lower()
 
 
 def straight_apostrophe(line: str) -> str:
-    """The WMT and IWSLT recipes' only change to test sets, otherwise not normalised: ’ becomes '."""
+    """’ becomes ': the WMT and IWSLT recipes change nothing else in test sets before tokenisation."""
     return line.replace("’", "'")
 
 

@@ -1,4 +1,4 @@
-"""Text processing faithful to Moses' Perl scripts: functions of a line, and chains of them by name."""
+"""Text processing faithful to Moses' Perl scripts: functions of a line, and sequences of them by name."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -24,7 +24,7 @@ __all__ = [
     "tokenize",
     "words_of",
 ]
-# fairseq splits tokens at any white space, BPE at blanks only. Blanks are kept as Moses prints them.
+# fairseq splits tokens at any white space, BPE at blanks only. The number of blanks stays as Moses prints it.
 _NOT_BLANK = re.compile(r"[^\S ]")
 # A step is data, so that it can be stored in a table and sent to another process.
 Step = tuple[str, dict[str, Any]]
@@ -38,11 +38,11 @@ STEPS: dict[str, Callable[..., str]] = {
 
 
 def apply_steps(line: str, steps: Sequence[Step]) -> str:
-    """Run one line through steps.
+    """Apply steps to a line.
 
     Args:
-        line: without its line end.
-        steps: names of STEPS, each with its keyword arguments, in order.
+        line: a line without its line end.
+        steps: names of STEPS, each with keyword arguments, in order.
     """
     for name, options in steps:
         line = STEPS[name](line, **options)
@@ -50,9 +50,9 @@ def apply_steps(line: str, steps: Sequence[Step]) -> str:
 
 
 def words_of(line: str, steps: Sequence[Step]) -> str:
-    """A line after its steps, with words separated by blanks only, as merges and dictionaries need them.
+    """Apply steps to a line, and separate words by blanks only, as merges and dictionaries require.
 
     Args:
-        line, steps: as of `apply_steps`.
+        line, steps: as in `apply_steps`.
     """
     return _NOT_BLANK.sub(" ", apply_steps(line, steps))

@@ -1,8 +1,8 @@
 """Moses' `tokenizer.perl`, with its rules for single languages.
 
-The lists of abbreviations come from sacremoses. The rules are applied here, because sacremoses'
-character classes date from an old Unicode (it cuts Chinese words into characters, Perl does not) and
-it treats the last full stop of a line as Moses did until 2017.
+The lists of abbreviations come from sacremoses. The rules are written here, because the character classes of
+sacremoses date from an old Unicode (it cuts Chinese words into characters, and Perl does not), and sacremoses
+treats the last full stop of a line as Moses did until 2017.
 """
 
 import re
@@ -21,8 +21,8 @@ _NUMBER = r"\p{N}"
 _CONTROLS = dict.fromkeys([*range(0x09), *range(0x0E, 0x20)])
 # Signs inside words of a language, as in USA:n and col·legi.
 _WITHIN_WORDS = {"fi": ":", "sv": ":", "ca": "·"}
-# … which also end a word, unless a small letter follows. (Moses also has this rule for the middle dot, but it
-# never matches: Perl reads that line of the script as Latin-1.)
+# Signs that also end a word, unless a small letter follows. (Moses has this rule for the middle dot, too, but
+# there it never matches: Perl reads that line of the script as Latin-1.)
 _BEFORE_SMALL_LETTERS = {
     language: regex.compile(rf"{sign}(?=$|[^\p{{Ll}}])")
     for language, sign in (("fi", ":"), ("sv", ":"), ("tdt", "'"))
@@ -44,7 +44,7 @@ _ESCAPES = (
     *(("&", "&amp;"), ("<", "&lt;"), (">", "&gt;"), ("'", "&apos;"), ('"', "&quot;")),
     *(("|", "&#124;"), ("[", "&#91;"), ("]", "&#93;")),
 )
-# Represents one dot of a run: control characters are removed by then, so no text can have it.
+# Represents one dot of a run: control characters are removed before, so that no text contains it.
 _DOT = "\x00"
 
 
@@ -88,14 +88,15 @@ def tokenize(
     Args:
         line: text without its line end; a blank line is returned unchanged, or empty if it had control
             characters.
-        lang: its code, such as "de"; for a language without a list of abbreviations the English list is used.
+        lang: the language's code, such as "de"; for a language without a list of abbreviations the English
+            list is used.
         aggressive_hyphens: write a hyphen between letters as ` @-@ `.
         escape: write & | < > ' " [ ] as entities.
         edition: "2017-12" leaves a last full stop at an abbreviation or number unsplit, as the Moses that
             made Multi30k's published files did.
 
     Raises:
-        UserError: for an unknown edition.
+        UserError: if the edition is unknown.
     """
     if edition not in EDITIONS:
         raise UserError(
@@ -113,7 +114,7 @@ def tokenize(
     if aggressive_hyphens:
         text = _HYPHEN.sub(r"\1 @-@ ", text)
     if ".." in text:
-        # A run of dots is separated, as a sign that the full stop rules do not see.
+        # A run of dots becomes a word of signs to which the rules for full stops do not apply.
         text = _DOTS.sub(lambda run: f" {_DOT * len(run[0])}{' ' if run[1] else ''}", text)
     if "," in text:
         for pattern, replacement in _COMMAS:
@@ -133,7 +134,7 @@ def tokenize(
 def _split_full_stops(text: str, lang: str, edition: str) -> list[str]:
     """The words of `text` with a space before each full stop that ends a sentence."""
     always, before_digit = nonbreaking_prefixes(lang)
-    # Empty words (from two spaces) stay: Moses looks at the next one, even if it is empty.
+    # Empty words (from two spaces) stay, because Moses looks at the next word even if it is empty.
     words = text.rstrip(" ").split(" ")
     last = len(words) - 1
     for i, word in enumerate(words):
@@ -165,10 +166,11 @@ def has_prefixes(lang: str) -> bool:
 
 @cache
 def nonbreaking_prefixes(lang: str) -> tuple[frozenset, frozenset]:
-    """Abbreviations of `lang` (English for a language without a list).
+    """The abbreviations of a language, or of English if the language has no list.
 
     Returns:
-        Two sets: those never followed by a sentence end, and those that are safe before digits.
+        always: abbreviations whose full stop never ends a sentence.
+        before_digit: abbreviations whose full stop does not end a sentence if a digit follows.
     """
     kinds: dict[bool, set] = {False: set(), True: set()}
     for entry in NonbreakingPrefixes().words(lang if has_prefixes(lang) else "en"):
@@ -181,8 +183,8 @@ _detokenizer = cache(MosesDetokenizer)
 
 
 def detokenize(line: str, lang: str) -> str:
-    """`detokenizer.perl` as in sacremoses: the tokens of a line, separated by spaces, as running text.
+    """`detokenizer.perl` as in sacremoses: the tokens of a line, separated by spaces, become running text.
 
-    Undoes ` @-@ ` and the entities (&quot; &apos; &amp; &#124; &lt; &gt; &#91; &#93;).
+    It also undoes ` @-@ ` and the entities (&quot; &apos; &amp; &#124; &lt; &gt; &#91; &#93;).
     """
     return _detokenizer(lang).detokenize(line.split())

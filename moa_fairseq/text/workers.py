@@ -16,7 +16,7 @@ from typing import Any
 
 from tqdm import tqdm
 
-# Fewer batches than this are done before new processes have started.
+# Fewer batches than this are finished in this process before new processes have started.
 FEW = 3
 
 
@@ -26,10 +26,10 @@ def ordered_map(
     """Yield `work(batch)` for each batch, in order, computed by several processes.
 
     Args:
-        work: called with a batch, which is a list; it and the batches must be picklable.
-        batches: read during the work: at most three per process wait in memory.
-        workers: number of processes; with 1, or few batches, all work stays in this process.
-        label: of the progress bar, which counts the items of the batches.
+        work: called with a batch, which is a list. The function and the batches must be picklable.
+        batches: an iterable that is read during the work: at most three batches per process wait in memory.
+        workers: the number of processes; with 1, or with fewer than FEW batches, this process does all work.
+        label: the label of the progress bar, which counts the items of the batches.
     """
     batches = iter(batches)
     first = list(itertools.islice(batches, FEW))
@@ -62,7 +62,7 @@ def _in_processes(
 
 
 def _end_with_the_parent() -> None:
-    """Runs in a worker. The parent handles Ctrl-C; a parent that was killed outright ends no pool."""
+    """Prepare a worker: the parent handles Ctrl-C, and a worker ends when its parent is killed."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
 
     def follow() -> None:
@@ -74,9 +74,10 @@ def _end_with_the_parent() -> None:
 
 
 def _context(module: str) -> multiprocessing.context.BaseContext:
-    """Processes that are not forked from this one: forking a process with threads can hang for ever.
+    """A way to start workers without forking this process: a fork of a process with threads can hang for
+    ever.
 
-    A fork server is started once, loads the module with the work once, and then starts workers at once.
+    A fork server is started once and loads the module of the work once; then it starts workers quickly.
     """
     if "forkserver" not in multiprocessing.get_all_start_methods():
         return multiprocessing.get_context("spawn")
@@ -89,9 +90,10 @@ def _context(module: str) -> multiprocessing.context.BaseContext:
 
 @contextlib.contextmanager
 def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
-    """Delay Ctrl-C to the end of the block: a half-started worker would outlive its pool and complain.
+    """Delay Ctrl-C to the end of the block: a half-started worker would outlive its pool, and print an error.
 
-    meanwhile: another handler for the block.
+    Args:
+        meanwhile: a handler for the block, in place of the delay.
     """
     before = signal.getsignal(signal.SIGINT)
     if threading.current_thread() is not threading.main_thread() or not (
@@ -110,7 +112,7 @@ def _interrupt_later(meanwhile: Any = None) -> Iterator[None]:
 
 
 def chunks(items: Iterable, size: int) -> Iterator[list]:
-    """Lists of `size` items, the last one shorter."""
+    """Lists of `size` items; the last list may be shorter."""
     iterator = iter(items)
     while chunk := list(itertools.islice(iterator, size)):
         yield chunk
