@@ -7,7 +7,11 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.data.catalogue import datasets
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.result import data_differences, differences, settings
+from moa_fairseq.experiments.recipes.run import Options
+from moa_fairseq.experiments.recipes.running import run_recipe
 
 ROOT = Path(__file__).resolve().parents[3]
 IWSLT = {"train": 160239, "valid": 7283, "test": 6750}
@@ -180,3 +184,14 @@ def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsy
         manifest(data, **made_by(shipped("iwslt14_deen_mae7")))
         assert main([*line, str(data)]) == 0
         assert word in capsys.readouterr().out
+
+
+def test_data_prepared_with_other_values_is_said_for_a_recipe_without_a_row(
+    small, write_config, binarised, said
+):
+    recipe = load_recipe(write_config(small))
+    for merges, warned in ((recipe.data.bpe, False), (99, True)):
+        manifest(binarised, settings=vars(recipe.data) | {"bpe": merges})
+        run_recipe(recipe, Hardware(), Options(data=binarised), dry_run=True)
+        words = f"{binarised} differs from the recipe: data.bpe: {recipe.data.bpe} → 99"
+        assert any(words in line for line in said) == warned

@@ -18,7 +18,11 @@ from plugin.patches import malformed
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
-from moa_fairseq.plugin.patches.malformed_checkpoints import _check_place, check_checkpoint
+from moa_fairseq.plugin.patches.malformed_checkpoints import (
+    _check_place,
+    _check_use,
+    check_checkpoint,
+)
 from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 ROOM = 3 << 30  # bytes of address space beside what the process has
@@ -176,6 +180,14 @@ def test_a_list_in_several_places_of_the_settings_counts_each_time():
     state = {"model": {"w": torch.ones(1)}, "cfg": {"task": {"x": malformed.nested(12, 10)}}}
     with pytest.raises(UserError, match=r"x\.pt .* more than 100,000 values"):
         check_checkpoint(state, "x.pt", 4)
+
+
+def test_a_task_and_a_model_need_no_longest_sentence():
+    model = torch.nn.Linear(1, 1)
+    _check_use(object(), [model])
+    model.max_positions = lambda: (9, 0)
+    with pytest.raises(ValueError, match="longest sentence"):
+        _check_use(object(), [model])
 
 
 def test_a_best_loss_may_be_a_tensor_of_one_number():
