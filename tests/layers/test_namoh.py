@@ -83,6 +83,16 @@ def test_cross_attention_balances_both_sides():
     assert [int(d.expert_counts.sum()) for _, d in decisions] == [2 * 4 * K, 2 * 7 * K]
 
 
+def test_padding_of_the_memory_counts_in_no_load():
+    module = build(encoder_decoder_attention=True, kdim=10, vdim=10)
+    memory = torch.randn(7, 2, 10).double()
+    padding = torch.zeros(2, 7, dtype=torch.bool)
+    padding[0, 4:] = True
+    with collect_routings() as decisions:
+        module(torch.randn(4, 2, C).double(), memory, memory, key_padding_mask=padding)
+    assert [int(d.expert_counts.sum()) for _, d in decisions] == [2 * 4 * K, (4 + 7) * K]
+
+
 def test_its_cost():
     """Four matrices of D · C for each of K heads, and K / E of the scores of K heads."""
     macs = build(self_attention=True).macs(16, 16)

@@ -76,6 +76,12 @@ def test_what_is_not_exported_is_named(words, named):
         plain.plain_model(whole_models.build(*words))
 
 
+def test_each_dropout_is_the_models():
+    words = ("moa_lm_tiny", "--dropout", 0.3, "--output-dropout", 0.2)
+    stack = plain.plain_model(whole_models.build(*words)).decoder
+    assert (stack.dropout_module.p, stack.output_dropout_module.p) == (0.3, 0.2)
+
+
 def test_a_classification_head_is_named():
     model = whole_models.build("moa_roberta_tiny")
     model.register_classification_head("sentences", num_classes=2)

@@ -61,6 +61,26 @@ def test_cross_self_attention_leaves_out_the_sources_padding(padded):
     torch.testing.assert_close(*outputs, rtol=1e-11, atol=1e-11)
 
 
+def test_a_decoder_without_cross_attention_has_none():
+    model = build("moa_transformer_tiny", "--no-cross-attention")
+    assert {layer.encoder_attn for layer in model.decoder.layers} == {None}
+
+
+@pytest.mark.parametrize(
+    ("arch", "fairseqs"),
+    [
+        ("dense_transformer_base", "transformer"),
+        ("dense_transformer_big", "transformer_vaswani_wmt_en_de_big"),
+        ("dense_transformer_lm_wiki103", "transformer_lm_wiki103"),
+    ],
+)
+def test_sizes_are_those_of_fairseqs_architecture(arch, fairseqs):
+    ours, theirs = (vars(settings(each)) for each in (arch, fairseqs))
+    names = [name for name in theirs if name.endswith(("_dim", "_layers", "_heads", "dropout"))]
+    assert len(names) > 5
+    assert {name: ours[name] for name in names} == {name: theirs[name] for name in names}
+
+
 def test_gated_feed_forwards_and_rms_norms():
     flags = (*SMALL_LM, "--gated-feed-forward", "--rms-norm")
     model = build("dense_transformer_lm_base", *flags).double().eval()

@@ -215,8 +215,12 @@ def test_only_a_training_pass_is_compiled_and_a_copy_has_its_own_weights(monkeyp
     compile_layers(model)
     assert list(model.state_dict()) == given
     lengths = src.ne(1).sum(1)
-    wanted = model(src, lengths, prev)[0]
+    wanted, extra = model(src, lengths, prev)
     assert len(compiled) == 2
+    plain = build(*FAMILIES["moa"], layers=1)
+    plain.load_state_dict(model.state_dict())
+    attention = plain(src, lengths, prev)[1]["attn"][0]
+    torch.testing.assert_close(extra["attn"][0], attention)
     twin = copy.deepcopy(model)  # as of an average of the weights
     with torch.no_grad():
         for parameter in [*twin.encoder.layers.parameters(), *twin.decoder.layers.parameters()]:

@@ -362,6 +362,8 @@ def test_a_tokenizers_file_is_fetched_from_nowhere_but_fairseqs_own_address(sche
     )
     with pytest.raises(UserError, match=f"{scheme}://elsewhere"):
         files.cached_path(f"{scheme}://elsewhere/bpe/encoder.json")
+    with pytest.raises(UserError, match="nothing was downloaded"):
+        files.cached_path(f"{scheme}://{FAIRSEQ_HOST.removeprefix('dl.')}/encoder.json")
     own = f"https://{FAIRSEQ_HOST}/fairseq/gpt2_bpe/encoder.json"
     assert files.cached_path(own) == own
 
