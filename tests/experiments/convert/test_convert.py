@@ -10,7 +10,7 @@ import pytest
 import torch
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 
-from moa_fairseq.experiments.convert import check
+from moa_fairseq.experiments.convert import check, command
 from moa_fairseq.experiments.scoring.trained_model import batches, load_trained
 from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
 from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
@@ -111,6 +111,17 @@ def test_fewer_heads_say_so_and_by_how_much(job, dense, convert, tmp_path):
     assert before != after and target.is_file()
     settings = load_checkpoint(target)["cfg"]["model"]
     assert (settings.moh_shared_heads, settings.experts_per_token) == (2, 1)
+
+
+def test_the_loss_before_is_that_of_the_first_model(dense, convert, tmp_path, monkeypatch):
+    def number_of_routers(models, *limits):
+        return [sum("router" in name for name, _ in model.named_modules()) for model in models]
+
+    monkeypatch.setattr(command, "mean_losses", number_of_routers)
+    checkpoint, data = dense("translation")
+    printed = convert(checkpoint, tmp_path / "out.pt", *LEARNED, "--data", data)
+    before, after, change = map(float, re.findall(r"[+\d]+\.\d{4}", printed))
+    assert before == 0 < after == change
 
 
 @pytest.mark.parametrize("scaling", ["paper", "released"])

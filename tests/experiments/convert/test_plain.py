@@ -77,9 +77,12 @@ def test_what_is_not_exported_is_named(words, named):
 
 
 def test_each_dropout_is_the_models():
-    words = ("moa_lm_tiny", "--dropout", 0.3, "--output-dropout", 0.2)
-    stack = plain.plain_model(whole_models.build(*words)).decoder
-    assert (stack.dropout_module.p, stack.output_dropout_module.p) == (0.3, 0.2)
+    rates = {"dropout": 0.4, "output_dropout": 0.3, "attention_dropout": 0.2}
+    rates["activation_dropout"] = 0.1
+    flags = [f"--{name.replace('_', '-')}={rate}" for name, rate in rates.items()]
+    stack = plain.plain_model(whole_models.build("moa_lm_tiny", *flags)).decoder
+    assert {name: getattr(stack.settings, name) for name in rates} == rates
+    assert (stack.dropout_module.p, stack.output_dropout_module.p) == (0.4, 0.3)
 
 
 def test_a_classification_head_is_named():

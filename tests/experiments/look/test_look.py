@@ -303,6 +303,13 @@ def test_a_masked_language_model_guesses_every_seventh_token(look, toy_masked_lm
     assert spelled["<mask>"] == task.mask_idx
 
 
+def test_the_text_that_a_page_shows_is_not_overwritten(moa_run, tmp_path, capsys):
+    text = tmp_path / "text.html"
+    text.write_text("a\n")
+    assert main(["look", str(moa_run), "--input", str(text), "--output", str(text)]) == 2
+    assert "--output" in capsys.readouterr().err and text.read_text() == "a\n"
+
+
 @pytest.mark.parametrize(
     ("words", "named"),
     [

@@ -78,6 +78,15 @@ def test_the_smaller_limit_of_a_batch_counts(tokens, sentences, rows):
     assert found.dataset.rows == rows
 
 
+def test_micro_batches_have_texts_of_their_own_in_the_training_subset_alone():
+    args = argparse.Namespace(tokens_per_sample=8, train_subset="train1", seed=1, update_freq=[2])
+    training, other = Blocks(24), Blocks(24)
+    task = argparse.Namespace(args=args, datasets={"train1": training, "train": other})
+    task._micro_batches = lambda: TruncatedBPTTTask._micro_batches(task)
+    for dataset, parts in ((training, 2), (other, 1)):
+        assert TruncatedBPTTTask.get_batch_iterator(task, dataset, 40).dataset.parts == parts
+
+
 def build(arch="switchhead_lm_tiny", chunks=1, flags=()):
     words = Dictionary()
     for i in range(40):
