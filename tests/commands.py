@@ -20,7 +20,11 @@ from pathlib import Path
 
 _FORKS = multiprocessing.get_context("forkserver")
 # torch._dynamo: every optimizer imports it, which took half of a training's time here
-_PRELOADED = ("fairseq.model_parallel.megatron_trainer", "fairseq.sequence_scorer", "torch._dynamo")
+_PRELOADED = (
+    "fairseq.model_parallel.megatron_trainer",
+    "fairseq.sequence_scorer",
+    "torch._dynamo",
+)
 _FORKS.set_forkserver_preload([*_PRELOADED, "hydra", "requests.packages", "sacrebleu"])
 _ENVIRONMENT = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
@@ -100,7 +104,9 @@ class Forked:
         errors = writer if stderr == subprocess.STDOUT else stderr.fileno()
         streams = [Stream(number) for number in (writer, errors, *pass_fds)]
         place = (os.getcwd(), {**_ENVIRONMENT, **env})
-        self.process = _FORKS.Process(target=command, args=(module, words, None, streams, *place))
+        self.process = _FORKS.Process(
+            target=command, args=(module, words, None, streams, *place)
+        )
         self.process.start()
         os.close(writer)
         self.stdout, self.pid = os.fdopen(reader, "rb"), self.process.pid
@@ -141,7 +147,9 @@ class Command:
     def said_until(self, words, seconds=240):
         """Wait until the command has written these words, or ended; returns its standard output so far."""
         end = time.monotonic() + seconds
-        while words not in self._said("stdout") + self._said("stderr") and self.process.is_alive():
+        while (
+            words not in self._said("stdout") + self._said("stderr") and self.process.is_alive()
+        ):
             assert time.monotonic() < end, self._said("stdout")[-2000:]
             time.sleep(0.01)
         return self._said("stdout")

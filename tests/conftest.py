@@ -28,7 +28,9 @@ def pytest_configure(config):
             database=None,
             deadline=None,
             max_examples=EXAMPLES[thorough],
-            suppress_health_check=[HealthCheck.function_scoped_fixture],  # they share a tmp_path
+            suppress_health_check=[
+                HealthCheck.function_scoped_fixture
+            ],  # they share a tmp_path
         )
         settings.load_profile("moa_fairseq")
     if config.getoption("dist", "no") == "no":

@@ -82,11 +82,17 @@ def main(arguments=None):
             f"no test of {args.folder} passes without the plugin: name the tests/ of fairseq's source"
         )
     status = 0
-    for name in sorted(name for name in plugin if plugin[name] == "failed" != without.get(name)):
+    for name in sorted(
+        name for name in plugin if plugin[name] == "failed" != without.get(name)
+    ):
         reason = next((why for end, why in MEANT.items() if name.endswith(end)), None)
-        print(f"fails with the plugin alone: {name}" + (f" (meant: {reason})" if reason else ""))
+        print(
+            f"fails with the plugin alone: {name}" + (f" (meant: {reason})" if reason else "")
+        )
         status = status if reason else 1
-    for name in sorted(name for name in plugin if without.get(name) == "failed" != plugin[name]):
+    for name in sorted(
+        name for name in plugin if without.get(name) == "failed" != plugin[name]
+    ):
         print(f"fails without the plugin alone: {name}")
     return status
 

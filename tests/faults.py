@@ -106,7 +106,9 @@ class Copy:
     def __init__(self, folder):
         self.folder = Path(folder) / "tree"
         listed = ["git", "-C", str(ROOT), "ls-files", "-co", "--exclude-standard", "-z"]
-        names = subprocess.run(listed, check=True, capture_output=True).stdout.decode().split("\0")
+        names = (
+            subprocess.run(listed, check=True, capture_output=True).stdout.decode().split("\0")
+        )
         digest = hashlib.sha256()
         for name in sorted(filter(None, names)):
             source = ROOT / name
@@ -131,7 +133,9 @@ class Copy:
         """
         answer = self.folder.parent / "answer.json"
         answer.unlink(missing_ok=True)
-        child = multiprocessing.get_context("fork").Process(target=self._test, args=(words, answer))
+        child = multiprocessing.get_context("fork").Process(
+            target=self._test, args=(words, answer)
+        )
         child.start()
         child.join(timeout)
         if child.exitcode is None:
@@ -150,7 +154,9 @@ class Copy:
         log = os.open(self.folder.parent / "log.txt", os.O_WRONLY | os.O_CREAT | os.O_TRUNC)
         for number in (1, 2):
             os.dup2(log, number)
-        settings = list(itertools.takewhile(lambda word: re.fullmatch(r"[A-Z_]+=\S+", word), words))
+        settings = list(
+            itertools.takewhile(lambda word: re.fullmatch(r"[A-Z_]+=\S+", word), words)
+        )
         os.environ.update({**self.environment, **dict(word.split("=", 1) for word in settings)})
         sys.dont_write_bytecode = True
         for name in [name for name in sys.modules if re.match(r"triton(?!\._C)\b", name)]:
@@ -219,7 +225,9 @@ def verdict(fault, copy, timeout, confirms, most=None):
             )
     path = copy.folder / fault["file"]
     before = path.read_text(encoding="utf-8")
-    targets = list(dict.fromkeys([*filter(None, [fault.get("caught")]), *fault["tests"][:most]]))
+    targets = list(
+        dict.fromkeys([*filter(None, [fault.get("caught")]), *fault["tests"][:most]])
+    )
     for target in targets:
         path.write_text(before.replace(fault["old"], fault["new"]), encoding="utf-8")
         try:
@@ -287,7 +295,9 @@ def main(words=None):
     )
     add("--unasked", action="store_true", help="of these, those that have no verdict yet")
     add("--first", action="store_true", help="ask the first of a fault's tests alone")
-    add("--caught", action="store_true", help="ask the test alone that is said to catch a fault")
+    add(
+        "--caught", action="store_true", help="ask the test alone that is said to catch a fault"
+    )
     add(
         "--timeout",
         type=int,

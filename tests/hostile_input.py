@@ -277,11 +277,15 @@ def tars(rng: random.Random) -> bytes:
         "path": rng.choice((WANTED, "../evil", "\x00")),
     }
     chosen = {key: records[key] for key in rng.sample(sorted(records), rng.randint(0, 3))}
-    form = tarfile.PAX_FORMAT if chosen else rng.choice((tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
+    form = (
+        tarfile.PAX_FORMAT if chosen else rng.choice((tarfile.GNU_FORMAT, tarfile.USTAR_FORMAT))
+    )
     data = tar_of(kind, form if kind == b"0" or chosen else tarfile.GNU_FORMAT, **chosen)
     if rng.random() < 0.5:
         data = mutated(
-            rng, data, (b"\x00" * 512, b"\xff" * 8, b"\x80" + b"\x00" * 11, b"77777777777", b"-1")
+            rng,
+            data,
+            (b"\x00" * 512, b"\xff" * 8, b"\x80" + b"\x00" * 11, b"77777777777", b"-1"),
         )
     if rng.random() < 0.5:
         data = with_checksums(data)
@@ -331,7 +335,9 @@ def parse_archive(place: Path) -> None:
     try:
         extract(archive, [WANTED], place / "out")
     finally:
-        left = [path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()]
+        left = [
+            path.relative_to(place).as_posix() for path in place.rglob("*") if path.is_file()
+        ]
         assert set(left) <= {name, f"out/{WANTED}"}, left
 
 
@@ -354,7 +360,13 @@ RECIPE = {
     "score": {"headline": "multi_bleu"},
 }
 YAML_ODD = (
-    *(b"2020-01-01", b"2020-99-99", b"!!set {a, b}", b"!!binary ////", b"!!python/name:os.system"),
+    *(
+        b"2020-01-01",
+        b"2020-99-99",
+        b"!!set {a, b}",
+        b"!!binary ////",
+        b"!!python/name:os.system",
+    ),
     *(
         b"!!bool x",
         b"!!int ''",
@@ -365,7 +377,21 @@ YAML_ODD = (
         b"<<: ",
         b"? [a]\n: b\n",
     ),
-    *(b"? {a: b}\n", b"- ", b"[", b"{", b"a: ", b"  ", b"\t", b"\n", b"|", b">", b"'", b'"', b"#"),
+    *(
+        b"? {a: b}\n",
+        b"- ",
+        b"[",
+        b"{",
+        b"a: ",
+        b"  ",
+        b"\t",
+        b"\n",
+        b"|",
+        b">",
+        b"'",
+        b'"',
+        b"#",
+    ),
     *(
         b"%YAML 9\n",
         b"---\n",
@@ -402,7 +428,9 @@ def parse_recipe(place: Path) -> None:
 
 
 def dump_yaml(tree: Any) -> str:
-    return yaml.dump(tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False)
+    return yaml.dump(
+        tree, Dumper=getattr(yaml, "CSafeDumper", yaml.SafeDumper), sort_keys=False
+    )
 
 
 # --- studies ----------------------------------------------------------------------------------------
@@ -410,13 +438,20 @@ def dump_yaml(tree: Any) -> str:
 STUDY = {
     **{"study": "input", "question": "?", "seeds": 2, "margin": 0.01},
     "systems": {
-        name: {"label": name, "recipe": "recipe.yaml", "set": {"train.seed": 1}} for name in "AB"
+        name: {"label": name, "recipe": "recipe.yaml", "set": {"train.seed": 1}}
+        for name in "AB"
     },
     "contrasts": {"gain": {"first": "B", "second": "A", "question": "?"}},
     "tuning": {"grid": {"train.flags.lr": [1, 2]}, "seeds": 1},
 }
 RECORD = {
-    **{"study": "record", "system": "A", "seed": 1, "end": "finished", "tokens_per_second": 9.5},
+    **{
+        "study": "record",
+        "system": "A",
+        "seed": 1,
+        "end": "finished",
+        "tokens_per_second": 9.5,
+    },
     "parameters": 9,
     **{"curve": [{"updates": 2, "valid": 5.5, "train": 6.0}], "settings": {"stage": "train"}},
 }
@@ -594,7 +629,11 @@ PAPER = {
     **{"paper": "p", "title": "A Paper", "citation": "Somebody"},
     "tables": [
         {
-            **{"table": "1", "caption": "Scores", "columns": {"BLEU": {"metric": "multi_bleu"}}},
+            **{
+                "table": "1",
+                "caption": "Scores",
+                "columns": {"BLEU": {"metric": "multi_bleu"}},
+            },
             "rows": [{"row": "Ours", "experiments": ["a_moa"], "values": {"BLEU": 20.0}}],
         }
     ],
@@ -646,7 +685,9 @@ PARSERS = {
         Parser("translations", lzma.compress(tar_of()), packed_tars, parse_translations),
         Parser("train-log", LOG_BYTES, LOGS, parse_log),
         Parser("learning-curve", LOG_BYTES, LOGS, parse_curve),
-        Parser("perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity),
+        Parser(
+            "perplexity", PERPLEXITY, of_bytes(PERPLEXITY, PERPLEXITY_ODD), parse_perplexity
+        ),
         of_json("state", STATE, parse_state)._replace(cases=600),
         of_json("scores", SCORES, parse_scores),
         of_json("result", RESULT, parse_result),

@@ -54,7 +54,9 @@ def forked_commands():
     """Recipes start their commands without importing fairseq anew."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(
-            process, "subprocess", SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked})
+            process,
+            "subprocess",
+            SimpleNamespace(**{**vars(process.subprocess), "Popen": Forked}),
         )
         yield
 
@@ -94,7 +96,14 @@ class Fairseq:
     """Runs fairseq's commands on one thread, each in a process of its own, and keeps what they write."""
 
     def __call__(
-        self, name, *args, check=True, killed_at=None, number=signal.SIGKILL, timeout=300, **options
+        self,
+        name,
+        *args,
+        check=True,
+        killed_at=None,
+        number=signal.SIGKILL,
+        timeout=300,
+        **options,
     ):
         """killed_at: what it has written when it gets the signal of that number; such a run is not checked.
 
@@ -129,7 +138,9 @@ class Fairseq:
     def together(self, *args):
         """Train in two processes; returns what the first of them wrote."""
         ends = [each.end() for each in self.pair(*args)]
-        assert not any(end.returncode for end in ends), "".join(end.stderr[-2500:] for end in ends)
+        assert not any(end.returncode for end in ends), "".join(
+            end.stderr[-2500:] for end in ends
+        )
         return ends[0].stdout + ends[0].stderr
 
     def words(self, data, save_dir, *args, arch="moa_transformer_tiny"):
@@ -153,7 +164,16 @@ class Fairseq:
             "--label-smoothing",
             0.1,
         )
-        return [*line, "--log-format", "json", "--log-interval", 1, "--save-dir", save_dir, *args]
+        return [
+            *line,
+            "--log-format",
+            "json",
+            "--log-interval",
+            1,
+            "--save-dir",
+            save_dir,
+            *args,
+        ]
 
     def train(self, data, save_dir, *args, arch="moa_transformer_tiny", **options):
         return self("train", *self.words(data, save_dir, *args, arch=arch), **options)
@@ -203,12 +223,22 @@ def make_toy_data(folder, fairseq):
     words = [f"w{i}" for i in range(30)]
     for split, size in (("train", 120), ("valid", 20), ("test", 12)):
         rows = [
-            [generator.choice(words) for _ in range(generator.randint(2, 9))] for _ in range(size)
+            [generator.choice(words) for _ in range(generator.randint(2, 9))]
+            for _ in range(size)
         ]
         (folder / f"{split}.en").write_text("".join(" ".join(row) + "\n" for row in rows))
         (folder / f"{split}.de").write_text("".join(" ".join(row[::-1]) + "\n" for row in rows))
     prefixes = [f"--{split}pref={folder / split}" for split in ("train", "valid", "test")]
-    words = ("-s", "en", "-t", "de", *prefixes, "--destdir", folder / "bin", "--joined-dictionary")
+    words = (
+        "-s",
+        "en",
+        "-t",
+        "de",
+        *prefixes,
+        "--destdir",
+        folder / "bin",
+        "--joined-dictionary",
+    )
     fairseq("preprocess", *words)
 
 
@@ -251,11 +281,15 @@ def toy_gpt2(tmp_path_factory):
         ("Ġ", "cat"),
         ("s", "a"),
     ]
-    encoder = {symbol: number for number, symbol in enumerate([*symbols, *map("".join, merges)])}
+    encoder = {
+        symbol: number for number, symbol in enumerate([*symbols, *map("".join, merges)])
+    }
     (folder / "encoder.json").write_text(json.dumps(encoder))
     (folder / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
     (folder / "dict.txt").write_text("".join(f"{number} 1\n" for number in encoder.values()))
-    return Gpt2Files(folder / "encoder.json", folder / "vocab.bpe", folder / "dict.txt", "roberta")
+    return Gpt2Files(
+        folder / "encoder.json", folder / "vocab.bpe", folder / "dict.txt", "roberta"
+    )
 
 
 @pytest.fixture(scope="session")
@@ -265,7 +299,9 @@ def toy_wiki(tmp_path_factory):
     generator = random.Random(5)
     words = ["the", "cat", "sat", "on", "mat", "well", "@-@", "known", "<unk>", ",", "."]
     for split, size in (("train", 80), ("valid", 20), ("test", 20)):
-        rows = [" ".join(generator.choices(words, k=generator.randint(2, 12))) for _ in range(size)]
+        rows = [
+            " ".join(generator.choices(words, k=generator.randint(2, 12))) for _ in range(size)
+        ]
         (folder / f"wiki.{split}.raw").write_text(
             "".join(f" \n {row} \n" for row in rows), encoding="utf-8"
         )
@@ -282,9 +318,13 @@ def toy_wiki_data(tmp_path_factory, toy_wiki, toy_gpt2, preprocess):
         (source / path.name.replace("wiki.", "")).write_bytes(path.read_bytes())
     root = tmp_path_factory.mktemp("toy_wiki")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2)
+        patch.setattr(
+            language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2
+        )
         return (
-            Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
+            Preparation(settings, ["train", "valid", "test"], source, root, preprocess)
+            .run()
+            .folder
         )
 
 
@@ -305,7 +345,14 @@ def train_masked_lm(fairseq, toy_wiki_data):
             "--arch",
             arch,
         )
-        line += ("--encoder-layers", 1, "--encoder-embed-dim", 16, "--encoder-ffn-embed-dim", 16)
+        line += (
+            "--encoder-layers",
+            1,
+            "--encoder-embed-dim",
+            16,
+            "--encoder-ffn-embed-dim",
+            16,
+        )
         line += (
             "--tokens-per-sample",
             24,
@@ -399,7 +446,9 @@ OF_AN_UNTRAINED_MODEL = {
 def save_model():
     """save_model(data, path, *flags, task=, arch=) writes a checkpoint as fairseq-train would."""
 
-    def save(data, path, *flags, task="translation", arch="mae_transformer_tiny", gate_scale=40.0):
+    def save(
+        data, path, *flags, task="translation", arch="mae_transformer_tiny", gate_scale=40.0
+    ):
         torch.manual_seed(11)
         words = [
             data,
@@ -443,7 +492,9 @@ def save_model():
 def text_data(tmp_path_factory, toy_data, preprocess):
     """The source side of `toy_data`, binarised for language models."""
     folder = tmp_path_factory.mktemp("text") / "bin"
-    texts = {f"{split}pref": str(toy_data.parent / f"{split}.en") for split in ("train", "valid")}
+    texts = {
+        f"{split}pref": str(toy_data.parent / f"{split}.en") for split in ("train", "valid")
+    }
     preprocess({"only-source": True, "destdir": str(folder), **texts})
     return folder
 

@@ -8,7 +8,14 @@ from pathlib import Path
 
 PACKAGE = Path(__file__).resolve().parents[1] / "moa_fairseq"
 # methods in which a module may set its attributes: before any pass
-BUILDING = ("__init__", "__new__", "__post_init__", "__setstate__", "reset_parameters", "attach")
+BUILDING = (
+    "__init__",
+    "__new__",
+    "__post_init__",
+    "__setstate__",
+    "reset_parameters",
+    "attach",
+)
 # what a module-level name may be made by, if it holds something
 HOLDERS = {
     *(

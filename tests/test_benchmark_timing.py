@@ -53,7 +53,9 @@ def test_a_result_names_its_backend_and_commit(bench, trusted, monkeypatch, tmp_
     monkeypatch.setattr(provenance, "commit", lambda: "the next one, made while it measured")
     bench.report("x", args, {"rows": {}}, Figure())
     written = json.loads((tmp_path / "x-cuda.json").read_text())
-    assert written["auto"] == {"backend": found[0], "why": found[1]} and written["commit"] == "abc"
+    assert (
+        written["auto"] == {"backend": found[0], "why": found[1]} and written["commit"] == "abc"
+    )
 
 
 class Graph:

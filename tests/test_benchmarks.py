@@ -120,7 +120,10 @@ def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
         "--rounds",
         "1",
     ]
-    subprocess.run([*command, "--output", tmp_path], check=True, capture_output=True, timeout=300)
+    subprocess.run(
+        [*command, "--output", tmp_path], check=True, capture_output=True, timeout=300
+    )
     assert (
-        json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"] == name
+        json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"]
+        == name
     )

@@ -39,7 +39,9 @@ def table():
     """Library → option → what we do."""
     actions = {}
     for row in yaml.safe_load(HARMLESS.read_text("utf-8")):
-        actions.setdefault(row["library"], {}).update(dict.fromkeys(row["options"], row["action"]))
+        actions.setdefault(row["library"], {}).update(
+            dict.fromkeys(row["options"], row["action"])
+        )
     for line in PAGE.read_text("utf-8").splitlines():
         cells = [cell.strip() for cell in re.split(r"(?<!\\)\|", line)[1:-1]]
         if len(cells) == 4 and cells[0] not in ("Library", "---"):
@@ -77,7 +79,10 @@ def preprocess_options():
 HAS = {
     "SentencePiece": {
         field.name
-        for spec in (sentencepiece_model_pb2.TrainerSpec, sentencepiece_model_pb2.NormalizerSpec)
+        for spec in (
+            sentencepiece_model_pb2.TrainerSpec,
+            sentencepiece_model_pb2.NormalizerSpec,
+        )
         for field in spec.DESCRIPTOR.fields
     },
     "SentencePiece, encoding": parameters(sentencepiece.SentencePieceProcessor.Encode),
@@ -101,7 +106,11 @@ def test_every_option_of_a_library_has_a_line():
 
 
 def of_sentencepiece():
-    settings = [pieces.RELEASED, pieces.LANGUAGE_MODEL, pieces.translation_settings("bpe", False)]
+    settings = [
+        pieces.RELEASED,
+        pieces.LANGUAGE_MODEL,
+        pieces.translation_settings("bpe", False),
+    ]
     names = {name for some in settings for name in some} | keywords(pieces, "train")
     return {FIELDS.get(name, name) for name in names - PLACES}
 
@@ -117,17 +126,30 @@ def of_preprocess(tmp_path):
     pair.update(segmentation="sentencepiece", piece_model="bpe", byte_fallback=True)
     settings = {
         "parallel": pair,
-        "wmt14_en_de_vaswani": {**pair, "segmentation": "subword_nmt", "joined_dictionary": True},
+        "wmt14_en_de_vaswani": {
+            **pair,
+            "segmentation": "subword_nmt",
+            "joined_dictionary": True,
+        },
     }
     said = set()
-    for name in ("parallel", "wmt14_en_de_vaswani", "text_sp", "text_gpt2bpe", "listops", "enwik8"):
+    for name in (
+        "parallel",
+        "wmt14_en_de_vaswani",
+        "text_sp",
+        "text_gpt2bpe",
+        "listops",
+        "enwik8",
+    ):
         values = {"recipe": name, "bpe": None, "flags": {}, **settings.get(name, {})}
         job = Preparation(
             values, datasets()[name].subsets, tmp_path / "none", tmp_path, unread=True
         )
         for step in job.steps():
             said |= {word for word in step.command if word.startswith("--")}
-    aliases = {alias: name for name, aliases in preprocess_options().items() for alias in aliases}
+    aliases = {
+        alias: name for name, aliases in preprocess_options().items() for alias in aliases
+    }
     return {aliases[word] for word in said}
 
 
@@ -135,7 +157,9 @@ def test_what_the_code_sets_is_said_to_be_set_and_nothing_else(tmp_path):
     code = {
         "SentencePiece": of_sentencepiece(),
         "SentencePiece, encoding": keywords(monolingual, "encode"),
-        "subword-nmt": keywords(text_stages, "learn_bpe", "get_vocabulary", "BPE", "process_line"),
+        "subword-nmt": keywords(
+            text_stages, "learn_bpe", "get_vocabulary", "BPE", "process_line"
+        ),
         "fairseq-preprocess": of_preprocess(tmp_path),
         "sacreBLEU": keywords(chains, "BLEU") | keywords(against, "CHRF") | {"lowercase"},
         "lm_eval": keywords(zero_shot, "simple_evaluate"),

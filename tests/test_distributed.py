@@ -18,7 +18,17 @@ PLAIN = ("--criterion", "label_smoothed_cross_entropy")
 # (a large epsilon: Adam would blow the rounding errors of vanishing gradients up to whole steps)
 MAE = ("mae_transformer_tiny", *PLAIN, "--gate-dropout", 0, "--adam-eps", 1e-4)
 # the second of three epochs has G steps; one process has no micro-batch left in the last update of each
-BCD = (*MAE, "--task", "translation_bcd", "--bcd-g-every", 2, "--max-tokens", 100, "--max-epoch", 3)
+BCD = (
+    *MAE,
+    "--task",
+    "translation_bcd",
+    "--bcd-g-every",
+    2,
+    "--max-tokens",
+    100,
+    "--max-epoch",
+    3,
+)
 SMALL = ("--max-tokens", 60, "--max-update", 10)
 # arch, flags, what the log says
 FAMILIES = {
@@ -47,16 +57,22 @@ def assert_same_model(one, two):
 def test_two_processes_train_the_model_of_one(fairseq, toy_data, tmp_path, family):
     arch, *flags, said = FAMILIES[family]
     fairseq.train(toy_data, tmp_path / "one", *flags, *STILL, "--update-freq", 2, arch=arch)
-    log = fairseq.together(*fairseq.words(toy_data, tmp_path / "two", *flags, *STILL, arch=arch))
+    log = fairseq.together(
+        *fairseq.words(toy_data, tmp_path / "two", *flags, *STILL, arch=arch)
+    )
     assert_same_model(tmp_path / "one", tmp_path / "two")
     lines = [line for line in log.splitlines() if said in line]
     assert lines
     if "dead" in said:  # experts were idle
-        assert any(float(json.loads(line[line.index("{") :])["dead_experts"]) > 0 for line in lines)
+        assert any(
+            float(json.loads(line[line.index("{") :])["dead_experts"]) > 0 for line in lines
+        )
 
 
 @pytest.mark.thorough
-def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(fairseq, toy_data, tmp_path):
+def test_another_number_of_processes_goes_on_in_the_middle_of_an_epoch(
+    fairseq, toy_data, tmp_path
+):
     """Left there by two, resumed by two, left again, and taken over by one."""
     arch, *flags, _ = FAMILIES["moa"]
     fairseq.train(toy_data, tmp_path / "one", *flags, *STILL, "--update-freq", 2, arch=arch)
@@ -79,7 +95,15 @@ def test_pytorch_ddp_needs_no_find_unused_parameters(flags, tmp_path):
     for index in range(20):
         dictionary.add_symbol(f"w{index}")
     small = ("--encoder-layers", 1, "--decoder-layers", 1, "--share-all-embeddings")
-    line = ["no-data", "--arch", "moa_transformer_tiny", "--task", "translation", *small, *flags]
+    line = [
+        "no-data",
+        "--arch",
+        "moa_transformer_tiny",
+        "--task",
+        "translation",
+        *small,
+        *flags,
+    ]
     args = parse_training_flags([str(word) for word in line], "refused")
     task = SimpleNamespace(source_dictionary=dictionary, target_dictionary=dictionary)
     model = MODEL_REGISTRY["moa_transformer"].build_model(args, task)

@@ -29,7 +29,9 @@ FOLDERS = ("benchmarks", "configs", "data-prep", "docs", "results")
 PATHS = sorted(
     [*ROOT.glob("*.md"), *(path for name in FOLDERS for path in (ROOT / name).rglob("*.md"))]
 )
-DOCUMENTS = {path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS}
+DOCUMENTS = {
+    path.relative_to(ROOT).as_posix(): path.read_text(encoding="utf-8") for path in PATHS
+}
 
 # Of other programs, and of a scorer of fairseq's that translation does not use.
 OTHER_WORDS = ("source", "pip", "sacrebleu", "for", "echo", "done")
@@ -85,7 +87,9 @@ def shell_lines():
                 while words and re.fullmatch(r"[A-Z_]+=\S+", words[0]):  # of the environment
                     words.pop(0)
                 if words:
-                    yield pytest.param(document, words, id=f"{document}: {' '.join(words)}"[:110])
+                    yield pytest.param(
+                        document, words, id=f"{document}: {' '.join(words)}"[:110]
+                    )
 
 
 REGISTRIES = {"model": MODEL_REGISTRY, "task": TASK_REGISTRY, "criterion": CRITERION_REGISTRY}
@@ -97,7 +101,9 @@ def known_flags():
     known = set(OTHERS_FLAGS)
     own = {
         kind: [
-            name for name, entry in registry.items() if entry.__module__.startswith("moa_fairseq.")
+            name
+            for name, entry in registry.items()
+            if entry.__module__.startswith("moa_fairseq.")
         ]
         for kind, registry in REGISTRIES.items()
     }
@@ -113,7 +119,11 @@ def known_flags():
             ["--optimizer", "sgd", "--lr-scheduler", "inverse_sqrt"],
         ):
             names |= set(
-                vars(options.parse_args_and_arch(options.get_training_parser(), words + optimizer))
+                vars(
+                    options.parse_args_and_arch(
+                        options.get_training_parser(), words + optimizer
+                    )
+                )
             )
     generation = [
         options.get_generation_parser(),
@@ -158,10 +168,13 @@ def test_what_is_linked_or_named_is_there(document):
             missing += [] if anchor in map(slug, headings) else [link]
     named = set(
         re.findall(
-            r"(?<![\w/.-])((?:scripts|data-prep|benchmarks|docs|tests)/[\w/-]+\.(?:sh|py))", text
+            r"(?<![\w/.-])((?:scripts|data-prep|benchmarks|docs|tests)/[\w/-]+\.(?:sh|py))",
+            text,
         )
     )
-    missing += [name for name in named if not (re.search("[A-Z]", name) or (ROOT / name).exists())]
+    missing += [
+        name for name in named if not (re.search("[A-Z]", name) or (ROOT / name).exists())
+    ]
     assert not missing
 
 
@@ -174,7 +187,9 @@ def test_names_of_the_package_are_there(document):
     for name in re.findall(r"(?<![\w./-])moa_fairseq(?:\.[a-z]\w*)+", DOCUMENTS[document]):
         path = ROOT.joinpath(*name.split("."))
         parent = importlib.import_module("moa_fairseq")
-        if not (path.is_dir() or path.with_suffix(".py").is_file() or hasattr(parent, path.name)):
+        if not (
+            path.is_dir() or path.with_suffix(".py").is_file() or hasattr(parent, path.name)
+        ):
             missing.append(name)
     assert not missing
 
@@ -182,7 +197,10 @@ def test_names_of_the_package_are_there(document):
 @pytest.mark.parametrize(
     "document, words",
     [
-        ("docs/huggingface.md", ["AutoModel", "before"]),  # a saved mixture needs the import first
+        (
+            "docs/huggingface.md",
+            ["AutoModel", "before"],
+        ),  # a saved mixture needs the import first
         ("docs/fairseq.md", ["--include-path", "!function"]),  # runs code
     ],
 )
@@ -277,7 +295,14 @@ def test_the_study_of_the_guide_can_start(tmp_path, capsys):
     records = ["--records", str(tmp_path)]
     assert (
         main(
-            ["study", str(tmp_path / "branch.yaml"), "--data", str(tmp_path), "--dry-run", *records]
+            [
+                "study",
+                str(tmp_path / "branch.yaml"),
+                "--data",
+                str(tmp_path),
+                "--dry-run",
+                *records,
+            ]
         )
         == 0
     )
@@ -358,7 +383,9 @@ def test_the_readme_is_short():
     assert not [line for line in lines if len(line) > 120 and not line.startswith("|")]
     first = DOCUMENTS["README.md"].split("```")[1]  # installation comes before any other code
     assert (
-        first.startswith("bash\n") and "bash scripts/setup.sh" in first and "pip install ." in first
+        first.startswith("bash\n")
+        and "bash scripts/setup.sh" in first
+        and "pip install ." in first
     )
 
 
@@ -369,9 +396,7 @@ def test_numbers_in_the_text_are_those_of_the_records(document):
 
 
 def test_a_number_in_the_text_is_filled_in():
-    text = (
-        "MoA is <!-- frontier/MoA/size:1 -->9<!-- / --> to <!-- frontier/MoA/n --><!-- / --> worse."
-    )
+    text = "MoA is <!-- frontier/MoA/size:1 -->9<!-- / --> to <!-- frontier/MoA/n --><!-- / --> worse."
     filled = "MoA is <!-- frontier/MoA/size:1 -->0.2<!-- / --> to <!-- frontier/MoA/n -->12<!-- / --> worse."
     assert fill_values(text, "page.md") == filled
 
@@ -421,7 +446,9 @@ def test_what_is_generated_is_fresh():
     spec.loader.exec_module(generate)
     parts = generate.parts()
     marked = {name for name, text in DOCUMENTS.items() if ":begin -->" in text}
-    assert marked == {name for name in generate.DOCUMENTS if name.endswith(".md")} - parts.keys()
+    assert (
+        marked == {name for name in generate.DOCUMENTS if name.endswith(".md")} - parts.keys()
+    )
     stale = [
         name
         for name in generate.DOCUMENTS
@@ -444,6 +471,7 @@ def test_the_architecture_names_the_rooms_and_files_that_there_are():
 
 def test_the_toy_family_has_the_size_that_is_told():
     lines = sum(
-        len(path.read_text().splitlines()) for path in (ROOT / "tests" / "toy_family").glob("*.py")
+        len(path.read_text().splitlines())
+        for path in (ROOT / "tests" / "toy_family").glob("*.py")
     )
     assert re.findall(r"(\d+)\s+lines", DOCUMENTS["CONTRIBUTING.md"])[0] == str(lines)

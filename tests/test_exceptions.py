@@ -62,7 +62,8 @@ def test_no_error_has_two_full_stops():
     assert len(kinds) >= 4
     for kind in kinds:
         assert (
-            str(kind(message)) == "a.txt: The disk is full. Name x/.., .. or 'b'. for all... of it."
+            str(kind(message))
+            == "a.txt: The disk is full. Name x/.., .. or 'b'. for all... of it."
         )
 
 

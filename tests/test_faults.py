@@ -53,7 +53,9 @@ def test_a_fault_can_be_planted(fault):
     assert not faults.problem(fault)
     assert fault["old"] != fault["new"] and fault["what"]
     assert FIELDS <= fault.keys() <= FIELDS | OF_VERDICTS
-    room = room_of(fault["file"].removeprefix("moa_fairseq/")) or fault["file"].partition("/")[0]
+    room = (
+        room_of(fault["file"].removeprefix("moa_fairseq/")) or fault["file"].partition("/")[0]
+    )
     assert room == fault["room"]
     paths = [
         word.partition("::")[0] for target in fault["tests"] for word in faults.words_of(target)
@@ -133,7 +135,9 @@ class Answers:
 def test_a_verdict(tmp_path, monkeypatch, statuses, expected):
     monkeypatch.setattr(faults, "MEMORY", tmp_path / "memory.json")
     copy = Answers(tmp_path, *statuses)
-    assert faults.verdict({**SMALL, "tests": ["tests/a.py", "tests/b"]}, copy, 9, True) == expected
+    assert (
+        faults.verdict({**SMALL, "tests": ["tests/a.py", "tests/b"]}, copy, 9, True) == expected
+    )
     confirmed = [planted for words, planted in copy.asked if "::" in words[0]]
     assert not any(confirmed) and all(
         planted for words, planted in copy.asked if "::" not in words[0]

@@ -61,13 +61,17 @@ def test_bytes_are_on_the_disk_before_the_file_gets_its_name_and_the_name_after(
         sync(handle)
 
     monkeypatch.setattr(os, "fsync", fsync)
-    monkeypatch.setattr(os, "replace", lambda new, old: (events.append("named"), rename(new, old)))
+    monkeypatch.setattr(
+        os, "replace", lambda new, old: (events.append("named"), rename(new, old))
+    )
     with atomic_write(tmp_path / "file.txt") as stream:
         stream.write("seven é")
     assert events == [8, "named", "folder"]
 
 
-FULL, QUOTA, BIG = (OSError(getattr(errno, name), name) for name in ("ENOSPC", "EDQUOT", "EFBIG"))
+FULL, QUOTA, BIG = (
+    OSError(getattr(errno, name), name) for name in ("ENOSPC", "EDQUOT", "EFBIG")
+)
 
 
 @pytest.mark.parametrize("failure", [KeyboardInterrupt(), ValueError("x"), FULL, QUOTA, BIG])
@@ -120,8 +124,12 @@ def test_what_killed_writers_left_is_removed_and_what_living_ones_write_is_not(t
     others.append(".out[1].txt.pipepipe.tmp")  # which nobody writes to
     os.mkfifo(tmp_path / others[-1])
     for _ in range(2):
-        assert subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
-        assert len(names(tmp_path)) == len(others) + 1  # the second one has removed the first one's
+        assert (
+            subprocess.run([sys.executable, "-c", KILLED, path]).returncode == -signal.SIGKILL
+        )
+        assert (
+            len(names(tmp_path)) == len(others) + 1
+        )  # the second one has removed the first one's
     with atomic_write(path) as slow:
         slow.write("slow")
         with atomic_write(path) as fast:
@@ -143,7 +151,9 @@ def test_a_file_system_that_locks_every_new_file_is_named(tmp_path, monkeypatch)
 
 
 def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_removed(tmp_path):
-    program = "import os; from pathlib import Path; from moa_fairseq.files import atomic_folder\n"
+    program = (
+        "import os; from pathlib import Path; from moa_fairseq.files import atomic_folder\n"
+    )
     program += "with atomic_folder(Path('model')) as new: (new / 'half').touch(); {}"
     fill = [sys.executable, "-c", program.format("print(flush=True); input()")]
     living = subprocess.Popen(fill, cwd=tmp_path, stdin=subprocess.PIPE, stdout=subprocess.PIPE)
@@ -153,7 +163,9 @@ def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_remo
     (tmp_path / ".model.abcdefgh.tmp").mkdir()  # somebody else's
     (tmp_path / ".model.abcdefgh.tmp" / "new").touch()
     (tmp_path / ".model.12345678.tmp").symlink_to(tmp_path / ".model.abcdefgh.tmp")
-    assert len(names(tmp_path)) == 4  # the second killed process removed what the first one left
+    assert (
+        len(names(tmp_path)) == 4
+    )  # the second killed process removed what the first one left
     with pytest.raises(ValueError), atomic_folder(tmp_path / "model") as new:
         (new / "half").touch()
         raise ValueError
@@ -258,7 +270,9 @@ def test_names_of_files_are_utf8_whatever_the_locale_says(tmp_path):
 @pytest.mark.parametrize(
     ("number", "told"), [(errno.EIO, True), (errno.ENOSPC, True), (errno.EINVAL, False)]
 )
-def test_a_name_that_may_be_lost_is_told_where_the_disk_fails(tmp_path, monkeypatch, number, told):
+def test_a_name_that_may_be_lost_is_told_where_the_disk_fails(
+    tmp_path, monkeypatch, number, told
+):
     """A file system that cannot sync folders is none that failed."""
     sync = os.fsync
 

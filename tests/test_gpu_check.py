@@ -33,7 +33,9 @@ def check(tmp_path):
         (tmp_path / python).write_text(STAND_IN)
         (tmp_path / python).chmod(0o755)
     kept = {
-        name: value for name, value in os.environ.items() if name not in ("VIRTUAL_ENV", "PYTHON")
+        name: value
+        for name, value in os.environ.items()
+        if name not in ("VIRTUAL_ENV", "PYTHON")
     }
     kept["PATH"] = f"{tmp_path / 'path'}{os.pathsep}{kept['PATH']}"
 
@@ -42,7 +44,9 @@ def check(tmp_path):
         notes.write_text("")
         command = ["bash", str(tmp_path / "project/scripts/gpu_check.sh"), *map(str, flags)]
         environment = {"IMPORTS_IN": "all", "NOTES": str(notes), **environment}
-        done = subprocess.run(command, env={**kept, **environment}, capture_output=True, text=True)
+        done = subprocess.run(
+            command, env={**kept, **environment}, capture_output=True, text=True
+        )
         return done, notes.read_text().splitlines()
 
     return run
@@ -90,7 +94,9 @@ def test_the_order_and_the_one_folder(check, tmp_path):
         "generation.py",
     )
     marks += ("dtypes float32",)
-    places = [next(i for i, command in enumerate(commands) if mark in command) for mark in marks]
+    places = [
+        next(i for i, command in enumerate(commands) if mark in command) for mark in marks
+    ]
     assert places == sorted(places)
     benchmarks = [command for command in commands if command.startswith("benchmarks/")]
     assert all(f"--output {tmp_path}/out/benchmarks" in command for command in benchmarks)
@@ -123,7 +129,9 @@ def test_what_failed_or_had_no_time_is_done_next_time(check):
     done, first = check(BREAKS="benchmarks/sdpa.py")
     assert done.returncode == 1 and "failed: benchmark-sdpa" in done.stderr
     done, again = check()
-    assert done.returncode == 0 and len(first) > 10 and len(again) == 1 and "sdpa.py" in again[0]
+    assert (
+        done.returncode == 0 and len(first) > 10 and len(again) == 1 and "sdpa.py" in again[0]
+    )
 
 
 @pytest.fixture
@@ -139,7 +147,9 @@ def setup(tmp_path):
     )
     (project / "moa_fairseq").mkdir()
     (project / "moa_fairseq" / "__init__.py").write_text("")
-    subprocess.run([sys.executable, "-m", "venv", "--without-pip", tmp_path / "base"], check=True)
+    subprocess.run(
+        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "base"], check=True
+    )
 
     def run(*words, **settings):
         kept = {
@@ -177,7 +187,11 @@ def test_no_environment_without_torch_is_left_behind(setup, tmp_path):
     assert not (tmp_path / "project" / ".venv").exists()
 
 
-OPTIONS = {"": ".venv", "--integrations": ".venv-integrations", "--zero-shot": ".venv-zero-shot"}
+OPTIONS = {
+    "": ".venv",
+    "--integrations": ".venv-integrations",
+    "--zero-shot": ".venv-zero-shot",
+}
 # as today, and as it was written once: for each of the three
 STAMPS = ("{}\ntorch==2.13.0", "{} torch==2.13.0", "{} torch==2.13.0 ", "{} /usr/bin/python")
 
@@ -191,7 +205,9 @@ def test_the_environment_of_another_checkout_is_left_to_it(setup, tmp_path):
             (environment / ".moa_fairseq_setup").write_text("1 2\n" + stamp.format(other))
             before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
             done = setup(*words, **settings)
-            assert done.returncode == 1 and f"{environment} was set up for {other}," in done.stderr
+            assert (
+                done.returncode == 1 and f"{environment} was set up for {other}," in done.stderr
+            )
             assert str(project) in done.stderr
             assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
         return re.search(r"rm -rf '.*?'|deactivate", done.stderr)[0]
@@ -204,7 +220,10 @@ def test_the_environment_of_another_checkout_is_left_to_it(setup, tmp_path):
         subprocess.run(refused(project / name, *option.split()), shell=True, check=True)
         (project / name).symlink_to(other / ".venv")
         subprocess.run(refused(project / name, *option.split()), shell=True, check=True)
-        assert not os.path.lexists(project / name) and (other / ".venv" / "bin" / "python").exists()
+        assert (
+            not os.path.lexists(project / name)
+            and (other / ".venv" / "bin" / "python").exists()
+        )
 
 
 @pytest.mark.parametrize("stamp", STAMPS[:2])

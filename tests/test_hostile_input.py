@@ -244,7 +244,8 @@ STUDY_TEXTS = (
     (  # each `<<` doubles what is below it
         f"study: s\nquestion: q\nseeds: 1\nsystems:\n  A0: {SYSTEM}, set: &b0 {{x: 1}}}}\n"
         + "".join(
-            f"  A{n}: {SYSTEM}, set: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}}}\n" for n in range(1, 28)
+            f"  A{n}: {SYSTEM}, set: &b{n} {{<<: [*b{n - 1}, *b{n - 1}]}}}}\n"
+            for n in range(1, 28)
         ),
         "more than 100,000 values",
     ),
@@ -292,7 +293,10 @@ PLANTED = [
         SENTENCE + b"S-" + NINES.encode() + b"\tx\nGenerate test with beam=5: \n",
         None,
     ),
-    *(("german", f'Er sagt: ."x {sign * (125_000 // len(sign))}'.encode(), None) for sign in SIGNS),
+    *(
+        ("german", f'Er sagt: ."x {sign * (125_000 // len(sign))}'.encode(), None)
+        for sign in SIGNS
+    ),
     ("train-log", b"\n".join(unit * (MEGABYTE // len(unit)) for unit in LONG_LINES), None),
     *(
         (parser, log_with(key, number), rf"line 2: {key} is .*Delete")
@@ -304,14 +308,21 @@ PLANTED = [
         ("recipe-yaml", dump_yaml(RECIPE).replace(old, new, 1).encode(), says)
         for old, new, says in IN_RECIPES
     ),
-    ("recipe-yaml", "\n".join([*NESTED, "summary: *a11\n"]).encode(), "more than 100,000 values"),
+    (
+        "recipe-yaml",
+        "\n".join([*NESTED, "summary: *a11\n"]).encode(),
+        "more than 100,000 values",
+    ),
     ("recipe-yaml", b"a: b\n" * 100_000, "more than 262,144 bytes"),
     *(
         ("study-yaml", json.dumps({**STUDY, **change}).encode(), says)
         for change, says in IN_STUDIES
     ),
     *(("study-yaml", text.encode(), says) for text, says in STUDY_TEXTS),
-    *(("record", json.dumps({**RECORD, **change}).encode(), says) for change, says in IN_RECORDS),
+    *(
+        ("record", json.dumps({**RECORD, **change}).encode(), says)
+        for change, says in IN_RECORDS
+    ),
     *(
         ("record", data.encode(), "")
         for data in ("", "[]", "{}", '{"seed": 1, "seed": 2}', '["\\ud800"]')
@@ -329,7 +340,9 @@ PLANTED = [
         for data in (LINE[:40], "[]", "{}", "3", "[" * 100_000, '{"seed": 1, "seed": 2}', NINES)
     ),
     *(("records", data.encode(), None) for data in ("", "\n", LINE, f"{LINE}\n{LINE}")),
-    *(("records", (LINE + LINE)[:-end].encode(), None) for end in (1, 2, 40)),  # cut off by a kill
+    *(
+        ("records", (LINE + LINE)[:-end].encode(), None) for end in (1, 2, 40)
+    ),  # cut off by a kill
     *(("translations", lzma.compress(tar), "sparse|damaged") for tar in TARS),
     (
         "translations",
@@ -345,10 +358,17 @@ PLANTED = [
     *(("archives", zip_with(8, method), "compression.*--data") for method in (9, 97)),
     # zipfile unpacks these, whatever comes out of a block
     *(("archives", zip_with(8, method), "compression.*--data") for method in (12, 14)),
-    *(("archives", pack(tar), "sparse|damaged") for tar in TARS for pack in (bytes, gzip.compress)),
+    *(
+        ("archives", pack(tar), "sparse|damaged")
+        for tar in TARS
+        for pack in (bytes, gzip.compress)
+    ),
     *(("scores", data.encode(), "run --stage score again") for data in IN_SCORES),
     ("scores", b'{"lm_ppl": {"score": Infinity}, "multi_bleu": {"score": 1e999}}', None),
-    *(("result", json.dumps({**RESULT, **change}).encode(), says) for change, says in IN_RESULTS),
+    *(
+        ("result", json.dumps({**RESULT, **change}).encode(), says)
+        for change, says in IN_RESULTS
+    ),
     *(("result", data.encode(), "") for data in ("", "[" * 100_000, "3", "\ufeff{}")),
 ]
 
@@ -397,7 +417,17 @@ def test_many_keys_are_read_soon(tmp_path):
 
 @pytest.mark.parametrize(
     "line",
-    ['Ja."', '"Ja..." Nein', 'a.".."b', 'a."." ."b', 'a." <b', 'a."<b', '..."<', "...", '.".".".'],
+    [
+        'Ja."',
+        '"Ja..." Nein',
+        'a.".."b',
+        'a."." ."b',
+        'a." <b',
+        'a."<b',
+        '..."<',
+        "...",
+        '.".".".',
+    ],
 )
 def test_the_rule_for_dots_and_quotes_is_still_moses(line):
     """normalize-punctuation.perl: s/(\\.+)"(\\s*[^<])/"$1$2/g, the line end being one of the last signs."""
@@ -503,7 +533,9 @@ def odd_input(parser, number, seed=SEED):
 
 def fuzz(parser, cases, folder):
     """Try the valid input, then odd ones; the first that ends otherwise is an AssertionError."""
-    assert refusal(parser, parser.valid, folder, seconds=60.0) is None  # imports what it needs, too
+    assert (
+        refusal(parser, parser.valid, folder, seconds=60.0) is None
+    )  # imports what it needs, too
     for number in range(cases):
         data = odd_input(parser, number)
         try:

@@ -55,7 +55,9 @@ def test_pythons_are_those_that_setup_takes():
     lowest, below = map(
         int, re.search(r'python_requires=">=3\.(\d+),<3\.(\d+)"', text("setup.py")).groups()
     )
-    above = int(re.search(r"ve-fairseq==[\d.]+; python_version < '3\.(\d+)'", text("setup.py"))[1])
+    above = int(
+        re.search(r"ve-fairseq==[\d.]+; python_version < '3\.(\d+)'", text("setup.py"))[1]
+    )
     script = text("scripts/setup.sh")
     assert f"(3, {lowest}) <= sys.version_info[:2] <= (3, $newest)" in script
     assert f"newest=${{1:-{above - 1}}}" in script and f"find_python {below - 1})" in script
@@ -87,7 +89,9 @@ def setup(script, *flags, python=sys.executable):
     """Run it with no package index."""
     environment = {key: value for key, value in os.environ.items() if key != "VIRTUAL_ENV"}
     environment |= {"PIP_NO_INDEX": "1", "PIP_CONFIG_FILE": os.devnull, "PYTHON": str(python)}
-    return subprocess.run(["bash", script, *flags], env=environment, capture_output=True, text=True)
+    return subprocess.run(
+        ["bash", script, *flags], env=environment, capture_output=True, text=True
+    )
 
 
 def folder(place):
@@ -119,19 +123,27 @@ def test_setup_deletes_nothing_that_it_did_not_make(project, make, flag):
     before = {path for path in project.rglob("*") if path.is_symlink() or path.is_file()}
     done = setup(project / "scripts" / "setup.sh", *flag)
     assert done.returncode == 1
-    assert before <= {path for path in project.rglob("*") if path.is_symlink() or path.is_file()}
+    assert before <= {
+        path for path in project.rglob("*") if path.is_symlink() or path.is_file()
+    }
     if make is environment_without_pip:
-        assert (place / "bin" / "pip").exists() or list(place.glob("lib/python*/site-packages/pip"))
+        assert (place / "bin" / "pip").exists() or list(
+            place.glob("lib/python*/site-packages/pip")
+        )
     else:
         assert str(place) in done.stderr
 
 
-@pytest.mark.parametrize("flags", [["--integration"], ["--integrations", "--zero-shot"], [".venv"]])
+@pytest.mark.parametrize(
+    "flags", [["--integration"], ["--integrations", "--zero-shot"], [".venv"]]
+)
 def test_setup_takes_one_option_that_it_knows(project, flags):
     folder(project / ".venv")  # where it would stop otherwise
     done = setup(project / "scripts" / "setup.sh", *flags)
     assert (
-        done.returncode == 1 and " ".join(flags) in done.stderr and str(project) not in done.stderr
+        done.returncode == 1
+        and " ".join(flags) in done.stderr
+        and str(project) not in done.stderr
     )
 
 
@@ -143,7 +155,9 @@ def test_setup_finds_its_checkout_through_a_link(project, tmp_path, linked):
         project if linked == "checkout" else project / "scripts" / "setup.sh"
     )
     done = setup(
-        tmp_path / "link" / "scripts" / "setup.sh" if linked == "checkout" else tmp_path / "link"
+        tmp_path / "link" / "scripts" / "setup.sh"
+        if linked == "checkout"
+        else tmp_path / "link"
     )
     assert done.returncode == 1 and str(project / ".venv") in done.stderr
     assert not (tmp_path / ".venv").exists()
@@ -196,7 +210,9 @@ def test_what_the_integrations_are_tested_with_is_what_they_ask_for():
     for words in re.findall(r'"(.*?)"', " ".join([asked, *others])):
         requirement = Requirement(words)
         assert requirement.specifier.contains(pins[requirement.name])
-    oldest = re.search(r"transformers==(\S+)\.\n", text("scripts/requirements-integrations.txt"))[1]
+    oldest = re.search(
+        r"transformers==(\S+)\.\n", text("scripts/requirements-integrations.txt")
+    )[1]
     assert f"transformers>={oldest.rpartition('.')[0]}," in asked
 
 
@@ -212,10 +228,20 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
     site = tmp_path / "site"
     parts = ("papers", "measured", "throughput", "kernels", "benchmarks")
     for name in ("moa_fairseq", "configs", *(f"results/{part}" for part in parts)):
-        shutil.copytree(ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__"))
+        shutil.copytree(
+            ROOT / name, source / name, ignore=shutil.ignore_patterns("__pycache__")
+        )
     for name in ("setup.py", "pyproject.toml", "README.md"):
         shutil.copy(ROOT / name, source)
-    wheel = [sys.executable, "-m", "pip", "wheel", "--quiet", "--no-deps", "--no-build-isolation"]
+    wheel = [
+        sys.executable,
+        "-m",
+        "pip",
+        "wheel",
+        "--quiet",
+        "--no-deps",
+        "--no-build-isolation",
+    ]
     subprocess.run([*wheel, "--wheel-dir", tmp_path, source], check=True, timeout=300)
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(site)
     (tmp_path / "elsewhere").mkdir()
@@ -241,12 +267,16 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
         "configs/quickstart/quickstart_moa.yaml",
     ):
         done = run("recipe", name, "--dry-run", "--gpus", "0")
-        assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, done.stderr
+        assert done.returncode == 0 and f"--user-dir {site}/moa_fairseq" in done.stdout, (
+            done.stderr
+        )
     done = run("recipe", "quickstart_mao", "--dry-run")
     assert done.returncode == 2 and "quickstart_moa" in done.stderr
     done = run("compare")
     assert done.returncode == 0 and "SwitchHead" in done.stdout, done.stderr
-    names = {path.name for path in (site / "moa_fairseq" / "experiments" / "look").glob("page.*")}
+    names = {
+        path.name for path in (site / "moa_fairseq" / "experiments" / "look").glob("page.*")
+    }
     assert names == {"page.py", "page.html", "page.css", "page.js"}
     installed = site / "moa_fairseq" / "share" / "configs"
     here = ROOT / "configs"
@@ -258,9 +288,7 @@ def test_an_installation_has_the_recipes_and_the_papers(tmp_path):
         assert {path.name for path in (share / name).glob("*.json")} == {
             path.name for path in (ROOT / "results" / name).glob("*.json")
         }
-    code = (
-        "from moa_fairseq.layers.experts import validation; print(validation.shipped_path().parent)"
-    )
+    code = "from moa_fairseq.layers.experts import validation; print(validation.shipped_path().parent)"
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     place = {"cwd": tmp_path, "env": {**os.environ, "PYTHONPATH": str(site)}}
     found = subprocess.run(

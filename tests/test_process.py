@@ -54,7 +54,9 @@ def test_a_runs_own_environment_comes_before_the_callers(execute, monkeypatch):
 def test_children_find_this_package_before_another_copy(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "elsewhere")
     first, *rest = process.environment_of_a_child()["PYTHONPATH"].split(os.pathsep)
-    assert first == str(Path(moa_fairseq.__file__).resolve().parents[1]) and rest == ["elsewhere"]
+    assert first == str(Path(moa_fairseq.__file__).resolve().parents[1]) and rest == [
+        "elsewhere"
+    ]
 
 
 def test_without_output_file_the_log_has_both(execute):
@@ -90,7 +92,12 @@ DIVERGED = "fairseq-train: error: The training has diverged: gradients are Nan/I
     ("program", "words", "status", "kind"),
     [
         ("fairseq-train", DIVERGED, 1, Diverged),
-        ("fairseq-train", "FloatingPointError: Minimum loss scale reached (0.0001)", 1, Diverged),
+        (
+            "fairseq-train",
+            "FloatingPointError: Minimum loss scale reached (0.0001)",
+            1,
+            Diverged,
+        ),
         (
             "fairseq-train",
             "WARNING | NaN/Inf in a batch\nerror: No space left on device",
@@ -170,7 +177,9 @@ def test_a_child_inherits_that_an_interrupt_is_ignored(execute, monkeypatch):
 def test_the_child_dies_with_a_killed_parent(tmp_path):
     """SIGKILL of the recipe must not leave a training that nobody watches and that holds the lock."""
     pid_file = tmp_path / "pid"
-    child = f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    child = (
+        f"import os, time; open({str(pid_file)!r}, 'w').write(str(os.getpid())); time.sleep(60)"
+    )
     parent = (
         "import sys\nfrom pathlib import Path\nfrom moa_fairseq import process\n"
         "process.to_argv = lambda command: [sys.executable, '-c', command[1]]\n"
@@ -246,7 +255,9 @@ def alive(pid):
 
 def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
     """In this program and in those that it starts; users' own filters stay."""
-    said = "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
+    said = (
+        "`torch.jit.script` is deprecated. Please switch to `torch.compile` or `torch.export`."
+    )
     code = f"import warnings; warnings.warn({said!r}, FutureWarning); warnings.warn('other', FutureWarning)"
     for users in ("", "default"):
         monkeypatch.setenv("PYTHONWARNINGS", users)
@@ -266,7 +277,9 @@ def test_of_torchs_warnings_of_fairseq_one_is_silent(monkeypatch):
 @pytest.mark.parametrize(
     "program, first", [("fairseq-train", "SIGTERM"), ("fairseq-generate", "SIGINT")]
 )
-def test_a_training_is_told_to_save_before_it_is_interrupted(monkeypatch, tmp_path, program, first):
+def test_a_training_is_told_to_save_before_it_is_interrupted(
+    monkeypatch, tmp_path, program, first
+):
     """It saves a checkpoint at SIGTERM; other programs have nothing to save."""
     monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", command[1]])
     code = """
@@ -293,7 +306,9 @@ time.sleep(60)
 
 def without_locks(number):
     def acquire(*arguments, **options):
-        raise portalocker.LockException(OSError(number, os.strerror(number)), os.strerror(number))
+        raise portalocker.LockException(
+            OSError(number, os.strerror(number)), os.strerror(number)
+        )
 
     return acquire
 

@@ -29,7 +29,14 @@ READERS = {
         "json.load",
         "json.loads",
     ),
-    *("tarfile.open", "zipfile.ZipFile", "gzip.open", "bz2.open", "lzma.open", "zstandard.open"),
+    *(
+        "tarfile.open",
+        "zipfile.ZipFile",
+        "gzip.open",
+        "bz2.open",
+        "lzma.open",
+        "zstandard.open",
+    ),
     *("torch.compile", "triton.autotune"),  # their caches hold programs
     *(
         "importlib.import_module",
@@ -54,7 +61,9 @@ def readers_of(path):
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
         if isinstance(node, (ast.Attribute, ast.Name)):
             name = ast.unparse(node)
-            found |= {name} & READERS | {word for word in ANY if f".{name}".endswith(f".{word}")}
+            found |= {name} & READERS | {
+                word for word in ANY if f".{name}".endswith(f".{word}")
+            }
     return found
 
 

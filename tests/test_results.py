@@ -51,7 +51,9 @@ def curve(name):
     """[epochs, 3]: the epoch, the training loss without smoothing, the validation loss with it, in bits."""
     path = RESULTS / "analysis" / "learning-curves" / f"{name}.jsonl"
     lines = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
-    train = {line["epoch"]: float(line["train_nll_loss"]) for line in lines if "train_loss" in line}
+    train = {
+        line["epoch"]: float(line["train_nll_loss"]) for line in lines if "train_loss" in line
+    }
     valid = {line["epoch"]: float(line["valid_loss"]) for line in lines if "valid_loss" in line}
     return np.array(
         [(epoch, train[epoch], valid[epoch]) for epoch in sorted(train.keys() & valid.keys())]
@@ -111,7 +113,8 @@ def test_what_one_run_beside_two_cannot_show():
     assert [f"{value:.1f}" for value in least] == ["2.7", "9.5", "5.2"]
     page = " ".join(PAGE.split())
     assert (
-        "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page and "2.7, 9.5 and 5.2 BLEU" in page
+        "{:.2f}, {:.2f} and {:.2f} BLEU".format(*apart) in page
+        and "2.7, 9.5 and 5.2 BLEU" in page
     )
     first = record(DENSE)
     second = record(SECOND)
@@ -142,7 +145,9 @@ def test_the_losses_of_the_table():
 def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
     run = record(path.stem)
     config = find_recipe(Path(re.search(r" recipe (\S+)", run["command"]).group(1)))
-    changed = "--set model.experts_per_token" in run["command"]  # another model than the recipe's
+    changed = (
+        "--set model.experts_per_token" in run["command"]
+    )  # another model than the recipe's
     assert (run["experiment"] == config.stem) != changed
     signature = run["metrics"].get("sacrebleu_signature")
     if signature and load_recipe(config).data.lowercase:
@@ -152,7 +157,9 @@ def test_a_record_names_its_recipe_and_says_how_its_text_was_scored(path):
 def test_a_studys_commands_are_not_of_one_machine():
     files = [*(RESULTS / "studies").rglob("*.json*")]
     found = [
-        file.name for file in files if re.search(r"[ '=]/\w+/", file.read_text(encoding="utf-8"))
+        file.name
+        for file in files
+        if re.search(r"[ '=]/\w+/", file.read_text(encoding="utf-8"))
     ]
     assert files and not found
 
@@ -163,7 +170,9 @@ def test_a_studys_commands_are_not_of_one_machine():
 def test_the_translations_are_those_that_were_scored(path):
     texts = contents(path)
     lines = path.with_name("outputs.sha256").read_text(encoding="utf-8").splitlines()
-    assert lines == [f"{hashlib.sha256(texts[name]).hexdigest()}  {name}" for name in sorted(texts)]
+    assert lines == [
+        f"{hashlib.sha256(texts[name]).hexdigest()}  {name}" for name in sorted(texts)
+    ]
     if path.parent != RESULTS:
         scored = {
             f"{system}-seed{seed}.{subset}.txt"
@@ -175,7 +184,9 @@ def test_the_translations_are_those_that_were_scored(path):
 
 def test_a_run_has_one_record():
     for path in (RESULTS / "studies").rglob("records.jsonl"):
-        assert len(records_of(path.parent)) == len(path.read_text(encoding="utf-8").splitlines())
+        assert len(records_of(path.parent)) == len(
+            path.read_text(encoding="utf-8").splitlines()
+        )
     assert not list((RESULTS / "studies").rglob("*-seed[0-9]*.json"))
 
 
@@ -220,7 +231,9 @@ def check_texts(figure, panel):
     texts = [*names, *figure.texts, panel.xaxis.label, panel.yaxis.label]
     for axis in (panel.xaxis, panel.yaxis):
         low, high = sorted(axis.get_view_interval())
-        texts += [tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high]
+        texts += [
+            tick.label1 for tick in axis.get_major_ticks() if low <= tick.get_loc() <= high
+        ]
     boxes = [Text.get_window_extent(text) for text in texts if text.get_text()]
     assert not [pair for pair in itertools.combinations(boxes, 2) if pair[0].overlaps(pair[1])]
     for box in boxes[: len(names)]:
@@ -241,7 +254,9 @@ def test_a_study_has_a_page_with_five_sections(name):
 def test_the_picture_of_the_first_page_has_its_rows():
     rows = study_pages.first_rows()
     assert [row["first_screen"] for row in rows] == list(range(1, len(rows) + 1))
-    assert study_pages.forest_in_file() == study_pages.forest_text(), "run python docs/generate.py"
+    assert study_pages.forest_in_file() == study_pages.forest_text(), (
+        "run python docs/generate.py"
+    )
     figure = study_pages.draw_forest()
     labels = []
     for panel in figure.axes:

@@ -174,7 +174,9 @@ def test_patience_goes_on_where_it_was(monkeypatch):
     assert [stop(cfg, loss) for loss in (2.0, 3.0, 2.5)] == [False, False, False]
     extra = {}
     place = object()
-    save_patience(lambda trainer, filename, extra_state: None, None, "checkpoint_last.pt", extra)
+    save_patience(
+        lambda trainer, filename, extra_state: None, None, "checkpoint_last.pt", extra
+    )
     for updates, flag, left in (
         (7, "", 2),
         (0, "", 0),  # a fine-tuning begins at no update
@@ -186,7 +188,10 @@ def test_patience_goes_on_where_it_was(monkeypatch):
         stop.num_runs = 0
         trainer = SimpleNamespace(get_num_updates=lambda updates=updates: updates)
         resets = CheckpointConfig(**({flag: True} if flag else {}))
-        assert load_patience(lambda cfg, trainer: (extra, place), resets, trainer) == (extra, place)
+        assert load_patience(lambda cfg, trainer: (extra, place), resets, trainer) == (
+            extra,
+            place,
+        )
         assert stop.num_runs == left and stop(cfg, 2.25) == (left == 2)
 
 
@@ -200,6 +205,8 @@ def test_another_architecture_is_refused_and_overwrites_nothing(
     assert "--arch was moa_transformer_tiny and is transformer" in done.stderr.splitlines()[-1]
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
     restored = ("--finetune-from-model", str(toy_checkpoint))
-    done = fairseq.train(toy_data, tmp_path / "other", *restored, arch="transformer", check=False)
+    done = fairseq.train(
+        toy_data, tmp_path / "other", *restored, arch="transformer", check=False
+    )
     assert done.returncode != 0 and not list((tmp_path / "other").glob("*.pt"))
     assert "leave --finetune-from-model out" in done.stderr.splitlines()[-1]

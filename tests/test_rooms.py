@@ -60,10 +60,12 @@ def _imports() -> Iterator[tuple[str, int, str]]:
             if isinstance(node, ast.ImportFrom):
                 assert node.level == 0, f"{path}:{node.lineno}: relative imports hide the room"
                 module = node.module or ""
-                folder = (PACKAGE.parent / module.replace(".", "/")).is_dir() and module.startswith(
-                    "moa_fairseq"
+                folder = (
+                    PACKAGE.parent / module.replace(".", "/")
+                ).is_dir() and module.startswith("moa_fairseq")
+                names = (
+                    [f"{module}.{alias.name}" for alias in node.names] if folder else [module]
                 )
-                names = [f"{module}.{alias.name}" for alias in node.names] if folder else [module]
             elif isinstance(node, ast.Import):
                 names = [alias.name for alias in node.names]
             else:
@@ -125,7 +127,9 @@ def test_nothing_private_is_imported_from_another_room():
     assert not wrong, "\n".join(wrong)
 
 
-@pytest.mark.parametrize("wing", ("errors", "files", "layers", "integrations", "process", "text"))
+@pytest.mark.parametrize(
+    "wing", ("errors", "files", "layers", "integrations", "process", "text")
+)
 def test_what_needs_no_fairseq_imports_none(wing):
     wrong = [
         f"{file}:{line}"
@@ -137,7 +141,9 @@ def test_what_needs_no_fairseq_imports_none(wing):
 
 def test_only_integrations_know_other_libraries():
     users = {wing_of(file) for file, _, module in imports() if module.split(".")[0] in OTHERS}
-    knowing = {wing_of(file) for file, _, module in imports() if wing_of(module) == "integrations"}
+    knowing = {
+        wing_of(file) for file, _, module in imports() if wing_of(module) == "integrations"
+    }
     assert users == knowing == {"integrations"}
 
 

@@ -20,7 +20,16 @@ def test_settings_are_those_that_fairseq_composes(monkeypatch):
     line = (*line, "--criterion", "label_smoothed_cross_entropy")
     composer = Composer()
     for more in (
-        ("--lr", "0.5,1", "--gate-lr", "2", "--adam-betas", "(0.5, 0.9)", "--update-freq", "2,1"),
+        (
+            "--lr",
+            "0.5,1",
+            "--gate-lr",
+            "2",
+            "--adam-betas",
+            "(0.5, 0.9)",
+            "--update-freq",
+            "2,1",
+        ),
         (
             "--lr",
             "1",

@@ -45,7 +45,17 @@ def test_it_trains_generates_counts_and_is_analysed(
     log = fairseq.train(toy_data, tmp_path, *flags, arch=ARCH).stdout
     assert '"train_max_load"' in log  # the routers' statistics are logged as of any family
     checkpoint = tmp_path / "checkpoint_last.pt"
-    generate = ("--path", checkpoint, "--user-dir", TOY, "--cpu", "--beam", 3, "--max-tokens", 400)
+    generate = (
+        "--path",
+        checkpoint,
+        "--user-dir",
+        TOY,
+        "--cpu",
+        "--beam",
+        3,
+        "--max-tokens",
+        400,
+    )
     translations = fairseq("generate", toy_data, *generate).stdout
     assert len([line for line in translations.splitlines() if line.startswith("H-")]) == 12
 
@@ -77,7 +87,9 @@ def test_it_trains_generates_counts_and_is_analysed(
         "decoder.layers.0.encoder_attn",
     ]
     for row in modules:  # even and odd positions, half of the heads each
-        assert abs(row["max_load"] + row["min_load"] - 2 / 8) < 1e-6 and row["dead_experts"] == 0
+        assert (
+            abs(row["max_load"] + row["min_load"] - 2 / 8) < 1e-6 and row["dead_experts"] == 0
+        )
 
 
 def write_recipe(folder, **model):
@@ -109,7 +121,16 @@ def write_recipe(folder, **model):
 @pytest.mark.thorough
 def test_a_recipe_trains_and_scores_it(moa_fairseq, toy_data, tmp_path):
     run = tmp_path / "run"
-    line = ("recipe", write_recipe(tmp_path), "--data", toy_data, "--gpus", 0, "--save-dir", run)
+    line = (
+        "recipe",
+        write_recipe(tmp_path),
+        "--data",
+        toy_data,
+        "--gpus",
+        0,
+        "--save-dir",
+        run,
+    )
     moa_fairseq(*line)
     assert json.loads((run / "result.json").read_text())["metrics"]["multi_bleu"] is not None
     commands = (run / "commands.sh").read_text().splitlines()
@@ -132,7 +153,9 @@ def test_an_unknown_architecture_is_told_before_anything_is_prepared(start, toy_
     for where in (["--user-dir", TOY, "recipe", path], ["recipe", path, "--user-dir", TOY]):
         done = start(*where, "--data", toy_data, "--gpus", 0, "--save-dir", run)
         assert (
-            done.returncode == 2 and "'parity_transformer_huge'" in done.stderr and not run.exists()
+            done.returncode == 2
+            and "'parity_transformer_huge'" in done.stderr
+            and not run.exists()
         )
 
 
@@ -153,7 +176,9 @@ def test_a_plugin_without_this_package_is_refused(start, toy_data, tmp_path):
     )
     done = start("--user-dir", tmp_path / "mine", *line)
     assert done.returncode == 2 and not (tmp_path / "run").exists()
-    assert f"--user-dir {tmp_path / 'mine'}" in done.stderr and "import moa_fairseq" in done.stderr
+    assert (
+        f"--user-dir {tmp_path / 'mine'}" in done.stderr and "import moa_fairseq" in done.stderr
+    )
 
 
 def test_it_is_small():

@@ -19,6 +19,7 @@ try:
         cpu_autocast,
         foreign_settings,
         generation,
+        half_precision,
         host_tokens,
         kernel_check,
         lengths,

@@ -44,7 +44,9 @@ for number in range(done, int(sys.argv[2])):
 
 @pytest.fixture(autouse=True)
 def programs(monkeypatch):
-    monkeypatch.setattr(process, "to_argv", lambda command: [sys.executable, "-c", *command[1:]])
+    monkeypatch.setattr(
+        process, "to_argv", lambda command: [sys.executable, "-c", *command[1:]]
+    )
 
 
 def chain(folder, word="a", goal=30):
@@ -71,7 +73,12 @@ def chain(folder, word="a", goal=30):
         said,
         counted,
         Step(
-            "train", folder / "train", train, {"from": counted}, in_place=True, goal={"steps": goal}
+            "train",
+            folder / "train",
+            train,
+            {"from": counted},
+            in_place=True,
+            goal={"steps": goal},
         ),
     ]
 
@@ -110,7 +117,11 @@ def test_a_file_of_the_same_size_and_second_is_another_one(tmp_path):
 def test_what_is_shown_is_what_runs(tmp_path, said):
     make(chain(tmp_path), tmp_path, dry_run=True)
     shown = list(said)
-    assert len(shown) == 3 and f"> {tmp_path / 'said.txt'}" in shown[1] and not os.listdir(tmp_path)
+    assert (
+        len(shown) == 3
+        and f"> {tmp_path / 'said.txt'}" in shown[1]
+        and not os.listdir(tmp_path)
+    )
     said.clear()
     make(chain(tmp_path), tmp_path)
     assert list(said) == shown
@@ -217,7 +228,9 @@ def test_of_two_processes_one_waits_and_finds_all_done_or_is_refused(tmp_path):
     both = [start(tmp_path / "x") for _ in range(2)]
     assert [running.wait() for running in both] == [0, 0]
     commands = (tmp_path / "x" / "commands.sh").read_text()
-    assert commands.count(" > ") == 1 and json.loads((tmp_path / "x" / "state.json").read_text())
+    assert commands.count(" > ") == 1 and json.loads(
+        (tmp_path / "x" / "state.json").read_text()
+    )
     with locked(tmp_path / "y"), locked(tmp_path / "y"):  # by this program, twice
         second = start(tmp_path / "y", patience=0.1)
         assert b"Another run is at work" in second.communicate()[1] and second.returncode
@@ -310,12 +323,21 @@ def test_facts_of_earlier_parts_of_a_training_stay(tmp_path):
         line = ["python", GOES_ON, OUT, str(goal)]
         finish = lambda made: next(facts)  # noqa: E731
         return Step(
-            "train", tmp_path / "train", line, in_place=True, goal={"steps": goal}, finish=finish
+            "train",
+            tmp_path / "train",
+            line,
+            in_place=True,
+            goal={"steps": goal},
+            finish=finish,
         )
 
     assert make([train(1)], tmp_path)["train"] == {"parameters": 7, "updates": 3, "speed": 1}
     for goal in (2, 3):
-        assert make([train(goal)], tmp_path)["train"] == {"parameters": 7, "updates": 5, "speed": 1}
+        assert make([train(goal)], tmp_path)["train"] == {
+            "parameters": 7,
+            "updates": 5,
+            "speed": 1,
+        }
 
 
 def test_a_folder_by_another_name_is_the_same_folder(tmp_path, monkeypatch):
@@ -360,7 +382,10 @@ def failing(folder, code):
 
 @pytest.mark.parametrize(
     ("code", "expected"),
-    [("pass", ["one", "three"]), ("(new / 'x').write_text('trained')", ["one", "two", "three"])],
+    [
+        ("pass", ["one", "three"]),
+        ("(new / 'x').write_text('trained')", ["one", "two", "three"]),
+    ],
 )
 def test_a_training_names_all_commits_that_trained_it(tmp_path, source, code, expected):
     """Those that wrote a checkpoint: an attempt that failed before is none of them."""
@@ -388,7 +413,8 @@ def test_a_training_that_left_nothing_says_nothing_of_the_next(tmp_path, source)
     other = Step(**{**vars(chain(tmp_path)[-1]), "inputs": {"rate": 2}})
     make([other], tmp_path)
     assert (
-        commits(tmp_path, "train") == ["two"] and not read_step_records(tmp_path)["train"]["facts"]
+        commits(tmp_path, "train") == ["two"]
+        and not read_step_records(tmp_path)["train"]["facts"]
     )
 
 

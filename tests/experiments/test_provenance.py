@@ -155,12 +155,21 @@ def test_sessions_are_named_together():
 def test_conditions_stand_beside_commit_and_versions():
     found = provenance.provenance(hardware="an abacus")
     assert (
-        found["hardware"] == "an abacus" and found["versions"]["python"] == sys.version.split()[0]
+        found["hardware"] == "an abacus"
+        and found["versions"]["python"] == sys.version.split()[0]
     )
 
 
 ROOT = PACKAGE.parent
-MAKING = {"provenance", "versions", "tool_versions", "today", "strftime", "python_version", "git"}
+MAKING = {
+    "provenance",
+    "versions",
+    "tool_versions",
+    "today",
+    "strftime",
+    "python_version",
+    "git",
+}
 READING = {"made_by_of", "combined", "maker"}
 
 

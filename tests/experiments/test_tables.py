@@ -66,7 +66,8 @@ def test_a_terminal_is_shown_no_control_character_but_colours():
     stream = io.StringIO()
     print("\r\x1b[K\033[38;5;9mred\033[0m", FOREIGN, file=Terminal(stream))
     assert (
-        stream.getvalue() == "\r\x1b[K\033[38;5;9mred\033[0m a|b\\|c\\x1b]0;title\\x07\\x9b2J\nd\n"
+        stream.getvalue()
+        == "\r\x1b[K\033[38;5;9mred\033[0m a|b\\|c\\x1b]0;title\\x07\\x9b2J\nd\n"
     )
 
 

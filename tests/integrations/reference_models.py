@@ -18,7 +18,12 @@ from moa_fairseq.experiments.inference.transformers_folder import write_model
 from moa_fairseq.plugin.criterions import with_routing
 
 SMALL = ("--encoder-layers", 2, "--decoder-layers", 2)
-LOSS = {"label_smoothing": 0.1, "balance_loss": "moa", "load_balance_coef": 0.3, "z_loss_coef": 0.2}
+LOSS = {
+    "label_smoothing": 0.1,
+    "balance_loss": "moa",
+    "load_balance_coef": 0.3,
+    "z_loss_coef": 0.2,
+}
 LOSS |= {"aux_loss_reduce": "sum", "aux_loss_scale": "sample-size"}
 CASES = {
     "moa": ("moa_transformer_tiny", *SMALL, "--share-all-embeddings"),
@@ -30,7 +35,14 @@ CASES = {
     ),
     "gqe": ("gqe_transformer_tiny", *SMALL, "--positions", "rope"),
     "namoh": ("namoh_transformer_tiny", *SMALL, "--positions", "learned"),
-    "dense": ("dense_transformer_tiny", *SMALL, "--initialization", "admin", "--head-gate", "head"),
+    "dense": (
+        "dense_transformer_tiny",
+        *SMALL,
+        "--initialization",
+        "admin",
+        "--head-gate",
+        "head",
+    ),
     "fairseq": ("transformer", *SMALL, "--encoder-embed-dim", 64, "--decoder-embed-dim", 64),
     "latent-lm": ("latent_transformer_lm_base", "--decoder-layers", 2),
     "moa-lm": ("moa_lm_tiny",),
@@ -40,7 +52,13 @@ CASES = {
         *("--sigma-moe-expert-dropout", 0, "--expert-dropout", 0),
     ),
     "adaptive-lm": (
-        *("dense_transformer_lm_base", "--decoder-layers", 2, "--adaptive-softmax-cutoff", "9,20"),
+        *(
+            "dense_transformer_lm_base",
+            "--decoder-layers",
+            2,
+            "--adaptive-softmax-cutoff",
+            "9,20",
+        ),
         *("--adaptive-input", "--adaptive-input-cutoff", "9,20", "--tie-adaptive-weights"),
     ),
     "moa-mlm": ("moa_roberta_tiny",),
@@ -82,10 +100,14 @@ def write(folder, arch, *flags):
         if adaptive is not None:
             kept["logits"] = adaptive.get_log_prob(kept["logits"], None)
     if translates:
-        generator = SequenceGenerator([model], whole_models.dictionary(), beam_size=4, max_len_b=12)
+        generator = SequenceGenerator(
+            [model], whole_models.dictionary(), beam_size=4, max_len_b=12
+        )
         source = {"net_input": {name: inputs[name] for name in ("src_tokens", "src_lengths")}}
         best = [found[0] for found in generator.generate([model], source)]
-        kept["best"] = torch.nn.utils.rnn.pad_sequence([found["tokens"] for found in best], True, 1)
+        kept["best"] = torch.nn.utils.rnn.pad_sequence(
+            [found["tokens"] for found in best], True, 1
+        )
         kept["score"] = torch.stack([found["score"] for found in best])
     read = inputs["prev_output_tokens" if translates else "src_tokens"]
     # what follows each token: the next one, and the end after the last
@@ -109,7 +131,8 @@ def write(folder, arch, *flags):
         optimizer.step()
     kept["losses"] = torch.stack(losses)
     save_file(
-        {name: tensor.clone().contiguous() for name, tensor in kept.items()}, folder / "reference"
+        {name: tensor.clone().contiguous() for name, tensor in kept.items()},
+        folder / "reference",
     )
 
 

@@ -54,7 +54,9 @@ def write(folder, codec, kind, sides):
     symbols = [[function(line) for line in lines] for function, lines in zip(encode, sides)]
     dictionaries = [dictionary_of(side) for side in symbols]
     write_tokenizer(folder, codec, kind, dictionaries, 1024)
-    model = TextModel.__new__(TextModel)  # fairseq's hub interface, of whose model nothing is asked
+    model = TextModel.__new__(
+        TextModel
+    )  # fairseq's hub interface, of whose model nothing is asked
     torch.nn.Module.__init__(model)
     model.codec = codec
     model.bpe = None
@@ -62,7 +64,10 @@ def write(folder, codec, kind, sides):
     model.src_dict, model.tgt_dict = dictionaries
     ids = [
         [model.binarize(line).tolist() for line in symbols[0]],
-        [dictionaries[1].encode_line(line, add_if_not_exist=False).tolist() for line in symbols[1]],
+        [
+            dictionaries[1].encode_line(line, add_if_not_exist=False).tolist()
+            for line in symbols[1]
+        ],
     ]
     back = [model.decode(torch.tensor(row)) for row in ids[1]]
     text = {"source": sides[0], "target": sides[1], "ids": ids, "back": back}
@@ -72,8 +77,18 @@ def write(folder, codec, kind, sides):
 def gpt2_codec(place):
     """fairseq's own encoding, of a small encoder.json and vocab.bpe."""
     letters = list(bytes_to_unicode().values())
-    merges = [("Ġ", "t"), ("h", "e"), ("Ġt", "he"), ("u", "t"), ("Ġ", "w"), ("t", "o"), ("to", "n")]
-    encoder = {symbol: number for number, symbol in enumerate([*letters, *map("".join, merges)])}
+    merges = [
+        ("Ġ", "t"),
+        ("h", "e"),
+        ("Ġt", "he"),
+        ("u", "t"),
+        ("Ġ", "w"),
+        ("t", "o"),
+        ("to", "n"),
+    ]
+    encoder = {
+        symbol: number for number, symbol in enumerate([*letters, *map("".join, merges)])
+    }
     (place / "encoder.json").write_text(json.dumps(encoder))
     (place / "vocab.bpe").write_text("#version\n" + "".join(f"{a} {b}\n" for a, b in merges))
     files = (str(place / "encoder.json"), str(place / "vocab.bpe"))
@@ -99,7 +114,9 @@ if __name__ == "__main__":
     tokens = [place / language for language in languages]
     for path, lines, language in zip(tokens, sides, languages):
         treated = TranslationCodec(moses(language))
-        path.write_text("".join(f"{treated.encode(line)}\n" for line in lines), encoding="utf-8")
+        path.write_text(
+            "".join(f"{treated.encode(line)}\n" for line in lines), encoding="utf-8"
+        )
     learn_codes(tokens, 4000, place / "codes")
     learned = []
     for path, lines in zip(files, sides):

@@ -51,7 +51,10 @@ DECODERS = {
     "Mistral": ("mistral", {**PLAIN, "sliding_window": 5}, {**OURS, "window": 5}),
     "Llama, linear": ("llama", *rotary(500_000.0, LINEAR)),
     "Llama, yarn": ("llama", *rotary(100.0, YARN)),
-    "Llama, dynamic": ("llama", *rotary(1e4, DYNAMIC, original_max_position_embeddings=TRAINED)),
+    "Llama, dynamic": (
+        "llama",
+        *rotary(1e4, DYNAMIC, original_max_position_embeddings=TRAINED),
+    ),
 }
 DECODERS["Llama, dynamic"][1]["max_position_embeddings"] = TRAINED
 
@@ -191,7 +194,9 @@ FAMILIES = {
 
 def copied(attention, make, settings):
     """A layer with the weights of an attention of transformers."""
-    q, k, v = (getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, D)) for name in "qkv")
+    q, k, v = (
+        getattr(attention, f"{name}_proj").weight.unflatten(0, (-1, D)) for name in "qkv"
+    )
     o = attention.o_proj.weight.t().unflatten(0, (-1, D))
     module = make(settings, q, k, v, o).eval()
     if module.query_key_norm is not None:
@@ -246,7 +251,9 @@ def test_adapters_of_linear_maps_are_what_merged_weights_are(decoder, family):
     module = copied(model.model.layers[0].self_attn, make, settings)
     x = torch.randn(2, LENGTH, C, dtype=torch.float64)
     before = module(x, causal=True)
-    linear = [name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)]
+    linear = [
+        name for name, part in module.named_modules() if isinstance(part, torch.nn.Linear)
+    ]
     peft.inject_adapter_in_model(peft.LoraConfig(r=2, target_modules=linear), module)
     for name, weight in module.named_parameters():
         if "lora_" in name:

@@ -67,7 +67,9 @@ ROWS = {
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if kind != "falcon"])
 def test_a_head_changes_the_tokens_that_chose_it_alone(kind):
     model = dense(
-        kind, num_hidden_layers=1, **({} if kind in ("opt", "phi", "gpt_neox", "gpt2") else ALONE)
+        kind,
+        num_hidden_layers=1,
+        **({} if kind in ("opt", "phi", "gpt_neox", "gpt2") else ALONE),
     )
     to_mixture_of_heads(model, 2, 4, router="learned")
     (each,) = mixtures_of(model)
@@ -103,7 +105,8 @@ def test_what_is_no_head_before_the_output_projection_is_refused(kind):
 
 
 @pytest.mark.parametrize(
-    "router, scaling", [("query-norm", "released"), ("learned", "released"), ("learned", "paper")]
+    "router, scaling",
+    [("query-norm", "released"), ("learned", "released"), ("learned", "paper")],
 )
 def test_a_layer_is_the_sum_of_equation_4(router, scaling):
     model = mixture(router=router, scaling=scaling)
@@ -175,7 +178,9 @@ def test_gates_of_one_or_zero_have_the_gradient_of_equation_10(reading):
     out = heads.flatten(-2) @ attention.o_proj.weight.t()
     close(seen["out"], out)
     leaves = [attention.q_proj.weight, attention.o_proj.weight, attention.v_proj.weight]
-    upstream = torch.randn(out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype)
+    upstream = torch.randn(
+        out.shape, generator=torch.Generator().manual_seed(2), dtype=out.dtype
+    )
     found = torch.autograd.grad(seen["out"], leaves, upstream, retain_graph=True)
     for one, other in zip(found, torch.autograd.grad(out, leaves, upstream)):
         close(one, other)
@@ -214,7 +219,9 @@ def test_generation_is_the_same_with_every_cache(kind, router):
     )
     if static:
         greedy = model.generate(ids, **options)
-        assert torch.equal(model.generate(ids, cache_implementation="static", **options), greedy)
+        assert torch.equal(
+            model.generate(ids, cache_implementation="static", **options), greedy
+        )
 
 
 @both
@@ -358,7 +365,11 @@ REFUSED = {
     "both": (dense, {"layers": [(2, 5)] * 2}, "shared_heads=2"),
     "one of both": (dense, {"layers": [(2, 5)] * 2, "shared_heads": None}, "active=5"),
     "neither": (dense, {"active": None}, "active=None"),
-    "too few layers": (dense, {**BY_LAYER, "layers": [(2, 5)]}, r"layers=\[\(2, 5\)\] .*2 entries"),
+    "too few layers": (
+        dense,
+        {**BY_LAYER, "layers": [(2, 5)]},
+        r"layers=\[\(2, 5\)\] .*2 entries",
+    ),
     "unknown router": (dense, {"router": "norm"}, "norm"),
     "unknown scaling": (dense, {"scaling": "none"}, "none"),
     "scaling not read": (dense, {"scaling": "paper"}, "scaling='paper'"),
@@ -372,7 +383,11 @@ REFUSED = {
 }
 for name in BY_LAYER:
     for value in (True, 4.0, "4", -1):
-        REFUSED[f"{name} {value!r}"] = (dense, {name: value}, f"{name}={value!r} .*whole number")
+        REFUSED[f"{name} {value!r}"] = (
+            dense,
+            {name: value},
+            f"{name}={value!r} .*whole number",
+        )
 for value in (-1, -0.1, float("nan"), float("inf"), "0.1", True, None):
     REFUSED[f"balance {value!r}"] = (dense, {"balance": value}, f"balance={value!r} .*number")
 for value in (
@@ -424,7 +439,9 @@ def test_models_with_images_are_refused():
         "num_hidden_layers": 1,
         "num_attention_heads": 2,
     }
-    config = transformers.Gemma3Config(text_config=text, vision_config={**vision, "image_size": 28})
+    config = transformers.Gemma3Config(
+        text_config=text, vision_config={**vision, "image_size": 28}
+    )
     with pytest.raises(UserError):
         to_mixture_of_heads(transformers.Gemma3ForConditionalGeneration(config), 1, 2)
 
@@ -437,7 +454,14 @@ BART.update(decoder_attention_heads=8, decoder_ffn_dim=16, encoder_ffn_dim=16, v
 def test_encoder_decoders_stay_dense(kind):
     import transformers
 
-    sizes = {"d_model": 8, "d_kv": 4, "d_ff": 8, "num_layers": 1, "num_heads": 2, "vocab_size": 9}
+    sizes = {
+        "d_model": 8,
+        "d_kv": 4,
+        "d_ff": 8,
+        "num_layers": 1,
+        "num_heads": 2,
+        "vocab_size": 9,
+    }
     config = getattr(transformers, kind + "Config")(**(sizes if kind == "T5" else BART))
     model = getattr(transformers, kind + "ForConditionalGeneration")(config)
     with pytest.raises(UserError, match="leave it dense"):
@@ -470,14 +494,18 @@ def test_a_layer_that_is_refused_leaves_the_others_dense():
 
 def test_the_mixture_is_in_the_mode_of_its_attention():
     assert not any(each.training for each in mixtures_of(to_mixture_of_heads(dense(), 2, 5)))
-    assert all(each.training for each in mixtures_of(to_mixture_of_heads(dense().train(), 2, 5)))
+    assert all(
+        each.training for each in mixtures_of(to_mixture_of_heads(dense().train(), 2, 5))
+    )
 
 
 def test_fewer_heads_than_the_projection_reads_are_refused():
     """Tensor parallelism leaves a rank its own heads."""
     model = mixture()
     projection = model.model.layers[0].self_attn.o_proj
-    projection.register_forward_pre_hook(lambda module, args: (args[0][..., :16],), prepend=True)
+    projection.register_forward_pre_hook(
+        lambda module, args: (args[0][..., :16],), prepend=True
+    )
     with pytest.raises(UserError):
         logits(model, tokens())
 

@@ -18,7 +18,12 @@ COUNTS = {
     "L": (457.841, 458.250, 458.267, 0.262),
     "XL": (674.835, 675.372, 675.395, 0.295),
 }
-PRINTED = {"S": (33, 33), "B": (130, 131), "L": (458, 459), "XL": (675, 676)}  # Table 2: dense, MoH
+PRINTED = {
+    "S": (33, 33),
+    "B": (130, 131),
+    "L": (458, 459),
+    "XL": (675, 676),
+}  # Table 2: dense, MoH
 
 
 @pytest.mark.parametrize("size", SIZES)
@@ -132,7 +137,9 @@ def test_a_class_is_dropped_in_training_alone(tiny, monkeypatch):
     assert not torch.equal(model(*x), model(*x[:2], x[2].flip(0)))
     model.train()
     torch.testing.assert_close(model(*x), model(*x[:2], x[2].flip(0)), rtol=0, atol=0)
-    torch.testing.assert_close(model(*x), model.eval()(*x[:2], torch.full((3,), 5)), rtol=0, atol=0)
+    torch.testing.assert_close(
+        model(*x), model.eval()(*x[:2], torch.full((3,), 5)), rtol=0, atol=0
+    )
     monkeypatch.setattr(dit, "CLASS_DROPOUT", 0.5)
     # Each image has a draw of its own
     images = [each[:1].expand(32, *each.shape[1:]) for each in x]
@@ -154,7 +161,12 @@ def test_patches_are_in_their_places(tiny):
 
 @pytest.mark.parametrize(
     "options",
-    ({"size": "M"}, {"layers": [(2, (6, 3, 2))]}, {"image_size": 5}, {"layers": [(12, (6, 5, 2))]}),
+    (
+        {"size": "M"},
+        {"layers": [(2, (6, 3, 2))]},
+        {"image_size": 5},
+        {"layers": [(12, (6, 5, 2))]},
+    ),
 )
 def test_what_does_not_fit_is_refused(options):
     with torch.device("meta"), pytest.raises(UserError):
@@ -165,7 +177,10 @@ def test_what_does_not_fit_is_refused(options):
     ("name", "change"),
     [
         ("images", lambda images, level, classes: (images[..., :2], level, classes)),
-        ("images", lambda images, level, classes: (torch.cat([images, images], 1), level, classes)),
+        (
+            "images",
+            lambda images, level, classes: (torch.cat([images, images], 1), level, classes),
+        ),
         ("images", lambda images, level, classes: (images[0], level, classes)),
         ("level", lambda images, level, classes: (images, level[0], classes)),
         ("classes", lambda images, level, classes: (images, level, classes[:1])),
@@ -179,10 +194,15 @@ def test_an_input_of_another_shape_or_class_is_named(tiny, name, change):
 
 
 def test_the_guide_can_be_followed():
-    guide = (Path(__file__).resolve().parents[2] / "docs" / "vision.md").read_text(encoding="utf-8")
+    guide = (Path(__file__).resolve().parents[2] / "docs" / "vision.md").read_text(
+        encoding="utf-8"
+    )
     (example,) = re.findall(
         r"```python\n(import torch\nfrom moa_fairseq.integrations.dit.*?)```", guide, re.S
     )
     names = {}
-    exec(example.replace("32, 32", "4, 4").replace("classes=10", "classes=10, image_size=4"), names)
+    exec(
+        example.replace("32, 32", "4, 4").replace("classes=10", "classes=10, image_size=4"),
+        names,
+    )
     assert names["model"].blocks[0].attention.router.projection.weight.grad.any()

@@ -27,7 +27,9 @@ def base_model(family):
     stacks = map(dataclasses.asdict, (encoder, decoder))
     ids = {"pad_token_id": 1, "bos_token_id": 0, "eos_token_id": 2, "decoder_start_token_id": 2}
     with torch.device("meta"):  # no number counts here
-        model = MixtureTransformerForConditionalGeneration(MixtureTransformerConfig(*stacks, **ids))
+        model = MixtureTransformerForConditionalGeneration(
+            MixtureTransformerConfig(*stacks, **ids)
+        )
     model.to_empty(device="cpu")
     for tensor in model.state_dict().values():
         tensor.zero_()

@@ -57,7 +57,9 @@ def test_ids_and_text_are_the_runs(folders, tmp_path, name):
     for found in (tokenizer, AutoTokenizer.from_pretrained(tmp_path)):
         source = found(reference["source"])["input_ids"]
         target = found(text_target=reference["target"])["input_ids"]
-        if name == "bytes":  # the end of what came before is the first that a causal model reads
+        if (
+            name == "bytes"
+        ):  # the end of what came before is the first that a causal model reads
             source = [[*ids[1:], ids[0]] for ids in source]
         if name == "gpt2":  # fairseq's binarize adds the end alone
             assert all(ids.pop(0) == tokenizer.bos_token_id for ids in source)

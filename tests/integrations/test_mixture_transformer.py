@@ -64,7 +64,9 @@ def test_generate_gives_the_hypotheses_of_fairseqs_beam_search(folders, name):
     words = {"return_dict_in_generate": True, "output_scores": True}
     out = model.generate(**inputs_of(reference, name), **words)
     assert torch.equal(out.sequences[:, 1:], reference["best"])
-    torch.testing.assert_close(out.sequences_scores.float(), reference["score"], rtol=0, atol=1e-5)
+    torch.testing.assert_close(
+        out.sequences_scores.float(), reference["score"], rtol=0, atol=1e-5
+    )
 
 
 @pytest.mark.parametrize("name", CAUSAL)

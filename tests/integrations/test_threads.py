@@ -51,7 +51,12 @@ def logits(model, number):
 
 @pytest.mark.parametrize(
     "kind, router",
-    [("llama", "query-norm"), ("llama", "learned"), ("gpt2", "learned"), ("gemma3", "query-norm")],
+    [
+        ("llama", "query-norm"),
+        ("llama", "learned"),
+        ("gpt2", "learned"),
+        ("gemma3", "query-norm"),
+    ],
 )
 def test_passes_in_threads_are_those_of_one(kind, router):
     model = mixture(kind, router=router)
@@ -65,7 +70,11 @@ def test_generation_in_threads(search):
     def run(number):
         ids = INPUTS[number][:, :6]
         return model.generate(
-            ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, **search
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_new_tokens=4,
+            do_sample=False,
+            **search,
         )
 
     assert_same_in_threads(run, 2)
@@ -282,7 +291,9 @@ def test_a_pass_inside_a_pass():
 def replicas(model, count):
     """As torch.nn.parallel.replicate makes them, which needs GPUs."""
     modules = list(model.modules())
-    copies = [[module._replicate_for_data_parallel() for module in modules] for _ in range(count)]
+    copies = [
+        [module._replicate_for_data_parallel() for module in modules] for _ in range(count)
+    ]
     for index, module in enumerate(modules):
         for copied in copies:
             for name, child in module._modules.items():

@@ -22,7 +22,9 @@ def test_hooks_follow_a_projection_that_is_replaced(name, router):
     before = logits(model)
     for layer in model.model.layers:
         old = getattr(layer.self_attn, name)
-        new = torch.nn.Linear(old.in_features, old.out_features, bias=False, dtype=torch.float64)
+        new = torch.nn.Linear(
+            old.in_features, old.out_features, bias=False, dtype=torch.float64
+        )
         new.weight.data.copy_(old.weight)
         setattr(layer.self_attn, name, torch.nn.Sequential(new, torch.nn.Identity()))
         old.weight.data.fill_(float("nan"))
@@ -65,13 +67,16 @@ def test_a_copied_projection_weights_its_heads_once(router):
         for weight in (copied, other.self_attn.o_proj.weight):
             weight.data.mul_(1.5)
     torch.testing.assert_close(logits(model), logits(wanted), rtol=0, atol=1e-12)
-    torch.testing.assert_close(logits(model.merge_and_unload()), logits(wanted), rtol=0, atol=1e-12)
+    torch.testing.assert_close(
+        logits(model.merge_and_unload()), logits(wanted), rtol=0, atol=1e-12
+    )
 
 
 def test_adapters_are_trained_with_the_balance():
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(
-        mixture(router="learned", balance=1.0).train(), peft.LoraConfig(target_modules=["o_proj"])
+        mixture(router="learned", balance=1.0).train(),
+        peft.LoraConfig(target_modules=["o_proj"]),
     )
     ids = tokens()
     model(input_ids=ids, labels=ids).loss.backward()
@@ -86,7 +91,9 @@ def test_adapters_are_trained_with_the_balance():
 def test_quantised_weights_stay_a_mixture(bits, router, tmp_path):
     pytest.importorskip("bitsandbytes")
     if VERSION < (4, 50):
-        pytest.skip("the dense model fails, too: today's bitsandbytes has another list of devices")
+        pytest.skip(
+            "the dense model fails, too: today's bitsandbytes has another list of devices"
+        )
     from transformers import BitsAndBytesConfig
 
     model = mixture(router=router, changes={"dtype": torch.float32})
@@ -133,7 +140,9 @@ def test_compiled(router, part):
     loss = called(**batch).loss
     loss.backward()
     torch.testing.assert_close(loss, wanted, rtol=0, atol=1e-6)
-    for found, grad in zip((p.grad for p in model.parameters() if p.grad is not None), gradients):
+    for found, grad in zip(
+        (p.grad for p in model.parameters() if p.grad is not None), gradients
+    ):
         torch.testing.assert_close(found, grad, rtol=0, atol=1e-6)
     # A loss of one's own
     torch.testing.assert_close(called(ids).logits, scores, rtol=0, atol=1e-12)

@@ -25,7 +25,11 @@ def padded(batch=2, length=9, pad=3):
     ids = tokens(batch, length)
     ids[1, :pad] = 0
     mask = (ids != 0).long()
-    return {"input_ids": ids, "attention_mask": mask, "labels": ids.masked_fill(mask == 0, -100)}
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "labels": ids.masked_fill(mask == 0, -100),
+    }
 
 
 def gradients(model):
@@ -113,7 +117,8 @@ def test_a_block_keeps_each_step_of_generation(router):
     assert [each.probs.size(0) for each in routings] == [6, 6, 1, 1, 1, 1]
     for whole, steps in zip(collected(model, out[:, :-1]), (routings[::2], routings[1::2])):
         assert torch.equal(
-            whole.expert_ids.sort().values, torch.cat([s.expert_ids for s in steps]).sort().values
+            whole.expert_ids.sort().values,
+            torch.cat([s.expert_ids for s in steps]).sort().values,
         )
 
 
@@ -146,11 +151,15 @@ def test_gradients_reach_what_chooses(router):
     model(**batch).loss.backward()
     found = gradients(model)
     if router == "learned":
-        assert all(each.router.projection.weight.grad.norm() > 1e-6 for each in mixtures_of(model))
+        assert all(
+            each.router.projection.weight.grad.norm() > 1e-6 for each in mixtures_of(model)
+        )
     model.zero_grad()
     for each in mixtures_of(model):
         each.router.register_forward_hook(
-            lambda module, args, routing: dataclasses.replace(routing, gates=routing.gates.detach())
+            lambda module, args, routing: dataclasses.replace(
+                routing, gates=routing.gates.detach()
+            )
         )
     model(**batch).loss.backward()
     name = "model.layers.0.self_attn.q_proj.weight"
@@ -184,7 +193,9 @@ def test_checkpointing_is_exact_or_refused(router):
     model.gradient_checkpointing_enable({"use_reentrant": False})
     model(**batch).loss.backward()
     assert_same(gradients(model), wanted)
-    copy.deepcopy(model)  # which a tensor of the graph, left on a module, would not let be copied
+    copy.deepcopy(
+        model
+    )  # which a tensor of the graph, left on a module, would not let be copied
     model.gradient_checkpointing_enable({"use_reentrant": True})
     model.enable_input_require_grads()
     with pytest.raises(UserError, match="use_reentrant"):
@@ -358,7 +369,12 @@ def test_trainer_accumulates(router, tmp_path):
 
 
 def test_trainer_resumes(tmp_path):
-    options = {"optim": "adamw_torch", "save_steps": 2, "save_strategy": "steps", "max_steps": 4}
+    options = {
+        "optim": "adamw_torch",
+        "save_steps": 2,
+        "save_strategy": "steps",
+        "max_steps": 4,
+    }
     whole = mixture(router="learned").train()
     trainer(whole, tmp_path, Rows(16), **options).train()
     again = mixture(router="learned", seed=9).train()
@@ -371,7 +387,9 @@ def test_trainer_resumes(tmp_path):
 def test_trainer_evaluates_without_the_balance(tmp_path):
     """4.57 divides by another number of tokens, for dense models too, so that only results are compared."""
     models = [mixture(balance=balance).train() for balance in (10.0, 0.0)]
-    losses = [trainer(model, tmp_path, Rows(4)).evaluate(Rows(4))["eval_loss"] for model in models]
+    losses = [
+        trainer(model, tmp_path, Rows(4)).evaluate(Rows(4))["eval_loss"] for model in models
+    ]
     assert losses[0] == losses[1]
 
 
@@ -391,7 +409,9 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     guide = (Path(__file__).resolve().parents[2] / "docs" / "huggingface.md").read_text(
         encoding="utf-8"
     )
-    (example,) = re.findall(r"```python\n(import moa_fairseq.integrations.hf.*?)```", guide, re.S)
+    (example,) = re.findall(
+        r"```python\n(import moa_fairseq.integrations.hf.*?)```", guide, re.S
+    )
     monkeypatch.chdir(tmp_path)
     dense(dtype=torch.float32).save_pretrained("my-llama")
     names = {"rows": Rows(8)}

@@ -186,7 +186,9 @@ def test_an_average_of_weights_is_a_mixture(kind):
         [1, 11]
     ] * 2
     torch.testing.assert_close(logits(average.module), logits(model), rtol=0, atol=1e-5)
-    mixture(shared_heads=1, active=11, num_heads=16).load_state_dict(average.module.state_dict())
+    mixture(shared_heads=1, active=11, num_heads=16).load_state_dict(
+        average.module.state_dict()
+    )
 
 
 @routers
@@ -368,7 +370,11 @@ REFUSED = {
     "Swin": ("swin_tiny_patch4_window7_224", {}, "WindowAttention"),
     "MaxViT": ("maxvit_tiny_rw_224", {}, "PartitionAttention"),
     "EVA": ("eva02_tiny_patch14_224", {}, "EvaAttention"),
-    "BEiT, whose attention has the same name": ("beit_base_patch16_224", {}, r"beit\.Attention"),
+    "BEiT, whose attention has the same name": (
+        "beit_base_patch16_224",
+        {},
+        r"beit\.Attention",
+    ),
     "parallel blocks": ("vit_base_patch16_xp_224", {}, "no attention of its own"),
     "no attention": ("resnet18", {}, "no attention of its own"),
     "a norm of all heads": ("vit_tiny_patch16_224", {}, "norm", {"scale_attn_norm": True}),
@@ -395,7 +401,9 @@ def test_what_cannot_be_one_is_refused_and_unchanged(reason):
     modules = [*model.modules()]
     with pytest.raises(UserError, match=why):
         to_mixture_of_heads(model, **{"shared_heads": 1, "active": 2, **settings})
-    assert [*model.modules()] == modules and not any(each._forward_pre_hooks for each in modules)
+    assert [*model.modules()] == modules and not any(
+        each._forward_pre_hooks for each in modules
+    )
 
 
 def test_a_mixture_is_not_converted_again():
@@ -426,7 +434,9 @@ def test_the_guide_can_be_followed(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     batches = [(torch.randn(2, 3, 224, 224), torch.tensor([0, 1]))]
     names = {"loader": batches}
-    thin = example.replace('_224"', '_224", depth=2').replace("pretrained=True", "pretrained=False")
+    thin = example.replace('_224"', '_224", depth=2').replace(
+        "pretrained=True", "pretrained=False"
+    )
     exec(thin, names)
     assert [each.sizes.tolist()[:2] for each in mixtures_of(names["model"])] == [[3, 4]] * 2
 
@@ -454,7 +464,9 @@ def test_passes_in_threads_are_those_of_one(router):
 
 def test_torch_fx_takes_attentions_as_leaves():
     """Of what it cannot trace it says what to do."""
-    create = pytest.importorskip("torchvision.models.feature_extraction").create_feature_extractor
+    create = pytest.importorskip(
+        "torchvision.models.feature_extraction"
+    ).create_feature_extractor
     model = mixture("vit", "learned")
     with pytest.raises(UserError, match=r"'leaf_modules': \[Attention\]"):
         create(model, ["blocks.1"])

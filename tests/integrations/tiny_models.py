@@ -72,7 +72,11 @@ def dense(kind="llama", seed=0, dtype=torch.float64, **changes):
     if not hasattr(transformers, model_name):
         pytest.skip(f"transformers {transformers.__version__} has no {model_name}")
     torch.manual_seed(seed)
-    changes = {**sizes, "attn_implementation": "eager" if kind == "gemma2" else "sdpa", **changes}
+    changes = {
+        **sizes,
+        "attn_implementation": "eager" if kind == "gemma2" else "sdpa",
+        **changes,
+    }
     config = getattr(transformers, config_name)(**changes)
     torch.set_default_dtype(dtype)  # from_pretrained makes constants in the model's dtype, too
     try:
@@ -101,7 +105,9 @@ def mixtures_of(model):
 
 def cache_keyword(model):
     """By which name its call takes a cache."""
-    return "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    return (
+        "cache" if "cache" in inspect.signature(model.forward).parameters else "past_key_values"
+    )
 
 
 def tokens(batch=2, length=11, seed=1):
@@ -113,4 +119,6 @@ def tokens(batch=2, length=11, seed=1):
 
 def reload(folder, **options):
     """What AutoModelForCausalLM reads from a folder, in float64."""
-    return AutoModelForCausalLM.from_pretrained(folder, **{DTYPE: torch.float64, **options}).eval()
+    return AutoModelForCausalLM.from_pretrained(
+        folder, **{DTYPE: torch.float64, **options}
+    ).eval()

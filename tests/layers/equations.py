@@ -42,7 +42,9 @@ def attend(q, k, v, mask, padding):
     """Softmax(q·kᵀ/√D)·v for q [B, H, T, D], k and v [B, H, S, D]; and the weights."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(q.size(-1))
     scores = scores if mask is None else scores + mask
-    scores = scores if padding is None else scores.masked_fill(padding[:, None, None], -math.inf)
+    scores = (
+        scores if padding is None else scores.masked_fill(padding[:, None, None], -math.inf)
+    )
     weights = torch.softmax(scores, -1)
     return weights @ v, weights
 
@@ -75,7 +77,8 @@ def speeds(positions, length):
     # the pairs that turn 32 times and once in the trained length
     trained = scaling.original_max_position_embeddings
     ends = [
-        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base)) for turns in (32, 1)
+        dim * math.log(trained / (turns * 2 * math.pi)) / (2 * math.log(base))
+        for turns in (32, 1)
     ]
     low = max(math.floor(ends[0]), 0)
     high = min(math.ceil(ends[1]), dim - 1)
@@ -117,7 +120,11 @@ def placed(module, x, side):
             return x
         return x * (weight.view(-1, 1, x.size(-1)) if norm.over_all_heads else weight)
 
-    return normalised(rotated(module, x)) if norm.after_rotation else rotated(module, normalised(x))
+    return (
+        normalised(rotated(module, x))
+        if norm.after_rotation
+        else rotated(module, normalised(x))
+    )
 
 
 def into_heads(x, weight, bias, heads):
@@ -141,12 +148,16 @@ def moa_gates(module, x, ids):
     k = module.experts_per_token
     experts = module.num_experts
     logits = x @ router.projection.weight.t()
-    probs = torch.softmax(logits, -1) if router.activation == "softmax" else torch.sigmoid(logits)
+    probs = (
+        torch.softmax(logits, -1) if router.activation == "softmax" else torch.sigmoid(logits)
+    )
     chosen = chosen_of(probs, k, router.token_hash, ids)
     gate = probs * chosen
     if k < experts:
         total = gate.sum(-1, keepdim=True)
-        gate = gate / {"none": 1.0, "full": total, "detached": total.detach()}[router.renormalize]
+        gate = (
+            gate / {"none": 1.0, "full": total, "detached": total.detach()}[router.renormalize]
+        )
     if router.gate_values == "uniform":
         return chosen / k
     return gate if router.gate_values == "learned" else chosen / k + gate - gate.detach()
@@ -168,9 +179,12 @@ def moa_with_weights(module, x, y, mask, padding, ids):
     weights = []
     for i in range(module.num_experts):
         rows = slice(i * width, (i + 1) * width) if own else slice(None)
-        biases = [None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"]
+        biases = [
+            None if f"{n}_proj.bias" not in p else p[f"{n}_proj.bias"][rows] for n in "kv"
+        ]
         k, v = (
-            into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads) for n, bias in zip("kv", biases)
+            into_heads(y, p[f"{n}_proj.weight"][rows], bias, heads)
+            for n, bias in zip("kv", biases)
         )
         bias = p["q_experts.bias"][i] if "q_experts.bias" in p else None
         q = placed(module, into_heads(x, p["q_experts.weight"][i], bias, heads), "queries")
@@ -234,14 +248,22 @@ def moh_gates(module, x, ids):
         through = {"routed": 1.0, "chosen": mask}[module.router.straight_through]  # Eq. 10
         return torch.cat([ones, mask + through * (gates - gates.detach())], -1), gates, mask
     two_stages = 0 < shared_heads < heads
-    sizes = [heads - shared_heads, shared_heads if shared_heads > 1 else 0, 2 if two_stages else 0]
+    sizes = [
+        heads - shared_heads,
+        shared_heads if shared_heads > 1 else 0,
+        2 if two_stages else 0,
+    ]
     routed, shared, stage = (x @ module.router.projection.weight.t()).split(sizes, -1)
     shared = torch.softmax(shared if shared_heads != 1 else torch.zeros_like(x[..., :1]), -1)
     gates = torch.softmax(routed, -1)
     mask = chosen_of(gates, k, module.router.token_hash, ids)
     alpha = torch.softmax(stage, -1) if two_stages else torch.ones_like(x[..., :2])
     if module.router.scaling == "paper":
-        return torch.cat([alpha[..., :1] * shared, alpha[..., 1:] * gates * mask], -1), gates, mask
+        return (
+            torch.cat([alpha[..., :1] * shared, alpha[..., 1:] * gates * mask], -1),
+            gates,
+            mask,
+        )
     routed_gates = gates * mask
     denominator = routed_gates.sum(-1, keepdim=True).clamp(min=torch.finfo(gates.dtype).eps)
     routed_gates = routed_gates / denominator * k
@@ -266,7 +288,9 @@ def dense(module, x, y, mask, padding, ids, weight=None):
     q = placed(module, q, "queries")
     k = placed(module, k, "keys")
     k, v = (z[:, [h % module.key_heads for h in range(module.num_heads)]] for z in (k, v))
-    results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(1, 2)  # [B, T, H, D]
+    results = gated(module, attend(q, k, v, mask, padding)[0], x).transpose(
+        1, 2
+    )  # [B, T, H, D]
     results = results if weight is None else results * weight.unsqueeze(-1)
     return p["out"](results.flatten(2))
 
@@ -319,7 +343,8 @@ def namoh(module, x, y, mask, padding, ids):
 
     tokens = [(b, t) for b in range(x.size(0)) for t in range(x.size(1))]
     total = [
-        sum(head(i, *at) for i in range(module.num_experts) if gate[(*at, i)] != 0) for at in tokens
+        sum(head(i, *at) for i in range(module.num_experts) if gate[(*at, i)] != 0)
+        for at in tokens
     ]
     return torch.stack(total).view_as(x)
 
@@ -354,18 +379,22 @@ def gqe(module, x, y, mask, padding, ids):
         return out if bias is None else out + bias[at]
 
     k, v = (
-        into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups) for n in ("k_proj", "v_proj")
+        into_heads(y, p[f"{n}.weight"], p.get(f"{n}.bias"), groups)
+        for n in ("k_proj", "v_proj")
     )
     k = placed(module, k, "keys")
 
     def head(number, keys, values):
         q = placed(module, linear(x, "q_experts", number), "queries").unsqueeze(1)
-        found = attend(q, keys.unsqueeze(1), values.unsqueeze(1), mask, padding)[0]  # [B, 1, T, D]
+        found = attend(q, keys.unsqueeze(1), values.unsqueeze(1), mask, padding)[
+            0
+        ]  # [B, 1, T, D]
         return gated(module, found, x, slice(number, number + 1)).squeeze(1)
 
     always = [head(0, k.mean(1), v.mean(1))] if shared else []
     results = [
-        [head(shared + g * size + m, k[:, g], v[:, g]) for m in range(size)] for g in range(groups)
+        [head(shared + g * size + m, k[:, g], v[:, g]) for m in range(size)]
+        for g in range(groups)
     ]
     if module.output == "experts":
         total = sum(linear(one, "out_experts", 0, True) for one in always)
@@ -373,7 +402,9 @@ def gqe(module, x, y, mask, padding, ids):
             out = linear(results[g][m], "out_experts", shared + g * size + m, True)
             total = total + gate[..., g, m, None] * out
         return total
-    weighted = [[gate[..., g, m, None] * results[g][m] for m in range(size)] for g in range(groups)]
+    weighted = [
+        [gate[..., g, m, None] * results[g][m] for m in range(size)] for g in range(groups)
+    ]
     slots = list(always)
     for g in range(groups):
         # [B, T, M, D]

@@ -58,7 +58,13 @@ SETTINGS = {
     "norm of all heads": {**ROPE, "query_key_norm": "all-heads"},
     "window": {"window": 3},
     "window of itself": {**ROPE, "window": 1},
-    "all": {**ROPE, "rope_scaling": YARN, "rotary_dim": 6, "query_key_norm": "head", "window": 4},
+    "all": {
+        **ROPE,
+        "rope_scaling": YARN,
+        "rotary_dim": 6,
+        "query_key_norm": "head",
+        "window": 4,
+    },
 }
 REFUSED = {
     "MoA": {"norm of all heads"},
@@ -130,7 +136,9 @@ def test_step_by_step_with_padding_reordered_and_trimmed(family, name):
             out = module(x[rows, start:end], padding=padding, causal=True, cache=cache, **mask)
             assert cache.length == end
             real = ~PADDING[rows, start:end]
-            torch.testing.assert_close(out[real], whole[rows, start:end][real], rtol=0, atol=1e-11)
+            torch.testing.assert_close(
+                out[real], whole[rows, start:end][real], rtol=0, atol=1e-11
+            )
         if module.window is not None:
             assert cache.keys.size(2) <= module.window - 1 + end - start
         rows = rows[order]
@@ -145,7 +153,10 @@ def test_a_cached_step_of_dynamic_positions_turns_at_the_speed_of_all_positions_
     for x, turned in zip((q, k), positions.rotate(q, k, 6)):
         one, other, rest = x.split([len(angles), len(angles), 2 * len(angles)], dim=-1)
         angle = 6 * torch.tensor(angles, dtype=torch.float64)
-        exact = [one * angle.cos() - other * angle.sin(), one * angle.sin() + other * angle.cos()]
+        exact = [
+            one * angle.cos() - other * angle.sin(),
+            one * angle.sin() + other * angle.cos(),
+        ]
         torch.testing.assert_close(turned, torch.cat([*exact, rest], -1))
 
 
@@ -207,7 +218,10 @@ def test_yarns_factor_for_attention():
     for more, expected in (
         ({}, 0.1 * math.log(4) + 1),
         ({"attention_factor": 0.7}, 0.7),
-        ({"mscale": 0.5, "mscale_all_dim": 2}, (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1)),
+        (
+            {"mscale": 0.5, "mscale_all_dim": 2},
+            (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1),
+        ),
     ):
         module = MOA(self_attention=True, rope_scaling={**YARN, **more}, **ROPE)
         q, k = torch.randn(2, 1, 4, 5, 8, dtype=torch.float64)

@@ -18,7 +18,9 @@ H = 3
 def build():
     torch.manual_seed(0)
     return (
-        equations.drawn(DenseAttention(C, H, dropped_heads=1, self_attention=True)).double().train()
+        equations.drawn(DenseAttention(C, H, dropped_heads=1, self_attention=True))
+        .double()
+        .train()
     )
 
 
@@ -30,7 +32,8 @@ def test_dropped_heads_differ_by_sequence_and_all_work_in_evaluation():
     # [H, H]: one head left out in each
     without = H / (H - 1) * (1 - torch.eye(H, dtype=torch.float64))
     expected = [
-        equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H)) for w in without
+        equations.dense(module, rows, rows, None, None, None, w.expand(40, 1, H))
+        for w in without
     ]
     dropped = torch.stack([torch.isclose(out, one).all(2).all(1) for one in expected])  # [H, B]
     assert (dropped.sum(0) == 1).all() and dropped.any(1).all()
@@ -46,7 +49,9 @@ def test_multiplications_of_the_projections():
 def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     dense = build()
     uniform = (
-        MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True).double().train()
+        MixtureOfAttentiveExperts(C, H, mae_gate="uniform", self_attention=True)
+        .double()
+        .train()
     )
     uniform.load_state_dict(dense.state_dict())
     query = torch.randn(4, 1, C, dtype=torch.float64)
@@ -62,7 +67,9 @@ def test_one_dropped_head_is_an_f_step_of_uniform_mae():
     )
 
 
-@pytest.mark.parametrize("widths", [{}, {"kdim": 8, "vdim": 8}, {"kdim": 8, "vdim": 20}], ids=str)
+@pytest.mark.parametrize(
+    "widths", [{}, {"kdim": 8, "vdim": 8}, {"kdim": 8, "vdim": 20}], ids=str
+)
 def test_it_starts_as_fairseqs(widths):
     """Also where keys are of another width, as in a decoder beside a wider encoder."""
     starts = []
@@ -91,7 +98,9 @@ def test_weights_of_the_other_order_of_query_heads_fit_after_reordering():
     )
     theirs = F.scaled_dot_product_attention(q, k, v, enable_gqa=True).transpose(1, 2).flatten(2)
     expected = module.out_proj(theirs)
-    order = torch.arange(heads * dim).view(groups, heads // groups, dim).transpose(0, 1).flatten()
+    order = (
+        torch.arange(heads * dim).view(groups, heads // groups, dim).transpose(0, 1).flatten()
+    )
     with torch.no_grad():
         module.q_proj.weight.copy_(module.q_proj.weight[order])
         module.out_proj.weight.copy_(module.out_proj.weight[:, order])

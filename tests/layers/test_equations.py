@@ -59,7 +59,9 @@ def gqe(**settings):
 
 def namoh(**settings):
     sizes = {"num_experts": E, "experts_per_token": K, "expert_dim": D, "expert_bias": True}
-    return lambda **role: NativeMixtureOfHeads(C, **{**sizes, **settings}, **role), equations.namoh
+    return lambda **role: NativeMixtureOfHeads(
+        C, **{**sizes, **settings}, **role
+    ), equations.namoh
 
 
 def dense(**settings):
@@ -139,7 +141,10 @@ FAMILIES = {
             "one shared head": {"moh_shared_heads": 1},
             "no shared head": {"moh_shared_heads": 0, "moh_scaling": "released"},
             "query norms": {"moh_router": "query-norm"},
-            "query norms, chosen": {"moh_router": "query-norm", "moh_straight_through": "chosen"},
+            "query norms, chosen": {
+                "moh_router": "query-norm",
+                "moh_straight_through": "chosen",
+            },
             "frozen": {"router_choice": "frozen"},
             "hash": {"router_choice": "hash"},
         }.items()

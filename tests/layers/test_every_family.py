@@ -32,7 +32,12 @@ GQE = partial(
 MAE = partial(MixtureOfAttentiveExperts, WIDTH, 4)
 NAMOH = partial(NativeMixtureOfHeads, WIDTH, num_experts=4, expert_dim=4, experts_per_token=2)
 SWITCHHEAD = partial(
-    SwitchHeadAttention, WIDTH, switchhead_heads=2, expert_dim=4, num_experts=3, experts_per_token=2
+    SwitchHeadAttention,
+    WIDTH,
+    switchhead_heads=2,
+    expert_dim=4,
+    num_experts=3,
+    experts_per_token=2,
 )
 MOH = partial(MixtureOfHeads, WIDTH, 4, moh_shared_heads=1, experts_per_token=2)
 BUILD = {
@@ -61,11 +66,15 @@ BUILD = {
     "moh, skipping": partial(MOH, moh_skip="always"),
     "moh, norms": partial(MOH, moh_router="query-norm"),
     "moh, norms, skipping": partial(MOH, moh_router="query-norm", moh_skip="always"),
-    "moh, released": partial(MOH, moh_shared_heads=2, experts_per_token=1, moh_scaling="released"),
+    "moh, released": partial(
+        MOH, moh_shared_heads=2, experts_per_token=1, moh_scaling="released"
+    ),
     "gqe": GQE,
     "gqe, no shared head": partial(GQE, gqe_shared_heads=0),
     "gqe, one group": partial(GQE, gqe_groups=1),
-    "gqe, own outputs": partial(GQE, gqe_output="experts", gqe_shared_heads=0, expert_bias=True),
+    "gqe, own outputs": partial(
+        GQE, gqe_output="experts", gqe_shared_heads=0, expert_bias=True
+    ),
     "namoh": NAMOH,
     "namoh, one head each, biases": partial(NAMOH, experts_per_token=1, expert_bias=True),
     "namoh, biased choice": partial(NAMOH, routing_bias_rate=0.1),
@@ -179,7 +188,9 @@ def test_padding_that_first_comes_in_a_later_step_stays_where_it_stands(family):
                 "incremental_state": state,
             }
             parts.append(
-                attention(now, None, None, query_padding_mask=padding[:, start:end], **options)[0]
+                attention(now, None, None, query_padding_mask=padding[:, start:end], **options)[
+                    0
+                ]
             )
             start = end
         real = ~padding.t()
@@ -194,7 +205,12 @@ def test_a_beam_may_have_several_queries_at_once_and_a_mask(family):
     x = torch.randn(4, 6, WIDTH, dtype=torch.float64)
     mask = future(5)[:4].roll(1, 1).double()
     whole, _ = attention(x, memory, memory, attn_mask=mask)
-    options = {"incremental_state": {}, "static_kv": True, "attn_mask": mask, "need_weights": False}
+    options = {
+        "incremental_state": {},
+        "static_kv": True,
+        "attn_mask": mask,
+        "need_weights": False,
+    }
     with forward_context(beam_size=3):
         shared, _ = attention(x, memory, memory, **options)
     torch.testing.assert_close(shared, whole)
@@ -227,7 +243,9 @@ def test_a_beam_projects_its_source_once(family):
     for step in range(4):
         keys = memory if step == 0 else None
         options = dict(key_padding_mask=padding, static_kv=True)
-        alone, _ = attention(x[step : step + 1], keys, keys, incremental_state=states[0], **options)
+        alone, _ = attention(
+            x[step : step + 1], keys, keys, incremental_state=states[0], **options
+        )
         with forward_context(beam_size=3):
             shared, weights = attention(
                 x[step : step + 1], memory, memory, incremental_state=states[1], **options
@@ -238,7 +256,9 @@ def test_a_beam_projects_its_source_once(family):
     assert calls == [5 * 6 * 10, 5 * 2 * 10]
 
 
-@pytest.mark.parametrize(("family", "positions"), [each for each in PLACED if each[0] in DECODERS])
+@pytest.mark.parametrize(
+    ("family", "positions"), [each for each in PLACED if each[0] in DECODERS]
+)
 def test_neither_the_future_nor_a_neighbour_changes_anything(family, positions):
     attention = build(family, self_attention=True, positions=positions)
     x = torch.randn(6, 3, WIDTH, dtype=torch.float64)
@@ -255,7 +275,9 @@ def test_neither_the_future_nor_a_neighbour_changes_anything(family, positions):
 def losses_of(decisions):
     """Every balance loss, z-loss and statistic of what was decided, [anything]."""
     values = [loss(decision) for _, decision in decisions for loss in OF_ANY_FAMILY.values()]
-    values += [value for _, decision in decisions for value in load_statistics(decision).values()]
+    values += [
+        value for _, decision in decisions for value in load_statistics(decision).values()
+    ]
     return torch.stack([value.double() for value in values]) if values else torch.zeros(1)
 
 
@@ -345,7 +367,9 @@ def test_batches_without_a_row(family, how, padded, shape):
     for positions in POSITIONS if how != "cross" else [None]:
         if positions in REFUSED.get(family, ()):
             continue
-        role = {"encoder_decoder_attention": True} if how == "cross" else {"self_attention": True}
+        role = (
+            {"encoder_decoder_attention": True} if how == "cross" else {"self_attention": True}
+        )
         attention = BUILD[family](**role, positions=positions)
         memory = torch.randn(4 if batch == 0 else length, batch, WIDTH)
         for need_weights in (False, True):

@@ -20,7 +20,12 @@ from moa_fairseq.layers import (
     losses_for,
     z_loss,
 )
-from moa_fairseq.layers.losses import BALANCE_LOSSES, OF_ANY_FAMILY, entropy_loss, head_balance_loss
+from moa_fairseq.layers.losses import (
+    BALANCE_LOSSES,
+    OF_ANY_FAMILY,
+    entropy_loss,
+    head_balance_loss,
+)
 from moa_fairseq.layers.sigma_moe import SigmaMoE, SigmaMoESettings
 
 C = 12
@@ -98,7 +103,8 @@ def test_families_side_by_side():
     losses = losses_for(nn.ModuleList(model for model, _ in parts))
     together = losses([routing for _, routings in parts for routing in routings])
     torch.testing.assert_close(
-        together.double(), sum(by_hand(name, routings) for name, (_, routings) in zip(names, parts))
+        together.double(),
+        sum(by_hand(name, routings) for name, (_, routings) in zip(names, parts)),
     )
     assert set(losses.terms) == {"MoA", "MoH", "SwitchHead", "sigma-MoE"} and "z_loss" in repr(
         losses

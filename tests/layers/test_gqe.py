@@ -20,7 +20,13 @@ K = 2
 
 def build(**settings):
     torch.manual_seed(0)
-    sizes = {"gqe_groups": G, "num_experts": M, "experts_per_token": K, "expert_dim": D, **settings}
+    sizes = {
+        "gqe_groups": G,
+        "num_experts": M,
+        "experts_per_token": K,
+        "expert_dim": D,
+        **settings,
+    }
     return GroupedQueryExperts(C, **sizes).eval()
 
 
@@ -34,7 +40,9 @@ def padded(batch=3, length=7):
     ("renormalize", "per_token"),
     [*itertools.product(["detached", "full", "none"], [4, 8]), ("detached", 1), ("none", 1)],
 )
-def test_one_group_without_a_shared_head_is_moa_bit_by_bit(renormalize, per_token, kdim, positions):
+def test_one_group_without_a_shared_head_is_moa_bit_by_bit(
+    renormalize, per_token, kdim, positions
+):
     """4K8E48D: the same seed gives the same weights and outputs, and gradients but for the order of sums."""
     sizes = {"num_experts": 8, "experts_per_token": per_token, "expert_dim": 48}
     sizes.update(router_renormalize=renormalize, expert_bias=True)
@@ -105,10 +113,14 @@ def test_weights_stand_head_by_head_as_documented():
     _, index = equations.gqe_gates(module, y)
     keys = module.k_proj(y).unflatten(-1, (G, D)).transpose(1, 2)
     for group in range(G):
-        number = 1 + group * M + index[:, :, group, 1]  # of the second most probable head, [B, T]
+        number = (
+            1 + group * M + index[:, :, group, 1]
+        )  # of the second most probable head, [B, T]
         q = torch.einsum("btc,btdc->btd", y, module.q_experts.weight[number])
         expected = torch.softmax(q @ keys[:, group].transpose(1, 2) / D**0.5, -1)
-        torch.testing.assert_close(weights[1 + G + group].double(), expected, rtol=1e-5, atol=1e-6)
+        torch.testing.assert_close(
+            weights[1 + G + group].double(), expected, rtol=1e-5, atol=1e-6
+        )
 
 
 def test_a_sentence_of_padding_only_gives_finite_gradients():

@@ -104,7 +104,9 @@ def test_uniform_gate_is_fairseqs_dense_attention_with_gradients(dropped):
 def test_equals_the_literal_sum_over_experts_with_gradients(dropped, experts, causal):
     module = build(mae_dropped_heads=dropped, causal=causal)
     mask = FUTURE if causal else None
-    upstream = torch.randn(16, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64)
+    upstream = torch.randn(
+        16, C, generator=torch.Generator().manual_seed(2), dtype=torch.float64
+    )
     results = []
     for literal in (False, True):
         x = inputs()
@@ -128,7 +130,9 @@ def test_a_drawn_expert_is_f_i_and_leaves_the_gate_without_gradient(dropped):
     x = inputs()
     with forward_context(draw=ExpertDraw(torch.tensor([5, 6, 7]), seed=1, update=3)):
         out, decision = gate_of(module, x)
-    one_hot = torch.nn.functional.one_hot(decision.expert_ids[:, 0], decision.num_experts).double()
+    one_hot = torch.nn.functional.one_hot(
+        decision.expert_ids[:, 0], decision.num_experts
+    ).double()
     torch.testing.assert_close(out, literal_mixture(module, x, one_hot[None], dropped))
     out.square().sum().backward()
     assert all(p.grad is None for p in module.gate.parameters())
@@ -187,10 +191,14 @@ def test_one_expert_in_evaluation_is_the_sum_with_a_one_hot_gate(how, dropped, c
     gate = torch.zeros_like(mixture.probs)
     for row, probs in enumerate(mixture.probs.tolist()):
         best = max(range(len(probs)), key=probs.__getitem__)
-        gate[row, best if how == "top-expert" else random_expert(module.name, 4, len(probs))] = 1.0
+        gate[
+            row, best if how == "top-expert" else random_expert(module.name, 4, len(probs))
+        ] = 1.0
     gate_by_row = gate.view(3, -1, gate.size(-1)).transpose(0, 1)
     expected = literal_mixture(module, x, gate_by_row, dropped, mask, PADDING)
-    torch.testing.assert_close(out.transpose(0, 1)[~PADDING], expected.transpose(0, 1)[~PADDING])
+    torch.testing.assert_close(
+        out.transpose(0, 1)[~PADDING], expected.transpose(0, 1)[~PADDING]
+    )
     assert not torch.allclose(out, mixed, atol=1e-3)
     assert torch.equal(decision.expert_ids[:, 0], gate.argmax(-1))
     torch.testing.assert_close(
@@ -206,7 +214,9 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
     mask = FUTURE if causal else None
     out, _ = gate_of(module, x, key_padding_mask=PADDING, attn_mask=mask)
     seen = module.gate.norm.pending.clone()
-    alone, decision = gate_of(module, x[:4, 1:2], attn_mask=None if mask is None else mask[:4, :4])
+    alone, decision = gate_of(
+        module, x[:4, 1:2], attn_mask=None if mask is None else mask[:4, :4]
+    )
     torch.testing.assert_close(out[:4, 1:2], alone)
     assert decision.padding is None
     module.gate.norm.pending.zero_()
@@ -220,7 +230,9 @@ def test_padding_and_neighbours_are_irrelevant(causal, training):
 
 def test_random_experts_differ_between_modules_and_seeds_and_are_fair():
     names = [
-        f"decoder.layers.{layer}.{kind}_attn" for layer in range(40) for kind in ("self", "encoder")
+        f"decoder.layers.{layer}.{kind}_attn"
+        for layer in range(40)
+        for kind in ("self", "encoder")
     ]
     draws = [[random_expert(name, seed, 8) for name in names] for seed in range(40)]
     counts = torch.tensor(draws).flatten().bincount(minlength=8).double()

@@ -11,7 +11,10 @@ from time_first import MixtureOfAttention
 from moa_fairseq import layers as attention
 from moa_fairseq.layers import moa
 from moa_fairseq.layers.routers import TopKRouter
-from moa_fairseq.layers.running_statistics import running_statistics_of, update_running_statistics
+from moa_fairseq.layers.running_statistics import (
+    running_statistics_of,
+    update_running_statistics,
+)
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
 C = 24
@@ -103,7 +106,9 @@ def test_keys_and_values_in_one_product_are_those_of_two(monkeypatch):
         widths.clear()
         out, _ = module(x, x, x, need_weights=False)
         assert widths.count(2 * module.expert_dim) == expected
-        outcomes.append([out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])])
+        outcomes.append(
+            [out, *torch.autograd.grad(out.square().sum(), [x, *module.parameters()])]
+        )
     for one, two in zip(*outcomes):
         torch.testing.assert_close(one, two)
 

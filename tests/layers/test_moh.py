@@ -40,7 +40,11 @@ def inputs(tgt, batch, src=None, lengths=None, causal=False, seed=1):
     padding = None
     if lengths:
         padding = torch.arange(key.size(0))[None] >= torch.tensor(lengths)[:, None]
-    mask = torch.triu(torch.full((tgt, tgt), -math.inf, dtype=torch.float64), 1) if causal else None
+    mask = (
+        torch.triu(torch.full((tgt, tgt), -math.inf, dtype=torch.float64), 1)
+        if causal
+        else None
+    )
     real = torch.ones(tgt, batch, dtype=torch.bool)
     if padding is not None and src is None:
         real = ~padding.t()
@@ -132,7 +136,9 @@ def test_the_automatic_choice_is_right_where_it_was_measured():
 
 
 def test_skipping_with_rotary_positions():
-    compare_paths({"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True))
+    compare_paths(
+        {"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True)
+    )
 
 
 @pytest.mark.parametrize("skip", ["never", "always"])
@@ -141,7 +147,9 @@ def test_weights_are_those_of_the_heads_that_work(skip):
     query, *_ = inputs(tgt=5, batch=2)
     out, weights = module(query, query, query, need_head_weights=True)
     assert weights.shape == (SHARED + K, 2, 5, 5)
-    torch.testing.assert_close(weights.sum(-1), torch.ones(SHARED + K, 2, 5, dtype=torch.float64))
+    torch.testing.assert_close(
+        weights.sum(-1), torch.ones(SHARED + K, 2, 5, dtype=torch.float64)
+    )
     _, mean = module(query, query, query)
     torch.testing.assert_close(mean, weights.mean(0))
     torch.testing.assert_close(out, module(query, query, query, need_weights=False)[0])
@@ -176,8 +184,14 @@ def test_heads_with_a_gradient_are_not_left_out(reading, in_training, monkeypatc
     """Eq. 10 for every routed head reads what a head would have added: a pass without gradients skips."""
     calls = []
     selected = moh.attend_selected
-    monkeypatch.setattr(moh, "attend_selected", lambda *call: calls.append(1) or selected(*call))
-    settings = {"moh_router": "query-norm", "moh_straight_through": reading, "moh_skip": "always"}
+    monkeypatch.setattr(
+        moh, "attend_selected", lambda *call: calls.append(1) or selected(*call)
+    )
+    settings = {
+        "moh_router": "query-norm",
+        "moh_straight_through": reading,
+        "moh_skip": "always",
+    }
     module = build(**settings, self_attention=True)
     query, *_ = inputs(tgt=5, batch=2)
     out, _ = module(query, query, query, need_weights=False)
@@ -224,7 +238,9 @@ def test_one_kind_of_heads_needs_one_stage(shared, scaling):
         shared or K
     )
     if shared:  # all of them are chosen by all: f_i is 1, and the probabilities add up to 1
-        torch.testing.assert_close(head_balance_loss(decision), torch.ones((), dtype=torch.float64))
+        torch.testing.assert_close(
+            head_balance_loss(decision), torch.ones((), dtype=torch.float64)
+        )
     if scaling == "released":
         torch.testing.assert_close(gate, torch.full_like(gate, H if shared else K))
     elif shared:
@@ -293,7 +309,9 @@ def test_heads_that_cannot_be_left_out_are_counted(settings):
         for routed in (K, H - SHARED)
     )
     assert some == every and some["scores"] >= 2 * 7 * 11 * C
-    assert build(self_attention=True, positions="rope-half").macs(7, 11)["scores"] < some["scores"]
+    assert (
+        build(self_attention=True, positions="rope-half").macs(7, 11)["scores"] < some["scores"]
+    )
 
 
 def test_norms_of_queries_need_the_queries_of_every_head():
@@ -314,7 +332,11 @@ def test_the_papers_scaling_starts_far_below_dense_and_the_released_one_beside_i
     below = {}
     for scaling in ("paper", "released"):
         torch.manual_seed(0)
-        sizes = {"moh_shared_heads": shared, "experts_per_token": routed, "moh_scaling": scaling}
+        sizes = {
+            "moh_shared_heads": shared,
+            "experts_per_token": routed,
+            "moh_scaling": scaling,
+        }
         mixture = MixtureOfHeads(16 * heads, heads, self_attention=True, **sizes)
         dense = MultiheadAttention(16 * heads, heads, self_attention=True)
         dense.load_state_dict({name: mixture.state_dict()[name] for name in dense.state_dict()})

@@ -134,7 +134,11 @@ def fairseq_call(module, x, memory=None, padding=None, mask=None):
         (None, True, FUTURE),
         (FUTURE.T, False, FUTURE.T),
         (torch.eye(T).bool().roll(1), True, torch.eye(T).bool().roll(1) | FUTURE),
-        (torch.full((T, T), 0.5), True, torch.full((T, T), 0.5).masked_fill(FUTURE, -torch.inf)),
+        (
+            torch.full((T, T), 0.5),
+            True,
+            torch.full((T, T), 0.5).masked_fill(FUTURE, -torch.inf),
+        ),
     ],
 )
 def test_equal_to_fairseqs_call(attention, dtype, padding, mask, causal, whole):
@@ -182,7 +186,9 @@ def test_a_sentence_gets_alone_what_it_gets_in_a_batch(family, data):
     module = prepared(family, self_attention=True, positions=draw(placed))
     torch.manual_seed(draw(st.integers(0, 99)))
     spans = st.tuples(st.integers(0, 2), st.integers(1, 4))
-    spans = [(first, first + size) for first, size in draw(st.lists(spans, min_size=1, max_size=3))]
+    spans = [
+        (first, first + size) for first, size in draw(st.lists(spans, min_size=1, max_size=3))
+    ]
     longest = max(end for _, end in spans) + draw(st.integers(0, 1))
     place = torch.arange(longest)
     padding = torch.stack([(place < first) | (place >= end) for first, end in spans])
@@ -218,16 +224,18 @@ def test_compiled_without_a_break_and_exported(attention):
     def step(x, padding):
         out, routings = attention(x, padding=padding, causal=True, with_routing=True)
         losses = [loss(each) for each in routings for loss in OF_ANY_FAMILY.values()]
-        return out[~padding].square().sum(), torch.stack(losses).sum() if losses else out.new_zeros(
-            ()
-        )
+        return out[~padding].square().sum(), torch.stack(
+            losses
+        ).sum() if losses else out.new_zeros(())
 
     x = torch.randn(B, T, C, requires_grad=True)
     found = []
     for run in (step, torch.compile(step, backend="aot_eager", fullgraph=True)):
         values = run(x, PADDING)
         leaves = [x, *attention.parameters()]
-        grads = torch.autograd.grad(sum(values), leaves, allow_unused=True, materialize_grads=True)
+        grads = torch.autograd.grad(
+            sum(values), leaves, allow_unused=True, materialize_grads=True
+        )
         found.append((*values, *grads))
     for eager, compiled in zip(*found):
         torch.testing.assert_close(compiled, eager)
@@ -248,7 +256,9 @@ def test_exported_with_any_length(attention):
         x = torch.randn(B, tokens, C)
         padding = torch.arange(tokens) >= torch.tensor([[tokens], [2], [1]])
         expected = attention(x, padding=padding, causal=True)[~padding]
-        torch.testing.assert_close(exported(x, padding=padding, causal=True)[~padding], expected)
+        torch.testing.assert_close(
+            exported(x, padding=padding, causal=True)[~padding], expected
+        )
 
 
 @pytest.mark.thorough
@@ -287,8 +297,12 @@ class Adapter(nn.Module):
 def touched(family):
     """A layer with as many linear maps as it can have, and their names."""
     xl = family.split()[0].rstrip(",") not in ("GQE", "NAMOH", "latent")
-    module = build(family, self_attention=True, head_gate="head", positions="xl" if xl else None)
-    return module, [name for name, part in module.named_modules() if isinstance(part, nn.Linear)]
+    module = build(
+        family, self_attention=True, head_gate="head", positions="xl" if xl else None
+    )
+    return module, [
+        name for name, part in module.named_modules() if isinstance(part, nn.Linear)
+    ]
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -376,7 +390,8 @@ def test_weights_add_up_to_one(family):
     sums = weights.sum(-1).transpose(1, 2)[~PADDING]
     torch.testing.assert_close(sums, torch.ones_like(sums))
     assert (
-        not weights.transpose(1, 2)[~PADDING][..., 1:].triu(T).any() and not weights.triu(1).any()
+        not weights.transpose(1, 2)[~PADDING][..., 1:].triu(T).any()
+        and not weights.triu(1).any()
     )
 
 
@@ -529,7 +544,9 @@ def test_a_hash_chooses_by_the_ids_that_are_given():
     ids = torch.randint(0, 9, (B, T))
     _, (routing,) = module(x, token_ids=ids, with_routing=True)
     chosen = dict(zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()))
-    for token, experts in zip(ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()):
+    for token, experts in zip(
+        ids.flatten().tolist(), routing.expert_ids.sort(-1).values.tolist()
+    ):
         assert chosen[token] == experts
     with pytest.raises(UserError, match="token_ids"):
         module(x)
@@ -576,7 +593,9 @@ def test_all_experts_with_even_gates_times_k_are_multi_query_attention():
     with torch.no_grad():
         dense.k_proj.weight.copy_(mixture.k_proj.weight)
         dense.v_proj.weight.copy_(mixture.v_proj.weight)
-        dense.q_proj.weight.copy_(mixture.q_experts.weight.flatten(0, 1))  # [E, D, C] → [E·D, C]
+        dense.q_proj.weight.copy_(
+            mixture.q_experts.weight.flatten(0, 1)
+        )  # [E, D, C] → [E·D, C]
         dense.out_proj.weight.copy_(mixture.out_experts.weight.flatten(0, 1).t())
     x = torch.randn(B, T, C, dtype=torch.float64, requires_grad=True)
     upstream = torch.randn_like(x)
@@ -651,7 +670,9 @@ def test_made_on_the_meta_device(family, positions, filled):
 
 
 # the gradient of the gates of query norms is not that of their values
-@pytest.mark.parametrize("family", [family for family in FAMILIES if family != "MoH, query norms"])
+@pytest.mark.parametrize(
+    "family", [family for family in FAMILIES if family != "MoH, query norms"]
+)
 def test_differentiated_twice(family):
     """A gradient penalty with a constant incoming gradient, by the attention of torch's that can."""
     # Detached is none, either
@@ -667,9 +688,13 @@ def test_differentiated_twice(family):
     (exact,) = torch.autograd.grad(penalty(x), x)
     direction = torch.randn_like(x)
     step = 1e-5
-    sides = [penalty((x + sign * step * direction).detach().requires_grad_()) for sign in (1, -1)]
+    sides = [
+        penalty((x + sign * step * direction).detach().requires_grad_()) for sign in (1, -1)
+    ]
     numeric = (sides[0] - sides[1]) / (2 * step)
-    torch.testing.assert_close((exact * direction).sum(), numeric.detach(), rtol=1e-5, atol=1e-7)
+    torch.testing.assert_close(
+        (exact * direction).sum(), numeric.detach(), rtol=1e-5, atol=1e-7
+    )
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -679,7 +704,9 @@ def test_torch_func(family):
     weights = dict(module.named_parameters())
 
     def loss(weights, x):
-        return torch.func.functional_call(module, weights, (x,), {"causal": True}).square().sum()
+        return (
+            torch.func.functional_call(module, weights, (x,), {"causal": True}).square().sum()
+        )
 
     expected = torch.autograd.grad(
         module(x, causal=True).square().sum(), list(weights.values()), allow_unused=True
@@ -700,7 +727,9 @@ def test_torch_func_maps_and_pushes_forward(family):
     for causal in (False, True):
 
         def run(x, padding, causal=causal):
-            return module(x, padding=padding, causal=causal).masked_fill(padding.unsqueeze(-1), 0.0)
+            return module(x, padding=padding, causal=causal).masked_fill(
+                padding.unsqueeze(-1), 0.0
+            )
 
         expected = torch.stack([run(*pair) for pair in zip(x, padding)])
         torch.testing.assert_close(torch.func.vmap(run)(x, padding), expected)

@@ -44,7 +44,10 @@ REFUSED = {
         (dict(heads_per_expert=0), "heads_per_expert"),
         (dict(router_activation="relu"), "router_activation relu"),
         (dict(experts_per_token=6, routing_bias_rate=0.1), "routing_bias_rate 0.1"),
-        (dict(router_choice="hash", experts_per_token=6), "router_choice hash .*experts_per_token"),
+        (
+            dict(router_choice="hash", experts_per_token=6),
+            "router_choice hash .*experts_per_token",
+        ),
         (dict(router_choice="hash", routing_bias_rate=0.1), "routing_bias_rate 0.1"),
         (dict(router_choice="frozen", routing_noise=True), "routing_noise"),
         (dict(router_choice="fixed"), "router_choice fixed is unknown"),
@@ -63,7 +66,10 @@ REFUSED = {
         (dict(moh_router="query-norm", router_choice="frozen"), "moh_router query-norm"),
         (dict(moh_router="query-norm", moh_straight_through="all"), "moh_straight_through all"),
         (dict(moh_straight_through="chosen"), "moh_straight_through chosen"),
-        (dict(experts_per_token=4, router_choice="hash"), "router_choice hash .*experts_per_token"),
+        (
+            dict(experts_per_token=4, router_choice="hash"),
+            "router_choice hash .*experts_per_token",
+        ),
     ],
     partial(MixtureOfAttentiveExperts, 24, 8): [
         (dict(mae_dropped_heads=8), "mae_dropped_heads 8 .* 1 and 7"),
@@ -135,7 +141,12 @@ def test_an_unknown_keyword_is_named_with_those_that_there_are(build, words):
         assert word in str(raised.value)
 
 
-NUMBERS = {"rope_base": "5e5", "window": 1.5, "experts_per_token": 2.0, "routing_bias_rate": "0.1"}
+NUMBERS = {
+    "rope_base": "5e5",
+    "window": 1.5,
+    "experts_per_token": 2.0,
+    "routing_bias_rate": "0.1",
+}
 
 
 @pytest.mark.parametrize("name", NUMBERS)

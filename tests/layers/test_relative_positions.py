@@ -67,7 +67,9 @@ def test_scores_and_gradients_equal_a_loop_over_all_pairs(tgt_len, keys, heads, 
     of_head = [h % groups for h in range(heads)]
     scores = rotated @ k[:, of_head].transpose(-1, -2) / math.sqrt(D) + bias
     exact = loop(found, q, k, first)
-    close = dict(rtol=1e-3, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    close = (
+        dict(rtol=1e-3, atol=1e-4) if dtype == torch.float32 else dict(rtol=1e-11, atol=1e-11)
+    )
     torch.testing.assert_close(scores, exact.to(dtype), **close)
     inputs = [q, k, *found.parameters()]
     upstream = torch.randn(scores.shape, generator=g, dtype=dtype)
@@ -167,7 +169,9 @@ def test_costs_count_the_distances():
     plain = ATTENTIONS["dense"](self_attention=True)
     with_xl = module.macs(5, 8)
     without = plain.macs(5, 8)
-    assert with_xl["projections"] - without["projections"] == 12 * C * 2 * D  # 5 + 8 − 1 distances
+    assert (
+        with_xl["projections"] - without["projections"] == 12 * C * 2 * D
+    )  # 5 + 8 − 1 distances
     assert with_xl["scores"] - without["scores"] == 2 * 5 * 12 * D
     assert without == {
         "router": 0,

@@ -45,7 +45,10 @@ def test_uniform_gates_are_one_kth_and_the_router_has_no_gradient(per_token):
 
 def test_even_gates_are_those_of_equal_logits_for_other_settings_too():
     x = torch.randn(6, C)
-    build = lambda **settings: TopKRouter(C, MoASettings(E, K, router_gates="uniform", **settings))  # noqa: E731
+
+    def build(**settings):
+        return TopKRouter(C, MoASettings(E, K, router_gates="uniform", **settings))
+
     assert torch.equal(build(router_renormalize="none")(x).gates, torch.full((6, K), 1 / E))
     assert torch.equal(build(router_activation="sigmoid")(x).gates, torch.full((6, K), 1 / K))
     as_they_are = build(router_activation="sigmoid", router_renormalize="none")

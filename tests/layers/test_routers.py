@@ -63,7 +63,9 @@ def test_padding_has_zero_gates_and_sends_no_gradient():
 def test_half_precision_models_still_route_in_float32(dtype):
     router = build(dtype=dtype)
     decision = router(torch.randn(5, 16).to(dtype))
-    assert decision.logits.dtype == decision.probs.dtype == decision.gates.dtype == torch.float32
+    assert (
+        decision.logits.dtype == decision.probs.dtype == decision.gates.dtype == torch.float32
+    )
     with torch.autocast("cpu", dtype=torch.bfloat16):
         assert build()(torch.randn(5, 16)).logits.dtype == torch.float32
 
@@ -132,7 +134,11 @@ def test_in_half_precision_a_layer_keeps_no_more_than_a_dense_one_of_equal_arith
     length = 32
     batch = 8
     module = MixtureOfAttention(
-        width, num_experts=experts, experts_per_token=per_token, expert_dim=dim, self_attention=True
+        width,
+        num_experts=experts,
+        experts_per_token=per_token,
+        expert_dim=dim,
+        self_attention=True,
     ).bfloat16()
     x = torch.randn(length, batch, width, dtype=torch.bfloat16, requires_grad=True)
     kept = kept_bytes(module, x)
@@ -261,10 +267,14 @@ def test_the_fused_router_reads_the_weight_of_an_untouched_projection_alone(monk
 def test_an_adapter_of_a_router_still_routes_in_float32(dtype):
     for family in (
         attention.MixtureOfAttention(16, num_experts=4, experts_per_token=2, expert_dim=4),
-        attention.SwitchHeadAttention(16, switchhead_heads=2, num_experts=4, experts_per_token=2),
+        attention.SwitchHeadAttention(
+            16, switchhead_heads=2, num_experts=4, experts_per_token=2
+        ),
         attention.MixtureOfHeads(16, 4, moh_shared_heads=1, experts_per_token=2),
     ):
-        family.router.projection = nn.Linear(16, family.router.projection.out_features, bias=False)
+        family.router.projection = nn.Linear(
+            16, family.router.projection.out_features, bias=False
+        )
         _, (routing, *_) = family.to(dtype)(torch.randn(2, 3, 16).to(dtype), with_routing=True)
         assert routing.logits.dtype == routing.gates.dtype == torch.float32
 

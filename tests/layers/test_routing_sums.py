@@ -18,7 +18,9 @@ from moa_fairseq.layers.routers import ACTIVATIONS, TopKRouter
 from moa_fairseq.layers.routing import Routing, RoutingSums, _SquaredLogSumExp
 
 
-def decide(tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dtype=torch.float32):
+def decide(
+    tokens, experts=4, chosen=2, groups=1, shared=0, padded=0, seed=0, dtype=torch.float32
+):
     """A random decision of `groups` times `experts` experts, with `shared` ones before them."""
     g = torch.Generator().manual_seed(seed)
     logits = torch.randn(
@@ -55,7 +57,9 @@ def by_hand(d):
                 * sum(c / sum(counts) * m / sum(summed_probability) for c, m in shares)
                 / d.groups
             )
-            lse = [math.log(sum(math.exp(d.logits[n, e].item()) for e in experts)) for n in rows]
+            lse = [
+                math.log(sum(math.exp(d.logits[n, e].item()) for e in experts)) for n in rows
+            ]
             z += sum(v * v for v in lse) / len(rows) / d.groups
             sure = -sum(p * math.log(p) for row in probs for p in row) / len(rows)
             even = -sum(m / len(rows) * math.log(m / len(rows)) for m in summed_probability)
@@ -200,7 +204,9 @@ def test_padding_is_ignored_whatever_it_contains(loss, content):
         decisions.append(Routing(index, gate, *leaves[-1], 4, padding=padding))
     assert torch.equal(*(decision.expert_counts for decision in decisions))
     torch.testing.assert_close(*(loss(decision) for decision in decisions))
-    grads = (torch.autograd.grad(loss(d), x, allow_unused=True) for d, x in zip(decisions, leaves))
+    grads = (
+        torch.autograd.grad(loss(d), x, allow_unused=True) for d, x in zip(decisions, leaves)
+    )
     for one, other in zip(*grads):
         assert (one is None) == (other is None)
         if one is not None:
@@ -217,7 +223,9 @@ def test_probabilities_of_zero_leave_finite_gradients(activation, padding):
     x = torch.randn(3, 4)
     x[2] *= 1e6  # its probabilities are 0 and 1 in float32
     x.requires_grad_()
-    loss = mutual_information_loss(router(x, None if padding is None else torch.tensor(padding)))
+    loss = mutual_information_loss(
+        router(x, None if padding is None else torch.tensor(padding))
+    )
     loss.backward()
     assert (
         loss.isfinite()
@@ -260,7 +268,9 @@ def test_eighteen_routers_cost_few_launches(experts, chosen):
     )
 
     config = LabelSmoothedCrossEntropyWithRoutingConfig(sentence_avg=False)
-    criterion = LabelSmoothedCrossEntropyWithRouting.__new__(LabelSmoothedCrossEntropyWithRouting)
+    criterion = LabelSmoothedCrossEntropyWithRouting.__new__(
+        LabelSmoothedCrossEntropyWithRouting
+    )
     torch.nn.Module.__init__(criterion)
     criterion.routing = config
 

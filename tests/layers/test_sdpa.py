@@ -53,7 +53,9 @@ def attentions(draw):
     if form:
         # A mask differs between sentences; hypotheses of a beam share one
         each = (sentences,) * (beam == 1 and draw(st.booleans()))
-        mask = random(*each, length, keys, seed=seed + 3) > draw(st.sampled_from([0.0, 1.0, 9.0]))
+        mask = random(*each, length, keys, seed=seed + 3) > draw(
+            st.sampled_from([0.0, 1.0, 9.0])
+        )
         blocked = blocked | mask
     if form == "float":
         added = random(*each, length, keys, seed=seed + 4)
@@ -98,7 +100,9 @@ def test_rope_is_the_literal_rotation(dim):
                 dtype=torch.float64,
             )
             pair = x[:, :, position, [j, j + pairs]]
-            torch.testing.assert_close(turned[:, :, position, [j, j + pairs]], pair @ rotation.t())
+            torch.testing.assert_close(
+                turned[:, :, position, [j, j + pairs]], pair @ rotation.t()
+            )
     assert torch.equal(turned[..., 2 * pairs :], x[..., 2 * pairs :])
 
 
@@ -108,7 +112,8 @@ def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
     k = random(1, 1, 4, dim, seed=1)
     rope = RotaryPositions(dim).half()
     scores = [
-        one @ other.transpose(-1, -2) for one, other in (rope.rotate(q, k, p) for p in (0, 7000))
+        one @ other.transpose(-1, -2)
+        for one, other in (rope.rotate(q, k, p) for p in (0, 7000))
     ]
     torch.testing.assert_close(*scores)
     halves, exact = (
@@ -116,7 +121,9 @@ def test_rope_scores_know_distances_only_and_survive_half_precision(dim):
     )
     torch.testing.assert_close(halves.double(), exact, atol=0.05, rtol=0.02)
     exact = RotaryPositions(dim)
-    torch.testing.assert_close(rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0)
+    torch.testing.assert_close(
+        rope.rotate(q, k, 7000), exact.rotate(q, k, 7000), rtol=0, atol=0
+    )
     with pytest.raises(UserError, match="positions='rope'"):
         RotaryPositions(1)
 

@@ -55,7 +55,9 @@ def test_statistics_are_those_of_earlier_updates_over_all_workers_and_micro_batc
         update_running_statistics([gate.norm])
         # half of the first update, half of the prior 0 and 1
         torch.testing.assert_close(gate.norm.running_mean, x[:60].mean(0) / 2)
-        torch.testing.assert_close(gate.norm.running_var, (x[:60].var(0, unbiased=False) + 1) / 2)
+        torch.testing.assert_close(
+            gate.norm.running_var, (x[:60].var(0, unbiased=False) + 1) / 2
+        )
         assert not gate.norm.pending.any() and not gate.norm.has_pending
     for _ in range(200):
         parts(x[:60])
@@ -80,7 +82,8 @@ def test_the_batchs_own_statistics_are_batch_normalisation():
     upstream = torch.randn(6, 5, dtype=torch.float64)
     inputs = ([x, gate.norm.weight, gate.norm.bias], [x, reference.weight, reference.bias])
     for one, other in zip(
-        *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)), strict=True
+        *(torch.autograd.grad(o, i, upstream) for o, i in zip((out, expected), inputs)),
+        strict=True,
     ):
         torch.testing.assert_close(one, other)
     update_running_statistics([gate.norm])
@@ -231,7 +234,9 @@ def test_an_expert_changes_along_a_sequence_as_little_as_the_gate_lets_it(expert
     distance = (probs[:, 1:] - probs[:, :-1]).abs().sum(
         -1
     ) / 2  # in total variation: no coupling flips less
-    flips, worse = ((index[:, 1:] != index[:, :-1]).double().mean() for index in (chosen, other))
+    flips, worse = (
+        (index[:, 1:] != index[:, :-1]).double().mean() for index in (chosen, other)
+    )
     assert distance.mean() < flips < (2 * distance / (1 + distance)).mean() * 1.03
     assert flips < worse / 1.5
     still = probs[:, :1].expand(-1, 30, -1)
@@ -255,7 +260,9 @@ def test_draws_depend_on_seed_update_sequence_and_module_only():
     assert not torch.isclose(draw.uniform("b"), u, atol=1e-3).any()
     one = ExpertDraw(ids, 1, 6).uniform("a")
     other = ExpertDraw(ids, 2, 5).uniform("a")
-    assert not torch.isclose(one, other, atol=1e-3).any()  # the next seed is not the next update
+    assert not torch.isclose(
+        one, other, atol=1e-3
+    ).any()  # the next seed is not the next update
     many = torch.stack([ExpertDraw(torch.arange(4000), 1, n).uniform("a") for n in range(4)])
     assert torch.corrcoef(many).fill_diagonal_(0).abs().max() < 0.06  # 4 standard errors
     with pytest.raises(ValueError, match="5 sequence ids for 4 sequences"):

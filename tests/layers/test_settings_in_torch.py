@@ -167,7 +167,9 @@ def gradients_by_two(rank, folder):
         whole = copy.deepcopy(module)
         wrapped = nn.parallel.DistributedDataParallel(module)
         torch.manual_seed(2)
-        for _ in range(2):  # the second pass fails where a parameter of the first had no gradient
+        for _ in range(
+            2
+        ):  # the second pass fails where a parameter of the first had no gradient
             x = inputs(module, 2 * B, T)
             wrapped(x.chunk(2)[rank], causal=True).square().sum().mul(2).backward()
             whole(x, causal=True).square().sum().backward()

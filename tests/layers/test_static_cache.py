@@ -197,7 +197,9 @@ def test_a_step_is_one_graph_for_a_whole_generation(batch, family):
     for _ in range(200):
         x = torch.randn(batch, 1, module.embed_dim, dtype=torch.float64)
         expected = module(x, causal=True, cache=growing)
-        torch.testing.assert_close(step(x, causal=True, cache=static), expected, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            step(x, causal=True, cache=static), expected, rtol=0, atol=1e-12
+        )
     assert counter.frame_count == 1
 
 
@@ -256,7 +258,9 @@ def test_padding_of_all_places_is_cut_at_those_of_the_step():
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("sizes", [{}, {"batch": B, "max_length": 16}], ids=("growing", "static"))
+@pytest.mark.parametrize(
+    "sizes", [{}, {"batch": B, "max_length": 16}], ids=("growing", "static")
+)
 @pytest.mark.parametrize("window", [None, 6])
 def test_a_padding_of_all_positions_does_not_show_what_was_padding(sizes, window):
     """Keys of padding are made of zeros: what hides less than an earlier step leaves them hidden."""

@@ -62,7 +62,9 @@ def test_shared_selection_makes_one_decision():
     assert len(decisions) == 1
     cross = build(encoder_decoder_attention=True, switchhead_shared_selection=True)
     assert cross.source_router is not None  # other tokens: there is no decision to share
-    gated = build(switchhead_experts="o", num_experts=1, experts_per_token=1, self_attention=True)
+    gated = build(
+        switchhead_experts="o", num_experts=1, experts_per_token=1, self_attention=True
+    )
     assert gated.source_router is None and gated.router.projection.weight.shape == (H, C)
 
 
@@ -73,11 +75,17 @@ def test_initial_weights_are_the_papers():
     sizes = dict(switchhead_heads=2, expert_dim=32, num_experts=5, experts_per_token=2)
     module = SwitchHeadAttention(width, **sizes, self_attention=True, positions="xl")
     init_fan_in_normal_(module, scale)
-    for weight in (module.q_proj.weight, module.v_proj.weight, module.positions.projection.weight):
+    for weight in (
+        module.q_proj.weight,
+        module.v_proj.weight,
+        module.positions.projection.weight,
+    ):
         assert weight.std().item() == pytest.approx(scale / math.sqrt(width), rel=0.03)
     assert module.out_proj.weight.std().item() == pytest.approx(scale / math.sqrt(64), rel=0.03)
     for router in (module.router, module.source_router):
-        torch.testing.assert_close(router.projection.weight.norm(dim=1), torch.full((10,), scale))
+        torch.testing.assert_close(
+            router.projection.weight.norm(dim=1), torch.full((10,), scale)
+        )
     assert (module.positions.content_bias == 0).all() and (
         module.positions.position_bias == 0
     ).all()

@@ -83,6 +83,8 @@ assert "moa_transformer_base" in ARCH_MODEL_REGISTRY
 
 @pytest.mark.thorough
 def test_importing_the_attention_changes_nothing_where_fairseq_is_installed():
-    done = subprocess.run([sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, "-c", IMPORTS], cwd=ROOT, capture_output=True, text=True
+    )
     assert done.returncode == 0, done.stderr
     assert done.stdout.split() == ["moa_fairseq"]

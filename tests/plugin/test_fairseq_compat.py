@@ -20,7 +20,10 @@ import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.plugin import fairseq_compat
 from moa_fairseq.plugin.patches import table
-from moa_fairseq.plugin.patches.training import refuse_half_precision_on_a_cpu, take_bf16_for_a_gpu
+from moa_fairseq.plugin.patches.half_precision import (
+    refuse_half_precision_on_a_cpu,
+    take_bf16_for_a_gpu,
+)
 from moa_fairseq.plugin.patches.user_errors import print_user_errors
 
 USER_DIR = os.path.dirname(moa_fairseq.__file__)
@@ -40,12 +43,18 @@ class Planted:
 def test_fairseqs_own_loader_cannot_be_told_to_switch_safety_off(tmp_path, legacy):
     path = tmp_path / "planted.pt"
     marker = tmp_path / "marker"
-    state = {"args": argparse.Namespace(arch="x"), "cfg": None, "model": {"w": torch.arange(4.0)}}
+    state = {
+        "args": argparse.Namespace(arch="x"),
+        "cfg": None,
+        "model": {"w": torch.arange(4.0)},
+    }
     torch.save(state, path, _use_new_zipfile_serialization=not legacy)
     loaded = fairseq_compat.load_checkpoint(path)
     assert loaded["args"].arch == "x" and torch.equal(loaded["model"]["w"], torch.arange(4.0))
     torch.save(
-        {**state, "extra_state": Planted(marker)}, path, _use_new_zipfile_serialization=not legacy
+        {**state, "extra_state": Planted(marker)},
+        path,
+        _use_new_zipfile_serialization=not legacy,
     )
     for load in (
         fairseq_compat.load_checkpoint,
@@ -82,7 +91,10 @@ def test_the_last_batch_is_kept():
     sizes = np.array([3, 4, 5, 6, 6, 7, 7, 8, 8, 9, 9, 9])
     for max_tokens in (None, 40, 500):
         batches = data_utils.batch_by_size(
-            np.arange(12), lambda i: sizes[i], max_tokens=max_tokens, required_batch_size_multiple=8
+            np.arange(12),
+            lambda i: sizes[i],
+            max_tokens=max_tokens,
+            required_batch_size_multiple=8,
         )
         assert np.concatenate(batches).tolist() == list(range(12))
 
@@ -90,7 +102,9 @@ def test_the_last_batch_is_kept():
 def test_a_sentence_is_a_block_of_a_language_model():
     """`--sample-break-mode eos`, for which fairseq asks NumPy for a type that NumPy 2 no longer has."""
     sentences = [torch.tensor([5, 6, 2]), torch.tensor([7, 2])]
-    blocks = TokenBlockDataset(sentences, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos")
+    blocks = TokenBlockDataset(
+        sentences, [3, 2], block_size=None, pad=1, eos=2, break_mode="eos"
+    )
     assert [block.tolist() for block in blocks] == [[5, 6, 2], [7, 2]]
 
 
@@ -150,7 +164,9 @@ def test_generate_interactive_and_validate(fairseq, toy_data, toy_checkpoint):
 @pytest.mark.thorough
 @pytest.mark.parametrize("arch", ["moa_transformer_tiny", "mae_transformer_tiny"])
 def test_batches_in_buckets(fairseq, toy_data, tmp_path, arch):
-    done = fairseq.train(toy_data, tmp_path, "--num-batch-buckets", 3, "--max-epoch", 1, arch=arch)
+    done = fairseq.train(
+        toy_data, tmp_path, "--num-batch-buckets", 3, "--max-epoch", 1, arch=arch
+    )
     buckets = set(
         re.findall(r"bucketing (?:source|target) lengths: (\[.*\])", done.stdout + done.stderr)
     )
@@ -193,7 +209,15 @@ def test_a_moving_average_of_a_model_with_counts(fairseq, toy_data, tmp_path, pr
     assert torch.equal(
         fairseq_compat.load_checkpoint(tmp_path / "ema.pt")["model"][weight], averaged[weight]
     )
-    options = ("--user-dir", USER_DIR, "--cpu", "--path", tmp_path / "ema.pt", "--num-workers", 0)
+    options = (
+        "--user-dir",
+        USER_DIR,
+        "--cpu",
+        "--path",
+        tmp_path / "ema.pt",
+        "--num-workers",
+        0,
+    )
     done = fairseq("generate", toy_data, *options)
     assert "Translated 12 sentences" in done.stdout + done.stderr
 

@@ -46,7 +46,11 @@ MODELS = {
     ),
     "mae": ("mae_transformer_tiny", "translation_bcd", TRANSLATION),
     "mae, joint": ("mae_transformer_tiny", "translation_bcd", (*TRANSLATION, "--bcd", "none")),
-    "dense masked": ("roberta", "masked_lm", (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM)),
+    "dense masked": (
+        "roberta",
+        "masked_lm",
+        (*NARROW, "--encoder-attention-heads", 2, *MASKED_LM),
+    ),
     "moa masked": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *EVERY)),
     "moa masked, K < E": ("moa_roberta_tiny", "masked_lm", (*MASKED_LM, *SPARSE)),
 }
@@ -128,9 +132,15 @@ def test_no_model_waits_for_the_device(
     """Forward and backward passes could be one CUDA graph. The batch is copied, as it is for a GPU."""
     language = "_lm_" in arch
     task = (
-        "language_modeling" if language else "translation_bcd" if "mae" in arch else "translation"
+        "language_modeling"
+        if language
+        else "translation_bcd"
+        if "mae" in arch
+        else "translation"
     )
-    model = ("--decoder-layers", 2) if language else ("--encoder-layers", 1, "--decoder-layers", 2)
+    model = (
+        ("--decoder-layers", 2) if language else ("--encoder-layers", 1, "--decoder-layers", 2)
+    )
     if language:
         criterion = ("--criterion", "cross_entropy", "--tokens-per-sample", 24)
         data = {"data": toy_wiki_data}
@@ -138,7 +148,9 @@ def test_no_model_waits_for_the_device(
         criterion = TRANSLATION
         data = {}
         model = (*model, "--share-all-embeddings")
-    trainer, batches = build_trainer(*criterion, *flags, arch=arch, task=task, model=model, **data)
+    trainer, batches = build_trainer(
+        *criterion, *flags, arch=arch, task=task, model=model, **data
+    )
     assert language or any(batch["net_input"]["src_tokens"].eq(1).any() for batch in batches)
 
     def move(trainer, sample, is_dummy):
@@ -149,7 +161,9 @@ def test_no_model_waits_for_the_device(
         assert known is not tokens, "these ids are on the device alone"
         return known
 
-    prepared = [host_tokens.remember_token_ids(move, trainer, batch)[0] for batch in batches[:3]]
+    prepared = [
+        host_tokens.remember_token_ids(move, trainer, batch)[0] for batch in batches[:3]
+    ]
     monkeypatch.setattr(host_tokens, "on_host", on_host)
     model = trainer.get_model().train()
     for number, batch in enumerate(prepared):
@@ -205,18 +219,24 @@ class OnGPU(torch.Tensor):
     __torch_function__ = torch._C._disabled_torch_function_impl
 
 
-def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(build_trainer, monkeypatch):
+def test_whether_padding_is_on_the_right_is_asked_once_for_all_layers(
+    build_trainer, monkeypatch
+):
     """On a GPU alone, for the flash kernels' causal flag: the CPU's updates above do not ask."""
     flags = (*ROUTED, *EVERY, "--label-smoothing", 0.1)
     sizes = ("--encoder-layers", 1, "--decoder-layers", 3, "--share-all-embeddings")
-    trainer, _ = build_trainer(*flags, arch="moa_transformer_tiny", task="translation", model=sizes)
+    trainer, _ = build_trainer(
+        *flags, arch="moa_transformer_tiny", task="translation", model=sizes
+    )
     model = trainer.get_model()
     told = []
     asked = []
     for layer in model.decoder.layers:
         layer.register_forward_pre_hook(lambda *_: told.append(current_context().right_padded))
     ask = host_tokens.is_right_padded
-    monkeypatch.setattr(host_tokens, "is_right_padded", lambda *ids: asked.append(ids) or ask(*ids))
+    monkeypatch.setattr(
+        host_tokens, "is_right_padded", lambda *ids: asked.append(ids) or ask(*ids)
+    )
     words = torch.tensor([[2, 7, 8, 9], [2, 7, 1, 1]])
     for target, expected in ((words, True), (words.flip(1), False)):
         model(words, torch.tensor([4, 2]), target.as_subclass(OnGPU))

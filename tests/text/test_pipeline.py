@@ -12,7 +12,11 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.text.steps import apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
 
-STEPS = [("lowercase", {}), ("normalize_punctuation", {"lang": "de"}), ("tokenize", {"lang": "de"})]
+STEPS = [
+    ("lowercase", {}),
+    ("normalize_punctuation", {"lang": "de"}),
+    ("tokenize", {"lang": "de"}),
+]
 
 
 def work(batch, steps=STEPS):
@@ -28,7 +32,9 @@ def test_steps_run_in_order():
 )  # none, one batch, batches that do not divide evenly
 def test_processes_keep_order(count):
     lines = [f"Zeile {i}, z.B. {i % 7}." for i in range(count)]
-    found = [line for batch in ordered_map(work, chunks(lines, 500), 2, "text") for line in batch]
+    found = [
+        line for batch in ordered_map(work, chunks(lines, 500), 2, "text") for line in batch
+    ]
     assert found == work(lines)
 
 

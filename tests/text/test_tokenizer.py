@@ -20,7 +20,9 @@ from moa_fairseq.text.steps import (
     tokenize,
 )
 
-RECORDED = json.loads((Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8"))
+RECORDED = json.loads(
+    (Path(__file__).parent / "moses_recorded.json").read_text(encoding="utf-8")
+)
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")
 
 
@@ -57,9 +59,12 @@ def test_rules_of_single_languages_equal_recorded_perl(command):
 def differs(script):
     """Whether some recorded line shows that a script's functions are not what they were."""
     recorded = {
-        command: zip(RECORDED["lines"], outputs) for command, outputs in RECORDED["perl"].items()
+        command: zip(RECORDED["lines"], outputs)
+        for command, outputs in RECORDED["perl"].items()
     }
-    recorded.update({command: lines.items() for command, lines in RECORDED["languages"].items()})
+    recorded.update(
+        {command: lines.items() for command, lines in RECORDED["languages"].items()}
+    )
     return any(
         ours(command, line) != expected
         for command, lines in recorded.items()
@@ -87,7 +92,9 @@ def test_every_rule_of_normalization_has_a_recorded_line(monkeypatch):
 
 def test_every_sign_that_is_replaced_has_a_recorded_line(monkeypatch):
     for sign in normalize._UNICODE_TRANSLATION:
-        table = {key: value for key, value in normalize._UNICODE_TRANSLATION.items() if key != sign}
+        table = {
+            key: value for key, value in normalize._UNICODE_TRANSLATION.items() if key != sign
+        }
         monkeypatch.setattr(normalize, "_UNICODE_TRANSLATION", table)
         assert differs("replace-unicode-punctuation.perl"), chr(sign)
 
@@ -110,7 +117,9 @@ def test_every_control_character_is_taken_out():
         assert tokenize(f"a{chr(number)}b", "en") == "ab"
 
 
-@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
+@pytest.mark.skipif(
+    not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS"
+)
 @pytest.mark.parametrize("command", RECORDED["perl"])
 def test_equals_live_perl(command):
     script, *flags = shlex.split(command)
@@ -163,7 +172,9 @@ def test_another_edition_is_refused():
 )
 def test_a_language_without_a_list_has_the_english_one(lang, known):
     assert tokenizer.has_prefixes(lang) == known
-    assert (tokenizer.nonbreaking_prefixes(lang) == tokenizer.nonbreaking_prefixes("en")) != known
+    assert (
+        tokenizer.nonbreaking_prefixes(lang) == tokenizer.nonbreaking_prefixes("en")
+    ) != known
 
 
 def test_unknown_edition_of_normalization_is_refused():

@@ -59,7 +59,9 @@ def test_a_map_is_what_the_module_computes(loaded):
 def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_path, shared):
     sizes = ("--encoder-layers", "1", "--decoder-layers", "1", "--num-experts", "3")
     more = (*sizes, "--experts-per-token", "2", *shared)
-    path = save_model(toy_data, tmp_path / "model.pt", *more, arch="switchhead_transformer_tiny")
+    path = save_model(
+        toy_data, tmp_path / "model.pt", *more, arch="switchhead_transformer_tiny"
+    )
     maps = measure_attention(*load_trained(path, toy_data), "valid", 1, torch.device("cpu"))
     assert len(maps) == 3
     for each in maps:
@@ -71,7 +73,14 @@ def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_p
 
 @pytest.mark.thorough
 def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path, capsys):
-    command = ["analyze", "attention-maps", str(toy_checkpoint), "--data", str(toy_data), "--cpu"]
+    command = [
+        "analyze",
+        "attention-maps",
+        str(toy_checkpoint),
+        "--data",
+        str(toy_data),
+        "--cpu",
+    ]
     for more in ([], ["--layer", "1", "--sentence", "3"]):
         picture = tmp_path / f"{len(more)}.png"
         numbers = tmp_path / f"{len(more)}.json"
@@ -91,7 +100,14 @@ def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path,
     ],
 )
 def test_what_is_not_there_is_named(toy_checkpoint, toy_data, tmp_path, flags, message, capsys):
-    command = ["analyze", "attention-maps", str(toy_checkpoint), "--data", str(toy_data), "--cpu"]
+    command = [
+        "analyze",
+        "attention-maps",
+        str(toy_checkpoint),
+        "--data",
+        str(toy_data),
+        "--cpu",
+    ]
     with pytest.raises((UserError, SystemExit)):
         raise SystemExit(main([*command, *flags, "--output", str(tmp_path / "a.png")]))
     assert message in capsys.readouterr().err

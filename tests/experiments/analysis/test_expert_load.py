@@ -21,7 +21,10 @@ def decision(expert_index, padding=None, num_experts=4):
 
 def test_counts_add_up_over_batches_and_leave_padding_out():
     first = [("a", decision([[0, 1], [0, 2]])), ("b", decision([[3, 2]]))]
-    second = [("a", decision([[0, 1], [3, 3]], padding=[False, True])), ("b", decision([[3, 1]]))]
+    second = [
+        ("a", decision([[0, 1], [3, 3]], padding=[False, True])),
+        ("b", decision([[3, 1]])),
+    ]
     a, b = router_uses([first, second])
     assert (a.name, a.instances, a.counts.tolist()) == ("a", 3, [3, 2, 1, 0])
     assert a.gate_mass.tolist() == [1 + 3 + 1, 2 + 2, 4, 0]
@@ -33,7 +36,9 @@ def test_summary_of_an_even_and_of_a_collapsed_router():
         [[("even", decision([[0, 1], [2, 3]])), ("collapsed", decision([[1], [1]]))]]
     )
     found = summary(even)
-    assert found["entropy"] == pytest.approx(math.log(4)) and found["evenness"] == pytest.approx(1)
+    assert found["entropy"] == pytest.approx(math.log(4)) and found[
+        "evenness"
+    ] == pytest.approx(1)
     assert (found["max_load"], found["min_load"], found["dead_experts"]) == (0.25, 0.25, 0)
     found = summary(collapsed)
     assert (found["entropy"], found["max_load"], found["dead_experts"]) == (0, 1, 3)
@@ -58,7 +63,9 @@ def test_every_token_of_the_subset_is_counted_once(
     assert [row["name"] for row in report["modules"]] == list(expected)
     lines = (toy_data.parent / "valid.en").read_text().splitlines()
     for row in report["modules"]:
-        assert row["tokens"] == sum(len(line.split()) + 1 for line in lines)  # + end of sentence
+        assert row["tokens"] == sum(
+            len(line.split()) + 1 for line in lines
+        )  # + end of sentence
         load = expected[row["name"]] / expected[row["name"]].sum()
         # Rounding may turn a near-tie
         assert row["load"] == pytest.approx(load.tolist(), abs=0.003)

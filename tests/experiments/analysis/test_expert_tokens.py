@@ -31,7 +31,9 @@ def one_hot(*sentences, num_experts=2):
 
 def test_pmi_by_hand():
     counter = TokenCounter()
-    counter.add([["a", "a", "b", None], ["a", "b", "b", "c"]], one_hot([0, 0, 0, 0], [1, 1, 1, 1]))
+    counter.add(
+        [["a", "a", "b", None], ["a", "b", "b", "c"]], one_hot([0, 0, 0, 0], [1, 1, 1, 1])
+    )
     # expert 0 has a, a, b; expert 1 has a, b, b, c: of 7 tokens
     assert counter.expert_shares() == pytest.approx([3 / 7, 4 / 7])
     first, second = counter.indicative(top=3, min_count=1)
@@ -69,8 +71,22 @@ def test_a_token_counts_for_every_expert_that_it_chose():
 
 
 def test_pieces_and_words():
-    split = [None, "\u2581un", "able", "\u2581cat", None, "ing", "\u2581caf", "<0xC3>", "<0xA9>"]
-    assert list(words_of_pieces(split)) == [("unable", [1, 2]), ("cat", [3]), ("café", [6, 7, 8])]
+    split = [
+        None,
+        "\u2581un",
+        "able",
+        "\u2581cat",
+        None,
+        "ing",
+        "\u2581caf",
+        "<0xC3>",
+        "<0xA9>",
+    ]
+    assert list(words_of_pieces(split)) == [
+        ("unable", [1, 2]),
+        ("cat", [3]),
+        ("café", [6, 7, 8]),
+    ]
     symbols = [None, "un@@", "able", "cat", "run@@", None, "x@@", "y@@", "z", "cut@@"]
     assert list(pieces(symbols[:3])) == [("un@@", [1]), ("able", [2])]
     assert list(words(symbols)) == [("unable", [1, 2]), ("cat", [3]), ("xyz", [6, 7, 8])]
@@ -95,7 +111,14 @@ def test_rows_of_a_decision_find_their_positions():
         sorted(pair) for pair in chosen.tolist()
     ]
     whole = attributed(Routing(everything, probs, probs, probs, 5, scope="sequences"), 6, 4)
-    assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [0, 1, 2, 3, 4, 0]
+    assert whole.shape == (6, 4, 5) and whole.int().argmax(-1)[:, 3].tolist() == [
+        0,
+        1,
+        2,
+        3,
+        4,
+        0,
+    ]
 
 
 def literal_table(sentences, module, dictionary, k=1):
@@ -103,9 +126,9 @@ def literal_table(sentences, module, dictionary, k=1):
     table = {}
     for net_input, decisions in sentences:
         probs = dict(decisions)[module].probs
-        tokens = net_input["prev_output_tokens" if module.startswith("decoder") else "src_tokens"][
-            0
-        ].tolist()
+        tokens = net_input[
+            "prev_output_tokens" if module.startswith("decoder") else "src_tokens"
+        ][0].tolist()
         for position, token in enumerate(tokens):
             if token >= dictionary.nspecial:
                 row = probs[position if len(probs) > 1 else 0]
@@ -165,10 +188,14 @@ def test_a_loop_over_single_sentences_finds_the_same(
     assert sum(share > 0 for share in found["shares"]) > 2
 
 
-@pytest.mark.parametrize("module", ["decoder.layers.0.encoder_attn", "decoder.layers.0.self_attn"])
+@pytest.mark.parametrize(
+    "module", ["decoder.layers.0.encoder_attn", "decoder.layers.0.self_attn"]
+)
 def test_tokens_of_keys_are_those_at_the_keys(save_model, toy_data, tmp_path, analyze, module):
     flags = ("--num-experts", "3", "--experts-per-token", "2")
-    path = save_model(toy_data, tmp_path / "model.pt", *flags, arch="switchhead_transformer_tiny")
+    path = save_model(
+        toy_data, tmp_path / "model.pt", *flags, arch="switchhead_transformer_tiny"
+    )
     more = ("--module", f"{module}.keys", "--min-count", 1, "--top", 99, "--max-tokens", 60)
     found = analyze("expert-tokens", path, toy_data, *more)
     side = "en" if "encoder" in module else "de"
@@ -198,7 +225,17 @@ def test_what_has_no_answer_is_refused(mae, uniform_mae, toy_data, capsys):
         (uniform_mae, [], "encoder.layers.0.self_attn is uniform"),
     ):
         assert (
-            main(["analyze", "expert-tokens", str(model), "--data", str(toy_data), "--cpu", *flags])
+            main(
+                [
+                    "analyze",
+                    "expert-tokens",
+                    str(model),
+                    "--data",
+                    str(toy_data),
+                    "--cpu",
+                    *flags,
+                ]
+            )
             == 2
         )
         assert says in capsys.readouterr().err
@@ -213,7 +250,9 @@ def test_pieces_and_words_of_gpt2(toy_gpt2):
     symbols = [None, *map(str, spelling.encoder.encode(line)), None]
     listed = [text for text, _ in spelling.pieces(symbols)]
     assert listed[:4] == ["t", "he", " cat", " "] and "sa" in listed
-    assert r"\xe2" in listed and r"\x93" in listed  # bytes that are not characters by themselves
+    assert (
+        r"\xe2" in listed and r"\x93" in listed
+    )  # bytes that are not characters by themselves
     found = list(spelling.words(symbols))
     assert [word for word, _ in found] == line.split()
     assert [position for _, positions in found for position in positions] == [

@@ -35,7 +35,9 @@ def test_entropy_and_shares_of_known_gates():
     of_rows = [math.log(2), 0.0, -0.25 * math.log(0.25) - 0.75 * math.log(0.75)]
     of_rows.append(-0.4 * math.log(0.2) - 0.6 * math.log(0.6))
     found = summary(use, learned=True)
-    assert found["instances"] == 4 and found["entropy"] == pytest.approx(sum(of_rows) / 4, rel=1e-6)
+    assert found["instances"] == 4 and found["entropy"] == pytest.approx(
+        sum(of_rows) / 4, rel=1e-6
+    )
     assert found["shares"] == [0.5, 0.0, 0.5] and summary(use, learned=False)["shares"] is None
 
 
@@ -74,7 +76,9 @@ def test_batches_with_padding_count_as_a_loop_over_single_sentences(
     check_against_the_loop(rows, literal_counts(each_sentence(mae, toy_data)))
     lines = (toy_data.parent / "valid.en").read_text().splitlines()
     assert [row["instances"] for row in rows[:2]] == [len(lines)] * 2
-    assert {row["instances"] for row in rows[2:]} == {sum(len(line.split()) + 1 for line in lines)}
+    assert {row["instances"] for row in rows[2:]} == {
+        sum(len(line.split()) + 1 for line in lines)
+    }
     assert [row["instance"] for row in rows] == ["sequence"] * 2 + ["position"] * 4
 
 
@@ -152,12 +156,17 @@ def test_means_are_over_the_modules_of_a_kind():
         "decoder.layers.0.encoder_attn",
     ]
     rows = [
-        {"name": n, "entropy": e, "uniform_entropy": 2.0} for n, e in zip(names, (1.0, 2.0, 0.5))
+        {"name": n, "entropy": e, "uniform_entropy": 2.0}
+        for n, e in zip(names, (1.0, 2.0, 0.5))
     ]
     means = mean_entropies(rows)
     assert list(means) == ["encoder self-attention", "decoder cross-attention", "all"]
     assert means["encoder self-attention"]["entropy"] == 1.5
-    assert means["all"] == {"entropy": pytest.approx(3.5 / 3), "uniform_entropy": 2.0, "modules": 3}
+    assert means["all"] == {
+        "entropy": pytest.approx(3.5 / 3),
+        "uniform_entropy": 2.0,
+        "modules": 3,
+    }
 
 
 def test_command_writes_picture_and_numbers(mae, toy_data, make_run, analyze, tmp_path, capsys):
@@ -177,7 +186,12 @@ def test_a_model_without_such_gates_is_told_so(toy_checkpoint, toy_data, tmp_pat
 def row(name, entropy, counts=None):
     size = len(counts or [0] * 4)
     shares = counts and [count / sum(counts) for count in counts]
-    return {"name": name, "entropy": entropy, "uniform_entropy": math.log(size), "shares": shares}
+    return {
+        "name": name,
+        "entropy": entropy,
+        "uniform_entropy": math.log(size),
+        "shares": shares,
+    }
 
 
 def test_entropies_per_layer_and_one_map_per_kind():
@@ -190,9 +204,9 @@ def test_entropies_per_layer_and_one_map_per_kind():
     assert entropies.get_lines()[2].get_ydata()[0] == pytest.approx(1.386, abs=1e-3)
     assert encoder.get_images()[0].get_array().tolist() == [[0.25, 0.75, 0, 0], [0.25] * 4]
     assert decoder.get_title() == "decoder self-attention"
-    assert {image.get_clim() for panel in (encoder, decoder) for image in panel.get_images()} == {
-        (0.0, 1.0)
-    }
+    assert {
+        image.get_clim() for panel in (encoder, decoder) for image in panel.get_images()
+    } == {(0.0, 1.0)}
     assert [text.get_text() for text in encoder.texts[:3]] == ["25", "75", "0"]
 
 

@@ -11,7 +11,11 @@ from matplotlib.image import imread
 from shared_fixtures import USER_DIR
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.analysis.induction_heads import HeadScore, draw_scores, measure_heads
+from moa_fairseq.experiments.analysis.induction_heads import (
+    HeadScore,
+    draw_scores,
+    measure_heads,
+)
 
 SIZES = (
     "--decoder-layers",
@@ -44,7 +48,9 @@ AFTER = range(2, 6)
 def build(data, arch, *flags):
     torch.manual_seed(5)
     words = [data, "--task", "language_modeling", "--arch", arch, "--cpu", *SIZES, *flags]
-    args = options.parse_args_and_arch(options.get_training_parser(), [str(word) for word in words])
+    args = options.parse_args_and_arch(
+        options.get_training_parser(), [str(word) for word in words]
+    )
     cfg = convert_namespace_to_omegaconf(args)
     return tasks.setup_task(cfg.task).build_model(cfg.model).double().eval()
 
@@ -90,7 +96,9 @@ def test_switchheads_scores_are_those_of_its_equations(text_data):
 
     def gates(router):
         scores = torch.sigmoid(x @ router.projection.weight.t()).unflatten(-1, (2, 5))
-        return torch.zeros_like(scores).scatter(-1, (top := scores.topk(2, -1)).indices, top.values)
+        return torch.zeros_like(scores).scatter(
+            -1, (top := scores.topk(2, -1)).indices, top.values
+        )
 
     source = gates(module.source_router)
     destination = gates(module.router)
@@ -107,15 +115,22 @@ def test_switchheads_scores_are_those_of_its_equations(text_data):
             values = source[..., number, expert, None] * (x @ into[number, expert].t())
             parts.append(
                 torch.einsum(
-                    "bte,btd,edc->btc", destination[:, :, number], attention @ values, out[number]
+                    "bte,btd,edc->btc",
+                    destination[:, :, number],
+                    attention @ values,
+                    out[number],
                 )
             )
-            wrote = [place for place in PLACES if source[place[0], place[2], number, expert] > 0]
+            wrote = [
+                place for place in PLACES if source[place[0], place[2], number, expert] > 0
+            ]
             part = head.experts[expert]
             assert part.chosen == pytest.approx(len(wrote) / len(PLACES))
             if wrote:
                 expected = [attention[row, at, after] for row, at, after in wrote]
-                assert part.prefix == pytest.approx(torch.stack(expected).mean().item(), rel=1e-5)
+                assert part.prefix == pytest.approx(
+                    torch.stack(expected).mean().item(), rel=1e-5
+                )
                 assert part.copying == pytest.approx(copied(model, parts[-1], wrote), rel=1e-5)
         assert head.copying == pytest.approx(copied(model, sum(parts), PLACES), rel=1e-5)
 
@@ -128,7 +143,9 @@ def test_moas_scores_are_those_of_each_expert_where_it_was_chosen(text_data):
     routing = module.router(x.flatten(0, 1))
     experts, gates = (each.view(2, -1, 4) for each in (routing.expert_ids, routing.gates))
     values = x @ module.v_proj.weight.t()
-    assert [head.label for head in heads[:10]] == [f"expert {number + 1}" for number in range(10)]
+    assert [head.label for head in heads[:10]] == [
+        f"expert {number + 1}" for number in range(10)
+    ]
     for expert, head in enumerate(heads[:10]):
         chosen = [place for place in PLACES if expert in experts[place[0], place[1]]]
         assert head.chosen == pytest.approx(len(chosen) / len(PLACES))
@@ -168,7 +185,10 @@ FOUR_HEADS = ("--decoder-attention-heads", 4)
 def test_heads_of_other_families_are_near_chance_before_training(text_data, arch, flags):
     heads, predicted = measure_heads(build(text_data, arch, *flags), TWICE, torch.device("cpu"))
     assert max(head.prefix for head in heads) < 0.4 and predicted < 0.5
-    if arch in ("gqe_lm_base", "namoh_lm_base"):  # their heads' results do not stand side by side
+    if arch in (
+        "gqe_lm_base",
+        "namoh_lm_base",
+    ):  # their heads' results do not stand side by side
         assert all(head.copying is None for head in heads)
     else:
         assert all(0 <= head.copying < 0.7 for head in heads)
@@ -199,7 +219,16 @@ def test_the_longest_sequences_fill_the_block_and_the_seed_draws_them(
     path = save_model(text_data, tmp_path / "lm.pt", "--tokens-per-sample", 21, **model)
     found = []
     for seed in (1, 2):
-        command = ["analyze", "induction-heads", path, "--data", text_data, "--cpu", "--length", 10]
+        command = [
+            "analyze",
+            "induction-heads",
+            path,
+            "--data",
+            text_data,
+            "--cpu",
+            "--length",
+            10,
+        ]
         command += ["--sequences", 2, "--seed", seed, "--output", tmp_path / "a.png"]
         assert main([*map(str, command), "--json", str(tmp_path / "a.json")]) == 0
         found.append(json.loads((tmp_path / "a.json").read_text()))
@@ -227,7 +256,9 @@ def repeated(folder, preprocess):
     words = [f"w{number}" for number in range(40)]
     for split, count in (("train", 20000), ("valid", 200)):
         rows = [generator.sample(words, generator.randint(8, 25)) for _ in range(count)]
-        (folder / f"{split}.txt").write_text("".join(" ".join([*row, *row]) + "\n" for row in rows))
+        (folder / f"{split}.txt").write_text(
+            "".join(" ".join([*row, *row]) + "\n" for row in rows)
+        )
     texts = {f"{split}pref": str(folder / f"{split}.txt") for split in ("train", "valid")}
     preprocess({"only-source": True, "destdir": str(folder / "bin"), **texts})
     return folder / "bin"

@@ -13,7 +13,9 @@ from moa_fairseq.experiments.analysis.learning_curve import (
 
 
 def inner(updates, ppl, wall):
-    return json.dumps({"epoch": 1, "ppl": str(ppl), "num_updates": str(updates), "wall": str(wall)})
+    return json.dumps(
+        {"epoch": 1, "ppl": str(ppl), "num_updates": str(updates), "wall": str(wall)}
+    )
 
 
 def valid(updates, ppl):

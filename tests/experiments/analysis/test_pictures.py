@@ -26,7 +26,12 @@ ROOT = Path(__file__).resolve().parents[3]
 
 def load(name, counts, gates=None):
     shares = [[value / sum(values) for value in values] for values in (counts, gates or counts)]
-    return {"name": name, "num_experts": len(counts), "load": shares[0], "gate_share": shares[1]}
+    return {
+        "name": name,
+        "num_experts": len(counts),
+        "load": shares[0],
+        "gate_share": shares[1],
+    }
 
 
 def visible(figure):
@@ -36,7 +41,9 @@ def visible(figure):
 def test_experts_stand_in_the_order_of_their_load():
     figure = draw_expert_load([load("encoder.layers.0.self_attn", [1, 6, 3, 0], [2, 6, 2, 0])])
     (panel,) = visible(figure)
-    assert [patch.get_height() for patch in panel.patches] == pytest.approx([0.6, 0.3, 0.1, 0.0])
+    assert [patch.get_height() for patch in panel.patches] == pytest.approx(
+        [0.6, 0.3, 0.1, 0.0]
+    )
     dots, even = panel.get_lines()
     assert list(dots.get_ydata()) == pytest.approx([0.6, 0.2, 0.2, 0.0])
     assert even.get_ydata()[0] == pytest.approx(1 / 4)
@@ -50,7 +57,11 @@ def test_one_row_of_panels_per_kind_of_attention():
     figure = draw_expert_load([load(name, [1, 2]) for name in names], "title")
     assert len(figure.axes) == 9 and len(visible(figure)) == 7
     labels = [panel.get_ylabel().replace("\n", " ") for panel in figure.axes[::3]]
-    assert labels == ["encoder self-attention", "decoder self-attention", "decoder cross-attention"]
+    assert labels == [
+        "encoder self-attention",
+        "decoder self-attention",
+        "decoder cross-attention",
+    ]
 
 
 def test_curves_against_updates_and_minutes():
@@ -141,7 +152,9 @@ def test_names_stand_clear_of_intervals():
 
 def test_settings_in_the_working_directory_start_no_latex(tmp_path):
     (tmp_path / "matplotlibrc").write_text("text.usetex: True\n")
-    program = f"from {plots.__name__} import matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    program = (
+        f"from {plots.__name__} import matplotlib; print(matplotlib.rcParams['text.usetex'])"
+    )
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "PYTHONSAFEPATH": "1"}
     command = [sys.executable, "-c", program]
     said = subprocess.run(

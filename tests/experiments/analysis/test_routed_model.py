@@ -14,7 +14,9 @@ def run_folder(tmp_path):
     (tmp_path / "checkpoints").mkdir()
     (tmp_path / "checkpoints" / "checkpoint_best.pt").touch()
     (tmp_path / "binarised").mkdir()
-    write_step_record(tmp_path, "prepare", inputs={}, facts={"folder": str(tmp_path / "binarised")})
+    write_step_record(
+        tmp_path, "prepare", inputs={}, facts={"folder": str(tmp_path / "binarised")}
+    )
     return tmp_path
 
 

@@ -53,11 +53,18 @@ def test_the_documented_loop_generates_with_one_expert(fairseq, mae, toy_data, t
         (model,), _, task = checkpoint_utils.load_model_ensemble_and_task(
             [str(mae)], arg_overrides={"mae_evaluate_with": how}
         )
-        rows = dict(line.split("\t", 1) for line in log.splitlines() if line[:2] in ("S-", "H-"))
+        rows = dict(
+            line.split("\t", 1) for line in log.splitlines() if line[:2] in ("S-", "H-")
+        )
         scores[how] = []
         for number in range(20):
             score, hypothesis = rows[f"H-{number}"].split("\t")
             scores[how].append(float(score))
             expected = forced_score(model.eval(), task, rows[f"S-{number}"], hypothesis)
             assert float(score) == pytest.approx(expected, abs=2e-4)
-    assert scores["mixture"] != scores["top-expert"] != scores["random-expert"] != scores["mixture"]
+    assert (
+        scores["mixture"]
+        != scores["top-expert"]
+        != scores["random-expert"]
+        != scores["mixture"]
+    )

@@ -23,7 +23,9 @@ def dense(once, fairseq, toy_data, toy_wiki_data, train_masked_lm):
         if job == "translation":
             fairseq.train(toy_data, folder, "--max-epoch", 3, *SMALL, arch="transformer")
         elif job == "masked LM":
-            train_masked_lm(folder, "--max-epoch", 2, arch="roberta_tiny", criterion="masked_lm")
+            train_masked_lm(
+                folder, "--max-epoch", 2, arch="roberta_tiny", criterion="masked_lm"
+            )
         else:
             fairseq(
                 *(
@@ -34,7 +36,14 @@ def dense(once, fairseq, toy_data, toy_wiki_data, train_masked_lm):
                     "--arch",
                     "transformer_lm",
                 ),
-                *("--decoder-layers", 2, "--decoder-embed-dim", 16, "--decoder-ffn-embed-dim", 24),
+                *(
+                    "--decoder-layers",
+                    2,
+                    "--decoder-embed-dim",
+                    16,
+                    "--decoder-ffn-embed-dim",
+                    24,
+                ),
                 *(
                     "--decoder-attention-heads",
                     4,
@@ -50,7 +59,10 @@ def dense(once, fairseq, toy_data, toy_wiki_data, train_masked_lm):
 
     def dense(job):
         folder = once(f"dense {job}", lambda folder: train(job, folder))
-        return folder / "checkpoint_last.pt", toy_data if job == "translation" else toy_wiki_data
+        return (
+            folder / "checkpoint_last.pt",
+            toy_data if job == "translation" else toy_wiki_data,
+        )
 
     return dense
 

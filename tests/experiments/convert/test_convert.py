@@ -160,11 +160,15 @@ def test_no_way_back_is_refused_with_the_reason(flags, reason, dense, convert, t
     if "rope" in reason:
         state["cfg"]["model"].positions = "rope"
     save_checkpoint(state, tmp_path / "there.pt")
-    assert reason in convert(tmp_path / "there.pt", tmp_path / "out.pt", "--to", "dense", status=2)
+    assert reason in convert(
+        tmp_path / "there.pt", tmp_path / "out.pt", "--to", "dense", status=2
+    )
     assert not (tmp_path / "out.pt").exists()
 
 
-def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(fairseq, toy_data, convert, tmp_path):
+def test_a_trained_uni_mae_becomes_dense_for_stock_fairseq(
+    fairseq, toy_data, convert, tmp_path
+):
     small = (
         "--encoder-embed-dim",
         16,
@@ -224,7 +228,14 @@ def test_what_dense_models_lack_other_mixtures_take_over(
 def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     checkpoint, data = dense("translation")
     convert(checkpoint, tmp_path / "moh.pt", "--to", "moh")
-    sizes = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--encoder-ffn-embed-dim", 24)
+    sizes = (
+        "--encoder-embed-dim",
+        16,
+        "--decoder-embed-dim",
+        16,
+        "--encoder-ffn-embed-dim",
+        24,
+    )
     log = fairseq.train(
         data,
         tmp_path / "on",
@@ -241,7 +252,10 @@ def test_training_goes_on_and_translates(dense, convert, fairseq, tmp_path):
     ).stdout
     assert '"train_balance_loss"' in log
     path = tmp_path / "on" / "checkpoint_last.pt"
-    user_dir = ("--user-dir", os.path.join(os.path.dirname(__file__), *[".."] * 3, "moa_fairseq"))
+    user_dir = (
+        "--user-dir",
+        os.path.join(os.path.dirname(__file__), *[".."] * 3, "moa_fairseq"),
+    )
     out = fairseq("generate", data, "--path", path, "--cpu", "--beam", 3, *user_dir).stdout
     assert len([line for line in out.splitlines() if line.startswith("H-")]) == 12
 
@@ -251,7 +265,8 @@ def test_tied_weights_stay_tied_and_no_optimizer_is_kept(dense, convert, tmp_pat
     convert(checkpoint, tmp_path / "out.pt", "--to", "mae")
     state = load_checkpoint(tmp_path / "out.pt")
     shared = {
-        state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")
+        state["model"][f"{side}.embed_tokens.weight"].data_ptr()
+        for side in ("encoder", "decoder")
     }
     assert shared == {state["model"]["decoder.output_projection.weight"].data_ptr()}
     assert state["last_optimizer_state"] is None
@@ -355,7 +370,9 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, "--attention-head-dim", 6)
     fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
     source = tmp_path / "checkpoint_last.pt"
-    assert "--attention-head-dim" in convert(source, tmp_path / "mae.pt", "--to", "mae", status=2)
+    assert "--attention-head-dim" in convert(
+        source, tmp_path / "mae.pt", "--to", "mae", status=2
+    )
     assert not (tmp_path / "mae.pt").exists()
 
 
@@ -368,7 +385,9 @@ def test_heads_of_a_width_of_their_own_are_refused(fairseq, toy_data, tmp_path, 
         ("--head-gate", "head"),
     ],
 )
-def test_the_plugins_dense_models_become_mixtures(control, fairseq, toy_data, tmp_path, convert):
+def test_the_plugins_dense_models_become_mixtures(
+    control, fairseq, toy_data, tmp_path, convert
+):
     flags = ("--encoder-embed-dim", 16, "--decoder-embed-dim", 16, *control)
     fairseq.train(toy_data, tmp_path, "--max-update", 1, *flags, arch="dense_transformer_tiny")
     mixture = tmp_path / "mae.pt"
@@ -395,7 +414,9 @@ def test_so_many_batches_are_measured_and_no_more(most, dense, convert, tmp_path
     monkeypatch.setattr(check, "CrossEntropyCriterion", Counted)
     few = ("--data", data, "--max-tokens", 40, "--max-batches", most)
     printed = convert(checkpoint, tmp_path / "out.pt", "--to", "moh", *few)
-    losses = [float(number) for number in re.search(r"([\d.]+) → ([\d.]+) bits", printed).groups()]
+    losses = [
+        float(number) for number in re.search(r"([\d.]+) → ([\d.]+) bits", printed).groups()
+    ]
     # both have as many tokens: the loss of all is the mean of theirs
     assert sum(losses) / 2 == pytest.approx(float(sums[0] / sums[1]) / math.log(2), abs=1e-3)
     assert len(seen) == 2 * most and seen[::2] == seen[1::2]  # both models, the same batches

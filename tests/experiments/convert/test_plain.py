@@ -34,7 +34,13 @@ NARROW = ("--decoder-embed-dim", 64, "--decoder-output-dim", 64)
         ),
         ("dense_transformer_tiny", *TWO, "--key-heads", 2, "--attention-output-scale", 0.5),
         ("dense_transformer_tiny", *TWO, "--initialization", "admin", "--no-cross-attention"),
-        ("dense_transformer_lm_base", "--decoder-layers", 2, "--gated-feed-forward", "--rms-norm"),
+        (
+            "dense_transformer_lm_base",
+            "--decoder-layers",
+            2,
+            "--gated-feed-forward",
+            "--rms-norm",
+        ),
         ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS),
         ("dense_transformer_lm_base", "--decoder-layers", 2, *BANDS, *INPUT),
         (

@@ -56,7 +56,10 @@ def test_a_converted_file_says_what_made_it_and_of_what(convert, tmp_path, monke
     source = untrained(tmp_path / "in.pt", 4, 4)
     convert(source, tmp_path / "out.pt", "--to", "mae")
     made_by = load_checkpoint(tmp_path / "out.pt")["made_by"]
-    assert (made_by["commit"], made_by["converted_from"]) == ("abc", ["in.pt", checksum(source)])
+    assert (made_by["commit"], made_by["converted_from"]) == (
+        "abc",
+        ["in.pt", checksum(source)],
+    )
 
 
 def test_an_existing_file_needs_force(convert, tmp_path):
@@ -67,8 +70,13 @@ def test_an_existing_file_needs_force(convert, tmp_path):
     assert out.read_text() == "of another run"
     convert(source, out, "--to", "mae", "--force")
     assert load_checkpoint(out)["cfg"]["model"].arch == "mae_transformer_base"
-    for odd, kind in ((tmp_path, "a folder"), ("/dev/null", "a device")):  # before IN is even read
-        assert f"OUT {odd} is {kind}" in convert("none.pt", odd, "--to", "mae", "--force", status=2)
+    for odd, kind in (
+        (tmp_path, "a folder"),
+        ("/dev/null", "a device"),
+    ):  # before IN is even read
+        assert f"OUT {odd} is {kind}" in convert(
+            "none.pt", odd, "--to", "mae", "--force", status=2
+        )
 
 
 @pytest.mark.parametrize(

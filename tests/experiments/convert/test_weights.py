@@ -35,10 +35,13 @@ def test_symbols_of_adaptive_inputs_are_those_of_all_bands():
         for band, rows in enumerate((5, 7, 9))
     }
     weights = {name: torch.zeros(rows, 4) for name, rows in bands.items()}
-    weights["decoder.embed_tokens.embeddings.1.1.weight"] = torch.zeros(8, 4)  # a band's projection
+    weights["decoder.embed_tokens.embeddings.1.1.weight"] = torch.zeros(
+        8, 4
+    )  # a band's projection
     assert _symbols(weights, ("encoder.", "decoder.")) == 5 + 7 + 9
     assert (
-        _symbols({"decoder.embed_tokens.weight": torch.zeros(6, 4), **weights}, ("decoder.",)) == 6
+        _symbols({"decoder.embed_tokens.weight": torch.zeros(6, 4), **weights}, ("decoder.",))
+        == 6
     )
 
 
@@ -66,10 +69,14 @@ def test_heads_of_other_widths_or_fewer_keys_are_refused_by_their_flag(part, fla
         fill(model, dense)
 
 
-@pytest.mark.parametrize("chosen, reason", [((1, 2), "3 of 4"), ((2, 1), "3 of 4"), ((2, 2), None)])
+@pytest.mark.parametrize(
+    "chosen, reason", [((1, 2), "3 of 4"), ((2, 1), "3 of 4"), ((2, 2), None)]
+)
 def test_any_layer_that_leaves_heads_out_computes_another_function(chosen, reason):
     sizes = [dict(num_heads=4, moh_shared_heads=2, experts_per_token=count) for count in chosen]
-    model = torch.nn.ModuleList([MixtureOfHeads(8, self_attention=True, **size) for size in sizes])
+    model = torch.nn.ModuleList(
+        [MixtureOfHeads(8, self_attention=True, **size) for size in sizes]
+    )
     for name, attention in model.named_children():
         attention.name = name
     dense = {name: value for name, value in model.state_dict().items() if "router" not in name}

@@ -36,7 +36,9 @@ def make_wheel(tmp_path):
             for member, content in members.items():
                 archive.writestr(member, content)
         data = path.read_bytes()
-        return Package(name, "1.0", path.name, hashlib.sha256(data).hexdigest(), len(data)), path
+        return Package(
+            name, "1.0", path.name, hashlib.sha256(data).hexdigest(), len(data)
+        ), path
 
     return make
 

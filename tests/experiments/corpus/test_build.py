@@ -9,7 +9,12 @@ from moa_fairseq.experiments.corpus.build import build as build_corpus
 from moa_fairseq.experiments.data.download import Unavailable
 
 NOUNS = {"file": "Datei", "page": "Seite", "group": "Gruppe", "list": "Liste", "door": "Tür"}
-VERBS = {"saved": "gespeichert", "deleted": "gelöscht", "opened": "geöffnet", "found": "gefunden"}
+VERBS = {
+    "saved": "gespeichert",
+    "deleted": "gelöscht",
+    "opened": "geöffnet",
+    "found": "gefunden",
+}
 FRAMES = [
     ("The {} was not {}.", "Die {} wurde nicht {}."),
     ("The {} has been {}.", "Die {} wurde {}."),
@@ -28,7 +33,9 @@ def entries(frames):
 
 @pytest.fixture
 def packages(make_wheel, catalogue):
-    first, _ = make_wheel("first", {"a/locale/de/LC_MESSAGES/a.po": catalogue(entries(FRAMES[:2]))})
+    first, _ = make_wheel(
+        "first", {"a/locale/de/LC_MESSAGES/a.po": catalogue(entries(FRAMES[:2]))}
+    )
     second, _ = make_wheel(
         "second",
         {"b/locale/de/LC_MESSAGES/b.mo": catalogue(entries(FRAMES[1:]), compiled=True)},
@@ -54,7 +61,9 @@ def build(tmp_path, output):
 
 def snapshot(folder):
     return {
-        path.relative_to(folder): path.read_bytes() for path in folder.rglob("*") if path.is_file()
+        path.relative_to(folder): path.read_bytes()
+        for path in folder.rglob("*")
+        if path.is_file()
     }
 
 
@@ -96,7 +105,9 @@ def test_a_second_run_reads_no_wheel_and_writes_nothing(
     build(packages, output=tmp_path / "again")
     assert snapshot(tmp_path / "again") == before
     monkeypatch.setattr(build_module, "obtain", lambda *_: pytest.fail("a wheel was asked for"))
-    monkeypatch.setattr(build_module, "write_json", lambda *_: pytest.fail("a file was written"))
+    monkeypatch.setattr(
+        build_module, "write_json", lambda *_: pytest.fail("a file was written")
+    )
     assert build(packages)["built"] is False
     assert snapshot(output) == before
 

@@ -34,7 +34,9 @@ def test_plural_entry_gives_both_numbers(messages, catalogue, compiled):
         msgid_plural="Some users were deleted",
         msgstr_plural={0: "Ein Benutzer wurde gelöscht", 1: "Einige Benutzer wurden gelöscht"},
     )
-    assert messages({DE[:-3] + (".mo" if compiled else ".po"): catalogue([entry], compiled)}) == [
+    assert messages(
+        {DE[:-3] + (".mo" if compiled else ".po"): catalogue([entry], compiled)}
+    ) == [
         ("One user was deleted", "Ein Benutzer wurde gelöscht"),
         ("Some users were deleted", "Einige Benutzer wurden gelöscht"),
     ]
@@ -43,7 +45,9 @@ def test_plural_entry_gives_both_numbers(messages, catalogue, compiled):
 def test_key_msgid_takes_its_english_from_the_default_comment(messages, catalogue):
     comment = 'Default: "The title of\nthe \\"item\\""'
     entry = polib.POEntry(msgid="help_title", msgstr="Titel des Inhalts", comment=comment)
-    assert messages({DE: catalogue([entry])}) == [('The title of the "item"', "Titel des Inhalts")]
+    assert messages({DE: catalogue([entry])}) == [
+        ('The title of the "item"', "Titel des Inhalts")
+    ]
 
 
 def test_po_hides_its_mo_and_only_standard_german_is_read(make_wheel):

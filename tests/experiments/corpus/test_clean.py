@@ -42,7 +42,10 @@ def test_a_plain_pair_passes_unchanged():
         ("Wait for 10 minutes", "Warten Sie 15 Minuten"),
         ("Page 2 of 2 is shown to the user", "Dem Benutzer wird die Seite 2 gezeigt"),
         ("Simple OpenStack Dashboard", "Simple OpenStack Dashboard"),
-        ("The file was saved on this disk", "The file has been saved on a disk"),  # untranslated
+        (
+            "The file was saved on this disk",
+            "The file has been saved on a disk",
+        ),  # untranslated
         ("Die Datei ist nicht gespeichert", "Die Datei wurde nicht gesichert"),  # German source
         ("Сохранить этот файл", "Diese Datei speichern"),
         ("Fula (Latin) (Guinea)", "Fulfulde (Lateinisch) (Guinea)"),  # a list of names
@@ -126,7 +129,8 @@ def test_matching_key_ignores_case_punctuation_and_spacing():
 def test_a_name_with_an_underscore_is_no_shortcut():
     """Both sides have it: the pair is dropped with its name, and no letter of it is lost."""
     assert (
-        list(clean_message("Edit the file my_name now", "Jetzt die Datei my_name bearbeiten")) == []
+        list(clean_message("Edit the file my_name now", "Jetzt die Datei my_name bearbeiten"))
+        == []
     )
     pair = ("Edit the file now", "Jetzt die Datei bearbeiten")
     assert list(clean_message("Edit _the file now", "Jetzt die _Datei bearbeiten")) == [pair]
@@ -134,9 +138,14 @@ def test_a_name_with_an_underscore_is_no_shortcut():
 
 def test_english_in_the_place_of_german_is_dropped_whatever_its_words():
     assert (
-        list(clean_message("The file was saved on a disk", "It is not possible to open that")) == []
+        list(clean_message("The file was saved on a disk", "It is not possible to open that"))
+        == []
     )
     assert (
-        list(clean_message("Es ist nicht der erste Ordner", "Die Datei wurde auf Platte gesichert"))
+        list(
+            clean_message(
+                "Es ist nicht der erste Ordner", "Die Datei wurde auf Platte gesichert"
+            )
+        )
         == []
     )

@@ -33,7 +33,9 @@ def test_json_is_all_there_is_on_stdout(arguments, capsys):
     summary = json.loads(capsys.readouterr().out)
     assert summary["pairs"] == {"demo": 22}
     assert sum(split["pairs"] for split in summary["splits"].values()) == 22
-    assert summary["splits"]["train"]["english_words"] == 7 * summary["splits"]["train"]["pairs"]
+    assert (
+        summary["splits"]["train"]["english_words"] == 7 * summary["splits"]["train"]["pairs"]
+    )
     assert summary["missing"] == []
 
 

@@ -36,7 +36,9 @@ def test_no_sentence_is_in_two_splits(seed):
             name: {matching_key(getattr(pair, side)) for pair in members}
             for name, members in splits.items()
         }
-        assert all(keys.values()) and len(set.union(*keys.values())) == sum(map(len, keys.values()))
+        assert all(keys.values()) and len(set.union(*keys.values())) == sum(
+            map(len, keys.values())
+        )
 
 
 def test_order_of_input_does_not_matter_and_sizes_are_bounded():

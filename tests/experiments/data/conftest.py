@@ -17,14 +17,12 @@ from moa_fairseq.experiments.data.catalogue import TRANSLATION, datasets
 from moa_fairseq.experiments.data.prepare import Preparation
 
 _TABLE = pickle.dumps(catalogue._table())
-_ENGLISH = (
-    "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
-)
-_GERMAN = (
-    "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
-)
+_ENGLISH = "the a dog house street evening runs sees “quick” old-fashioned it's well, (green) Mr. 3.5 %"
+_GERMAN = "der ein Hund Haus Straße Abend läuft sieht „schnell“ alt-modisch z.B. gut, (grün) Dr. 3,5 %"
 _FRENCH = "le un chien maison rue soir court voit « vite » vieux-jeu l'an bien, (vert) M. 3,5 %"
-WORDS = {lang: row.split() for lang, row in (("en", _ENGLISH), ("de", _GERMAN), ("fr", _FRENCH))}
+WORDS = {
+    lang: row.split() for lang, row in (("en", _ENGLISH), ("de", _GERMAN), ("fr", _FRENCH))
+}
 
 
 def sentences(count, language, seed=1):
@@ -71,13 +69,20 @@ def pair(pattern, count, languages, seed=1):
 def wmt(folder, languages, *archives):
     """Training archives (name, members, pairs, seed), and the test sets of both pairs."""
     for name, pattern, count, seed in archives:
-        write_tar(folder / f"training-parallel-{name}.tgz", pair(pattern, count, languages, seed))
+        write_tar(
+            folder / f"training-parallel-{name}.tgz", pair(pattern, count, languages, seed)
+        )
     members = {}
     for pair_name, both in (("deen", ("de", "en")), ("fren", ("fr", "en"))):
         for lang in both:
-            lines = [*sentences(4, lang, 5), "It’s “here”." if lang == "en" else "C’est « ici »."]
+            lines = [
+                *sentences(4, lang, 5),
+                "It’s “here”." if lang == "en" else "C’est « ici ».",
+            ]
             for side in ("src", "ref"):
-                members[f"test-full/newstest2014-{pair_name}-{side}.{lang}.sgm"] = sgm(lines, lang)
+                members[f"test-full/newstest2014-{pair_name}-{side}.{lang}.sgm"] = sgm(
+                    lines, lang
+                )
     write_tar(folder / "test-full.tgz", members)
 
 
@@ -95,7 +100,8 @@ def wmt_de(folder):
         "ref.de": sgm(sentences(5, "de", 4), "de", "refset"),
     }
     write_tar(
-        folder / "dev.tgz", {f"dev/newstest2013-{side}.sgm": text for side, text in sides.items()}
+        folder / "dev.tgz",
+        {f"dev/newstest2013-{side}.sgm": text for side, text in sides.items()},
     )
 
 
@@ -114,7 +120,11 @@ def wmt_fr(folder):
 
 def vaswani(folder):
     members = {"vocab.bpe.32000": "the\n", "bpe.32000": "#version: 0.2\n"}
-    for name, count in (("train.tok.clean", 40), ("newstest2013.tok", 4), ("newstest2014.tok", 5)):
+    for name, count in (
+        ("train.tok.clean", 40),
+        ("newstest2013.tok", 4),
+        ("newstest2014.tok", 5),
+    ):
         lines = {
             lang: [line.replace("e", "e@@ ") for line in sentences(count, lang, count)]
             for lang in ("en", "de")
@@ -290,7 +300,9 @@ def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
         language_model_steps, "obtain_gpt2_files", lambda folders, offline: toy_gpt2
     )
 
-    def run(name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings):
+    def run(
+        name, at_hand, out="out", subsets=("train", "valid", "test"), workers=1, **settings
+    ):
         said.clear()
         row = datasets()[name]
         values = {"recipe": name, "flags": {}}
@@ -302,7 +314,9 @@ def prepare(tables, preprocess, toy_gpt2, tmp_path, said, monkeypatch):
                 languages, bpe=bpe, joined_dictionary=joined, lowercase=False, tokenize=False
             )
         folders = (at_hand, tmp_path / out, preprocess, tmp_path / out / "downloads")
-        job = Preparation({**values, **settings}, subsets, *folders, offline=True, workers=workers)
+        job = Preparation(
+            {**values, **settings}, subsets, *folders, offline=True, workers=workers
+        )
         return job.run(), tmp_path / out
 
     return run
@@ -315,7 +329,9 @@ def own_text(tmp_path):
     folder.mkdir()
     for split, count in (("train", 30), ("valid", 5), ("test", 4)):
         for language in ("en", "de"):
-            (folder / f"{split}.{language}").write_text(text(sentences(count, language)), "utf-8")
+            (folder / f"{split}.{language}").write_text(
+                text(sentences(count, language)), "utf-8"
+            )
     return folder
 
 
@@ -331,6 +347,7 @@ def tree(folder):
         str(path.relative_to(folder)): hashlib.sha256(path.read_bytes()).hexdigest()
         for path in sorted(folder.rglob("*"))
         if path.is_file()
-        and path.name not in (".lock", "files.json", "checked.json", "state.json", "commands.sh")
+        and path.name
+        not in (".lock", "files.json", "checked.json", "state.json", "commands.sh")
         and path.suffix != ".log"
     }

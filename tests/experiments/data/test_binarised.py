@@ -103,7 +103,9 @@ def test_flags_and_further_subsets_reach_fairseq_preprocess(own_text, tmp_path):
         "joined_dictionary": True,
     }
     settings["flags"] = {"nwordssrc": 100}
-    job = Preparation(settings, ["train", "valid", "test"], own_text, tmp_path / "out", workers=2)
+    job = Preparation(
+        settings, ["train", "valid", "test"], own_text, tmp_path / "out", workers=2
+    )
     (command,) = (step.command for step in job.steps() if step.command)
     words = dict(itertools.pairwise(command))
     text = tmp_path / "out" / "tokens"

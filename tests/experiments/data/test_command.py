@@ -20,7 +20,9 @@ README = (ROOT / "data-prep" / "README.md").read_text("utf-8")
 SCRIPTS = sorted(
     path for path in (ROOT / "data-prep").glob("*.sh") if not path.name.startswith("_")
 )
-SCRIPT = re.compile(r"bash data-prep/(\w+)\.sh((?: \[[^\]]*\]| --?[\w-]+(?: [\w/~.]+)?| [A-Z]+)*)")
+SCRIPT = re.compile(
+    r"bash data-prep/(\w+)\.sh((?: \[[^\]]*\]| --?[\w-]+(?: [\w/~.]+)?| [A-Z]+)*)"
+)
 HELP = re.compile(r"^  moa-fairseq prepare (.*?)(?:  +#.*)?$", re.MULTILINE)
 
 
@@ -46,7 +48,8 @@ def test_summary_and_second_run(prepare, miniature, tmp_path):
     status, said, _ = prepare(*words)
     assert status == 0 and "train: 60 pairs" in said and re.search(r"train +60  29,000!", said)
     assert (
-        "$ fairseq-preprocess --source-lang en --target-lang fr" in said and ".partial" not in said
+        "$ fairseq-preprocess --source-lang en --target-lang fr" in said
+        and ".partial" not in said
     )
     assert f"{tmp_path / 'out'}/manifest.json" in said
     status, said, _ = prepare(*words)
@@ -83,10 +86,23 @@ def test_running_text_in_gpt2s_encoding(prepare, miniature, toy_wiki, tmp_path):
 
 
 def test_raw_pairs_of_ones_own(prepare, own_text, tmp_path):
-    words = ["parallel", "out", "--from", own_text, "--source", "de", "--target", "en", "--bpe", 30]
+    words = [
+        "parallel",
+        "out",
+        "--from",
+        own_text,
+        "--source",
+        "de",
+        "--target",
+        "en",
+        "--bpe",
+        30,
+    ]
     status, said, complaint = prepare(*words)
     assert status == 2 and "--tokenize" in complaint and "data.tokenize=true" in complaint
-    assert said.count("  de: ") == 3 and " | en: " in said  # pairs, for who has swapped the files
+    assert (
+        said.count("  de: ") == 3 and " | en: " in said
+    )  # pairs, for who has swapped the files
     status, said, _ = prepare(*words, "--tokenize")
     assert status == 0 and " --source-lang de --target-lang en " in said
     tokens = (tmp_path / "out" / "tokens" / "train.de").read_text("utf-8").splitlines()
@@ -136,13 +152,16 @@ def test_raw_text_gets_the_tokeniser_of_its_data_set(
     facts = json.loads((tmp_path / "out" / "manifest.json").read_text("utf-8"))
     assert facts["dataset"] == "parallel" and steps in facts["steps"]["test"]
     for split in ("train", "valid", "test"):
-        assert f" {tokens} ." in (tmp_path / "out" / "tokens" / f"{split}.de").read_text("utf-8")
+        assert f" {tokens} ." in (tmp_path / "out" / "tokens" / f"{split}.de").read_text(
+            "utf-8"
+        )
 
 
 def test_whole_hyphens_where_the_data_set_splits_them_are_said(prepare, own_text):
     for path in own_text.iterdir():
         path.write_text(
-            re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"), "utf-8"
+            re.sub(r"([.,])", r" \1", path.read_text("utf-8")).replace("Haus", "E-Mail"),
+            "utf-8",
         )
     words = ["out", "--from", own_text, "--bpe", 30]
     _, said, complaint = prepare("wmt14_en_de", *words)
@@ -213,10 +232,17 @@ SEGMENTED.update(character_coverage=None, allow_unknown=False)
 
 @pytest.mark.parametrize(
     ("source", "target", "pair"),
-    [(None, None, "de en"), ("en", None, "en de"), (None, "de", "en de"), ("de", "en", "de en")],
+    [
+        (None, None, "de en"),
+        ("en", None, "en de"),
+        (None, "de", "en de"),
+        ("de", "en", "de en"),
+    ],
 )
 def test_a_pair_can_be_turned_round(source, target, pair):
-    named = argparse.Namespace(source=source, target=target, bpe=None, tokenize=None, **SEGMENTED)
+    named = argparse.Namespace(
+        source=source, target=target, bpe=None, tokenize=None, **SEGMENTED
+    )
     settings = command._settings(command.names()["iwslt14_de_en"], named)
     assert f"{settings['source']} {settings['target']}" == pair
 
@@ -293,14 +319,17 @@ def test_a_documented_line_is_understood(words):
     args = build_parser(["prepare"]).parse_args(["prepare", *words])
     assert args.name == words[0]
     assert args.output == (Path("OUT") if "OUT" in words else None)
-    assert args.at_hand == (Path(words[words.index("--from") + 1]) if "--from" in words else None)
+    assert args.at_hand == (
+        Path(words[words.index("--from") + 1]) if "--from" in words else None
+    )
     assert args.offline == ("--offline" in words) and args.workers
     command._dataset(args)
 
 
 def test_out_may_stand_anywhere():
     assert any(
-        line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT" for line in documented()
+        line[1:4] == ["--from", "DIR", "--offline"] and line[-1] == "OUT"
+        for line in documented()
     )
     for place in (0, 2, 3, 4):
         words = ["--from", "archives", "--offline", "--workers=3"]

@@ -36,7 +36,9 @@ def test_wmt14_en_de(prepare, miniature):
     manifest = read_manifest(root)
     dropped = manifest["stages"]["tokens"]["train"]["dropped"]
     assert dropped == {"empty side": 1, "length ratio above 9": 1, "longer than 80 tokens": 1}
-    english, german = (lines_of(root / "tokens" / f"test.{language}") for language in ("en", "de"))
+    english, german = (
+        lines_of(root / "tokens" / f"test.{language}") for language in ("en", "de")
+    )
     # test text keeps its quotes but for ’; training text is normalised; hyphens are split in both
     assert english[-1] == "It &apos;s “ here ” ." and "alt @-@ modisch" in " ".join(german)
     assert "„" not in (root / "tokens" / "train.de").read_text("utf-8")
@@ -137,7 +139,9 @@ def test_multi30k_is_compared_with_the_published_text(prepare, miniature, monkey
     assert "train.en" in said and "! " in said and "md5" in said
     monkeypatch.setitem(published, "md5", {name[4:]: one["md5"] for name, one in found.items()})
     for pair in (("en", "de"), ("de", "en")):  # one text, whichever way it is read
-        assert "equal to the published text, byte for byte" in compared("-".join(pair), *pair)[1]
+        assert (
+            "equal to the published text, byte for byte" in compared("-".join(pair), *pair)[1]
+        )
     assert not compared("merges", bpe=20)[0] and not compared("fr", target="fr")[0]
 
 
@@ -235,7 +239,10 @@ def test_gpt2s_encoding(prepare, toy_wiki, toy_gpt2, said):
     text = (toy_wiki / "wiki.train.raw").read_text()
     assert facts["splits"]["train"]["words"] == len(text.split())
     assert facts["splits"]["train"]["unk"] == text.count("<unk>")
-    assert facts["dictionary"] == "roberta" and facts["splits"]["train"]["file"] == "wiki.train.raw"
+    assert (
+        facts["dictionary"] == "roberta"
+        and facts["splits"]["train"]["file"] == "wiki.train.raw"
+    )
     assert (prepared.folder / "encoder.json").read_bytes() == toy_gpt2.encoder.read_bytes()
     assert any("WARNING: 2,088,628 words were expected" in line for line in said)
     prepared, _ = prepare("wikitext2_gpt2bpe", toy_wiki, "other", flags={"srcdict": None})
@@ -256,10 +263,14 @@ def test_running_text_under_its_other_names(prepare, toy_wiki, tmp_path, recipe,
     plain, _ = prepare("wikitext2_gpt2bpe", toy_wiki, "plain")
     (tmp_path / "own").mkdir()
     for path in toy_wiki.iterdir():
-        content = gzip.compress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
+        content = (
+            gzip.compress(path.read_bytes()) if name.endswith(".gz") else path.read_bytes()
+        )
         (tmp_path / "own" / name.format(path.name.split(".")[1])).write_bytes(content)
     other, _ = prepare(recipe, tmp_path / "own")
-    assert (other.folder / "train.bin").read_bytes() == (plain.folder / "train.bin").read_bytes()
+    assert (other.folder / "train.bin").read_bytes() == (
+        plain.folder / "train.bin"
+    ).read_bytes()
     # the raw text of a set comes before its other editions
     if recipe == "wikitext2_gpt2bpe":
         shutil.copytree(toy_wiki, tmp_path / "own", dirs_exist_ok=True)
@@ -286,7 +297,9 @@ def test_extracted_files_serve_as_well_as_archives(
 
 def test_tokenised_text_of_ones_own_only_gets_bpe(prepare, own_text, made, said):
     prepared, root = prepare("wmt14_en_de", own_text)
-    assert "train.de" in said[0] and "tokenised" in said[0] and prepared.sentences["train"] == 30
+    assert (
+        "train.de" in said[0] and "tokenised" in said[0] and prepared.sentences["train"] == 30
+    )
     assert lines_of(root / "tokens" / "train.de") == made.sentences(30, "de")
 
 

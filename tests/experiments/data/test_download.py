@@ -189,7 +189,9 @@ def broken_off(server, tmp_path):
     return tmp_path / "sub" / "file.gz.part"
 
 
-@pytest.mark.parametrize("content", [CONTENT[:-7], CONTENT[:999_999]], ids=["longer", "shorter"])
+@pytest.mark.parametrize(
+    "content", [CONTENT[:-7], CONTENT[:999_999]], ids=["longer", "shorter"]
+)
 def test_a_mirror_of_another_length_is_not_gone_on_from(server, tmp_path, broken_off, content):
     """Neither where it has more than was received elsewhere, nor where it has less."""
     pins = {"size": len(CONTENT)}
@@ -209,7 +211,9 @@ def test_a_download_that_was_whole_but_for_its_name_is_not_fetched_again(
     assert server.requests[3:] == [("/file.gz", f"bytes={len(CONTENT)}-")]
 
 
-def test_what_is_sent_all_over_again_takes_the_place_of_a_longer_part(server, tmp_path, broken_off):
+def test_what_is_sent_all_over_again_takes_the_place_of_a_longer_part(
+    server, tmp_path, broken_off
+):
     """By a server without ranges: the part's tail is not kept, and one request is enough."""
     broken_off.write_bytes(b"\x1f\x8b" + b"?" * (len(CONTENT) + 99_998))
     server.requests.clear()
@@ -218,7 +222,9 @@ def test_what_is_sent_all_over_again_takes_the_place_of_a_longer_part(server, tm
 
 
 @pytest.mark.parametrize("pins", [{}, {"sha256": None}])
-def test_a_part_that_turns_out_wrong_is_fetched_anew_at_once(server, tmp_path, broken_off, pins):
+def test_a_part_that_turns_out_wrong_is_fetched_anew_at_once(
+    server, tmp_path, broken_off, pins
+):
     """Without a checksum nothing is gone on from: nobody could tell an older file's beginning."""
     broken_off.write_bytes(b"\x1f\x8b" + b"?" * 999_998)
     server.tag = '"2"'
@@ -227,7 +233,9 @@ def test_a_part_that_turns_out_wrong_is_fetched_anew_at_once(server, tmp_path, b
 
 
 @pytest.mark.parametrize("error", [KeyboardInterrupt, SystemExit])
-def test_an_interrupted_download_is_taken_up_by_the_next_run(server, tmp_path, monkeypatch, error):
+def test_an_interrupted_download_is_taken_up_by_the_next_run(
+    server, tmp_path, monkeypatch, error
+):
     count = iter([None, error()])
 
     class Bar(module.tqdm):
@@ -248,7 +256,8 @@ def test_an_interrupted_download_is_taken_up_by_the_next_run(server, tmp_path, m
 
 def test_the_next_mirror_serves(server, tmp_path):
     assert (
-        fetch(server, tmp_path, "gone.gz", "page.gz", "busy.gz", "file.gz").read_bytes() == CONTENT
+        fetch(server, tmp_path, "gone.gz", "page.gz", "busy.gz", "file.gz").read_bytes()
+        == CONTENT
     )
     assert [name for name, _ in server.requests].count("/busy.gz") == 3
 

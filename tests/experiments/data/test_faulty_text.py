@@ -72,7 +72,9 @@ def test_text_without_letters_is_no_matter_of_a_number(tmp_path, text):
 def test_documents_that_a_release_leaves_out_are_named(prepare, made, tmp_path):
     for name in ("train-00000-of-00020.json.gz", "train-00001-of-00020.json.gz"):
         made.documents(tmp_path / name, [{"text": "a paper " * 1000}] * 3)
-    made.documents(tmp_path / "validation-00000-of-00002.json.gz", [{"text": "a paper " * 1000}])
+    made.documents(
+        tmp_path / "validation-00000-of-00002.json.gz", [{"text": "a paper " * 1000}]
+    )
     with pytest.raises(UserError, match="4,192") as error:
         prepare("pes2o", tmp_path, subsets=("train", "valid"))
     assert "--bpe" not in str(error.value)
@@ -89,7 +91,9 @@ def test_a_number_that_the_data_set_has_is_not_asked_for(prepare, made, tmp_path
 @pytest.mark.parametrize("asked", [1, 10**10])
 def test_a_number_that_no_text_has(tmp_path, asked):
     with pytest.raises(UserError, match=rf"cannot learn {asked:,} pieces on WHAT.*--bpe N"):
-        pieces.learn(["a river"] * 9, "WHAT", asked, tmp_path / "model", **pieces.LANGUAGE_MODEL)
+        pieces.learn(
+            ["a river"] * 9, "WHAT", asked, tmp_path / "model", **pieces.LANGUAGE_MODEL
+        )
 
 
 @pytest.mark.parametrize("asked", [5, 99_999])

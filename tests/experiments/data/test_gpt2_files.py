@@ -71,7 +71,10 @@ def put(folder, **changed):
 def test_the_published_files_are_fetched_once(tmp_path, network):
     asked = network(PUBLISHED)
     files = obtain_gpt2_files([tmp_path / "text"], tmp_path / "cache")
-    assert files.order == "roberta" and files.dictionary == tmp_path / "cache" / FOLDER / DICTIONARY
+    assert (
+        files.order == "roberta"
+        and files.dictionary == tmp_path / "cache" / FOLDER / DICTIONARY
+    )
     assert files.encoder.read_bytes() == CONTENT[ENCODER] and len(asked) == 3
     assert obtain_gpt2_files([], tmp_path / "cache") == files and len(asked) == 3
 
@@ -97,7 +100,9 @@ def test_files_beside_the_text_come_first(tmp_path, network):
     network(None)
     folder = put(tmp_path / "text", **{DICTIONARY: ROBERTA})
     files = obtain_gpt2_files([folder], tmp_path / "cache")
-    assert files.encoder.parent == files.dictionary.parent == folder and files.order == "roberta"
+    assert (
+        files.encoder.parent == files.dictionary.parent == folder and files.order == "roberta"
+    )
 
 
 def test_a_wrong_file_beside_the_text_is_refused_and_in_the_cache_replaced(tmp_path, network):

@@ -190,13 +190,18 @@ def hub_of(folder, made, first):
 
 
 def test_other_text_of_the_same_names_is_prepared_anew(prepare, made, tmp_path, said):
-    one, same, other = (hub_of(tmp_path / name, made, seed) for name, seed in zip("abc", (0, 0, 7)))
+    one, same, other = (
+        hub_of(tmp_path / name, made, seed) for name, seed in zip("abc", (0, 0, 7))
+    )
     first, root = prepare("c4", one, subsets=SPLITS)
     before = (root / "text/train").read_bytes()
     again, _ = prepare("c4", same, subsets=SPLITS)
     assert again == first and sum("done before" in line for line in said) == 4
     changed, _ = prepare("c4", other, subsets=SPLITS)
-    assert changed.fingerprint != first.fingerprint and (root / "text/train").read_bytes() != before
+    assert (
+        changed.fingerprint != first.fingerprint
+        and (root / "text/train").read_bytes() != before
+    )
     assert not any("done before" in line for line in said)
     # one file of the validation text alone
     shutil.copy(one / "c4-validation.00000-of-00008.json.gz", other)
@@ -218,12 +223,16 @@ def test_another_model_in_the_same_place_begins_anew(text, tmp_path):
     assert pieces.learn(lines, "text", 90, model, **pieces.LANGUAGE_MODEL)["pieces"] == 90
     monolingual.grow_pieces(parts, files.get, digests(files), model, path, 300, 1)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    anew = processor.id_to_piece([number for line in lines for number in processor.encode(line)])
+    anew = processor.id_to_piece(
+        [number for line in lines for number in processor.encode(line)]
+    )
     assert pieces_of(path) == anew[:300] != expected[:300]
 
 
 def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):
-    pieces.learn(["in 1984 and 1985"] * 9, "text", 20, tmp_path / "model", **pieces.LANGUAGE_MODEL)
+    pieces.learn(
+        ["in 1984 and 1985"] * 9, "text", 20, tmp_path / "model", **pieces.LANGUAGE_MODEL
+    )
     assert pieces.encode(str(tmp_path / "model"), "1984").split()[-4:] == [*"1984"]
 
 
@@ -272,7 +281,9 @@ def test_a_file_that_is_lacking_is_named_with_its_address(prepare, miniature):
         prepare("c4", given, subsets=SPLITS)
 
 
-def test_the_disk_is_looked_at_before_anything_is_made(prepare, miniature, monkeypatch, tmp_path):
+def test_the_disk_is_looked_at_before_anything_is_made(
+    prepare, miniature, monkeypatch, tmp_path
+):
     monkeypatch.setattr(
         obtain.shutil, "disk_usage", lambda place: obtain.shutil._ntuple_diskusage(1, 1, 1000)
     )

@@ -103,7 +103,9 @@ def test_limits(splits):
         and max(found.depth for found in every) == 6
     )
     assert min(found.depth for found in every) == 2
-    assert all(2 <= len(node) - 1 <= 5 for found in every for node in _nodes(parse(found.tokens)))
+    assert all(
+        2 <= len(node) - 1 <= 5 for found in every for node in _nodes(parse(found.tokens))
+    )
 
 
 def _nodes(tree):
@@ -117,7 +119,8 @@ def test_each_dependency_depth_has_its_share_of_every_split(splits):
     for split, size in SIZES.items():
         counts = collections.Counter(found.dependency for found in splits[split])
         assert (
-            sorted(counts) == [2, 3, 4, 5, 6] and sum(counts.values()) == len(splits[split]) == size
+            sorted(counts) == [2, 3, 4, 5, 6]
+            and sum(counts.values()) == len(splits[split]) == size
         )
         assert max(counts.values()) - min(counts.values()) <= 1
 
@@ -142,7 +145,9 @@ def test_a_seed_tells_everything():
 
 
 def test_more_than_there_are():
-    with pytest.raises(UserError, match=r"only [\d,]+ different expressions of dependency depth 2"):
+    with pytest.raises(
+        UserError, match=r"only [\d,]+ different expressions of dependency depth 2"
+    ):
         settings({"train": 5000}, max_depth=2, max_arguments=2).splits()
 
 

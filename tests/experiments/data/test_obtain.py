@@ -197,7 +197,9 @@ def enwik8(tables, miniature, preprocess, tmp_path, monkeypatch, said):
 
     def prepare():
         said.clear()
-        Preparation({"recipe": "enwik8"}, [], None, tmp_path / "out", preprocess, workers=1).run()
+        Preparation(
+            {"recipe": "enwik8"}, [], None, tmp_path / "out", preprocess, workers=1
+        ).run()
         return read_manifest(tmp_path / "out")
 
     prepare.said = []
@@ -209,7 +211,9 @@ def test_terms_and_sizes_come_first_and_stay_in_the_manifest(enwik8, said):
     manifest = enwik8()
     first, second = enwik8.said[0][:2]
     assert first.startswith("enwik8: terms of use: GNU Free Documentation License")
-    assert "to download: 1 file, about 36 MB, into" in second and "about 1.0 GB of disk" in second
+    assert (
+        "to download: 1 file, about 36 MB, into" in second and "about 1.0 GB of disk" in second
+    )
     assert manifest["licence"] == datasets()["enwik8"].licence
     enwik8()
     # Nothing is fetched
@@ -218,7 +222,9 @@ def test_terms_and_sizes_come_first_and_stay_in_the_manifest(enwik8, said):
 
 def test_a_full_disk_is_noticed_before_the_download(enwik8, monkeypatch):
     monkeypatch.setattr(obtain.shutil, "disk_usage", lambda path: Usage(10**9, 0, 500_000_000))
-    with pytest.raises(UserError, match=r"about (1\.0 GB|1000 MB) more.*MOA_FAIRSEQ_IGNORE_DISK=1"):
+    with pytest.raises(
+        UserError, match=r"about (1\.0 GB|1000 MB) more.*MOA_FAIRSEQ_IGNORE_DISK=1"
+    ):
         enwik8()
     assert not enwik8.said
     monkeypatch.setenv(obtain.OVERRIDE, "1")
@@ -250,7 +256,8 @@ def test_what_is_there_already_needs_no_room(tmp_path, monkeypatch):
 def test_sizes_and_sums_that_were_published():
     for name, size in {"wmt14_en_de": "1.8 GB", "multi30k": "1.4 MB"}.items():
         assert (
-            format_bytes(sum(file.bytes for file in datasets()[name].files(("en", "de")))) == size
+            format_bytes(sum(file.bytes for file in datasets()[name].files(("en", "de"))))
+            == size
         )
     assert all(file.bytes for file in public_files().values())
 
@@ -275,7 +282,8 @@ def test_checksums_of_two_kinds_are_remembered_apart_and_a_changed_file_is_read(
     for _ in range(2):
         for kind in ("sha256", "md5"):
             assert (
-                obtain.known_checksum(memory, file, kind) == hashlib.new(kind, b"one").hexdigest()
+                obtain.known_checksum(memory, file, kind)
+                == hashlib.new(kind, b"one").hexdigest()
             )
     time = file.stat().st_mtime_ns
     file.write_bytes(b"two")

@@ -71,11 +71,13 @@ def test_what_is_decoded_is_the_raw_text(pairs, words):
                 pairs / f"{split}.{language}"
             )
         encoded = [
-            codec.encode(line) for line in (pairs / f"{split}.ja").read_text("utf-8").splitlines()
+            codec.encode(line)
+            for line in (pairs / f"{split}.ja").read_text("utf-8").splitlines()
         ]
         assert encoded == (out / "pieces" / f"{split}.ja").read_text("utf-8").splitlines()
     known = {
-        row.split()[0] for row in (out / "binarised/dict.fi.txt").read_text("utf-8").splitlines()
+        row.split()[0]
+        for row in (out / "binarised/dict.fi.txt").read_text("utf-8").splitlines()
     }
     used = {
         piece
@@ -135,18 +137,28 @@ def test_a_model_that_was_learnt_elsewhere_is_used(prepare, pairs, tmp_path):
     joint = {**PAIR, "joined_dictionary": True}
     _, first = prepare("parallel", pairs, "first", **joint)
     given = first / "model/sentencepiece.model"
-    _, second = prepare("parallel", pairs, "second", **{**joint, "bpe": None, "codes": str(given)})
+    _, second = prepare(
+        "parallel", pairs, "second", **{**joint, "bpe": None, "codes": str(given)}
+    )
     assert (first / "pieces/test.fi").read_bytes() == (second / "pieces/test.fi").read_bytes()
     (tmp_path / "codes").write_text("#version: 0.2\ne r</w>\n")
     with pytest.raises(UserError, match=r"codes .*SentencePiece"):
         prepare(
-            "parallel", pairs, "third", **{**joint, "bpe": None, "codes": str(tmp_path / "codes")}
+            "parallel",
+            pairs,
+            "third",
+            **{**joint, "bpe": None, "codes": str(tmp_path / "codes")},
         )
 
 
 def test_data_that_was_prepared_before_is_found_again(tmp_path):
     old = {key: PAIR[key] for key in ("recipe", "source", "target", "bpe")}
-    now = {**old, "segmentation": "subword_nmt", "piece_model": "unigram", "byte_fallback": True}
+    now = {
+        **old,
+        "segmentation": "subword_nmt",
+        "piece_model": "unigram",
+        "byte_fallback": True,
+    }
     assert prepared_folder(now, None, tmp_path) == prepared_folder(old, None, tmp_path)
     for key, value in (
         ("segmentation", "sentencepiece"),
@@ -186,7 +198,9 @@ def test_moses_says_what_it_has_no_rules_for(prepare, pairs, said):
         (pairs / f"{split}.so").write_text((pairs / f"{split}.fi").read_text("utf-8"), "utf-8")
     settings = {**PAIR, "segmentation": "subword_nmt", "tokenize": True, "bpe": 30}
     prepare("parallel", pairs, "first", **{**settings, "source": "fi", "target": "so"})
-    assert sum("abbreviations for so" in line for line in said if line.startswith("WARNING")) == 1
+    assert (
+        sum("abbreviations for so" in line for line in said if line.startswith("WARNING")) == 1
+    )
     said.clear()
     prepare("parallel", pairs, "second", **settings)
     assert sum("segmentation=sentencepiece" in line for line in said) == 1

@@ -63,7 +63,9 @@ def raw(made, tmp_path):
 
 def manifest_of(prepared):
     folder = (
-        prepared.folder if (prepared.folder / "manifest.json").exists() else prepared.folder.parent
+        prepared.folder
+        if (prepared.folder / "manifest.json").exists()
+        else prepared.folder.parent
     )
     return json.loads((folder / "manifest.json").read_text("utf-8"))
 
@@ -107,7 +109,9 @@ def test_other_merges_keep_the_tokens_and_lower_case_does_not(prepare, raw, said
         (root / stage / "test.de").read_text("utf-8") for stage in ("tokens", "bpe")
     )
     assert (
-        tokens == tokens.lower() and segmented.replace("@@ ", "") == tokens and "@@ " in segmented
+        tokens == tokens.lower()
+        and segmented.replace("@@ ", "") == tokens
+        and "@@ " in segmented
     )
     other, _ = prepare("multi30k", raw, **{**MULTI30K, "bpe": 10})
     assert [line.partition(":")[0] for line in said if "done before" in line] == ["tokens"]
@@ -228,7 +232,11 @@ def test_data_that_are_given_are_known_by_the_content_of_their_files(tmp_path):
     ("recipe", "right", "words"),
     [
         ("multi30k", "train.de.gz", ["train.en.gz, train.de.gz", "leave --data out"]),
-        ("wmt14_en_de", "dev.tgz", ["training-parallel-europarl-v7.tgz", "europarl-v7.de-en.en"]),
+        (
+            "wmt14_en_de",
+            "dev.tgz",
+            ["training-parallel-europarl-v7.tgz", "europarl-v7.de-en.en"],
+        ),
         ("wmt14_en_de", "dev/newstest2013.en", ["newstest2013-ref.de.sgm", "train.en"]),
         ("wmt14_en_de_vaswani", "train.en.gz", ["wmt16_en_de.tar.gz"]),
         ("wikitext103_word", "wiki.test.tokens", ["wikitext-103-v1.zip", "wiki.train.tokens"]),
@@ -312,7 +320,10 @@ def test_an_interrupted_preparation_goes_on(
                 raised.value
             )
             prepare(name, given, folder)
-            assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (function, when)
+            assert made.tree(tmp_path / folder) == made.tree(tmp_path / "calm"), (
+                function,
+                when,
+            )
 
 
 @pytest.mark.thorough

@@ -145,7 +145,9 @@ def test_the_remedy_for_another_encoding_gives_the_text_back(tmp_path, name, tex
     with pytest.raises(UserError, match=r"iconv -f \S+ -t utf-8") as error:
         list(read_lines(path))
     command = re.search(r": ((zcat|iconv) .* > NEW\S*)$", str(error.value))[1]
-    subprocess.run(command.replace("NEW.gz" if packed else "NEW", str(new)), shell=True, check=True)
+    subprocess.run(
+        command.replace("NEW.gz" if packed else "NEW", str(new)), shell=True, check=True
+    )
     assert list(read_lines(new)) == text.splitlines()
 
 
@@ -163,7 +165,9 @@ def test_whoever_can_tell_them_apart_chooses_among_encodings(tmp_path):
     remedy = encoding_remedy(path)
     ways = re.findall(r"([\w-]+), \D*'([^']*)': iconv -f (\S+) -t utf-8 < \S+ > NEW", remedy)
     assert (
-        [name for name, _, _ in ways] == [flag for _, _, flag in ways] == ["CP1252", "ISO-8859-15"]
+        [name for name, _, _ in ways]
+        == [flag for _, _, flag in ways]
+        == ["CP1252", "ISO-8859-15"]
     )
     assert "et ½ tasse" in ways[0][1] and "et œ tasse" in ways[1][1], (
         "the samples show where they differ"
@@ -193,7 +197,9 @@ def test_windows_text_that_was_taken_for_latin_1_is_refused(tmp_path):
 
 def test_lines_of_another_encoding_among_good_ones_are_not_for_iconv(tmp_path):
     for after in (b"", b"gut\n"):
-        (tmp_path / "x.de").write_bytes("schön\n".encode() + "schön\n".encode("latin-1") + after)
+        (tmp_path / "x.de").write_bytes(
+            "schön\n".encode() + "schön\n".encode("latin-1") + after
+        )
         with pytest.raises(UserError, match="Other lines are UTF-8"):
             list(read_lines(tmp_path / "x.de"))
     (tmp_path / "x.de").write_bytes(b"a\nbbbbbbbbbbbbbbbbbb c\0d\n")
@@ -368,7 +374,9 @@ def test_blanks_stay_as_moses_prints_them(run, tmp_path):
     (tmp_path / "codes").write_text("#version: 0.2\na n\n", encoding="utf-8")
     chain = Treatment(codes=str(tmp_path / "codes"), cleaning=Cleaning())
     ((segmented, _),) = preprocess_pairs([(sides[0][0], "x")], chain)
-    assert segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ") and "  " not in segmented
+    assert (
+        segmented.endswith("y@@ c@@ l@@ e . &@@ a@@ p@@ o@@ s@@ ; ") and "  " not in segmented
+    )
     # fairseq parts tokens at all white space, BPE at blanks only
     assert preprocess_pairs([("10\u00a0000\tkm\u2003x", "a  b ")], Treatment()) == [
         ("10 000 km x", "a  b ")
@@ -397,7 +405,9 @@ def test_samples_are_nested_and_pairs_stay_together(write, tmp_path):
 
 @pytest.fixture
 def texts(write, made):
-    lines = (made.text([*made.sentences(200, lang), "", "  two  spaces "]) for lang in ("en", "de"))
+    lines = (
+        made.text([*made.sentences(200, lang), "", "  two  spaces "]) for lang in ("en", "de")
+    )
     return [piece.path for piece in write(*lines)]
 
 
@@ -478,8 +488,12 @@ def test_words_are_parted_by_what_unicode_calls_white_space():
     assert parting == {sign for sign in signs if regex.fullmatch(r"\p{White_Space}", sign)}
 
 
-@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
-@pytest.mark.parametrize("rules", [Cleaning(1, 80, 9), Cleaning(1, 250, 1.5), Cleaning(3, 12, 1.2)])
+@pytest.mark.skipif(
+    not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS"
+)
+@pytest.mark.parametrize(
+    "rules", [Cleaning(1, 80, 9), Cleaning(1, 250, 1.5), Cleaning(3, 12, 1.2)]
+)
 def test_equals_perl(tmp_path, rules):
     generator = random.Random(5)
     pieces = [
@@ -508,6 +522,8 @@ def test_equals_perl(tmp_path, rules):
     subprocess.run([*map(str, line)], cwd=tmp_path, check=True, stderr=subprocess.DEVNULL)
     sides = [(tmp_path / f"out.{lang}").read_bytes().decode().split("\n")[:-1] for lang in "ab"]
     ours = [
-        result for result in (clean(*pair, rules) for pair in pairs) if not isinstance(result, str)
+        result
+        for result in (clean(*pair, rules) for pair in pairs)
+        if not isinstance(result, str)
     ]
     assert ours == list(zip(*sides)) and 0 < len(ours) < len(pairs)

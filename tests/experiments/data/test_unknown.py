@@ -63,10 +63,14 @@ def test_every_line_is_learnt_from(prepare, own, line):
 @pytest.mark.parametrize("seed", range(12))
 def test_parts_are_the_line_and_none_is_too_long(seed):
     chance = random.Random(seed)
-    alphabet = chance.choice(["ab", "aü ", f"{THAI}  ", "\U0001f600", "a b c ", "ü" * 9 + "\t "])
+    alphabet = chance.choice(
+        ["ab", "aü ", f"{THAI}  ", "\U0001f600", "a b c ", "ü" * 9 + "\t "]
+    )
     line = "".join(chance.choices(alphabet, k=chance.randint(1, 40_000)))
     parts = [*pieces._parts(line)]
-    assert "".join(parts) == line and max(len(part.encode()) for part in parts) <= pieces.LONGEST
+    assert (
+        "".join(parts) == line and max(len(part.encode()) for part in parts) <= pieces.LONGEST
+    )
     if " " in alphabet and "\t" not in alphabet:
         assert all(part.startswith(" ") for part in parts[1:])
 
@@ -93,7 +97,15 @@ def test_white_space_that_only_fairseq_knows_parts_words(prepare, own):
 def test_too_much_unknown_is_an_error_whose_remedies_help(own, tmp_path, capsys):
     # SentencePiece leaves the rarest 2 % of the letters without a piece.
     folder = own(*(f"the river {chr(0x4E00 + n)}" for n in range(40)))
-    line = ["prepare", "text_sp", str(tmp_path / "out"), "--from", str(folder), "--workers", "1"]
+    line = [
+        "prepare",
+        "text_sp",
+        str(tmp_path / "out"),
+        "--from",
+        str(folder),
+        "--workers",
+        "1",
+    ]
     assert main([*line, "--bpe", "100", "--character-coverage", "0.98"]) == 2
     error = capsys.readouterr().err
     assert (
@@ -119,7 +131,9 @@ def test_too_much_unknown_is_an_error_whose_remedies_help(own, tmp_path, capsys)
         ({"train": 900, "valid": 900}, False, False, 0, False),
     ],
 )
-def test_which_shares_are_warned_of(tmp_path, said, unknown, learnt, allowed, warnings, refused):
+def test_which_shares_are_warned_of(
+    tmp_path, said, unknown, learnt, allowed, warnings, refused
+):
     counts = {name: Symbols(1000, count, 9) for name, count in unknown.items()}
     if refused:
         with pytest.raises(UserError, match=r"5\.10%.*REMEDY.*--allow-unknown"):
@@ -138,7 +152,9 @@ def test_every_kind_of_data_counts_its_symbols(prepare, miniature, name):
     folder = prepared.folder if name.endswith("gpt2bpe") else root
     manifest = read_manifest(folder)
     for split, found in manifest["symbols"].items():
-        assert found["symbols"] > 0 and found["share"] == found["unknown"] / found["symbols"], split
+        assert found["symbols"] > 0 and found["share"] == found["unknown"] / found["symbols"], (
+            split
+        )
     if name == "iwslt14_de_en":
         lines = (root / "bpe" / "train.de").read_text("utf-8").splitlines()
         assert manifest["symbols"]["train.de"]["symbols"] == sum(

@@ -39,7 +39,13 @@ TINY = {
 RECIPE = {
     "experiment": "raw",
     "summary": "raw text of another pair of languages",
-    "data": {"recipe": "embedded", "source": "en", "target": "fr", "bpe": 40, "lowercase": True},
+    "data": {
+        "recipe": "embedded",
+        "source": "en",
+        "target": "fr",
+        "bpe": 40,
+        "lowercase": True,
+    },
     "model": {
         **{
             "arch": "moa_transformer_tiny",
@@ -53,7 +59,12 @@ RECIPE = {
         },
     },
     "train": {
-        **{"effective_batch_tokens": 300, "max_tokens": 300, "max_epoch": 2, "keep_last_epochs": 1},
+        **{
+            "effective_batch_tokens": 300,
+            "max_tokens": 300,
+            "max_epoch": 2,
+            "keep_last_epochs": 1,
+        },
         **{"criterion": "label_smoothed_cross_entropy_with_routing", "log_interval": 1},
         "flags": {"optimizer": "adam", "lr": 0.02},
     },
@@ -71,14 +82,24 @@ def run(tmp_path_factory):
     generator = random.Random(3)
     for split, size in (("train", 60), ("valid", 8), ("test", 8)):
         lines = [
-            " ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "." for _ in range(size)
+            " ".join(generator.choices(WORDS, k=generator.randint(2, 6))) + "."
+            for _ in range(size)
         ]
         for language in ("en", "fr"):
             (root / f"{split}.{language}").write_text(
                 "".join(f"{line}\n" for line in lines), encoding="utf-8"
             )
     (root / "raw.yaml").write_text(yaml.safe_dump(RECIPE), encoding="utf-8")
-    words = ["recipe", root / "raw.yaml", "--data", root, "--save-dir", root / "run", "--gpus", "0"]
+    words = [
+        "recipe",
+        root / "raw.yaml",
+        "--data",
+        root,
+        "--save-dir",
+        root / "run",
+        "--gpus",
+        "0",
+    ]
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(root)
         assert main([*map(str, words)]) == 0
@@ -92,7 +113,9 @@ def answer(capsys, *words):
 
 def test_a_file_is_translated_as_the_run_translates_its_test_set(run, capsys):
     text = (run / "generate-test.txt").read_text(encoding="utf-8")
-    found = {int(n): line for n, line in re.findall(r"^H-(\d+)\t\S+\t(.*)$", text, re.MULTILINE)}
+    found = {
+        int(n): line for n, line in re.findall(r"^H-(\d+)\t\S+\t(.*)$", text, re.MULTILINE)
+    }
     expected = [detokenize(found[number], "fr") for number in sorted(found)]
     assert answer(capsys, "translate", run, run.parent / "test.en") == expected
     out = run.parent / "out.fr"
@@ -123,7 +146,8 @@ def test_an_exported_model_translates_like_its_run_and_is_found_by_its_name(
         )
         assert torch.equal(tensor, of_run[name].to(tensor.dtype))
     tied = [
-        state["model"][f"{side}.embed_tokens.weight"].data_ptr() for side in ("encoder", "decoder")
+        state["model"][f"{side}.embed_tokens.weight"].data_ptr()
+        for side in ("encoder", "decoder")
     ]
     assert tied[0] == tied[1]
     card = (exported / "README.md").read_text(encoding="utf-8")
@@ -222,7 +246,10 @@ def test_text_is_segmented_as_the_data_was(run):
 
 def test_whatever_divides_words_divides_them_as_in_training(run):
     (data,) = Path(run.parent / "data").glob("*/binarised")
-    for codec in (codec_of(data, "translation"), codec_of(data, "translation")._replace(steps=())):
+    for codec in (
+        codec_of(data, "translation"),
+        codec_of(data, "translation")._replace(steps=()),
+    ):
         expected = codec.encode("dog runs on")
         assert [codec.encode(f"dog{blank}runs\u202fon") for blank in "\t\u00a0\u2028"] == [
             expected
@@ -371,7 +398,12 @@ def test_text_and_names_are_utf8_in_any_locale(run, tmp_path):
     checkpoint = run / "checkpoints" / "checkpoint_best.pt"
 
     def output(module, *words, **given):
-        environment = {**os.environ, "LC_ALL": "C", "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0"}
+        environment = {
+            **os.environ,
+            "LC_ALL": "C",
+            "PYTHONCOERCECLOCALE": "0",
+            "PYTHONUTF8": "0",
+        }
         command = [sys.executable, "-m", module, *map(str, words)]
         return subprocess.run(
             command, env=environment, capture_output=True, check=True, **given
@@ -450,7 +482,9 @@ def test_an_odd_result_is_not_exported(copy, content, tmp_path, capsys):
     assert "result.json" in said and said.count("\n") == 1 and not (tmp_path / "new").exists()
 
 
-@pytest.mark.parametrize("make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")])
+@pytest.mark.parametrize(
+    "make", [os.mkfifo, Path.mkdir, lambda path: path.symlink_to("/dev/zero")]
+)
 @pytest.mark.parametrize("name", ["binarised/dict.en.txt", "bpe/codes"])
 def test_a_text_file_that_would_never_end_is_not_read(copy, name, make):
     place = copy.run / "text" / name
@@ -596,7 +630,9 @@ def test_an_odd_manifest_is_one_paragraph(run, change, tmp_path, capsys):
     shutil.copytree(run / "text", tmp_path / "text")
     manifest = tmp_path / "text" / "manifest.json"
     content = json.loads(manifest.read_text())
-    manifest.write_text(change if isinstance(change, str) else json.dumps({**content, **change}))
+    manifest.write_text(
+        change if isinstance(change, str) else json.dumps({**content, **change})
+    )
     with pytest.raises(UserError, match="manifest"):
         codec_of(tmp_path / "text" / "binarised", "translation")
 
@@ -605,7 +641,9 @@ def test_an_odd_manifest_is_one_paragraph(run, change, tmp_path, capsys):
 def test_an_odd_manifest_of_a_run_has_a_remedy(copy, content, capsys):
     manifest = copy.run / "text" / "manifest.json"
     before = json.loads(manifest.read_text())
-    manifest.write_text(content if isinstance(content, str) else json.dumps({**before, **content}))
+    manifest.write_text(
+        content if isinstance(content, str) else json.dumps({**before, **content})
+    )
     assert main(["translate", str(copy.run), str(copy.text), "--cpu"]) == 2
     said = capsys.readouterr().err
     assert f"Delete {copy.run / 'text'}" in said and said.count("\n") == 1
@@ -649,10 +687,15 @@ def language_model(tmp_path_factory, fairseq):
     with monkey.context() as patch:
         from moa_fairseq.experiments.data.catalogue import datasets
 
-        small = {**datasets(), "wikitext2_sp512": _with_pieces(datasets()["wikitext2_sp512"], 30)}
+        small = {
+            **datasets(),
+            "wikitext2_sp512": _with_pieces(datasets()["wikitext2_sp512"], 30),
+        }
         patch.setattr("moa_fairseq.experiments.data.job.datasets", lambda: small)
         settings = {"recipe": "wikitext2_sp512", "flags": {}}
-        data = Preparation(settings, ["train", "valid", "test"], root, root / "data").run().folder
+        data = (
+            Preparation(settings, ["train", "valid", "test"], root, root / "data").run().folder
+        )
     fairseq(
         "train",
         data,

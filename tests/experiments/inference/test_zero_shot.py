@@ -30,7 +30,20 @@ lm_eval = pytest.importorskip(
 )
 CHUNK = 12
 STOPS = ["a", "e", "o"]
-WORDS = ["the", "cat", "sat", "on", "a", "mat", "and", "dogs", "ran", "home", "quickly", "again"]
+WORDS = [
+    "the",
+    "cat",
+    "sat",
+    "on",
+    "a",
+    "mat",
+    "and",
+    "dogs",
+    "ran",
+    "home",
+    "quickly",
+    "again",
+]
 TEXTS = [
     "the cat",
     "dogs ran home",
@@ -69,7 +82,8 @@ TASKS = {
 def sentences(count, seed, longest=9):
     generator = random.Random(seed)
     return [
-        " ".join(generator.choices(WORDS, k=generator.randint(2, longest))) for _ in range(count)
+        " ".join(generator.choices(WORDS, k=generator.randint(2, longest)))
+        for _ in range(count)
     ]
 
 
@@ -85,7 +99,9 @@ def folder(tmp_path_factory):
 
 def writer(place):
     def write(name, documents, **task):
-        (place / f"{name}.jsonl").write_text("".join(f"{json.dumps(each)}\n" for each in documents))
+        (place / f"{name}.jsonl").write_text(
+            "".join(f"{json.dumps(each)}\n" for each in documents)
+        )
         local = {
             "dataset_path": "json",
             "dataset_kwargs": {"data_files": {"test": str(place / f"{name}.jsonl")}},
@@ -106,7 +122,9 @@ def data(tmp_path_factory, preprocess):
         )
     settings = {"recipe": "text_sp", "bpe": 34, "flags": {}}
     root = tmp_path_factory.mktemp("prepared")
-    return Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
+    return (
+        Preparation(settings, ["train", "valid", "test"], source, root, preprocess).run().folder
+    )
 
 
 @pytest.fixture(scope="module")
@@ -117,8 +135,22 @@ def train(fairseq, tmp_path_factory):
     def run(arch, data, *more):
         place = tmp_path_factory.mktemp("run")
         line = (data, "--user-dir", USER_DIR, "--cpu", "--arch", arch, "--decoder-layers", 2)
-        line += ("--decoder-embed-dim", 24, "--decoder-input-dim", 24, "--decoder-output-dim", 24)
-        line += ("--decoder-ffn-embed-dim", 24, "--tokens-per-sample", CHUNK, "--max-tokens", 240)
+        line += (
+            "--decoder-embed-dim",
+            24,
+            "--decoder-input-dim",
+            24,
+            "--decoder-output-dim",
+            24,
+        )
+        line += (
+            "--decoder-ffn-embed-dim",
+            24,
+            "--tokens-per-sample",
+            CHUNK,
+            "--max-tokens",
+            240,
+        )
         line += (
             "--optimizer",
             "adam",
@@ -157,7 +189,11 @@ def samples_of(harness, folders, *tasks, of=None):
     from lm_eval.tasks import TaskManager
 
     manager = TaskManager(include_path=folders, include_defaults=False)
-    asked = {"tasks": [of] if of else list(tasks), "task_manager": manager, "bootstrap_iters": 0}
+    asked = {
+        "tasks": [of] if of else list(tasks),
+        "task_manager": manager,
+        "bootstrap_iters": 0,
+    }
     found = lm_eval.simple_evaluate(model=harness, **asked)["samples"]
     return {
         task: [
@@ -185,8 +221,12 @@ def log_probs_behind(harness, ids):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("arch", ["transformer_xl_lm_tiny", "switchhead_lm_tiny", "moa_lm_tiny"])
-def test_numbers_with_a_carried_context_are_those_of_a_loop_in_float64(train, data, folder, arch):
+@pytest.mark.parametrize(
+    "arch", ["transformer_xl_lm_tiny", "switchhead_lm_tiny", "moa_lm_tiny"]
+)
+def test_numbers_with_a_carried_context_are_those_of_a_loop_in_float64(
+    train, data, folder, arch
+):
     harness = harness_of(train(arch, data, *CARRIED), data)
     end = harness.eot_token_id
     found = samples_of(harness, folder, "pairs", "last_word", "whole")
@@ -203,7 +243,10 @@ def test_numbers_with_a_carried_context_are_those_of_a_loop_in_float64(train, da
                 greedy &= log_probs.argmax().item() == ids[place]
             if task == "whole":
                 answer = (answer, greedy)
-            assert answer == (pytest.approx(total, rel=0, abs=1e-9 * (len(ids) - first)), greedy)
+            assert answer == (
+                pytest.approx(total, rel=0, abs=1e-9 * (len(ids) - first)),
+                greedy,
+            )
             lengths.append(len(ids))
     assert len(lengths) == 10 + 5 + 5 and max(lengths) > 3 * CHUNK > min(lengths)
 
@@ -225,7 +268,9 @@ def test_without_a_carried_context_windows_are_read(train, data, folder, arch, f
         ids = [end, *harness.tok_encode(context + word)]
         first = 1 + len(harness.tok_encode(context))
         window = max(0, len(ids) - 1 - CHUNK)
-        read = [log_probs_behind(harness, ids[window:place]) for place in range(first, len(ids))]
+        read = [
+            log_probs_behind(harness, ids[window:place]) for place in range(first, len(ids))
+        ]
         expected = [each[symbol].item() for each, symbol in zip(read, ids[first:])]
         assert total == pytest.approx(sum(expected), rel=0, abs=1e-9 * len(expected))
         assert greedy == ([each.argmax().item() for each in read] == ids[first:])
@@ -241,7 +286,9 @@ def test_without_a_carried_context_windows_are_read(train, data, folder, arch, f
     facts = harness.text_facts(texts)
     assert facts["requests"] == 5 and facts["cut"] == 3 and facts["unknown"] == 0
     longest = harness.tok_encode(TEXTS[-1])[:CHUNK]
-    ((total, _),) = harness._loglikelihood_tokens([(("", ""), [end], longest)], disable_tqdm=True)
+    ((total, _),) = harness._loglikelihood_tokens(
+        [(("", ""), [end], longest)], disable_tqdm=True
+    )
     read = [log_probs_behind(harness, [end, *longest[:place]]) for place in range(CHUNK)]
     expected = [each[symbol].item() for each, symbol in zip(read, longest, strict=True)]
     assert total == pytest.approx(sum(expected), rel=0, abs=1e-9 * CHUNK)
@@ -316,7 +363,15 @@ def test_the_command_writes_scores_where_compare_reads_them(
     (run / "result.json").write_text(json.dumps({"experiment": "mine", "metrics": before}))
     write_task = writer(tmp_path)
     write_task("lambada_openai", [{"text": text} for text in TEXTS], **TASKS["last_word"])
-    command = ["zero-shot", str(run), "--data", str(data), "--include-path", str(tmp_path), "--cpu"]
+    command = [
+        "zero-shot",
+        str(run),
+        "--data",
+        str(data),
+        "--include-path",
+        str(tmp_path),
+        "--cpu",
+    ]
     command += ["--tasks", "lambada_openai"]
     assert main([*command, "--limit", "2"]) == 0
     assert (

@@ -80,8 +80,12 @@ def job(toy_data, tmp_path):
         "PATH": f"{tmp_path / 'bin'}:{os.environ['PATH']}",
         "OMP_NUM_THREADS": "1",
     }
-    environment.update(SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="two")
-    environment.update(MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore")
+    environment.update(
+        SLURM_JOB_ID=str(os.getpid()), SLURM_NNODES="2", SLURM_JOB_NODELIST="two"
+    )
+    environment.update(
+        MOA_FAIRSEQ_ROOT=str(ROOT), VIRTUAL_ENV=sys.prefix, PYTHONWARNINGS="ignore"
+    )
     options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
 
     def start(**more):
@@ -96,7 +100,9 @@ def job(toy_data, tmp_path):
 def wait_for(condition, running, seconds=200):
     deadline = time.monotonic() + seconds
     while not condition():
-        assert running.poll() is None and time.monotonic() < deadline, running.stdout.read()[-3000:]
+        assert running.poll() is None and time.monotonic() < deadline, running.stdout.read()[
+            -3000:
+        ]
         time.sleep(0.02)
 
 
@@ -108,16 +114,18 @@ def training_of_machine(number, folder):
         except OSError:
             continue
         wanted = ("fairseq_cli.train\0", f"--distributed-rank\0{number}\0")
-        if all(words in command for words in wanted) and os.readlink(entry.parent / "cwd") == str(
-            folder
-        ):
+        if all(words in command for words in wanted) and os.readlink(
+            entry.parent / "cwd"
+        ) == str(folder):
             return int(entry.parent.name)
     return None
 
 
 @pytest.mark.thorough
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/cmdline").exists(), reason="finds the processes in /proc")
+@pytest.mark.skipif(
+    not Path("/proc/self/cmdline").exists(), reason="finds the processes in /proc"
+)
 def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     first = job()
     wait_for((tmp_path / "run" / "checkpoints" / "checkpoint2.pt").exists, first)
@@ -125,7 +133,8 @@ def test_a_killed_machine_ends_the_job_and_the_next_one_goes_on(job, tmp_path):
     output = first.communicate(timeout=60)[0]
     assert first.returncode == 0 and f"requeued {os.getpid()}" in output, output[-3000:]
     logs = [
-        (tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log").read_text() for number in (0, 1)
+        (tmp_path / "run" / f"slurm-{os.getpid()}-{number}.log").read_text()
+        for number in (0, 1)
     ]
     assert (
         "Another process of this training stopped" in logs[0]
@@ -168,7 +177,9 @@ def stand_in(tmp_path):
     return {"VIRTUAL_ENV": str(tmp_path / "venv")}
 
 
-def test_a_crash_is_requeued_until_three_in_a_row_brought_no_checkpoint(job, stand_in, tmp_path):
+def test_a_crash_is_requeued_until_three_in_a_row_brought_no_checkpoint(
+    job, stand_in, tmp_path
+):
     def crash():
         running = job(MODE="crash", **stand_in)
         output = running.communicate(timeout=60)[0]
@@ -187,9 +198,13 @@ def test_a_crash_is_requeued_until_three_in_a_row_brought_no_checkpoint(job, sta
 @pytest.mark.parametrize(
     ("number", "status", "again"), [(signal.SIGUSR1, 0, True), (signal.SIGTERM, 143, False)]
 )
-def test_signals_are_passed_on_before_the_job_ends(job, stand_in, tmp_path, number, status, again):
+def test_signals_are_passed_on_before_the_job_ends(
+    job, stand_in, tmp_path, number, status, again
+):
     running = job(MODE="wait", **stand_in)
-    wait_for(lambda: all((tmp_path / f"ready-{machine}").exists() for machine in (0, 1)), running)
+    wait_for(
+        lambda: all((tmp_path / f"ready-{machine}").exists() for machine in (0, 1)), running
+    )
     running.send_signal(number)
     output = running.communicate(timeout=60)[0]
     assert (running.returncode, f"requeued {os.getpid()}" in output) == (status, again), output
@@ -200,15 +215,21 @@ def test_signals_are_passed_on_before_the_job_ends(job, stand_in, tmp_path, numb
 def test_the_job_asks_for_memory():
     lines = (LAUNCH / "slurm.sh").read_text(encoding="utf-8").splitlines()
     asked = [line.split(maxsplit=1)[1] for line in lines if line.startswith("#SBATCH")]
-    assert any(option.startswith("--mem") for option in asked) and "--signal=B:USR1@300" in asked
-    lead = int(next(option for option in asked if option.startswith("--signal")).rpartition("@")[2])
+    assert (
+        any(option.startswith("--mem") for option in asked) and "--signal=B:USR1@300" in asked
+    )
+    lead = int(
+        next(option for option in asked if option.startswith("--signal")).rpartition("@")[2]
+    )
     assert lead > process.SAVE_SECONDS
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_scripts_explain_themselves_and_refuse_what_they_do_not_know(script, tmp_path):
     path = LAUNCH / script
-    assert path.stat().st_mode & 0o111 and "set -euo pipefail" in path.read_text(encoding="utf-8")
+    assert path.stat().st_mode & 0o111 and "set -euo pipefail" in path.read_text(
+        encoding="utf-8"
+    )
     environment = {**os.environ, "MOA_FAIRSEQ_ROOT": str(ROOT), "VIRTUAL_ENV": sys.prefix}
 
     def run(*words):

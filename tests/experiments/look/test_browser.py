@@ -156,7 +156,11 @@ def test_a_mark_counts_once_in_a_sentence(opened):
       page.sentences = [[{ target, target_glue: "0000", routes: [null, { e }, null] }]];
       return Object.fromEntries(takes(0, router, 0).punctuation);
     }"""
-    assert page.evaluate(shares) == {"1": pytest.approx(1 / 3), "2": 1, "3": pytest.approx(2 / 3)}
+    assert page.evaluate(shares) == {
+        "1": pytest.approx(1 / 3),
+        "2": 1,
+        "3": pytest.approx(2 / 3),
+    }
 
 
 def test_the_worst_sentence_is_not_behind_the_experts(opened):
@@ -187,7 +191,9 @@ def test_a_tap_shows_a_token_above_the_sheet_and_another_lets_it_go(opened):
     assert not panel.is_visible()
     token.tap()
     page.get_by_role("button", name="Close").tap()
-    assert not panel.is_visible() and page.evaluate("document.documentElement.scrollWidth") <= 400
+    assert (
+        not panel.is_visible() and page.evaluate("document.documentElement.scrollWidth") <= 400
+    )
 
 
 def test_the_keyboard_reaches_every_token(opened):
@@ -235,7 +241,8 @@ def test_hostile_text_is_shown_as_it_is(opened):
     assert "</script><b>w2 &amp; w3" in shown[0] or "<unk>" in shown[0]
     assert page.locator("#list b b, #list script").count() == 0
     assert (
-        page.evaluate("getComputedStyle(document.querySelector('.token')).unicodeBidi") == "isolate"
+        page.evaluate("getComputedStyle(document.querySelector('.token')).unicodeBidi")
+        == "isolate"
     )
     page.emulate_media(media="print")
     assert not page.locator("#controls").is_visible() and rows.first.is_visible()

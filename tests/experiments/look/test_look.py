@@ -19,7 +19,9 @@ from moa_fairseq.plugin.forward_context import collect_routings
 def router_of(page, name, run=0):
     """(its place, the router)."""
     return next(
-        (at, each) for at, each in enumerate(page["runs"][run]["routers"]) if each["name"] == name
+        (at, each)
+        for at, each in enumerate(page["runs"][run]["routers"])
+        if each["name"] == name
     )
 
 
@@ -69,7 +71,9 @@ def test_experts_weights_and_surprise_are_the_layers_own(look, moa_run, toy_data
         torch.testing.assert_close(
             torch.tensor(sentence["bits"][1:]), surprise, atol=6e-3, rtol=1e-4
         )
-        assert 0 <= sentence["score"] <= 100 and sentence["reference"].split()[0].startswith("w")
+        assert 0 <= sentence["score"] <= 100 and sentence["reference"].split()[0].startswith(
+            "w"
+        )
 
 
 def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data):
@@ -96,7 +100,10 @@ def test_strongest_keys_are_those_of_the_attention_maps(look, moa_run, toy_data)
                 )
                 shown = keys[token, place][: len(places)]
                 assert (shown[:, 1] - 1000 * weights).abs().max() <= 0.51
-                assert shown[:, 0].tolist() == places.tolist() or len(set(shown[:, 1].tolist())) < 3
+                assert (
+                    shown[:, 0].tolist() == places.tolist()
+                    or len(set(shown[:, 1].tolist())) < 3
+                )
 
 
 def test_loads_and_typical_tokens_are_those_of_analyze(
@@ -147,7 +154,9 @@ def test_every_family_has_a_page(look, save_model, toy_data, tmp_path, family):
     save_model(toy_data, tmp_path / "run" / "checkpoint_best.pt", *flags, arch=arch)
     page = look(tmp_path / "run", "--data", toy_data, "--sentences", 1)
     sentence = page["sentences"][0][0]
-    model, _, _, routings, _ = forced(tmp_path / "run" / "checkpoint_best.pt", toy_data, sentence)
+    model, _, _, routings, _ = forced(
+        tmp_path / "run" / "checkpoint_best.pt", toy_data, sentence
+    )
     routed = {router["name"] for router in page["runs"][0]["routers"] if router["experts"]}
     assert routed == routings.keys()
     for router, route in zip(page["runs"][0]["routers"], sentence["routes"]):
@@ -163,7 +172,9 @@ def test_every_family_has_a_page(look, save_model, toy_data, tmp_path, family):
             keys = torch.tensor(route["k"]).view(tokens, -1, 3, 2)
             heads = router["per_token"] if router["experts"] else keys.size(1)
             assert keys.size(1) == heads and (keys[..., 1].sum(-1) <= 1002).all()
-            assert (keys[..., 0] >= 0).all() and (keys[..., 0] < len(sentence[router["to"]])).all()
+            assert (keys[..., 0] >= 0).all() and (
+                keys[..., 0] < len(sentence[router["to"]])
+            ).all()
     if family == "mae":  # of an expert that lacks head i: the mean of the other heads
         attention = model.encoder.layers[0].self_attn
         assert isinstance(attention, MixtureOfAttentiveExperts)
@@ -235,7 +246,10 @@ def test_a_setting_that_is_null_is_not_set_and_a_commit_is_short(
     look, moa_run, dense_run, toy_data, tmp_path
 ):
     folders = [tmp_path / "one", tmp_path / "other"]
-    models = [{"arch": "moa", "num_experts": 8, "flags": {}}, {"arch": "t", "num_experts": None}]
+    models = [
+        {"arch": "moa", "num_experts": 8, "flags": {}},
+        {"arch": "t", "num_experts": None},
+    ]
     commit = "62b2bae2537c74ec3ac8cc156fb3e1fd97f2d283"
     for folder, trained, model in zip(folders, (moa_run, dense_run), models):
         shutil.copytree(trained, folder)
@@ -281,14 +295,18 @@ def test_language_models_show_their_surprise(look, save_model, text_data, tmp_pa
     for (sentence,) in page["sentences"]:
         tokens = torch.tensor([[task.dictionary.index(text) for text in sentence["target"]]])
         with torch.no_grad():
-            log_probs = model.get_normalized_probs(model(tokens), log_probs=True)[0] / math.log(2)
+            log_probs = model.get_normalized_probs(model(tokens), log_probs=True)[0] / math.log(
+                2
+            )
         expected = -log_probs[:-1].gather(1, tokens[0, 1:, None])[:, 0]
         torch.testing.assert_close(
             torch.tensor(sentence["bits"][1:]), expected, atol=6e-3, rtol=1e-4
         )
 
 
-def test_a_masked_language_model_guesses_every_seventh_token(look, toy_masked_lm, toy_wiki_data):
+def test_a_masked_language_model_guesses_every_seventh_token(
+    look, toy_masked_lm, toy_wiki_data
+):
     page = look(toy_masked_lm.parent, "--data", toy_wiki_data, "--sentences", 2)
     assert page["runs"][0]["kind"] == "masked"
     model, task = load_trained(toy_masked_lm, toy_wiki_data)

@@ -42,12 +42,16 @@ def quick(small, write_config, tmp_path, preprocess):
     ("devices", "used", "share"),
     [(1, 1, 1024), (4, 4, 256), (7, 7, 146), (8, 7, 146), (16, 7, 146)],
 )
-def test_more_devices_than_the_longest_sentence_allows_are_left_out(quick, devices, used, share):
+def test_more_devices_than_the_longest_sentence_allows_are_left_out(
+    quick, devices, used, share
+):
     recipe, hardware, warning = fit(quick[0], gpus(devices), quick[1])
     batch = plan_batch(recipe.train, hardware.devices)
     assert (hardware.gpus, batch.max_tokens) == (used, share)
     numbers = ",".join(map(str, range(used)))
-    assert hardware.environment == ({} if used == devices else {"CUDA_VISIBLE_DEVICES": numbers})
+    assert hardware.environment == (
+        {} if used == devices else {"CUDA_VISIBLE_DEVICES": numbers}
+    )
     assert batch.effective <= 1024 and batch.max_tokens >= 141 == recipe.train.min_tokens
     assert bool(warning) == (used != devices)
     if warning:
@@ -81,7 +85,9 @@ def test_the_commands_and_the_run_use_fewer_devices(
     options = Options(stage="train", data=data, save_dir=tmp_path / "run")
     with pytest.raises(Caught):
         run_recipe(recipe, gpus(devices), options, Executor)
-    assert any(line.startswith("WARNING: ") and f"7 of {devices} devices" in line for line in said)
+    assert any(
+        line.startswith("WARNING: ") and f"7 of {devices} devices" in line for line in said
+    )
 
 
 def test_machines_that_train_together_are_told_how_many_may(quick):
@@ -124,14 +130,20 @@ def test_a_class_token_stands_before_the_longest_sentence(shipped, tmp_path, mon
     monkeypatch.setattr(batch_module, "sentence_sizes", lambda *_: (sizes, sizes))
     for override, longest in (([], 91), (["train.flags.init-token=null"], 90)):
         assert (
-            fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[0].train.min_tokens
+            fit(shipped("listops_transformer_8h", *override), gpus(1), tmp_path)[
+                0
+            ].train.min_tokens
             == longest
         )
 
 
 def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
     train = Train(
-        criterion="c", max_epoch=1, max_tokens=4000, effective_batch_tokens=4096, min_tokens=3000
+        criterion="c",
+        max_epoch=1,
+        max_tokens=4000,
+        effective_batch_tokens=4096,
+        min_tokens=3000,
     )
     batch = plan_batch(train, 1)
     assert (batch.update_freq, batch.max_tokens) == (1, 4000)

@@ -92,7 +92,9 @@ def test_data_that_differs_is_named(tmp_path, changed, lines, key, shipped):
     assert (key in found) if key else not found, found
 
 
-@pytest.mark.parametrize("name", ["wmt14_ende_moa_base", "wmt14_ende_mae7", "iwslt14_deen_mae7"])
+@pytest.mark.parametrize(
+    "name", ["wmt14_ende_moa_base", "wmt14_ende_mae7", "iwslt14_deen_mae7"]
+)
 @pytest.mark.parametrize(
     "text",
     [None, "{", "[]", '{"settings": 3}', '{"splits": {"train": 3}, "recipe": [], "steps": 3}'],
@@ -161,7 +163,8 @@ def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
     ):
         counts = {**datasets()["wikitext103_gpt2bpe"].words, "train": words}
         splits = {
-            split: {"words": counts[split] - lines[split], "lines": lines[split]} for split in lines
+            split: {"words": counts[split] - lines[split], "lines": lines[split]}
+            for split in lines
         }
         manifest(tmp_path, recipe=f"wikitext{name}_gpt2bpe", splits=splits)
         assert bool(data_differences(recipe, tmp_path, lines, claim=True)) != same
@@ -170,7 +173,9 @@ def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
     lines = {**IWSLT, "train": 16024}
     assert not data_differences(tenth, tmp_path, lines, claim=True)
     manifest(tmp_path, **made_by(tenth, train_fraction_seed=2))  # as many other pairs
-    assert data_differences(tenth, tmp_path, lines, claim=True).keys() == {"data.train_fraction"}
+    assert data_differences(tenth, tmp_path, lines, claim=True).keys() == {
+        "data.train_fraction"
+    }
 
 
 def test_it_is_said_before_the_training(make_lines, tmp_path, monkeypatch, capsys, shipped):

@@ -122,7 +122,9 @@ def test_the_least_gpu_decides_for_all(monkeypatch):
     assert (found.gpus, found.capability, found.visible) == (2, (7, 0), ("3", "5"))
     assert device_kind(found.name) == "unknown" and all(name in found.name for name, _ in gpus)
     del gpus[1]
-    assert detect_hardware().capability == (8, 0) and device_kind(detect_hardware().name) == "A100"
+    assert (
+        detect_hardware().capability == (8, 0) and device_kind(detect_hardware().name) == "A100"
+    )
 
 
 def test_adaptive_inputs_do_not_train_under_autocast():
@@ -138,7 +140,9 @@ def test_bfloat16_without_units_for_it_is_slow(hardware, warned, small, write_co
     small["train"]["precision"] = "amp"
     lines = []
     with reporting_to(Console(lines.append)):
-        run_recipe(load_recipe(write_config(small)), hardware, Options(stage="train"), dry_run=True)
+        run_recipe(
+            load_recipe(write_config(small)), hardware, Options(stage="train"), dry_run=True
+        )
     assert any("train.precision=fp32" in line for line in lines) == warned
 
 
@@ -157,7 +161,15 @@ def test_choice_of_devices():
 
 
 def test_flags():
-    values = {"a": 1, "b": True, "c": False, "d": None, "e": [1, 2], "f": -1, "g": "(0.9, 0.98)"}
+    values = {
+        "a": 1,
+        "b": True,
+        "c": False,
+        "d": None,
+        "e": [1, 2],
+        "f": -1,
+        "g": "(0.9, 0.98)",
+    }
     assert process.flags(values) == [
         "--a",
         "1",
@@ -197,7 +209,9 @@ def test_train_command_of_a_mixture(small, write_config, tmp_path, shown):
     recipe = load_recipe(write_config(small))
     options = Options(stage="train")
     line = process.to_shell(shown(recipe, CPU, options)[0])
-    assert "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
+    assert (
+        "--num-experts 8 --experts-per-token 4 --expert-dim 16 --share-all-embeddings" in line
+    )
     assert line.endswith("--distributed-world-size 1 --cpu")
     assert "--cpu" not in shown(recipe, A100, options)[0]
 
@@ -217,7 +231,9 @@ def test_on_a_cpu_the_training_loads_its_batches_itself(
         ) == workers
 
 
-def test_without_averaging_the_best_checkpoint_is_evaluated(small, write_config, tmp_path, shown):
+def test_without_averaging_the_best_checkpoint_is_evaluated(
+    small, write_config, tmp_path, shown
+):
     small["average"] = None
     recipe = load_recipe(write_config(small))
     options = Options(stage="generate", save_dir=tmp_path / "run")
@@ -243,7 +259,8 @@ TORCHRUN.update(MASTER_ADDR="a", MASTER_PORT="1", TORCHELASTIC_RUN_ID="x")
 
 def test_of_the_corpus_a_run_shows_what_tells_something(said):
     packages = [
-        f"[{number:2}/42] p{number} 1.0 (1.0 MB): {number} clean pairs" for number in range(1, 43)
+        f"[{number:2}/42] p{number} 1.0 (1.0 MB): {number} clean pairs"
+        for number in range(1, 43)
     ]
     gap = "[ 3/42] p3 1.0: left out. No network."
     end = "24,357 unique pairs from 42 packages (117 MB) in data: built (96.8 s)"
@@ -263,7 +280,9 @@ def test_machines_by_flags():
     world = find_world(8, nodes=4, node_rank=2, master="node0", environment={})
     assert world == World(32, 16, 8, "tcp://node0:29500", spawn=True)
     assert Hardware(8, world=world).shared and not Hardware(8, world=world).is_main_process
-    assert find_world(0, 2, 1, "tcp://node0:7", {}) == World(2, 1, 1, "tcp://node0:7", spawn=False)
+    assert find_world(0, 2, 1, "tcp://node0:7", {}) == World(
+        2, 1, 1, "tcp://node0:7", spawn=False
+    )
     assert find_world(8, environment={}) is None
     assert find_world(1, nodes=1, node_rank=0, master="x", environment={}) is None
 
@@ -273,7 +292,8 @@ def test_torchrun_is_one_process_of_many():
     assert world == World(16, 9, 1, "env://", spawn=False, device=1)
     assert find_world(0, environment=TORCHRUN).device is None
     assert (
-        find_world(1, environment={**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"}) is None
+        find_world(1, environment={**TORCHRUN, "WORLD_SIZE": "1", "LOCAL_WORLD_SIZE": "1"})
+        is None
     )
 
 

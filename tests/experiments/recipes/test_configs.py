@@ -24,7 +24,12 @@ from moa_fairseq.experiments.recipes.loading import (
     shipped_recipes,
 )
 from moa_fairseq.experiments.recipes.run import Options
-from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, CLASSIFICATION, MASKED_LM, TRANSLATION
+from moa_fairseq.experiments.recipes.schema import (
+    CAUSAL_LM,
+    CLASSIFICATION,
+    MASKED_LM,
+    TRANSLATION,
+)
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.zero_shot import RESULT_TASKS
 
@@ -44,9 +49,9 @@ EVALUATION = {
 def test_rows_with_printed_zero_shot_accuracies_have_the_tasks():
     """SwitchHead's Tables 4 and 8: a task of the recipe for each metric of a column."""
     checked = 0
-    for table in json.loads((ROOT / "results" / "papers" / "switchhead.json").read_text("utf-8"))[
-        "tables"
-    ]:
+    for table in json.loads(
+        (ROOT / "results" / "papers" / "switchhead.json").read_text("utf-8")
+    )["tables"]:
         printed = {
             column.get("metric") for column in table["columns"].values()
         } & RESULT_TASKS.keys()
@@ -109,7 +114,9 @@ def test_numbers_of_the_headers_are_those_that_were_measured():
             for number in re.findall(r"([\d.]+) BLEU", line):
                 scores = [run["metrics"]["multi_bleu"] for run in measured[path.stem]]
                 digits = len(number.partition(".")[2])
-                assert number in [f"{score:.{digits}f}" for score in scores], f"{path.name}: {line}"
+                assert number in [f"{score:.{digits}f}" for score in scores], (
+                    f"{path.name}: {line}"
+                )
                 checked += 1
             for number in re.findall(r"(\d+) minutes of training", line):
                 minutes = [run["train_seconds"] / 60 for run in measured[path.stem]]
@@ -221,7 +228,9 @@ def test_the_papers_settings(pattern):
         recipe = shipped(path)
         found = found + 1
         for key, value in PAPERS[pattern].items():
-            said = operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
+            said = (
+                operator.attrgetter(key)(recipe) if "." in key else recipe.training_flags[key]
+            )
             assert said == value or float(said) == float(value), f"{path.stem}: {key}"
     assert found
 
@@ -253,9 +262,7 @@ def test_mohs_language_models_have_the_printed_parameters(name, row):
 )
 def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
     recipe = shipped(path)
-    sizes = (
-        f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
-    )
+    sizes = f"{recipe.model.experts_per_token}K{recipe.model.num_experts}E{recipe.model.expert_dim}D"
     assert sizes in recipe.summary
     if recipe.kind == MASKED_LM:
         assert (
@@ -266,12 +273,15 @@ def test_the_sizes_in_a_recipes_words_are_those_of_its_model(path):
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CONFIGS if fnmatch.fnmatch(p.stem, "*_moa_*_release")], ids=lambda p: p.stem
+    "path",
+    [p for p in CONFIGS if fnmatch.fnmatch(p.stem, "*_moa_*_release")],
+    ids=lambda p: p.stem,
 )
 def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path):
     """And each has a row of its own, so that its runs are not averaged with those of the paper's settings."""
     paper, release = (
-        shipped(path.with_stem(stem)) for stem in (path.stem.removesuffix("_release"), path.stem)
+        shipped(path.with_stem(stem))
+        for stem in (path.stem.removesuffix("_release"), path.stem)
     )
     assert (
         release.model.flags
@@ -279,7 +289,9 @@ def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path
         != paper.model.flags
     )
     assert (
-        release.train.flags == {**paper.train.flags, "aux-loss-scale": "none"} != paper.train.flags
+        release.train.flags
+        == {**paper.train.flags, "aux-loss-scale": "none"}
+        != paper.train.flags
     )
     assert (release.data, release.generate, release.score) == (
         paper.data,
@@ -293,7 +305,9 @@ def test_a_release_recipe_is_the_papers_but_for_what_the_released_code_does(path
     if release.reproduces:
         assert release.reproduces.row != paper.reproduces.row
         assert release.reproduces.value == paper.reproduces.value
-        assert release.experiment in path.with_stem(paper.experiment).read_text(encoding="utf-8")
+        assert release.experiment in path.with_stem(paper.experiment).read_text(
+            encoding="utf-8"
+        )
 
 
 @pytest.mark.thorough
@@ -324,7 +338,9 @@ def test_each_recipe_stands_for_a_row_that_there_is():
 
 
 @pytest.mark.parametrize(
-    "path", [p for p in CONFIGS if "rows:" in p.read_text(encoding="utf-8")], ids=lambda p: p.stem
+    "path",
+    [p for p in CONFIGS if "rows:" in p.read_text(encoding="utf-8")],
+    ids=lambda p: p.stem,
 )
 def test_fairseq_accepts_each_row_and_its_model_is_the_counted_one(path):
     recipe = shipped(path)
@@ -383,7 +399,13 @@ def test_fairseq_accepts_each_row_and_its_model_is_the_counted_one(path):
         ("c4_lm_transformer_rope_244m", "c4_lm_switchhead_rope_243m", {}),
         *(
             ("wikitext2_lm_transformer_xl_tiny", f"wikitext2_lm_{name}_tiny", {})
-            for name in ("moa", "switchhead", "switchhead_e1", "switchall", "transformer_xl_2heads")
+            for name in (
+                "moa",
+                "switchhead",
+                "switchhead_e1",
+                "switchall",
+                "transformer_xl_2heads",
+            )
         ),
         ("listops_transformer_8h", "listops_transformer_2h", {}),
         ("listops_transformer_8h", "listops_switchhead_2h", {}),
@@ -392,14 +414,18 @@ def test_fairseq_accepts_each_row_and_its_model_is_the_counted_one(path):
 def test_pairs_differ_in_the_model_and_the_schedule_only(dense, mixture, schedule):
     one, other = (shipped(RECIPES[name]) for name in (dense, mixture))
     assert (
-        one.data == other.data and one.generate == other.generate and one.average == other.average
+        one.data == other.data
+        and one.generate == other.generate
+        and one.average == other.average
     )
     routing = ("balance-loss", "load-balance-coef", "z-loss-coef", "bcd", "gate-")
 
     def flags(recipe):
         said = recipe.train.flags.items()
         return {
-            key: value for key, value in said if value is not None and not key.startswith(routing)
+            key: value
+            for key, value in said
+            if value is not None and not key.startswith(routing)
         }
 
     assert flags(other) == {**flags(one), **schedule}
@@ -422,9 +448,14 @@ def test_switchheads_settings(path):
     large = any(size in path.stem for size in LARGE)
     length = flags["tokens-per-sample"]
     assert (
-        recipe.train.effective_batch_tokens == texts * length and recipe.train.max_update == 100000
+        recipe.train.effective_batch_tokens == texts * length
+        and recipe.train.max_update == 100000
     )
-    assert (flags["optimizer"], flags["lr"], flags["lr-scheduler"]) == ("adam", 0.00025, "cosine")
+    assert (flags["optimizer"], flags["lr"], flags["lr-scheduler"]) == (
+        "adam",
+        0.00025,
+        "cosine",
+    )
     assert flags["warmup-updates"] == (4000 if large else 0)
     assert flags["lr-period-updates"] == 100000 - flags["warmup-updates"]
     small_and_dense = not large and "enwik8" not in path.stem and "switchall" not in path.stem
@@ -455,7 +486,8 @@ def test_a_tuned_recipe_converts_its_dense_model_first(tmp_path):
     done = subprocess.run(script, cwd=tmp_path, text=True, capture_output=True, check=False)
     assert done.returncode == 2
     assert (
-        "convert: error: Checkpoint runs/multi30k_ende_transformer_tiny/average.pt" in done.stderr
+        "convert: error: Checkpoint runs/multi30k_ende_transformer_tiny/average.pt"
+        in done.stderr
     )
     planned = subprocess.run(
         [*script, "--dry-run"], cwd=tmp_path, text=True, capture_output=True, check=True

@@ -37,13 +37,17 @@ def config(small, write_config):
     for side in ("encoder", "decoder"):
         del small["model"]["flags"][f"{side}-attention-heads"]
     small["model"]["flags"]["dropout"] = 0.1
-    small["train"].update(criterion="label_smoothed_cross_entropy_with_routing", max_epoch=EPOCHS)
+    small["train"].update(
+        criterion="label_smoothed_cross_entropy_with_routing", max_epoch=EPOCHS
+    )
     small["train"]["flags"].update({"load-balance-coef": 0.01, "z-loss-coef": 0.001})
     return write_config(small)
 
 
 def last_valid(folder):
-    return [record for record in read_records(folder / "train.jsonl") if "valid_loss" in record][-1]
+    return [
+        record for record in read_records(folder / "train.jsonl") if "valid_loss" in record
+    ][-1]
 
 
 def kill_in_training(number, records, command, folder):
@@ -79,8 +83,23 @@ def test_all_stages_and_kill_and_resume(config, write_text, tmp_path, monkeypatc
     killed = tmp_path / "killed"
     chance = random.Random(3)
     # The same fingerprint of the data: both runs train on the one prepared folder.
-    command = [sys.executable, "-m", "moa_fairseq.cli", "recipe", str(config), "--stage", "train"]
-    command += ["--gpus", "0", "--data", str(prepared_data(undisturbed)), "--save-dir", str(killed)]
+    command = [
+        sys.executable,
+        "-m",
+        "moa_fairseq.cli",
+        "recipe",
+        str(config),
+        "--stage",
+        "train",
+    ]
+    command += [
+        "--gpus",
+        "0",
+        "--data",
+        str(prepared_data(undisturbed)),
+        "--save-dir",
+        str(killed),
+    ]
     for number, least in ((signal.SIGKILL, 8), (signal.SIGTERM, 20)):
         kill_in_training(number, least + chance.randrange(12), command, killed)
         assert last_valid(killed)["epoch"] < EPOCHS

@@ -33,7 +33,11 @@ def every(number):
             "average.updates",
         ),  # update 100 ends an epoch: it leaves checkpoint1.pt
         ([*UPDATES, every(50)], 1, "average.updates"),
-        ([*UPDATES, every(50), "train.flags.validate-after-updates=51"], None, "average.updates"),
+        (
+            [*UPDATES, every(50), "train.flags.validate-after-updates=51"],
+            None,
+            "average.updates",
+        ),
         (["average.epochs=2", "train.max_update=19"], 10, "average.epochs"),
         (["average.epochs=2", "train.max_update=20"], 10, None),
         ([*EVERY_SECOND, "train.max_update=39"], 10, "average.epochs"),

@@ -8,7 +8,11 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.recipes.checkpoints import check_pretrained, finetuned, prepared_data
+from moa_fairseq.experiments.recipes.checkpoints import (
+    check_pretrained,
+    finetuned,
+    prepared_data,
+)
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.run import Options
@@ -132,7 +136,9 @@ def test_other_dictionaries_and_a_missing_model_are_refused(
         (pretrained, r"dict\.en\.txt differs from the pretrained"),
         (missing, rf"pretrained: {missing}/average\.pt is missing"),
     ):
-        recipe = load_recipe(write_config({**mixture, "pretrained": str(place), "finetune": "ftg"}))
+        recipe = load_recipe(
+            write_config({**mixture, "pretrained": str(place), "finetune": "ftg"})
+        )
         with pytest.raises(UserError, match=words):
             check_pretrained(recipe, binarised)
 
@@ -148,7 +154,9 @@ def test_a_dictionary_of_either_side_that_differs_is_refused(
     check_pretrained(recipe, data)
     dictionary = data / f"dict.{language}.txt"
     dictionary.write_text(dictionary.read_text() + "more 1\n")
-    with pytest.raises(UserError, match=rf"data/dict\.{language}\.txt differs from the pretrained"):
+    with pytest.raises(
+        UserError, match=rf"data/dict\.{language}\.txt differs from the pretrained"
+    ):
         check_pretrained(recipe, data)
 
 

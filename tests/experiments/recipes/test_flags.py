@@ -72,8 +72,12 @@ def text_flags():
                 parsers.append(argparse.ArgumentParser(conflict_handler="resolve"))
                 entry.add_args(parsers[-1])
     actions = [action for parser in parsers for action in parser._actions]
-    texts = [action for action in actions if action.nargs != 0 and action.type not in (int, float)]
-    return {word[2:] for action in texts for word in action.option_strings if word.startswith("--")}
+    texts = [
+        action for action in actions if action.nargs != 0 and action.type not in (int, float)
+    ]
+    return {
+        word[2:] for action in texts for word in action.option_strings if word.startswith("--")
+    }
 
 
 def test_every_flag_that_names_a_file_was_looked_at():
@@ -90,7 +94,10 @@ def test_every_flag_that_names_a_file_was_looked_at():
     ("name", "value", "words"),
     [
         *((name, "/x", "Leave it out") for name in REFUSED),
-        *((name, "/x", "not a free flag") for name in ("user-dir", "save-dir", "path", "destdir")),
+        *(
+            (name, "/x", "not a free flag")
+            for name in ("user-dir", "save-dir", "path", "destdir")
+        ),
         *(
             (f"distributed-{name}", "tcp://x:1", "not a free flag")
             for name in ("init-method", "world-size")
@@ -124,7 +131,9 @@ def test_flags_with_which_no_training_goes_on(small, write_config, section, name
     """Each is one of fairseq-train, and named with what to say in its place."""
     assert f"--{name}" in options.get_training_parser()._option_string_actions
     small[section]["flags"][name] = True
-    with pytest.raises(UserError, match=rf"{section}\.flags\.{name}: .*([Ss]et |[Ll]eave it out)"):
+    with pytest.raises(
+        UserError, match=rf"{section}\.flags\.{name}: .*([Ss]et |[Ll]eave it out)"
+    ):
         load_recipe(write_config(small))
 
 
@@ -154,7 +163,9 @@ def test_unknown_flags_and_those_by_other_names(small, write_config, section, na
 @pytest.mark.parametrize(
     ("sizes", "printed"), [((4, 8), "K = 8 .* E = 4"), ((None, 9), "K = 9 .* E = 8")]
 )
-def test_more_experts_per_token_than_experts(small, write_config, tmp_path, sizes, printed, capsys):
+def test_more_experts_per_token_than_experts(
+    small, write_config, tmp_path, sizes, printed, capsys
+):
     """Also where the arch, and not the recipe, says E; before anything is prepared."""
     small["model"].update(
         arch="moa_transformer_tiny", num_experts=sizes[0], experts_per_token=sizes[1]
@@ -162,7 +173,14 @@ def test_more_experts_per_token_than_experts(small, write_config, tmp_path, size
     for side in ("encoder", "decoder"):
         del small["model"]["flags"][f"{side}-attention-heads"]
     small["train"]["criterion"] = "label_smoothed_cross_entropy_with_routing"
-    line = ["recipe", str(write_config(small)), "--gpus", "0", "--save-dir", str(tmp_path / "run")]
+    line = [
+        "recipe",
+        str(write_config(small)),
+        "--gpus",
+        "0",
+        "--save-dir",
+        str(tmp_path / "run"),
+    ]
     for more in ([], ["--dry-run"]):
         assert main([*line, *more]) == 2
         assert re.search(rf"model\.experts_per_token: {printed}", capsys.readouterr().err)
@@ -216,7 +234,11 @@ def recipe(small, write_config):
         (["train.flags.ddp-backend=pytorch_ddp"], TWO_CPUS, "on GPUs only"),
         (["train.flags.memory-efficient-fp16=true"], A100S, "this run has bf16"),
         (["train.flags.zero-sharding=os"], A100S, None),
-        (["train.flags.zero-sharding=os", "train.flags.memory-efficient-fp16=true"], V100S, None),
+        (
+            ["train.flags.zero-sharding=os", "train.flags.memory-efficient-fp16=true"],
+            V100S,
+            None,
+        ),
         (["train.flags.ddp-backend=fully_sharded", "train.precision=fp16"], A100S, None),
         (["train.flags.ddp-backend=legacy_ddp"], TWO_CPUS, None),
     ],
@@ -260,7 +282,11 @@ def test_fairseq_takes_every_recipe_and_its_schedule_ends_at_its_minimum(shipped
             ],
             ["(300)", "train.flags.warmup-updates"],
         ),
-        ("wmt14_ende_moa_base", ["train.max_update=3000"], ["(3,000)", "4,000", "warmup-updates"]),
+        (
+            "wmt14_ende_moa_base",
+            ["train.max_update=3000"],
+            ["(3,000)", "4,000", "warmup-updates"],
+        ),
     ],
 )
 def test_a_schedule_that_does_not_anneal_is_told(shipped, name, overrides, words):
@@ -269,7 +295,9 @@ def test_a_schedule_that_does_not_anneal_is_told(shipped, name, overrides, words
     assert said is None or "warmup" not in said or "total-num-update" not in said
 
 
-def test_updates_of_epochs_are_measured_on_data(toy_data, recipe, capsys, tmp_path, monkeypatch):
+def test_updates_of_epochs_are_measured_on_data(
+    toy_data, recipe, capsys, tmp_path, monkeypatch
+):
     flags = ["train.flags.lr-scheduler=polynomial_decay", "train.flags.total-num-update=100"]
     small = recipe("data.recipe=binarised", *flags)  # 3 epochs of a few updates each
     assert warning(small) is None  # nobody knows how many updates an epoch has

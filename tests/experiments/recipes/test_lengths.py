@@ -53,7 +53,10 @@ def causal(small, write_config):
         ([], None),
         (["score.flags.tokens-per-sample=24", "score.flags.context-window=23"], None),
         (["score.flags.tokens-per-sample=25", "model.flags.max-target-positions=25"], None),
-        (["train.task=language_modeling_truncated_bptt", "score.flags.tokens-per-sample=48"], None),
+        (
+            ["train.task=language_modeling_truncated_bptt", "score.flags.tokens-per-sample=48"],
+            None,
+        ),
     ],
 )
 def test_blocks_of_a_language_model(causal, overrides, key):
@@ -79,7 +82,9 @@ def test_the_blocks_of_a_perplexity_are_those_that_were_read(causal, tmp_path):
 
 
 def test_a_perplexity_of_fewer_tokens_is_no_result(causal, tmp_path):
-    with pytest.raises(UserError, match=r"15 of 4,239 tokens.*score\.flags\.tokens-per-sample=24"):
+    with pytest.raises(
+        UserError, match=r"15 of 4,239 tokens.*score\.flags\.tokens-per-sample=24"
+    ):
         read_report(REPORT.format(15), tmp_path / "eval-lm-test.txt", causal(), 4239)
     scores = read_report(REPORT.format("4,239"), tmp_path / "eval-lm-test.txt", causal(), 4239)
     assert scores["lm_ppl"]["score"] == 18.71 and scores["meta"]["evaluation"]["tokens"] == 4239
@@ -125,7 +130,9 @@ def test_a_sentence_that_is_longer_than_the_model(
     assert split == "valid" or "of test" in str(refusal.value)
     recipe = load_recipe(path, [f"{key}=2"])
     check_sentences(recipe, check_flags(recipe), data)
-    rest = "generate.flags.skip-invalid-size-inputs-valid-test=true"  # for a model that is trained
+    rest = (
+        "generate.flags.skip-invalid-size-inputs-valid-test=true"  # for a model that is trained
+    )
     assert (rest in str(refusal.value)) == ("of test has" in str(refusal.value))
     if split == "test":
         recipe = load_recipe(path, [*overrides, rest])
@@ -135,7 +142,9 @@ def test_a_sentence_that_is_longer_than_the_model(
 def test_a_trained_masked_language_models_lines_can_still_be_cut(causal, tmp_path, monkeypatch):
     """Its score cuts text as its training did, unless score.flags says otherwise."""
     recipe = causal(
-        "train.task=masked_lm", "train.flags.sample-break-mode=eos", "score.headline=masked_lm_ppl"
+        "train.task=masked_lm",
+        "train.flags.sample-break-mode=eos",
+        "score.headline=masked_lm_ppl",
     )
     recipe.train.flags["skip-invalid-size-inputs-valid-test"] = True  # of what is not scored
     monkeypatch.setattr(lengths, "sentence_sizes", lambda *_: [numpy.array([30])])
@@ -151,12 +160,15 @@ def test_a_trained_masked_language_models_lines_can_still_be_cut(causal, tmp_pat
 @pytest.mark.parametrize(
     "overrides", [[], ["shorten-method=truncate", "shorten-data-split-list=train"]]
 )
-def test_a_sentence_that_is_longer_than_the_classifier(shipped, tmp_path, monkeypatch, overrides):
+def test_a_sentence_that_is_longer_than_the_classifier(
+    shipped, tmp_path, monkeypatch, overrides
+):
     """Found before the training, with the flag that lets it be read: <s> is a token, too."""
 
     def check(*further):
         recipe = shipped(
-            "listops_transformer_8h", *(f"train.flags.{each}" for each in (*overrides, *further))
+            "listops_transformer_8h",
+            *(f"train.flags.{each}" for each in (*overrides, *further)),
         )
         check_sentences(recipe, check_flags(recipe), tmp_path)
 

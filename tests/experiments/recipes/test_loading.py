@@ -54,10 +54,20 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
         ("train", "max_tokens", 0, ["train.max_tokens", "at least 1"]),
         ("train", "precision", "fp8", ["train.precision", "bf16"]),
         ("train", "criterion", None, ["train.criterion", "text"]),
-        ("model", "flags", {"encoder_layers": 2}, ["model.flags.encoder_layers", "encoder-layers"]),
+        (
+            "model",
+            "flags",
+            {"encoder_layers": 2},
+            ["model.flags.encoder_layers", "encoder-layers"],
+        ),
         ("train", "flags", {"lr": {"a": 1}}, ["train.flags.lr"]),
         ("data", "recipe", "wmt99", ["data.recipe", "multi30k"]),
-        ("data", "joined_dictionary", False, ["model.share_all_embeddings", "joined_dictionary"]),
+        (
+            "data",
+            "joined_dictionary",
+            False,
+            ["model.share_all_embeddings", "joined_dictionary"],
+        ),
         ("data", "target", "en", ["data.target", "'en'"]),
         ("data", "source", False, ["data.source", "text"]),  # `source: no` in YAML
         ("average", "epochs", 1, ["average.epochs", "one checkpoint"]),
@@ -73,7 +83,12 @@ def test_a_valid_recipe_keeps_its_values(small, write_config):
             ("data", "source", name, ["data.source", "is not a valid name"])
             for name in ("../../x", "-x")
         ),
-        ("generate", "subsets", ["test", "../../x"], ["generate.subsets", "is not a valid name"]),
+        (
+            "generate",
+            "subsets",
+            ["test", "../../x"],
+            ["generate.subsets", "is not a valid name"],
+        ),
         ("score", "subsets", ["../x"], ["score.subsets", "is not a valid name"]),
     ],
 )
@@ -110,7 +125,9 @@ def test_averaging_updates_needs_update_checkpoints(small, write_config):
     small["train"]["flags"]["save-interval-updates"] = 5
     path = write_config(small)
     for kept in ("null", "2", "-1"):  # fairseq's -1: all
-        assert load_recipe(path, [f"train.flags.keep-interval-updates={kept}"]).average.count == 2
+        assert (
+            load_recipe(path, [f"train.flags.keep-interval-updates={kept}"]).average.count == 2
+        )
     with pytest.raises(UserError, match="keep-interval-updates"):
         load_recipe(path, ["train.flags.keep-interval-updates=1"])
 
@@ -195,7 +212,9 @@ def test_a_base_may_have_a_base_and_lie_anywhere(small, write_config, tmp_path):
     assert recipe.data == load_recipe(child).data
     own.write_text("base: quickstart_moa.yaml\nexperiment: mine\n")
     assert load_recipe(own).model.arch == "moa_transformer_base"
-    (tmp_path / "own" / "quickstart_moa.yaml").write_text(child.with_name("small.yaml").read_text())
+    (tmp_path / "own" / "quickstart_moa.yaml").write_text(
+        child.with_name("small.yaml").read_text()
+    )
     assert load_recipe(own).model == load_recipe(child).model, "what lies beside it comes first"
     own.write_text("base: mine.yaml\nexperiment: mine\n")
     with pytest.raises(UserError, match="base"):
@@ -315,7 +334,9 @@ def test_an_absent_file_suggests_its_neighbours(small, write_config):
 
 @pytest.mark.parametrize(("text", "value"), [("1e-1", 0.1), ("2", 2.0), ("'0.5'", 0.5)])
 def test_numbers_that_yaml_takes_for_text(small, write_config, text, value):
-    assert load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
+    assert (
+        load_recipe(write_config(small), [f"generate.lenpen={text}"]).generate.lenpen == value
+    )
 
 
 @pytest.mark.parametrize(
@@ -334,7 +355,11 @@ def test_numbers_of_a_file_are_those_of_yaml_1_2(small, write_config, text, valu
 def test_the_whole_training_text_is_a_fraction_of_it(small, write_config, fraction, allowed):
     small["data"]["train_fraction"] = fraction
     path = write_config(small)
-    with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="train_fraction"):
+    with (
+        contextlib.nullcontext()
+        if allowed
+        else pytest.raises(UserError, match="train_fraction")
+    ):
         load_recipe(path)
 
 
@@ -343,7 +368,9 @@ def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, a
     small["train"]["keep_last_epochs"] = kept
     path = write_config(small)
     with (
-        contextlib.nullcontext() if allowed else pytest.raises(UserError, match="keep_last_epochs")
+        contextlib.nullcontext()
+        if allowed
+        else pytest.raises(UserError, match="keep_last_epochs")
     ):
         load_recipe(path)
 
@@ -351,14 +378,20 @@ def test_as_many_epochs_as_are_kept_can_be_averaged(small, write_config, kept, a
 def test_a_training_may_stop_at_the_learning_rate_zero(small, write_config):
     """fairseq's own value is -1: never."""
     path = write_config(small)
-    goals = [load_recipe(path, [f"train.flags.stop-min-lr={rate}"]).goal for rate in ("null", "0")]
+    goals = [
+        load_recipe(path, [f"train.flags.stop-min-lr={rate}"]).goal for rate in ("null", "0")
+    ]
     assert "stop-min-lr" not in goals[0] and goals[1]["stop-min-lr"] == 0
 
 
 CELL = {"paper": "p", "table": "1", "row": "own", "column": "BLEU", "value": 1.0}
 ROWS = {
     "seven": {"reproduces.value": 7.0, "train.max_epoch": 7},
-    "seven, clipped": {"reproduces.table": "2", "train.max_epoch": 7, "train.flags.clip-norm": 0.5},
+    "seven, clipped": {
+        "reproduces.table": "2",
+        "train.max_epoch": 7,
+        "train.flags.clip-norm": 0.5,
+    },
 }
 
 

@@ -49,14 +49,19 @@ def pairs(tmp_path):
 def recipe(small, write_config):
     small["data"] = {"recipe": "parallel", "source": "en", "target": "ja", "bpe": 320}
     small["data"]["segmentation"] = "sentencepiece"
-    small["train"]["flags"] |= {"eval-bleu": True, "eval-bleu-args": '{"beam": 1, "max_len_b": 4}'}
+    small["train"]["flags"] |= {
+        "eval-bleu": True,
+        "eval-bleu-args": '{"beam": 1, "max_len_b": 4}',
+    }
     small["train"]["flags"]["eval-bleu-print-samples"] = True
     small["score"]["flags"] = {"sacrebleu-tokenizer": "char"}
     small["generate"]["flags"] = {"max-len-b": 20}
     return small
 
 
-def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(recipe, write_config, pairs, capsys):
+def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(
+    recipe, write_config, pairs, capsys
+):
     run = pairs.parent / "run"
     line = ["recipe", write_config(recipe), "--data", pairs, "--save-dir", run, "--gpus", "0"]
     line += ["--set", "train.max_epoch=6"]
@@ -67,7 +72,8 @@ def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(recipe, write_con
     assert json.loads((run / "result.json").read_text("utf-8"))["headline"] == "sacrebleu"
     output = run / "out.ja"
     assert (
-        main(["translate", str(run), str(pairs / "test.en"), "--output", str(output), "--cpu"]) == 0
+        main(["translate", str(run), str(pairs / "test.en"), "--output", str(output), "--cpu"])
+        == 0
     )
     sacrebleu = [
         sys.executable,

@@ -81,7 +81,9 @@ def test_every_kind_of_recipe_has_a_plan(name, plan_of, shipped):
         assert entry["disk"]["checkpoint"] >= (8 if adaptive else 12) * report["parameters"]
         assert entry["disk"]["total"] >= 2 * entry["disk"]["checkpoint"]
         if recipe.train.effective_batch_tokens:
-            assert abs(entry["tokens_per_update"] / recipe.train.effective_batch_tokens - 1) < 0.01
+            assert (
+                abs(entry["tokens_per_update"] / recipe.train.effective_batch_tokens - 1) < 0.01
+            )
         if report["corpus"]:
             assert (recipe.train.max_update or entry["updates"]) >= entry["updates"] > 0
             low, high = entry["hours"]
@@ -97,7 +99,9 @@ def test_the_text_says_what_is_rough(tmp_path, monkeypatch, capsys):
         == 0
     )
     text = capsys.readouterr().out
-    assert "199,974,912" in text and "8×V100" in text and "262,144" in text and "H100" not in text
+    assert (
+        "199,974,912" in text and "8×V100" in text and "262,144" in text and "H100" not in text
+    )
     assert (
         "rough: 4.4% to 19.3% of the peak" in text
         and " to " in text.partition("8×V100")[2].split("\n")[0]
@@ -109,7 +113,9 @@ def test_a_note_of_a_plan_stands_once_and_a_device_on_one_line(tmp_path, monkeyp
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     for name in ("wmt14_ende_moa_big", "wikitext103_lm_base"):
-        assert main(["recipe", name, "--plan", "--set", "train.effective_batch_tokens=65536"]) == 0
+        assert (
+            main(["recipe", name, "--plan", "--set", "train.effective_batch_tokens=65536"]) == 0
+        )
         lines = capsys.readouterr().out.splitlines()
         assert len(lines) == len(set(lines)) and any(
             line.startswith("1×RTX5090 ") for line in lines
@@ -170,7 +176,9 @@ def test_hours_are_those_of_the_measured_speed(arch):
     for entry in (here, near):
         assert "benchmarks/training-cuda.json on 1 H200" in entry["speed_origin"]
     for entry in others:
-        assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith("rough")
+        assert entry["hours"][0] < entry["hours"][1] and entry["speed_origin"].startswith(
+            "rough"
+        )
     of_a_token = here["batch_memory"] / here["batch"]["max_tokens"]
     # Of 36,600 symbols, not of 32,768
     assert 8000 * of_a_token / 1e9 == pytest.approx(peak, rel=0.13)
@@ -181,7 +189,11 @@ def test_hours_are_those_of_the_measured_speed(arch):
 
 def test_a_speed_is_of_one_size_and_precision():
     row = RecordedSpeed("x", 5.0, "H200", 1, "bf16", "a.json")
-    assert nearest_speed([row], "H200", "bf16", 8) == nearest_speed([row], "H100", "bf16", 8) == row
+    assert (
+        nearest_speed([row], "H200", "bf16", 8)
+        == nearest_speed([row], "H100", "bf16", 8)
+        == row
+    )
     assert (
         nearest_speed([row], "H200", "fp32", 8) is None
         and nearest_speed([row], "A100", "bf16", 8) is None
@@ -216,7 +228,11 @@ def test_a_batch_that_does_not_fit():
 
 def test_a_recorded_speed_comes_first(tmp_path):
     (tmp_path / "throughput").mkdir()
-    values = {"experiment": "x", "hardware": "8 x NVIDIA A100-SXM4-80GB", "tokens_per_second": 5}
+    values = {
+        "experiment": "x",
+        "hardware": "8 x NVIDIA A100-SXM4-80GB",
+        "tokens_per_second": 5,
+    }
     for name, text in (
         ("a", json.dumps(values)),
         ("b", "{"),
@@ -279,7 +295,11 @@ def test_measured_updates_are_those_of_the_training(small, write_config, toy_dat
     task.load_dataset("train")
     small["train"].update(max_tokens=60, effective_batch_tokens=240)
     size = measured_size(load_recipe(write_config(small)), toy_data, 60)
-    options = {"max_tokens": 60, "max_positions": (1024, 1024), "required_batch_size_multiple": 8}
+    options = {
+        "max_tokens": 60,
+        "max_positions": (1024, 1024),
+        "required_batch_size_multiple": 8,
+    }
     iterator = task.get_batch_iterator(task.dataset("train"), num_shards=2, **options)
     assert size.updates_per_epoch(BatchPlan(2, 2, 60, 240)) == -(-len(iterator) // 2)
     assert (size.sentences, size.vocabulary) == (120, len(task.target_dictionary))
@@ -305,9 +325,17 @@ WORDS = 3000
     ("train", "average"),
     [
         ({"keep-last-epochs": 2}, True),
-        ({"keep-last-epochs": 9, "save-interval-updates": 2, "keep-interval-updates": 1}, False),
         (
-            {"keep-last-epochs": 9, "no-epoch-checkpoints": True, "optimizer": "nag", "lr": 0.01},
+            {"keep-last-epochs": 9, "save-interval-updates": 2, "keep-interval-updates": 1},
+            False,
+        ),
+        (
+            {
+                "keep-last-epochs": 9,
+                "no-epoch-checkpoints": True,
+                "optimizer": "nag",
+                "lr": 0.01,
+            },
             False,
         ),
         ({"keep-last-epochs": 9, "no-save-optimizer-state": True}, True),
@@ -319,7 +347,9 @@ def test_the_files_of_a_run_are_those_of_the_plan(
     small["data"]["recipe"] = "binarised"
     small["train"]["keep_last_epochs"] = train.pop("keep-last-epochs")
     small["train"]["flags"].update(train)
-    small["model"]["flags"].update({f"{side}-embed-dim": 128 for side in ("encoder", "decoder")})
+    small["model"]["flags"].update(
+        {f"{side}-embed-dim": 128 for side in ("encoder", "decoder")}
+    )
     small["model"]["flags"].update(
         {f"{side}-ffn-embed-dim": 512 for side in ("encoder", "decoder")}
     )
@@ -361,7 +391,9 @@ def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, upd
 
 def test_the_vocabulary_of_a_masked_language_model_has_its_mask(shipped, toy_wiki_data):
     lines = len((toy_wiki_data / "dict.txt").read_text().splitlines())
-    assert measured_size(shipped("quickstart_mlm"), toy_wiki_data, 512).vocabulary == lines + 4 + 1
+    assert (
+        measured_size(shipped("quickstart_mlm"), toy_wiki_data, 512).vocabulary == lines + 4 + 1
+    )
     causal = shipped("wikitext2_lm_moa_tiny", "data.recipe=binarised")
     assert measured_size(causal, toy_wiki_data, 512).vocabulary == lines + 4
 

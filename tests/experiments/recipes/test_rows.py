@@ -47,12 +47,17 @@ def test_all_rows_are_run_one_after_the_other(started):
     each = {(0.01, 0.0), (0.0, 0.01), (0.0, 0.001), (0.01, 0.001), (0.01, 0.01)}
     assert losses == {(experts, *both) for experts in (8, 16, 32) for both in each}
     folders = [str(options.save_dir) for _, options in runs]
-    assert folders[:2] == ["runs/wmt14_ende_moa_base", "runs/wmt14_ende_moa_base_8k8e128d_0_01la"]
+    assert folders[:2] == [
+        "runs/wmt14_ende_moa_base",
+        "runs/wmt14_ende_moa_base_8k8e128d_0_01la",
+    ]
     assert len(set(folders)) == 15
 
 
 def test_one_row_with_its_folder_and_record(started):
-    ((recipe, options),) = started(ONE_EXPERT, "--row", "NOBCD", "--save-dir", "runs/x", "--record")
+    ((recipe, options),) = started(
+        ONE_EXPERT, "--row", "NOBCD", "--save-dir", "runs/x", "--record"
+    )
     assert (recipe.row, recipe.pretrained) == ("NOBCD", "runs/wmt14_ende_nobcd")
     assert str(options.save_dir) == "runs/x_nobcd"
     assert options.record.name == "wmt14_ende_one_expert_nobcd.json"
@@ -96,4 +101,6 @@ def test_another_pretrained_model_stands_for_no_row(started, row):
 def test_where_rows_do_not_differ_in_it_any_pretrained_model_will_do(started):
     words = ("--set", "pretrained=runs/mine")
     ((recipe, options),) = started("iwslt14_ende_mae7_transfer", "--row", "FTG", *words)
-    assert options.published.pretrained == recipe.pretrained == "runs/mine" and recipe.row == "FTG"
+    assert (
+        options.published.pretrained == recipe.pretrained == "runs/mine" and recipe.row == "FTG"
+    )

@@ -85,7 +85,9 @@ class FakeExecutor:
             write_checkpoint(Path(option(command, "--output")), "average")
         elif command[0] == "fairseq-generate":
             pair = "-".join(option(command, f"--{side}-lang") for side in ("source", "target"))
-            name = f"{option(command, '--gen-subset')}.{pair}.{option(command, '--target-lang')}"
+            name = (
+                f"{option(command, '--gen-subset')}.{pair}.{option(command, '--target-lang')}"
+            )
             count = check_stem(Path(command[1]) / name) - FakeExecutor.left_out
             lines = [f"H-{n}\t-1.0\tein Satz" for n in range(count)]
             output.write_text("\n".join(lines))
@@ -96,7 +98,11 @@ class FakeExecutor:
         elif command[1] == "zero-shot":
             digest = checksum(Path(command[2], "checkpoints/checkpoint_best.pt"))
             task = {"metrics": {"acc": 0.25}}
-            record = {"checkpoint_sha256": digest, "limit": None, "tasks": {"lambada_openai": task}}
+            record = {
+                "checkpoint_sha256": digest,
+                "limit": None,
+                "tasks": {"lambada_openai": task},
+            }
             Path(option(command, "--output")).write_text(json.dumps(record))
         elif "score" in command:
             output.write_text(json.dumps(SCORES))
@@ -181,7 +187,9 @@ def data_of(request, tmp_path):
             return folder / "binarised"
         for split in ("train", "valid", "test"):
             (tmp_path / f"{split}.txt").write_text("a b c\n" * 9)
-        prefixes = [f"--{split}pref={tmp_path / split}.txt" for split in ("train", "valid", "test")]
+        prefixes = [
+            f"--{split}pref={tmp_path / split}.txt" for split in ("train", "valid", "test")
+        ]
         request.getfixturevalue("fairseq")(
             "preprocess", "--only-source", *prefixes, "--destdir", folder
         )
@@ -211,14 +219,20 @@ def test_every_kind_is_shown_run_and_found_done(
     ] == ran
     assert FakeExecutor.programs() == programs
     values = json.loads(result.read_text())
-    assert values["metrics"][headline] == value and (values["parameters"], values["updates"]) == (
+    assert values["metrics"][headline] == value and (
+        values["parameters"],
+        values["updates"],
+    ) == (
         1000,
         9,
     )
     assert values["command"] == "moa-fairseq recipe x" and values["reproduces"] is None
     assert f"{headline} {value:.2f} on test" in said[-1]
     if kind == "causal":  # whose words are all known
-        assert values["evaluation"]["unknown"] == 0 and "0.00% of its symbols are <unk>" in said[-1]
+        assert (
+            values["evaluation"]["unknown"] == 0
+            and "0.00% of its symbols are <unk>" in said[-1]
+        )
     kept = (tmp_path / "run" / "commands.sh").read_text()
     assert kept.count("fairseq-train ") == 1
     said.clear()
@@ -230,11 +244,15 @@ def test_every_kind_is_shown_run_and_found_done(
     )
     for stage in ("average", "generate"):
         if not getattr(recipe, stage):
-            run_recipe(recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor)
+            run_recipe(
+                recipe, CPU, Options(stage=stage, save_dir=tmp_path / "run"), FakeExecutor
+            )
             assert any(f"no {stage} section" in line for line in said)
 
 
-def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path, monkeypatch, said):
+def test_zero_shot_tasks_are_the_last_stage(
+    recipe_of, data_of, shown, tmp_path, monkeypatch, said
+):
     """lm_eval is asked for before the training; a result stays that of its model if the tasks fail."""
     FakeExecutor.calls = []
     FakeExecutor.fail = None
@@ -271,7 +289,9 @@ def test_zero_shot_tasks_are_the_last_stage(recipe_of, data_of, shown, tmp_path,
     )
     write_checkpoint(tmp_path / "run" / "checkpoints" / "checkpoint_best.pt", "another")
     run_recipe(recipe, CPU, dataclasses.replace(options, stage="score"), FakeExecutor)
-    assert "lambada_acc" not in json.loads(result.read_text())["metrics"], "of another checkpoint"
+    assert "lambada_acc" not in json.loads(result.read_text())["metrics"], (
+        "of another checkpoint"
+    )
 
 
 @pytest.mark.parametrize(
@@ -295,7 +315,8 @@ def test_all_stages_for_real(kind, recipe_of, tmp_path, toy_wiki_data, monkeypat
     assert result["parameters"] > 1000 and result["subset"] == "test"
     if kind == "masked":
         assert (
-            1 < result["metrics"]["masked_lm_ppl"] < 300 and result["evaluation"]["maskings"] == 2
+            1 < result["metrics"]["masked_lm_ppl"] < 300
+            and result["evaluation"]["maskings"] == 2
         )
         assert result["metrics"]["masked_lm_word_ppl"] > result["metrics"]["masked_lm_ppl"]
     else:
@@ -356,7 +377,11 @@ def test_a_result_names_the_commit_of_its_training(go, tmp_path, monkeypatch):
     known["train"]["facts"]["hardware"] = "an abacus"
     state.write_text(json.dumps(known))
     values = json.loads(go()[1].read_text())
-    assert (values["commit"], values["versions"], values["hardware"]) == (None, None, "an abacus")
+    assert (values["commit"], values["versions"], values["hardware"]) == (
+        None,
+        None,
+        "an abacus",
+    )
 
 
 def test_a_training_does_not_go_on_with_text_of_another_content(go, tmp_path):
@@ -383,7 +408,8 @@ def test_the_runs_recipe_says_how_far_it_was_trained(go, tmp_path):
     go(stage="train")
     go("train.max_epoch=50", stage="average")
     assert (
-        yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())["train"]["max_epoch"] == 3
+        yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())["train"]["max_epoch"]
+        == 3
     )
 
 
@@ -409,7 +435,9 @@ def test_a_run_of_another_row_of_the_file_says_so(go, tmp_path):
         values["row"] == values["reproduces"]["row"] == "wide beam"
         and values["reproduces"]["value"] == 2.0
     )
-    assert yaml.safe_load((tmp_path / "runs" / "small" / "recipe.yaml").read_text())["rows"] == {}
+    assert (
+        yaml.safe_load((tmp_path / "runs" / "small" / "recipe.yaml").read_text())["rows"] == {}
+    )
     assert "row" not in json.loads(go()[1].read_text())
     assert "row" not in json.loads(go(*beam, "generate.lenpen=0.5", of=beam)[1].read_text())
 
@@ -431,7 +459,8 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
         and values["reproduces"]["row"] == "a row"
     )
     assert (
-        "the paper prints 1.0" in said[-2] and "reproduces moa, table 1, a row, BLEU: 1.0" in said
+        "the paper prints 1.0" in said[-2]
+        and "reproduces moa, table 1, a row, BLEU: 1.0" in said
     )
     assert json.loads((tmp_path / "results" / "measured" / "small.json").read_text()) == values
 
@@ -478,7 +507,9 @@ def test_what_failed_is_made_again_and_nothing_else(go, tmp_path, program):
     if program == "fairseq-train":
         write_checkpoint(tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_last.pt")
     run = tmp_path / "runs" / "small"
-    assert (not (run / "generate-test.txt").exists() and not (run / "average.pt").exists()) or done
+    assert (
+        not (run / "generate-test.txt").exists() and not (run / "average.pt").exists()
+    ) or done
     go()
     assert FakeExecutor.programs() == ALL[len(done) :]
 
@@ -512,7 +543,9 @@ def test_a_save_that_a_full_disk_cut_short_is_completed(go, tmp_path, monkeypatc
     go("train.max_epoch=4")
     # the last one says that all is done
     assert copied == ["checkpoint_best.pt"] * (best == 2.0) + ["checkpoint_last.pt"]
-    assert FakeExecutor.programs() == ALL[:1] + ALL and "--restore-file" not in FakeExecutor.calls
+    assert (
+        FakeExecutor.programs() == ALL[:1] + ALL and "--restore-file" not in FakeExecutor.calls
+    )
     newest = (folder / "checkpoint3.pt").read_bytes()
     assert (folder / "checkpoint_last.pt").read_bytes() == newest
     assert ((folder / "checkpoint_best.pt").read_bytes() == newest) == (best == 2.0)
@@ -545,7 +578,9 @@ def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
     go(*flags)
     path = tmp_path / "runs" / "small" / "state.json"
     state = json.loads(path.read_text())
-    state["train"]["inputs"]["train"]["flags"].update({"save-interval-updates": 7, "patience": 3})
+    state["train"]["inputs"]["train"]["flags"].update(
+        {"save-interval-updates": 7, "patience": 3}
+    )
     del state["train"]["goal"]["patience"], state["train"]["facts"]["save-interval-updates"]
     path.write_text(json.dumps(state))
     FakeExecutor.programs()
@@ -557,7 +592,11 @@ def test_a_run_of_an_earlier_version_is_known(go, tmp_path):
 
 def test_what_comes_after_the_training_may_be_changed_after_it(go, tmp_path):
     """No remedy leads back to where it came from."""
-    updates = ["average.epochs=null", "average.updates=2", "train.flags.save-interval-updates=1"]
+    updates = [
+        "average.epochs=null",
+        "average.updates=2",
+        "train.flags.save-interval-updates=1",
+    ]
     go("train.flags.save-interval-updates=2")
     with pytest.raises(UserError, match=r"average\.updates: .*--set average=null"):
         go(*updates, stage="average")  # the fake training leaves epochs only
@@ -614,7 +653,9 @@ def test_only_a_training_that_ran_to_the_recipes_end_stands_for_the_row(go, tmp_
         _, result = go(save_dir=Path("short"), stage=stage)
     assert reproduces(result) is None
     assert json.loads(result.read_text())["differences"] == ["train.max_epoch: 3 → 2"]
-    assert yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())["reproduces"] is None
+    assert (
+        yaml.safe_load((tmp_path / "short" / "recipe.yaml").read_text())["reproduces"] is None
+    )
 
 
 def test_the_result_says_how_the_file_it_scores_was_made(go):
@@ -635,7 +676,9 @@ def scored_text(monkeypatch, hyphens):
     monkeypatch.setitem(SCORES, "meta", {"hyphens": {"references": hyphens, "hypotheses": ""}})
 
 
-def test_the_references_hyphens_choose_the_chain_of_one_compound_split(go, monkeypatch, tmp_path):
+def test_the_references_hyphens_choose_the_chain_of_one_compound_split(
+    go, monkeypatch, tmp_path
+):
     """The tokeniser splits the hyphens of this row's text; where they are whole a chain splits them."""
     for hyphens, headline in (
         ("split", "multi_bleu"),
@@ -699,13 +742,20 @@ def test_translations_are_counted_against_the_data_that_is_read(go, tmp_path, ma
 @pytest.mark.parametrize("target", ["ja", "zh_CN", "ko", "th", "km", "my", "lo", "yue", "de"])
 def test_the_headline_is_sacrebleus_by_the_targets_language(small, write_config, target):
     recipe = load_recipe(write_config(small), [f"data.target={target}", "data.tokenize=true"])
-    scores = {"sacrebleu": {"score": 1.0, "signature": "nrefs:1|tok:char|smooth:exp"}, "meta": {}}
-    assert headline_of(recipe, recipe, scores) == ("multi_bleu" if target == "de" else "sacrebleu")
+    scores = {
+        "sacrebleu": {"score": 1.0, "signature": "nrefs:1|tok:char|smooth:exp"},
+        "meta": {},
+    }
+    assert headline_of(recipe, recipe, scores) == (
+        "multi_bleu" if target == "de" else "sacrebleu"
+    )
 
 
 def test_flags_of_the_scoring_are_a_part_of_the_experiment(go):
     _, result = go("score.flags.lowercase=true")
-    assert json.loads(result.read_text())["differences"] == ["scoring.lowercase: not set → True"]
+    assert json.loads(result.read_text())["differences"] == [
+        "scoring.lowercase: not set → True"
+    ]
     assert reproduces(go("score.flags.also=moa-release")[1])
 
 
@@ -744,7 +794,9 @@ def test_the_speed_of_a_training_is_recorded_for_plans(go, tmp_path):
         "fp32",
     )
     assert row["macs_per_target_token"] > 1000 and row["command"] == "moa-fairseq recipe x"
-    assert [(found.device, found.tokens_per_second) for found in read_speeds(tmp_path / "results")]
+    assert [
+        (found.device, found.tokens_per_second) for found in read_speeds(tmp_path / "results")
+    ]
 
 
 @pytest.mark.parametrize("mode", [[], ["--dry-run"]])
@@ -808,7 +860,9 @@ def test_no_two_seeds_share_a_record(record, names):
     assert [run.record for run in command._with_seeds(args, "small")] == names
 
 
-def test_a_diverged_models_perplexity_is_kept_as_null(recipe_of, data_of, tmp_path, monkeypatch):
+def test_a_diverged_models_perplexity_is_kept_as_null(
+    recipe_of, data_of, tmp_path, monkeypatch
+):
     monkeypatch.setattr(
         f"{__name__}.REPORT", REPORT.replace("4.2258", "inf").replace("18.71", "inf")
     )

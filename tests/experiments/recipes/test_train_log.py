@@ -41,7 +41,12 @@ def end_of_epoch(epoch, updates, wpb, wps="100"):
 
 
 def valid(epoch, updates, ppl):
-    return {"epoch": epoch, "valid_loss": "7", "valid_ppl": ppl, "valid_num_updates": str(updates)}
+    return {
+        "epoch": epoch,
+        "valid_loss": "7",
+        "valid_ppl": ppl,
+        "valid_num_updates": str(updates),
+    }
 
 
 def write(path, records):

@@ -41,8 +41,15 @@ def outputs(tmp_path):
 
 
 def compared(capsys, outputs, ours, theirs):
-    line = ["--hypothesis", *(outputs[name] for name in ours), "--reference", outputs["reference"]]
-    assert main(["score", *line, "--against", *(outputs[name] for name in theirs), "--json"]) == 0
+    line = [
+        "--hypothesis",
+        *(outputs[name] for name in ours),
+        "--reference",
+        outputs["reference"],
+    ]
+    assert (
+        main(["score", *line, "--against", *(outputs[name] for name in theirs), "--json"]) == 0
+    )
     content = json.loads(capsys.readouterr().out)
     return {row["metric"]: row for row in content["metrics"]}, content
 
@@ -70,8 +77,13 @@ def test_it_says_what_sacrebleu_says_of_one_output_each(outputs, capsys, other):
 def test_seeds_are_averaged(outputs, capsys):
     rows, content = compared(capsys, outputs, "ab", "c")
     alone = [compared(capsys, outputs, name, "c")[0]["BLEU"]["first"] for name in "ab"]
-    assert rows["BLEU"]["first"] == pytest.approx(sum(alone) / 2) and content["outputs"] == [2, 1]
-    assert rows["BLEU"]["p"] < 0.05 and "p_seeds" not in rows["BLEU"], "three outputs are no pairs"
+    assert rows["BLEU"]["first"] == pytest.approx(sum(alone) / 2) and content["outputs"] == [
+        2,
+        1,
+    ]
+    assert rows["BLEU"]["p"] < 0.05 and "p_seeds" not in rows["BLEU"], (
+        "three outputs are no pairs"
+    )
 
 
 @pytest.mark.thorough
@@ -96,9 +108,9 @@ def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
         name: Texts(Path(outputs[name]).read_text().splitlines(), [reference]) for name in "abc"
     }
     texts = {name: running_text(text) for name, text in texts.items()}
-    for row in against([texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3)[
-        "metrics"
-    ]:
+    for row in against(
+        [texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3
+    )["metrics"]:
         assert "p_seeds" not in row and "low" not in row
 
 
@@ -114,7 +126,11 @@ def test_several_outputs_need_others_to_be_compared_with(outputs, capsys):
 
 def comparison_flags(outputs, other):
     """The flags that compare output a with another."""
-    files = {"--hypothesis": outputs["a"], "--reference": outputs["reference"], "--against": other}
+    files = {
+        "--hypothesis": outputs["a"],
+        "--reference": outputs["reference"],
+        "--against": other,
+    }
     return list(itertools.chain.from_iterable(files.items()))
 
 

@@ -136,7 +136,12 @@ def test_mixed_parameters_name_file_and_parameter(tmp_path, change, says):
 def folder(tmp_path):
     names = [f"checkpoint{epoch}.pt" for epoch in (1, 2, 9, 10, 11)]
     names += ["checkpoint_1_500.pt", "checkpoint_2_1000.pt", "checkpoint_11_20000.pt"]
-    names += ["checkpoint_best.pt", "checkpoint_last.pt", "checkpoint12.pt.tmp", "xcheckpoint13.pt"]
+    names += [
+        "checkpoint_best.pt",
+        "checkpoint_last.pt",
+        "checkpoint12.pt.tmp",
+        "xcheckpoint13.pt",
+    ]
     for name in names:
         (tmp_path / name).touch()
     return tmp_path
@@ -145,7 +150,10 @@ def folder(tmp_path):
 @pytest.mark.parametrize(
     "arguments, expected",
     [
-        ((3,), ["checkpoint9.pt", "checkpoint10.pt", "checkpoint11.pt"]),  # by number, not by name
+        (
+            (3,),
+            ["checkpoint9.pt", "checkpoint10.pt", "checkpoint11.pt"],
+        ),  # by number, not by name
         ((2, False, 9), ["checkpoint2.pt", "checkpoint9.pt"]),
         ((2, True), ["checkpoint_2_1000.pt", "checkpoint_11_20000.pt"]),
         ((2, True, 1000), ["checkpoint_1_500.pt", "checkpoint_2_1000.pt"]),
@@ -156,7 +164,9 @@ def test_the_newest_checkpoints_are_chosen(folder, arguments, expected):
 
 
 def test_too_few_checkpoints(folder):
-    with pytest.raises(UserError, match=r"holds 5 epoch checkpoints .* but 6 are to be averaged"):
+    with pytest.raises(
+        UserError, match=r"holds 5 epoch checkpoints .* but 6 are to be averaged"
+    ):
         last_checkpoints(folder, 6)
     with pytest.raises(UserError, match="holds 1 update checkpoints up to update 999"):
         last_checkpoints(folder, 2, True, 999)
@@ -172,7 +182,10 @@ def test_too_few_checkpoints(folder):
         (["--inputs", "FOLDER", "FOLDER", "--num-epoch-checkpoints", "2"], "one folder"),
         (["--inputs", "FOLDER/none", "--num-epoch-checkpoints", "2"], "is not a folder"),
         (["--inputs", "FOLDER/none.pt", "FOLDER/none.pt"], "none.pt does not exist"),
-        (["--inputs", "a.pt", "b.pt", "--checkpoint-upper-bound", "3"], "--checkpoint-upper-bound"),
+        (
+            ["--inputs", "a.pt", "b.pt", "--checkpoint-upper-bound", "3"],
+            "--checkpoint-upper-bound",
+        ),
         (
             ["--inputs", "FOLDER/checkpoint1.pt", "FOLDER/checkpoint2.pt"],
             "checkpoint1.pt cannot be read",
@@ -198,16 +211,19 @@ def test_truncated_checkpoint_leaves_an_older_average_alone(tmp_path, capsys):
         ((good, good), [], f"--output {output} exists"),
     ):
         assert (
-            main(["average", "--inputs", *map(str, inputs), "--output", str(output), *force]) == 2
+            main(["average", "--inputs", *map(str, inputs), "--output", str(output), *force])
+            == 2
         )
         assert says in capsys.readouterr().err
         assert output.read_bytes() == b"older result"
     assert (
-        main(["average", "--inputs", str(bad), str(bad), "--output", str(tmp_path), "--force"]) == 2
+        main(["average", "--inputs", str(bad), str(bad), "--output", str(tmp_path), "--force"])
+        == 2
     )
     assert "is a folder" in capsys.readouterr().err
     assert (
-        main(["average", "--inputs", str(good), str(good), "--output", str(output), "--force"]) == 0
+        main(["average", "--inputs", str(good), str(good), "--output", str(output), "--force"])
+        == 0
     )
 
 

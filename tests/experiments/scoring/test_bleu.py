@@ -13,7 +13,9 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.chains import Texts, multi_bleu, score, split_compounds
 
-CASES = json.loads((Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8"))
+CASES = json.loads(
+    (Path(__file__).parent / "multi_bleu_recorded.json").read_text(encoding="utf-8")
+)
 SCRIPTS = os.environ.get("MOSES_SCRIPTS")
 SPLIT = "perl -ple 's{(\\S)-(\\S)}{$1 ##AT##-##AT## $2}g'"
 PUNCTUATION = 'perl "$MOSES_SCRIPTS"/tokenizer/replace-unicode-punctuation.perl'
@@ -28,7 +30,9 @@ PERL_CHAINS = {
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case['chain']}: {case['name']}")
 def test_equals_recorded_perl(case):
-    result = score(case["chain"], Texts(case["hypotheses"], case["references"]), case["lowercase"])
+    result = score(
+        case["chain"], Texts(case["hypotheses"], case["references"]), case["lowercase"]
+    )
     assert result["line"] == case["perl"]
 
 
@@ -56,13 +60,19 @@ def random_pair(seed):
 
     def line():
         count = rng.randint(0, 20)
-        return "".join(rng.choice(vocabulary) + rng.choice([" ", "  ", "\t"]) for _ in range(count))
+        return "".join(
+            rng.choice(vocabulary) + rng.choice([" ", "  ", "\t"]) for _ in range(count)
+        )
 
     hypotheses = [line() for _ in range(rng.choice([1, 8, 60]))]
-    return hypotheses, [hypothesis if rng.random() < 0.5 else line() for hypothesis in hypotheses]
+    return hypotheses, [
+        hypothesis if rng.random() < 0.5 else line() for hypothesis in hypotheses
+    ]
 
 
-@pytest.mark.skipif(not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS")
+@pytest.mark.skipif(
+    not SCRIPTS or not shutil.which("perl"), reason="needs perl and MOSES_SCRIPTS"
+)
 @pytest.mark.parametrize("chain", PERL_CHAINS)
 def test_equals_live_perl(chain, tmp_path):
     for seed in range(15):
@@ -90,7 +100,8 @@ def test_splitting_does_not_overlap():
 def test_release_splits_twice_what_is_split():
     lines = ["wohl @-@ bekannt und gut so"]
     found = [
-        score(chain, Texts(lines, [lines]))["hyp_len"] for chain in ("multi-bleu", "moa-release")
+        score(chain, Texts(lines, [lines]))["hyp_len"]
+        for chain in ("multi-bleu", "moa-release")
     ]
     assert found == [6, 8]
 
@@ -114,4 +125,6 @@ def test_values_by_hand():
     assert multi_bleu(["", ""], [["a b", "c"]])["line"] == (
         "BLEU = 0.00, 0.0/0.0/0.0/0.0 (BP=0.000, ratio=0.000, hyp_len=0, ref_len=3)"
     )
-    assert "61.3/" in multi_bleu([" ".join("a" * 80)], [[" ".join("a" * 49 + "b" * 31)]])["line"]
+    assert (
+        "61.3/" in multi_bleu([" ".join("a" * 80)], [[" ".join("a" * 49 + "b" * 31)]])["line"]
+    )

@@ -138,7 +138,9 @@ def test_a_score_by_two_chains_gets_two_lines(results):
     paper["tables"][0]["rows"].append(
         {**paper["tables"][0]["rows"][0], "row": "Dense", "experiments": []}
     )
-    paper["tables"][0]["rows"][2].update(experiments=["a_dense"], columns={"BLEU A": {"also": []}})
+    paper["tables"][0]["rows"][2].update(
+        experiments=["a_dense"], columns={"BLEU A": {"also": []}}
+    )
     (results / "papers" / "p.json").write_text(json.dumps(paper))
     both = run(bleu=20.0)
     both["metrics"]["moa_release_bleu"] = 20.9
@@ -183,7 +185,9 @@ def test_runs_for_no_row_stand_apart(results):
     text = render(comparison, markdown=True)
     assert "| Run | multi-bleu | #Params | Training |" in text, "no column for what no run has"
     assert "| quickstart_moa_0 | 7.50 | 1.2M | 1.5 min |" in text
-    (evidence,) = [line for line in text.splitlines() if line.startswith("- `quickstart_moa_0`")]
+    (evidence,) = [
+        line for line in text.splitlines() if line.startswith("- `quickstart_moa_0`")
+    ]
     assert all(
         fact in evidence for fact in ("subset test", "seed 3", "0123456789-dirty", signature)
     )
@@ -265,7 +269,9 @@ def test_rows_can_be_chosen_and_only_theirs_are_counted(results, monkeypatch, ca
     paper["tables"][0]["rows"][0]["values"]["#Params"] = 2000000
     (results / "papers" / "q.json").write_text(json.dumps(paper))
     record(
-        results, run("b_moa", {**ROW, "paper": "q", "row": "Another"}), run("quickstart_moa", None)
+        results,
+        run("b_moa", {**ROW, "paper": "q", "row": "Another"}),
+        run("quickstart_moa", None),
     )
     _count.cache_clear()
     assert main(["compare", "--results", str(results), "--markdown", *flags]) == 0
@@ -278,13 +284,17 @@ def test_rows_can_be_chosen_and_only_theirs_are_counted(results, monkeypatch, ca
 
 
 def test_lines_fit_the_terminal(results, monkeypatch, capsys):
-    record(results, run(), run("an_experiment_with_a_long_name", None, hardware="one of many " * 9))
+    record(
+        results, run(), run("an_experiment_with_a_long_name", None, hardware="one of many " * 9)
+    )
     for columns in (50, 90):
         monkeypatch.setenv("COLUMNS", str(columns))
         assert main(["compare", "--results", str(results)]) == 0
         shown = capsys.readouterr().out
         assert (
-            columns >= max(map(len, shown.splitlines())) and "21.25" in shown and "|" not in shown
+            columns >= max(map(len, shown.splitlines()))
+            and "21.25" in shown
+            and "|" not in shown
         )
 
 
@@ -406,7 +416,9 @@ def test_every_row_is_rendered_and_what_has_no_recipe_as_printed(shipped):
     for table in comparison.tables:
         section = text.partition(f"### {table.title}\n")[2].partition("\n### ")[0]
         lines = (
-            section.partition(f"**Table {table.table}.**")[2].partition("**Table ")[0].splitlines()
+            section.partition(f"**Table {table.table}.**")[2]
+            .partition("**Table ")[0]
+            .splitlines()
         )
         for row in table.rows:
             printed = {cell.printed for cell in row.cells if cell.status == "no recipe"}
@@ -487,7 +499,9 @@ def test_maes_parameters_are_counted_with_the_rows_own_flags(shipped):
         cells = [c for row in tables[number].rows for c in row.cells if c.status == "computed"]
         assert len(cells) >= 4 and all(abs(cell.difference) < tolerance for cell in cells)
     ours = {row.row: row.cells[1].ours for row in tables["2"].rows}
-    assert ours["UNI-MAE-7"] == ours["UNI-MAE-6"] == ours["BASE"] < ours["MAE-7"] < ours["MAE-6"]
+    assert (
+        ours["UNI-MAE-7"] == ours["UNI-MAE-6"] == ours["BASE"] < ours["MAE-7"] < ours["MAE-6"]
+    )
 
 
 @pytest.mark.thorough
@@ -508,8 +522,12 @@ def test_switchheads_costs_are_the_printed_ones_but_for_two(shipped):
             for column, text in zip(
                 ("#Params", "MACs", "Mem (floats)"), (printed[0], *printed[2:])
             ):
-                digit = 10.0 ** -len(text[:-1].partition(".")[2]) * {"M": 1e6, "G": 1e9}[text[-1]]
-                if abs(cells[column].difference) > max(0.01 * cells[column].paper, 1.001 * digit):
+                digit = (
+                    10.0 ** -len(text[:-1].partition(".")[2]) * {"M": 1e6, "G": 1e9}[text[-1]]
+                )
+                if abs(cells[column].difference) > max(
+                    0.01 * cells[column].paper, 1.001 * digit
+                ):
                     far.add((row.row, column))
             assert cells["MACs"].plain > 0.5 * cells["MACs"].ours
     rope = {f"{data} 244M SwitchHead, 4 heads" for data in ("WikiText-103", "C4")}

@@ -22,9 +22,7 @@ def test_one_moa_layer_by_hand():
     K = 2
     E = 3
     D = 4
-    flags = (
-        f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
-    )
+    flags = f"--encoder-layers 1 --decoder-layers 1 --encoder-embed-dim {d} --decoder-embed-dim {d} "
     flags += f"--encoder-ffn-embed-dim {ffn} --decoder-ffn-embed-dim {ffn} "
     flags += f"--experts-per-token {K} --num-experts {E} --expert-dim {D}"
     cost = complexity("moa_transformer_tiny", vocab, S, T, model_flags=flags.split())
@@ -42,7 +40,9 @@ def test_one_moa_layer_by_hand():
         (S + 2 * T) * (experts + router) + (2 * S + T) * keys + cost.macs["attention_matmul"]
     )
     assert cost.attention_macs == everything
-    assert cost.attention_macs == cost.total_macs - cost.macs["feed_forward"] - cost.macs["output"]
+    assert (
+        cost.attention_macs == cost.total_macs - cost.macs["feed_forward"] - cost.macs["output"]
+    )
     assert cost.attention_parameters == 3 * (E * D * d * 2 + keys + router)
     assert cost.parameters["encoder_attention"] == E * D * d * 2 + keys
     assert cost.parameters["router"] == 3 * router
@@ -85,9 +85,13 @@ def test_cross_self_attention_projects_the_source_too():
     ours = complexity("dense_transformer_tiny", 60, S, T, model_flags=flags)
     sizes = {"embed-dim": d, "ffn-embed-dim": 256, "attention-heads": 4}
     small = [
-        f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")
+        f"--{side}-{name}={size}"
+        for name, size in sizes.items()
+        for side in ("encoder", "decoder")
     ]
-    theirs = complexity("transformer", 60, S, T, model_flags=[*flags, "--encoder-layers=4", *small])
+    theirs = complexity(
+        "transformer", 60, S, T, model_flags=[*flags, "--encoder-layers=4", *small]
+    )
     assert ours.macs["decoder_self_attention"] == (2 * T + 2 * (S + T)) * d * d
     scores = 2 * d * (4 * S * S + T * (S + T))
     assert ours.macs["attention_matmul"] == theirs.macs["attention_matmul"] == scores
@@ -97,7 +101,9 @@ def test_cross_self_attention_projects_the_source_too():
 def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
     sizes = {"layers": 4, "embed-dim": 128, "ffn-embed-dim": 256, "attention-heads": 4}
     small = [
-        f"--{side}-{name}={size}" for name, size in sizes.items() for side in ("encoder", "decoder")
+        f"--{side}-{name}={size}"
+        for name, size in sizes.items()
+        for side in ("encoder", "decoder")
     ]
     theirs = complexity("transformer", 9700, model_flags=small)
     ours = complexity("dense_transformer_tiny", 9700)
@@ -110,7 +116,9 @@ def test_attention_is_counted_alike_in_fairseqs_model_and_ours():
     assert gates.total_macs / ours.total_macs == pytest.approx(1.09, abs=0.01)
     assert gates.attention_macs / ours.attention_macs == pytest.approx(1.29, abs=0.01)
     # A mixture in the feed-forward is not attention.
-    mixed = complexity("dense_transformer_tiny", 9700, model_flags=["--sigma-moe-num-experts", "4"])
+    mixed = complexity(
+        "dense_transformer_tiny", 9700, model_flags=["--sigma-moe-num-experts", "4"]
+    )
     assert mixed.attention_macs == ours.attention_macs and mixed.macs["router"] > 0
 
 
@@ -152,7 +160,9 @@ def test_bytes_of_cache(arch, flags, numbers):
 )
 def test_a_cache_of_one_size_has_these_bytes(arch, flags, capsys):
     flags = ["--decoder-layers", "1", *flags.split()]
-    assert main(["complexity", "--arch", arch, "--vocab-size", "100", "--json", "--", *flags]) == 0
+    assert (
+        main(["complexity", "--arch", arch, "--vocab-size", "100", "--json", "--", *flags]) == 0
+    )
     stated = json.loads(capsys.readouterr().out)["cache_bytes"]
     model = build_meta_model(arch, 100, "shared", flags, weights=True)
     attention = model.decoder.layers[0].self_attn.bfloat16().eval()
@@ -194,13 +204,17 @@ def test_language_model():
     assert cost.macs["encoder_attention"] == 0
 
 
-@pytest.mark.parametrize("arch", ["switchhead_roberta_listops", "transformer_xl_roberta_listops"])
+@pytest.mark.parametrize(
+    "arch", ["switchhead_roberta_listops", "transformer_xl_roberta_listops"]
+)
 def test_an_encoder_carries_no_chunk(arch):
     model = build_meta_model(arch, 20)
     cost = count(model, 10, 10)
     attention = model.encoder.sentence_encoder.layers[0].self_attn
     assert cost.macs["attention_matmul"] == 6 * attention.macs(10, 10)["scores"]
-    assert cost.layer is None or cost.layer["plain_macs"] == sum(attention.macs(10, 10).values())
+    assert cost.layer is None or cost.layer["plain_macs"] == sum(
+        attention.macs(10, 10).values()
+    )
 
 
 def test_json_keys(capsys):
@@ -253,7 +267,10 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
         (["--arch", "moa_transformer_bas"], "did you mean moa_transformer_base"),
         (["--arch", "moa_transformer_base", "--vocab-size", "3"], "--vocab-size 3"),
         (["--arch", "moa_transformer_base", "--src-len", "0"], "--src-len 0"),
-        (["--arch", "moa_transformer_base", "--experts-per-token", "9"], "--experts-per-token 9"),
+        (
+            ["--arch", "moa_transformer_base", "--experts-per-token", "9"],
+            "--experts-per-token 9",
+        ),
         (["--arch", "moa_transformer_base", "--", "--no-such-flag"], "--no-such-flag"),
         (["--arch", "transformer_tiny", "--", "--encoder-layers", "x"], "invalid int value"),
         (["--arch", "transformer_tiny", "--", "--encoder-attention-heads", "7"], "divisible"),
@@ -266,7 +283,10 @@ def test_the_size_of_the_branch_follows_its_scale(arch, capsys):
             "--branch: lightconv_lm_gbw",
             marks=pytest.mark.thorough,
         ),
-        (["--arch", "levenshtein_transformer", "--branch"], "--branch: levenshtein_transformer"),
+        (
+            ["--arch", "levenshtein_transformer", "--branch"],
+            "--branch: levenshtein_transformer",
+        ),
         (
             ["--arch", "moa_roberta_tiny", "--branch", "--", "--max-positions", "10"],
             "20 random tokens",
@@ -294,7 +314,9 @@ def test_a_shared_selection_costs_one_selection_less():
         )
         for more in ((), ("--switchhead-shared-selection",))
     ]
-    saved = {key: both[0][key] - both[1][key] for key in ("parameters", "switchhead_layer_macs")}
+    saved = {
+        key: both[0][key] - both[1][key] for key in ("parameters", "switchhead_layer_macs")
+    }
     width = 412
     experts = 5
     chunks = 2

@@ -91,7 +91,10 @@ def test_log_without_end_needs_permission(write):
     "content, message",
     [
         (sentence(0) + sentence(0) + END, "line 6: S-0 occurs for the second time"),
-        (sentence(0).encode() + b"T-1\tcaf\xe9\n" + END.encode(), "line 6: byte 0xe9 is not UTF-8"),
+        (
+            sentence(0).encode() + b"T-1\tcaf\xe9\n" + END.encode(),
+            "line 6: byte 0xe9 is not UTF-8",
+        ),
         (sentence(0) + "S-1\ta\nT-1\tb\n" + END, "not both, for sentence 1"),
         ("", "no translation"),
         (HEADER + END, "no translation"),

@@ -18,7 +18,9 @@ CPU = torch.device("cpu")
 
 
 def scores(capsys, checkpoint, *args):
-    assert main(["score", "--masked-lm", str(checkpoint), "--json", "--cpu", *map(str, args)]) == 0
+    assert (
+        main(["score", "--masked-lm", str(checkpoint), "--json", "--cpu", *map(str, args)]) == 0
+    )
     return json.loads(capsys.readouterr().out)
 
 
@@ -54,8 +56,12 @@ def test_several_maskings_are_averaged_and_repeatable(toy_masked_lm, toy_wiki_da
     assert first["masked_lm_ppl"]["sd"] == pytest.approx(
         torch.tensor(values).std().item(), rel=1e-4
     )
-    shifted = scores(capsys, toy_masked_lm, "--maskings", 2, "--mask-seed", 2, "--max-tokens", 60)
-    assert shifted["masked_lm_ppl"]["values"] == pytest.approx(values[1:])  # whatever the batches
+    shifted = scores(
+        capsys, toy_masked_lm, "--maskings", 2, "--mask-seed", 2, "--max-tokens", 60
+    )
+    assert shifted["masked_lm_ppl"]["values"] == pytest.approx(
+        values[1:]
+    )  # whatever the batches
     words = read_manifest(toy_wiki_data)["splits"]["test"]
     tokens = first["meta"]["tokens"]
     assert (tokens["text"], tokens["line_end"]) == (words["subwords"], words["lines"])
@@ -76,7 +82,8 @@ def test_a_batch_in_which_nothing_is_masked_counts(toy_masked_lm, toy_wiki_data)
     size = task.cfg.tokens_per_sample
     task.cfg.seed = 1
     assert not all(
-        sample["target"].ne(1).any() for sample in batches(task, model.eval(), "test", size, CPU)
+        sample["target"].ne(1).any()
+        for sample in batches(task, model.eval(), "test", size, CPU)
     )
     words = read_manifest(toy_wiki_data)["splits"]["test"]
     tokens = measure(model, task, "test", 1, size, CPU).tokens
@@ -87,7 +94,9 @@ def test_no_sample_is_left_out_because_it_is_long(toy_masked_lm, toy_wiki_data):
     model, task = load_trained(toy_masked_lm, toy_wiki_data)
     positions = task.cfg.tokens_per_sample
     task.cfg.tokens_per_sample = 100_000
-    with pytest.raises(UserError, match=r"1 of 1 samples are longer .*--sample-break-mode none"):
+    with pytest.raises(
+        UserError, match=r"1 of 1 samples are longer .*--sample-break-mode none"
+    ):
         measure(model.eval(), task, "test", 1, 240, CPU)
     task.cfg.tokens_per_sample = positions
     task.cfg.sample_break_mode = "none"
@@ -156,7 +165,10 @@ def test_words_of_a_language_without_spaces_are_not_counted(
     (tmp_path / "manifest.json").write_text(
         json.dumps({**manifest, "splits": {"test": {"words": "many"}}})
     )
-    assert main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"]) == 2
+    assert (
+        main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"])
+        == 2
+    )
     assert "lacks lines" in capsys.readouterr().err
 
 
@@ -177,8 +189,13 @@ def test_bad_input(toy_masked_lm, capsys, flags, says):
 @pytest.mark.parametrize(("name", "size"), [("test.bin", 0), ("test.idx", 40)])
 def test_damaged_data_is_named(toy_masked_lm, toy_wiki_data, tmp_path, capsys, name, size):
     for path in toy_wiki_data.iterdir():
-        (tmp_path / path.name).write_bytes(path.read_bytes()[: size if path.name == name else None])
-    assert main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"]) == 2
+        (tmp_path / path.name).write_bytes(
+            path.read_bytes()[: size if path.name == name else None]
+        )
+    assert (
+        main(["score", "--masked-lm", str(toy_masked_lm), "--data", str(tmp_path), "--cpu"])
+        == 2
+    )
     assert "--subset test" in capsys.readouterr().err
 
 

@@ -77,11 +77,15 @@ def test_a_signature_tells_that_a_text_is_lower_cased(tmp_path, capsys, running)
     signature = set(found["sacrebleu"]["signature"].split("|"))
     assert {"case:lc", "tok:13a" if running else "tok:none"} < signature
     if not running:
-        assert found["sacrebleu"]["score"] == pytest.approx(found["multi_bleu"]["score"], abs=1e-9)
+        assert found["sacrebleu"]["score"] == pytest.approx(
+            found["multi_bleu"]["score"], abs=1e-9
+        )
     for side in (0, 1):  # one cased side: the case counts
         lines = [line.lower() for line in texts[side]]
         write_text(tmp_path / "hr"[side], texts[side])
-        assert "case:mixed|eff:no|tok:13a" in score_json(capsys, *argv)["sacrebleu"]["signature"]
+        assert (
+            "case:mixed|eff:no|tok:13a" in score_json(capsys, *argv)["sacrebleu"]["signature"]
+        )
         write_text(tmp_path / "hr"[side], lines)
     cased = write_text(tmp_path / "cased", texts[1])
     for references in (names[1], cased), (cased, names[1]):  # of two, one is cased
@@ -102,7 +106,9 @@ def test_left_over_subwords_are_joined(tmp_path, capsys, split):
     whole = score_json(capsys, write_log(tmp_path / "whole"))
     pieces = score_json(
         capsys,
-        write_log(tmp_path / "pieces", [split(t) for t in TARGETS], [split(o) for o in OUTPUTS]),
+        write_log(
+            tmp_path / "pieces", [split(t) for t in TARGETS], [split(o) for o in OUTPUTS]
+        ),
     )
     for key in ("multi_bleu", "compound_split_bleu", "sacrebleu"):
         assert pieces[key] == whole[key]
@@ -276,7 +282,8 @@ def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monke
     expected = sacrebleu.corpus_bleu(JAPANESE_OUTPUT, [JAPANESE], tokenize=tokenizer).score
     assert found["sacrebleu"]["score"] == pytest.approx(expected) and expected > 40
     assert (
-        f"tok:{tokenizer}|" in found["sacrebleu"]["signature"] and found["meta"]["without_spaces"]
+        f"tok:{tokenizer}|" in found["sacrebleu"]["signature"]
+        and found["meta"]["without_spaces"]
     )
     assert any("multi-bleu" in line and "spaces" in line for line in found["meta"]["warnings"])
     other = score_json(capsys, *argv, "--target-lang", lang, "--sacrebleu-tokenizer", "13a")
@@ -284,7 +291,8 @@ def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monke
     assert main(["score", *argv, "--target-lang", lang, "--against", names[0], "--json"]) == 0
     rows = json.loads(capsys.readouterr().out)["metrics"]
     assert (
-        rows[0]["first"] == pytest.approx(expected) and f"tok:{tokenizer}" in rows[0]["signature"]
+        rows[0]["first"] == pytest.approx(expected)
+        and f"tok:{tokenizer}" in rows[0]["signature"]
     )
 
 
@@ -304,7 +312,9 @@ def test_text_without_spaces_is_scored_by_its_characters(tmp_path, capsys, monke
         (None, "das ist gut", False),
     ],
 )
-def test_a_known_language_decides_whether_spaces_part_words(tmp_path, capsys, lang, line, without):
+def test_a_known_language_decides_whether_spaces_part_words(
+    tmp_path, capsys, lang, line, without
+):
     file = write_text(tmp_path / "text", [line])
     flags = ["--target-lang", lang] if lang else []
     argv = ["--hypothesis", file, "--reference", file, "--sacrebleu-tokenizer", "char", *flags]
@@ -319,7 +329,8 @@ def test_a_known_language_decides_whether_spaces_part_words(tmp_path, capsys, la
 def test_a_few_small_latin_letters_do_not_make_a_text_lower_cased(tmp_path, capsys):
     """`islower` looks at the letters that have cases alone: then the text was scored as tokens."""
     names = [
-        write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"]) for side in "hr"
+        write_text(tmp_path / side, ["重さは 5 kg です。", "長さは 3 cm です。"])
+        for side in "hr"
     ]
     argv = ["--hypothesis", names[0], "--reference", names[1], "--target-lang", "zh"]
     assert {"case:mixed", "tok:zh"} < set(
@@ -388,11 +399,15 @@ TRANSLATED = [
     "Qu'est-ce que c'est, \"l'amour\" ?",
     "Il n'y a pas d'autre choix, dit-elle, et c'est \"bon\".",
 ]
-TOKENS, OUTPUT = ([tokenize(line, "fr", True) for line in lines] for lines in (RUNNING, TRANSLATED))
+TOKENS, OUTPUT = (
+    [tokenize(line, "fr", True) for line in lines] for lines in (RUNNING, TRANSLATED)
+)
 
 
 def bpe(line):
-    return " ".join(f"{word[:2]}@@ {word[2:]}" if len(word) > 4 else word for word in line.split())
+    return " ".join(
+        f"{word[:2]}@@ {word[2:]}" if len(word) > 4 else word for word in line.split()
+    )
 
 
 def pieces(line):
@@ -437,7 +452,10 @@ def test_each_side_is_joined_by_its_own_marks(tmp_path, score, targets, outputs,
     ):
         scores = score(*argv, "--remove-bpe", "auto")
         assert numbers(scores) == numbers(whole)
-        assert scores["meta"]["subwords_joined"] == {"hypotheses": kinds[0], "references": kinds[1]}
+        assert scores["meta"]["subwords_joined"] == {
+            "hypotheses": kinds[0],
+            "references": kinds[1],
+        }
         assert "subword" not in warnings_of(scores)
 
 
@@ -463,7 +481,9 @@ def test_multi_bleu_of_running_text_is_doubted(tmp_path, score):
     for argv in (files_of(tmp_path, OUTPUT, TOKENS), files_of(tmp_path, ["a b"], ["a c"])):
         assert "tokenised" not in warnings_of(score(*argv))
     running = files_of(tmp_path, TRANSLATED, RUNNING)
-    assert "tokenised" not in warnings_of(score(*running, "--chain", "sacrebleu", "--detokenized"))
+    assert "tokenised" not in warnings_of(
+        score(*running, "--chain", "sacrebleu", "--detokenized")
+    )
 
 
 def test_sacrebleu_of_tokens_taken_for_running_text_is_doubted(tmp_path, score):
@@ -475,7 +495,9 @@ def test_sacrebleu_of_tokens_taken_for_running_text_is_doubted(tmp_path, score):
 
 def test_get_ende_bleu_wants_running_hypotheses_and_tokenised_references(tmp_path, score):
     chain = ("--chain", "get-ende-bleu")
-    assert "tokenised" not in warnings_of(score(*files_of(tmp_path, TRANSLATED, TOKENS), *chain))
+    assert "tokenised" not in warnings_of(
+        score(*files_of(tmp_path, TRANSLATED, TOKENS), *chain)
+    )
     doubt = warnings_of(score(*files_of(tmp_path, OUTPUT, RUNNING), *chain))
     assert "get-ende-bleu: the hypotheses look tokenised already" in doubt
     assert "get-ende-bleu: the references look untokenised" in doubt
@@ -483,7 +505,9 @@ def test_get_ende_bleu_wants_running_hypotheses_and_tokenised_references(tmp_pat
 
 def test_an_unknown_word_is_one_word_for_sacrebleu(tmp_path, score):
     """Training text is normalised, so « » and – of a test set are unknown; 13a made five words of each."""
-    assert not set("«»–") & {sign for line in RUNNING for sign in normalize_punctuation(line, "fr")}
+    assert not set("«»–") & {
+        sign for line in RUNNING for sign in normalize_punctuation(line, "fr")
+    }
     targets = [
         " ".join("<<unk>>" if set(word) & set("«»–") else word for word in line.split())
         for line in TOKENS
@@ -517,9 +541,14 @@ def test_what_help_says_of_text_with_split_hyphens(tmp_path, score, capsys):
         "ein Preis-Leistungs-Test , sagt er .",
         "gut .",
     ]
-    other = ["der Mail-Server ist wohl-bekannt .", "ein Preis-Leistung-Test , sagte er .", "gut ."]
+    other = [
+        "der Mail-Server ist wohl-bekannt .",
+        "ein Preis-Leistung-Test , sagte er .",
+        "gut .",
+    ]
     split = [
-        [tokenize(line, "de", aggressive_hyphens=True) for line in side] for side in (other, lines)
+        [tokenize(line, "de", aggressive_hyphens=True) for line in side]
+        for side in (other, lines)
     ]
     scores = score(*files_of(tmp_path, *split), "--also", "moa-release")
     assert set(scores) == {

@@ -123,7 +123,8 @@ def _corpora(seed, runs, sentences=60):
     """Hypotheses of `runs` systems, each worse than the one before, and a reference."""
     random = np.random.default_rng(seed)
     reference = [
-        " ".join(map(str, random.integers(0, 30, random.integers(4, 12)))) for _ in range(sentences)
+        " ".join(map(str, random.integers(0, 30, random.integers(4, 12))))
+        for _ in range(sentences)
     ]
     spoilt = [
         [
@@ -178,7 +179,9 @@ def test_randomisation_over_seeds_by_enumeration():
 def test_equal_systems_are_not_told_apart():
     values = np.random.default_rng(5).random((1, 20, 1))
     assert (
-        approximate_randomisation(values, values.copy(), lambda total: float(total[0]), trials=100)
+        approximate_randomisation(
+            values, values.copy(), lambda total: float(total[0]), trials=100
+        )
         == 1.0
     )
 
@@ -205,5 +208,7 @@ def test_only_the_t_test_sees_that_a_run_is_better_as_a_whole():
 def test_no_number_of_trials_makes_p_zero():
     """Systems that differ in every sentence: none of 50 deals is as far apart, and the real one counts."""
     values = np.stack([np.ones((40, 1)), np.zeros((40, 1))])
-    p = approximate_randomisation(values[:1], values[1:], lambda total: float(total[0]), trials=50)
+    p = approximate_randomisation(
+        values[:1], values[1:], lambda total: float(total[0]), trials=50
+    )
     assert p == pytest.approx(1 / 51)

@@ -40,7 +40,9 @@ texts = st.dictionaries(st.text(max_size=3), st.text() | st.integers(), max_size
 
 
 @given(st.lists(texts, min_size=1, max_size=3), st.data())
-def test_lines_up_to_any_byte_are_read_and_the_next_line_takes_its_place(tmp_path, values, data):
+def test_lines_up_to_any_byte_are_read_and_the_next_line_takes_its_place(
+    tmp_path, values, data
+):
     """Editors leave a whole last line without its end, and a kill may fall there."""
     path = tmp_path / "records.jsonl"
     content = "".join(f"{json.dumps(value)}\n" for value in values).encode()
@@ -71,7 +73,9 @@ def test_the_marks_of_a_merge_are_named_by_their_line_and_cost_no_record(tmp_pat
         append_record(tmp_path, made(seed=seed))
     first, second = path.read_text().splitlines(keepends=True)
     path.write_text(f"{first}<<<<<<< HEAD\n{second}=======\n{second}>>>>>>> theirs\n")
-    with pytest.raises(UserError, match=r"records\.jsonl .*line 2: .*that entry alone") as refused:
+    with pytest.raises(
+        UserError, match=r"records\.jsonl .*line 2: .*that entry alone"
+    ) as refused:
         records_of(tmp_path)
     assert "Delete" not in str(refused.value)
     path.write_text(
@@ -182,7 +186,9 @@ def test_a_later_translation_takes_the_place_of_a_packed_one(folder):
     write_output(folder, "A-seed1", "test", ["anders"])
     assert outputs_of(folder)["A-seed1.test.txt"] == b"anders\n"
     pack_study(folder)
-    assert outputs_of(folder)["A-seed1.test.txt"] == b"anders\n" and len(outputs_of(folder)) == 2
+    assert (
+        outputs_of(folder)["A-seed1.test.txt"] == b"anders\n" and len(outputs_of(folder)) == 2
+    )
 
 
 @pytest.mark.parametrize("step", ["append_record", "pack", "atomic_write"])

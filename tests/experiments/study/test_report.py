@@ -16,7 +16,12 @@ LOSSES = {
     "B": {1: 2.96, 2: 3.05, 3: 2.88, 4: 3.00},
     "C": {1: 3.001, 2: 3.099, 3: 2.901, 4: 3.053},
 }
-NEARLY = {1: 0.002, 2: -0.007, 3: 0.008, 4: 0.001}  # differences: alone within the margin, p = 0.02
+NEARLY = {
+    1: 0.002,
+    2: -0.007,
+    3: 0.008,
+    4: 0.001,
+}  # differences: alone within the margin, p = 0.02
 CONTRASTS = {name: Contrast(*name, "?") for name in ("BA", "CA", "BC")}
 
 
@@ -27,7 +32,8 @@ def test_verdicts_of_several_contrasts_are_corrected_for_their_number():
     for kind, adjusted in (("p", "p_holm"), ("p_equivalent", "p_equivalent_holm")):
         alone = {
             name: getattr(
-                paired([LOSSES[name[0]][n] - LOSSES[name[1]][n] for n in (1, 2, 3, 4)], 0.01), kind
+                paired([LOSSES[name[0]][n] - LOSSES[name[1]][n] for n in (1, 2, 3, 4)], 0.01),
+                kind,
             )
             for name in CONTRASTS
         }
@@ -117,7 +123,10 @@ def test_times_of_several_dtypes_stand_beside_each_other(cache, tmp_path):
         ({"seconds_per_token": [1]}, "seconds_per_token"),
         ({"seconds_per_token": {"16": 3}}, r"seconds_per_token\.16"),
         ({"seconds_per_token": {"16": {"A": 1}}}, r"seconds_per_token\.16.*\bB\b"),
-        ({"seconds_per_token": {"16": {"A": 0, "B": 1}}}, r"seconds_per_token\.16.*\bA\b.*\b0\b"),
+        (
+            {"seconds_per_token": {"16": {"A": 0, "B": 1}}},
+            r"seconds_per_token\.16.*\bA\b.*\b0\b",
+        ),
         ({"seconds_per_token": {"16": {"A": 1, "B": "x"}}}, r"seconds_per_token\.16.*\bB\b"),
         ({"dtype": 32}, "dtype"),
     ],

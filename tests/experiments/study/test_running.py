@@ -39,7 +39,9 @@ def test_a_validation_repeated_after_a_restart_counts_once(tmp_path):
 
 
 def test_without_a_likelihood_the_loss_counts(tmp_path):
-    plain = [{key: value for key, value in line.items() if "nll" not in key} for line in LINES[:3]]
+    plain = [
+        {key: value for key, value in line.items() if "nll" not in key} for line in LINES[:3]
+    ]
     assert curve_of(write(tmp_path / "train.jsonl", plain)) == [
         {"updates": 20, "valid": 4.5, "train": 4.5}
     ]

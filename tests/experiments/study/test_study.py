@@ -120,7 +120,9 @@ def study(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "Executor", Player)
     for module in (running, provenance):
         monkeypatch.setattr(module, "commit", lambda: COMMIT)
-    monkeypatch.setattr(command, "draw", lambda study, content: {})  # it takes longer than all else
+    monkeypatch.setattr(
+        command, "draw", lambda study, content: {}
+    )  # it takes longer than all else
     monkeypatch.chdir(tmp_path)
     Player.ran = []
     Player.end = None
@@ -130,7 +132,9 @@ def study(tmp_path, monkeypatch):
     folder = tmp_path / "configs" / "studies"
     folder.mkdir(parents=True)
     (folder.parent / "tiny.yaml").write_text(RECIPE)
-    monkeypatch.setattr(design, "load_recipe", lambda file, overrides: once(file, tuple(overrides)))
+    monkeypatch.setattr(
+        design, "load_recipe", lambda file, overrides: once(file, tuple(overrides))
+    )
     once = functools.cache(load_recipe)  # each run's recipe is read several times
 
     def call(*flags, name="toy", **changes):
@@ -263,7 +267,8 @@ def test_speeds_are_compared_within_a_seed(study):
 def test_a_seed_that_one_system_has_alone_has_no_speed():
     speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
     found = [
-        {"system": key, "seed": n, "tokens_per_second": speed} for (key, n), speed in speeds.items()
+        {"system": key, "seed": n, "tokens_per_second": speed}
+        for (key, n), speed in speeds.items()
     ]
     assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
 
@@ -290,7 +295,9 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     measured = tmp_path / "results/studies/toy/decoding-cpu.json"
     measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     assert study("--report", systems=systems)[0] == 2
-    assert re.search(r"decoding-cpu\.json: seconds_per_token\.1 .*\bC\b", capsys.readouterr().err)
+    assert re.search(
+        r"decoding-cpu\.json: seconds_per_token\.1 .*\bC\b", capsys.readouterr().err
+    )
     seconds["C"] = 0.3
     measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
     found = report_of(study, systems=systems)
@@ -366,7 +373,10 @@ def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch
     """
     systems = {**STUDY["systems"], "C": {"label": "dropped", "recipe": "../tiny.yaml"}}
     systems["C"]["set"] = {"model.flags.attention-dropout": 0.3}
-    contrasts = {**STUDY["contrasts"], "dropout": {"first": "C", "second": "A", "question": "?"}}
+    contrasts = {
+        **STUDY["contrasts"],
+        "dropout": {"first": "C", "second": "A", "question": "?"},
+    }
     changes = {"levels": 4, "systems": systems, "contrasts": contrasts}
 
     def play(self, command, log):
@@ -422,7 +432,9 @@ def test_a_validation_without_both_losses_is_at_no_training_loss(study, validati
         for seed in (1, 2, 3, 4):
             changed(records, f"{name}-seed{seed}", curve=curve)
     rest = [row for row in curve if row["updates"] != 3]
-    changed(records, "A-seed2", curve=[rest[0], *([validation] if validation else []), *rest[1:]])
+    changed(
+        records, "A-seed2", curve=[rest[0], *([validation] if validation else []), *rest[1:]]
+    )
     found = report_of(study, **changes)
     assert [row["curve"] for row in found["systems"]] == [
         [[6.0, 7.0], [4.0, 5.0], [3.0, 4.0]],
@@ -437,7 +449,8 @@ def curves(**of_system):
     found = {}
     for name, pairs in of_system.items():
         rows = [
-            {"updates": n, "train": train, "valid": valid} for n, (train, valid) in enumerate(pairs)
+            {"updates": n, "train": train, "valid": valid}
+            for n, (train, valid) in enumerate(pairs)
         ]
         found[f"{name}-seed1"] = {"end": "finished", "curve": rows}
     return found
@@ -501,7 +514,11 @@ def test_raw_text_that_changed_is_not_recorded_beside_the_other(study, capsys):
     study(seeds=1)
     Player.conditions = {"data": "2" * 16}
     status, records = study(seeds=2)
-    assert status == 2 and set(records_of(records)) == {("A", 1), ("B", 1)} and len(Player.ran) == 3
+    assert (
+        status == 2
+        and set(records_of(records)) == {("A", 1), ("B", 1)}
+        and len(Player.ran) == 3
+    )
     told = capsys.readouterr().err
     assert "1" * 16 in told and "2" * 16 in told and "delete runs/toy/A-seed2" in told
 
@@ -563,14 +580,20 @@ def left_a_checkpoint(name):
     (checkpoints / "checkpoint_last.pt").write_bytes(b"a model")
 
 
-@pytest.mark.parametrize("made_by", [None, OTHER, f"{OTHER}-dirty-01234567", f"{COMMIT}, {OTHER}"])
-def test_trainings_of_another_commit_are_not_recorded_under_this_one(study, tree, capsys, made_by):
+@pytest.mark.parametrize(
+    "made_by", [None, OTHER, f"{OTHER}-dirty-01234567", f"{COMMIT}, {OTHER}"]
+)
+def test_trainings_of_another_commit_are_not_recorded_under_this_one(
+    study, tree, capsys, made_by
+):
     """As with other --records after a commit, where the run folders are those of before."""
     study(seeds=1)
     left_a_checkpoint("A-seed1")
     mark = read_step_records(Path("runs/toy/A-seed1"))["train"]
     sessions = [
-        {**mark["made_by"][0], "commit": commit} for commit in (made_by or "").split(", ") if commit
+        {**mark["made_by"][0], "commit": commit}
+        for commit in (made_by or "").split(", ")
+        if commit
     ]
     write_step_record(Path("runs/toy/A-seed1"), "train", **{**mark, "made_by": sessions})
     capsys.readouterr()
@@ -660,7 +683,9 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     budgets["systems"] = {**STUDY["systems"], "A": own}
     assert study(**budgets)[0] == 2 and not Player.ran, "the tuning comes first"
     study("--tune", **budgets)
-    assert Player.ran == [f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)]
+    assert Player.ran == [
+        f"{system}-lr={rate}-seed101" for system in "AB" for rate in (1, 2, 3)
+    ]
     tried = record_of(Path("results/studies/toy_tuning"), "A-lr=1-seed101")
     assert "--set train.max_update=2 " in tried["command"] + " "
     study(**budgets)
@@ -677,7 +702,11 @@ def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
 
 
 def test_seeds_of_the_tuning_may_stand_beside_those_that_count(study):
-    apart = ({"seeds": 100}, {}), ({"first_seed": 102}, {}), ({"first_seed": 2}, {"first_seed": 1})
+    apart = (
+        ({"seeds": 100}, {}),
+        ({"first_seed": 102}, {}),
+        ({"first_seed": 2}, {"first_seed": 1}),
+    )
     for seeds, tuned in apart:
         tuning = {"grid": {"train.flags.lr": [1, 2]}, **tuned}
         assert study("--tune", "--dry-run", tuning=tuning, **seeds)[0] == 0
@@ -785,7 +814,10 @@ def test_a_block_that_another_machine_goes_on_with_is_left_to_it(study, monkeypa
 def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(
     study, capsys, values, named
 ):
-    systems = {**STUDY["systems"], "wrong": {"label": "?", "recipe": "../tiny.yaml", "set": values}}
+    systems = {
+        **STUDY["systems"],
+        "wrong": {"label": "?", "recipe": "../tiny.yaml", "set": values},
+    }
     for flags_of_it in ((), ("--dry-run",)):
         assert study(*flags_of_it, systems=systems)[0] == 2 and not Player.ran
         assert re.search(rf"wrong.*({named})", capsys.readouterr().err)
@@ -866,7 +898,9 @@ def test_a_study_that_is_not_there_is_not_taken_for_a_recipe(study, tmp_path, ca
 
 
 @pytest.mark.parametrize("other", [{"hardware": "another machine"}, {"precision": "amp"}])
-def test_runs_that_differ_in_more_than_the_system_are_not_mixed(study, monkeypatch, capsys, other):
+def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
+    study, monkeypatch, capsys, other
+):
     Player.end = 3
     study()
     here = running.Place.conditions
@@ -950,7 +984,9 @@ def test_points_of_a_grid_that_are_no_names_stay_in_the_folders(study, tmp_path)
     grid = {"model.flags.decoder-layers-to-keep": ["../../../x/y", "(0, 1)", "a/b", "a_b"]}
     assert study("--tune", tuning={"grid": grid})[0] == 0
     found = records_of(tmp_path / "results/studies/toy_tuning")
-    assert len(found) == len(set(Player.ran)) == 8 and not any("/" in name for name in Player.ran)
+    assert len(found) == len(set(Player.ran)) == 8 and not any(
+        "/" in name for name in Player.ran
+    )
     assert {path.parent.name for path in tmp_path.rglob("train.jsonl")} == set(Player.ran)
 
 
@@ -960,7 +996,9 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
     (tmp_path / "trap").mkdir()
     (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
     planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
-    for system, seed in list(records_of(records)):  # a stranger's records fit the stranger's study
+    for system, seed in list(
+        records_of(records)
+    ):  # a stranger's records fit the stranger's study
         settings = record_of(records, f"{system}-seed{seed}")["settings"]
         settings = {**settings, f"model.flags.{flag}": str(tmp_path / "trap")}
         if system == "A":
@@ -977,7 +1015,10 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
         ({"systems": {"../A": STUDY["systems"]["A"]}}, "systems"),
         *(({"study": name}, "study") for name in ("/abs", "../../x", "..", "x" * 300)),
         ({"set": {"train.flag.lr": 1}}, "train.flag"),
-        ({"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}}, "contrasts.gain"),
+        (
+            {"contrasts": {"gain": {"first": "A", "second": "A", "question": "?"}}},
+            "contrasts.gain",
+        ),
         *(
             (
                 {"contrasts": {"gain": {"first": one, "second": other, "question": "?"}}},
@@ -1039,7 +1080,9 @@ def test_a_study_has_what_its_base_has_under_its_own(tmp_path):
         ["A", "B", "C"],
     )
     assert study.systems["A"].set == {"train.max_update": 9, "train.update_freq": 2}
-    assert study.systems["B"].label == "new" and study.systems["B"].set["train.update_freq"] == 3
+    assert (
+        study.systems["B"].label == "new" and study.systems["B"].set["train.update_freq"] == 3
+    )
     assert study.contrasts["gain"].second == "A"
     for name, base in (("twice", "more.yaml"), ("none", "missing.yaml"), ("number", 3)):
         path = tmp_path / "below" / f"{name}.yaml"
@@ -1066,7 +1109,8 @@ def test_workers_share_a_study(study, monkeypatch):
     fork = multiprocessing.get_context("fork")
     ran = [fork.Queue(), fork.Queue()]
     workers = [
-        fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran))) for queue in ran
+        fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran)))
+        for queue in ran
     ]
     for worker in workers:
         worker.start()
@@ -1160,5 +1204,7 @@ def test_every_claim_names_a_contrast_of_a_study():
     root = Path(__file__).resolve().parents[3]
     for row in yaml.safe_load((root / "results" / "claims.yaml").read_text()):
         for contrast in row["contrasts"]:
-            study = loading._with_base(root / "configs" / "studies" / f"{contrast['study']}.yaml")
+            study = loading._with_base(
+                root / "configs" / "studies" / f"{contrast['study']}.yaml"
+            )
             assert contrast["contrast"] in study["contrasts"]

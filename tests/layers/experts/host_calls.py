@@ -20,7 +20,9 @@ TUNED = ("product_kernel", "gate_kernel", "outer_kernel")
 
 
 class Config:
-    kwargs = dict.fromkeys(("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_C", "BLOCK_R"), 16)
+    kwargs = dict.fromkeys(
+        ("BLOCK_M", "BLOCK_N", "BLOCK_K", "BLOCK_D", "BLOCK_C", "BLOCK_R"), 16
+    )
     num_warps = 4
     num_stages = 3
 
@@ -39,7 +41,9 @@ class Kernel:
             if callable(grid):
                 grid({**Config.kwargs, **options})
             if self.name == "route_kernel" and args[6] is not None:
-                args[6].copy_(torch.arange(args[6].size(1)))  # the only numbers that are addresses
+                args[6].copy_(
+                    torch.arange(args[6].size(1))
+                )  # the only numbers that are addresses
 
         return launch
 
@@ -67,7 +71,9 @@ for module in (kernels, routing, weight_grad):
         setattr(module, name, Kernel(name))
 found = {"dense": calls(MultiheadAttention(C, 8, self_attention=True))}
 for experts in (8, 32):
-    sizes = dict(num_experts=experts, experts_per_token=8, expert_dim=16, expert_backend="triton")
+    sizes = dict(
+        num_experts=experts, experts_per_token=8, expert_dim=16, expert_backend="triton"
+    )
     found[f"8K{experts}E"] = calls(
         with_fairseq_call(MixtureOfAttention)(C, self_attention=True, **sizes)
     )

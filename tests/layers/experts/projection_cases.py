@@ -36,7 +36,9 @@ def choose(tokens, num_experts, k, heads, kind, generator):
     else:
         usable = num_experts - 1 if kind == "skip the last" else num_experts
         chosen = torch.rand(tokens, heads, usable, generator=generator).topk(k, dim=-1).indices
-    return (chosen + num_experts * torch.arange(heads).view(1, heads, 1)).reshape(tokens, heads * k)
+    return (chosen + num_experts * torch.arange(heads).view(1, heads, 1)).reshape(
+        tokens, heads * k
+    )
 
 
 @dataclass(frozen=True)
@@ -76,7 +78,11 @@ class Case:
             "rows": torch.randn(index.numel() // per_row, width, generator=g),
             "weight": torch.randn(heads * experts, dim, model_dim, generator=g) / dim**0.5,
             **({"gate": gate} if self.gated else {}),
-            **({"bias": torch.randn(heads * experts, out_width, generator=g)} if self.bias else {}),
+            **(
+                {"bias": torch.randn(heads * experts, out_width, generator=g)}
+                if self.bias
+                else {}
+            ),
         }
         found["upstream"] = torch.randn(index.numel() // per_sum, out_width, generator=g)
         found = {name: tensor.to(self.dtype).double() for name, tensor in found.items()}
@@ -85,14 +91,18 @@ class Case:
     def run(self, function, dtype, device="cpu", reshape=lambda upstream: upstream):
         """{"output": …, "rows": its gradient, "weight": …} of function(index, leaves), computed in dtype."""
         index, inputs, upstream = self.inputs
-        leaves = {name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()}
+        leaves = {
+            name: t.detach().to(device, dtype).requires_grad_() for name, t in inputs.items()
+        }
         output = function(index.to(device), leaves)
         if not output.requires_grad:  # the exact loop without slots
             return {
                 "output": output,
                 **{name: torch.zeros_like(leaf) for name, leaf in leaves.items()},
             }
-        grads = torch.autograd.grad(output, leaves.values(), reshape(upstream.to(device, dtype)))
+        grads = torch.autograd.grad(
+            output, leaves.values(), reshape(upstream.to(device, dtype))
+        )
         return {"output": output.detach(), **dict(zip(leaves, grads))}
 
     @functools.cached_property
@@ -102,13 +112,17 @@ class Case:
 
     def _loop(self, index, leaves):
         per_row, per_sum = self.slots
-        rows, weight, gate, bias = (leaves.get(name) for name in ("rows", "weight", "gate", "bias"))
+        rows, weight, gate, bias = (
+            leaves.get(name) for name in ("rows", "weight", "gate", "bias")
+        )
         sums = [[] for _ in range(index.numel() // per_sum)]
         for slot, expert in enumerate(index.flatten().tolist()):
             matrix = weight[expert] if self.is_up else weight[expert].t()
             value = matrix @ rows[slot // per_row]
             value = value if bias is None else value + bias[expert]
-            sums[slot // per_sum].append(value if gate is None else gate.flatten()[slot] * value)
+            sums[slot // per_sum].append(
+                value if gate is None else gate.flatten()[slot] * value
+            )
         if not sums:
             return rows.new_zeros(0, weight.size(1 if self.is_up else 2))
         return torch.stack([sum(slots) for slots in sums])

@@ -68,7 +68,8 @@ def test_forward_and_every_gradient_equal_the_loop(shape, walk, use, monkeypatch
     in_order = shape[-1] == "all"
     for case in variants(shape, use):
         fast = case.run(
-            case.projected(backend, in_order and walk in ("reference", "as chosen")), torch.float32
+            case.projected(backend, in_order and walk in ("reference", "as chosen")),
+            torch.float32,
         )
         for name, exact in case.exact.items():
             assert_close(fast[name], exact, f"{name}, {case}")
@@ -153,12 +154,15 @@ def test_switchheads_peak_of_memory_is_flat_in_k(use):
     dim = 64
     heads = 2
     peaks = {
-        k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim)) for k in (1, 2, 4)
+        k: peak_bytes(switchhead(use, tokens, model_dim, num_experts, k, dim))
+        for k in (1, 2, 4)
     }
     more_slots = tokens * heads * (4 - 1)
     assert peaks[1] > 4 * tokens * model_dim, "the record is empty"
     assert peaks[4] < 1.15 * peaks[1], peaks
-    assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, peaks  # not even the slots' narrow side
+    assert peaks[4] - peaks[1] < 4 * more_slots * dim / 2, (
+        peaks
+    )  # not even the slots' narrow side
 
 
 @pytest.mark.skipif(
@@ -285,7 +289,11 @@ def test_plans_of_a_slot_order_are_made_once(monkeypatch):
         ((2048, 8, 32, 128, 512), False, False),
         ((1, 8, 32, 128, 512), False, False),  # 24 of 32 matrices need not be read
         ((16, 8, 32, 128, 512), True, True),
-        ((4000, 4, 8, 48, 128), False, True),  # products are cheaper, new numbers of rows dearer
+        (
+            (4000, 4, 8, 48, 128),
+            False,
+            True,
+        ),  # products are cheaper, new numbers of rows dearer
         ((8192, 8, 32, 256, 1024), False, False),
     ],
 )
@@ -367,14 +375,17 @@ def test_gates_in_float32_beside_half_precision_leave_its_dtype(use, kind):
     index, inputs, _ = case.inputs
     dtypes = {"gate": torch.float32}
     leaves = {
-        name: t.to(dtypes.get(name, torch.bfloat16)).requires_grad_() for name, t in inputs.items()
+        name: t.to(dtypes.get(name, torch.bfloat16)).requires_grad_()
+        for name, t in inputs.items()
     }
     function = case.projected("grouped", kind == "all")
     traced = torch.compile(function, backend="aot_eager", fullgraph=True)
     for out in (function(index, leaves), traced(index, leaves)):
         assert out.dtype == torch.bfloat16
         torch.testing.assert_close(out.double(), case.exact["output"], atol=0.1, rtol=0.05)
-    first = torch.autograd.grad(function(index, leaves).sum(), leaves.values(), create_graph=True)
+    first = torch.autograd.grad(
+        function(index, leaves).sum(), leaves.values(), create_graph=True
+    )
     assert [grad.dtype for grad in first] == [leaf.dtype for leaf in leaves.values()]
     twice = torch.autograd.grad(sum(grad.square().sum() for grad in first), leaves["rows"])
     assert twice[0].isfinite().all()

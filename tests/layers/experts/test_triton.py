@@ -26,7 +26,11 @@ def python(*arguments, **environment):
     """Run Python without the interpreter of this process; the package is found where it was found here."""
     inherited = {key: value for key, value in os.environ.items() if key != "TRITON_INTERPRET"}
     paths = [str(Path(moa_fairseq.__file__).parents[1]), inherited.get("PYTHONPATH", "")]
-    environment = {**inherited, "PYTHONPATH": os.pathsep.join(filter(None, paths)), **environment}
+    environment = {
+        **inherited,
+        "PYTHONPATH": os.pathsep.join(filter(None, paths)),
+        **environment,
+    }
     command = [sys.executable, *map(str, arguments)]
     return subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
 
@@ -36,7 +40,9 @@ def compile_side_by_side(checks, processes, **environment):
     command = ("-m", "pytest", "-v", "-p", "no:cacheprovider", "--tb=no", checks)
     with ThreadPoolExecutor(processes) as pool:
         shares = [f"{i}/{processes}" for i in range(processes)]
-        done = pool.map(lambda i: python(*command, MOA_FAIRSEQ_COMPILE=i, **environment), shares)
+        done = pool.map(
+            lambda i: python(*command, MOA_FAIRSEQ_COMPILE=i, **environment), shares
+        )
         return [re.findall(r"::(\S+) ", each.stdout) for each in done]
 
 
@@ -54,7 +60,9 @@ def test_one(number):
     (tmp_path / "conftest.py").write_text((HERE / "conftest.py").read_text())
     shares = compile_side_by_side(checks, 2)
     assert [len(share) for share in shares] == [3, 2] and not set(shares[0]) & set(shares[1])
-    done = python("-m", "pytest", "-q", "-p", "no:cacheprovider", checks, MOA_FAIRSEQ_COMPILE="0/1")
+    done = python(
+        "-m", "pytest", "-q", "-p", "no:cacheprovider", checks, MOA_FAIRSEQ_COMPILE="0/1"
+    )
     assert "5 passed" in done.stdout, done.stdout
 
 
@@ -69,7 +77,14 @@ def test_equals_the_reference_on_the_gpu_or_under_the_interpreter(checks):
     if torch.cuda.is_available():
         compile_side_by_side(HERE / checks, os.cpu_count())
     done = python(
-        "-m", "pytest", "-q", "-p", "no:cacheprovider", HERE / checks, "--tb=short", **interpreted
+        "-m",
+        "pytest",
+        "-q",
+        "-p",
+        "no:cacheprovider",
+        HERE / checks,
+        "--tb=short",
+        **interpreted,
     )
     assert done.returncode == 0, done.stdout[-6000:] + done.stderr[-2000:]
     assert " passed" in done.stdout, done.stdout[-2000:]
@@ -155,7 +170,10 @@ def test_the_package_needs_no_triton():
         "print(resolve_backend('auto'))\n"
         "resolve_backend('triton')",
     )
-    assert done.returncode == 1 and "triton cannot run here: Triton is not installed" in done.stderr
+    assert (
+        done.returncode == 1
+        and "triton cannot run here: Triton is not installed" in done.stderr
+    )
     assert done.stdout.strip() == "grouped"
 
 
@@ -163,7 +181,9 @@ def test_refused_without_a_gpu_with_the_way_out(monkeypatch):
     monkeypatch.setattr(backend.importlib.util, "find_spec", lambda name: object())
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(backend, "INTERPRETED", False)
-    with pytest.raises(UserError, match=r"torch sees no GPU.*auto or grouped.*--model-overrides"):
+    with pytest.raises(
+        UserError, match=r"torch sees no GPU.*auto or grouped.*--model-overrides"
+    ):
         resolve_backend("triton")
 
 

@@ -86,7 +86,9 @@ def test_a_check_of_another_machine_is_not_believed(on_a_gpu):
         assert "something else" in automatic()[1]
 
 
-def test_every_source_of_the_kernels_is_part_of_what_was_checked(on_a_gpu, monkeypatch, tmp_path):
+def test_every_source_of_the_kernels_is_part_of_what_was_checked(
+    on_a_gpu, monkeypatch, tmp_path
+):
     folder = Path(validation.__file__).parent / "triton"
     shutil.copytree(folder, tmp_path / "triton")
     monkeypatch.setattr(validation, "__file__", str(tmp_path / "validation.py"))
@@ -194,7 +196,9 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
     monkeypatch.setattr(validation, "machine", lambda: key)
     assert automatic()[0] == "auto" and validation.verdict()[0] == ("bfloat16", "float16")
     assert [validation.is_open(dtype) for dtype in validation.DTYPES] == [False, False, True]
-    validation.write(validation.CheckResult({"routing": 4, "float32, a layer": 2}, {}, ["float32"]))
+    validation.write(
+        validation.CheckResult({"routing": 4, "float32, a layer": 2}, {}, ["float32"])
+    )
     assert set(validation.verdict()[0]) == set(validation.DTYPES)
     validation.write(
         validation.CheckResult({"float16, a layer": 2}, {"float16, a layer": ["off"]}, [])
@@ -205,7 +209,9 @@ def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, m
     theirs.failed["float16, a layer"] = ["off there"]  # and right here
     with pytest.MonkeyPatch.context() as patch:
         read = validation.read
-        patch.setattr(validation, "read", lambda file=None: (theirs, "there") if file else read())
+        patch.setattr(
+            validation, "read", lambda file=None: (theirs, "there") if file else read()
+        )
         assert set(validation.verdict()[0]) == {"bfloat16", "float16"}
     for name in found.keys() & key.keys():
         monkeypatch.setattr(validation, "machine", lambda other=name: {**key, other: "another"})

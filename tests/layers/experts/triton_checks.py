@@ -62,7 +62,9 @@ PAIRS = [
 
 
 def compare(case, **options):
-    exact = case.exact if DEVICE == "cpu" else case.run(case.projected("reference"), torch.float64)
+    exact = (
+        case.exact if DEVICE == "cpu" else case.run(case.projected("reference"), torch.float64)
+    )
     if options:
         exact = case.run(case.projected("reference"), torch.float64, **options)
     plain = case.run(case.projected("reference"), case.dtype, DEVICE, **options)
@@ -150,7 +152,9 @@ def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
     from moa_fairseq.layers.experts.triton import launch
 
     monkeypatch.setattr(launch, "rows_per_chunk", lambda *sizes: 16)
-    index = torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
+    index = (
+        torch.repeat_interleave(torch.arange(5), torch.tensor(counts)).unsqueeze(1).to(DEVICE)
+    )
     order = ExpertPermutation(index, 5)
     left = torch.randn(74, 12, device=DEVICE)
     right = torch.randn(74, 20, device=DEVICE)
@@ -159,7 +163,9 @@ def test_only_experts_that_are_cut_leave_parts(counts, monkeypatch):
     assert cut <= parts <= blocks
     got = launch.outer(left, right, order.order, order.offsets, 1, 1)
     for expert, rows in enumerate(index[:, 0] == e for e in range(5)):
-        torch.testing.assert_close(got[expert], left[rows].t() @ right[rows], atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(
+            got[expert], left[rows].t() @ right[rows], atol=1e-4, rtol=1e-4
+        )
 
 
 def test_a_tuned_kernel_is_launched_plainly_from_then_on():
@@ -257,7 +263,9 @@ def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.f
         (experts, dim, model_dim),
         (tokens, 2 * k),
     )
-    tensors = [torch.randn(size, generator=g).to(DEVICE, dtype).requires_grad_() for size in sizes]
+    tensors = [
+        torch.randn(size, generator=g).to(DEVICE, dtype).requires_grad_() for size in sizes
+    ]
     return [*tensors, choose(tokens, num_experts, k, 2, "random", g).to(DEVICE), experts]
 
 
@@ -265,7 +273,9 @@ def _arguments(tokens=9, model_dim=20, num_experts=4, k=2, dim=12, dtype=torch.f
 def test_operators_keep_the_contract_of_torch(use):
     for case in variants((9, 20, 4, 2, 12, 2, "random"), use):
         index, inputs, _ = case.inputs
-        leaves = {name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()}
+        leaves = {
+            name: t.to(DEVICE, torch.float32).requires_grad_() for name, t in inputs.items()
+        }
         gate = leaves["gate"].detach().flatten().requires_grad_() if "gate" in leaves else None
         order = ExpertPermutation(index.to(DEVICE), leaves["weight"].size(0))
         tensors = (leaves["rows"], leaves["weight"], leaves.get("bias"), gate)
@@ -326,7 +336,10 @@ def test_only_what_is_asked_for_is_differentiated():
     out = _both(x.detach(), weight.detach(), out_weight, gate.detach(), index, num_experts)
     out.sum().backward()
     assert (
-        out_weight.grad is not None and x.grad is None and weight.grad is None and gate.grad is None
+        out_weight.grad is not None
+        and x.grad is None
+        and weight.grad is None
+        and gate.grad is None
     )
 
 
@@ -340,9 +353,13 @@ def test_a_second_derivative_is_refused_not_wrong():
 @pytest.mark.parametrize("bias", [False, True])
 def test_a_whole_attention_in_data_parallel_equals_the_reference_backend(bias, tmp_path):
     outcomes = []
-    x, upstream = torch.randn(2, 3, 7, 20, generator=torch.Generator().manual_seed(1)).to(DEVICE)
+    x, upstream = torch.randn(2, 3, 7, 20, generator=torch.Generator().manual_seed(1)).to(
+        DEVICE
+    )
     padding = (torch.arange(7) >= torch.tensor([[7], [4], [7]])).to(DEVICE)
-    torch.distributed.init_process_group("gloo", f"file://{tmp_path}/store", rank=0, world_size=1)
+    torch.distributed.init_process_group(
+        "gloo", f"file://{tmp_path}/store", rank=0, world_size=1
+    )
     try:
         for backend in ("reference", "triton"):
             torch.manual_seed(2)

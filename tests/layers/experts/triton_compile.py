@@ -24,7 +24,13 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from moa_fairseq.layers.experts.triton import kernels, launch_routing, routing, tuning, weight_grad
+from moa_fairseq.layers.experts.triton import (
+    kernels,
+    launch_routing,
+    routing,
+    tuning,
+    weight_grad,
+)
 
 # name → dtype, whether its products may use TF32
 DTYPES = {
@@ -60,15 +66,27 @@ def signatures(name, model_dim, dim, bias):
     sum_rows = dict(rows=data, out="*fp32", **chunks)
     tile = dict(EXPERTS_POW2=32, BLOCK_C=128, BLOCK_R=32)
     return {
-        "queries": (kernels.product_kernel, {**product, **maybe}, {**into_experts, "PER_ROW": 8}),
+        "queries": (
+            kernels.product_kernel,
+            {**product, **maybe},
+            {**into_experts, "PER_ROW": 8},
+        ),
         "outputs": (
             kernels.product_kernel,
             {**product, **maybe, **gates},
             {**into_model, "PER_ROW": 1},
         ),
         "gradient of queries": (kernels.product_kernel, product, {**into_model, "PER_ROW": 1}),
-        "source": (kernels.product_kernel, {**product, **gates}, {**into_experts, "PER_ROW": 8}),
-        "destination": (kernels.product_kernel, {**product, **gates}, {**into_model, "PER_ROW": 4}),
+        "source": (
+            kernels.product_kernel,
+            {**product, **gates},
+            {**into_experts, "PER_ROW": 8},
+        ),
+        "destination": (
+            kernels.product_kernel,
+            {**product, **gates},
+            {**into_model, "PER_ROW": 4},
+        ),
         "gate of outputs": (
             kernels.gate_kernel,
             {**gate, "gated_product": data},
@@ -85,7 +103,11 @@ def signatures(name, model_dim, dim, bias):
             dict(slots=data, out=data, num_sums="i32", first_column="i32"),
             dict(PER_SUM=8, WIDTH=128, FULL_WIDTH=model_dim, BLOCK_T=8, BLOCK_C=128),
         ),
-        "sum_rows": (weight_grad.sum_rows_kernel, sum_rows, {**tile, "PER_ROW": 1, "WIDTH": dim}),
+        "sum_rows": (
+            weight_grad.sum_rows_kernel,
+            sum_rows,
+            {**tile, "PER_ROW": 1, "WIDTH": dim},
+        ),
         "sum_rows of outputs": (
             weight_grad.sum_rows_kernel,
             {**sum_rows, **gates},
@@ -127,7 +149,11 @@ def routing_signatures(data, model_dim):
             route_grad,
             {**choice, "DETACHED": False, "BLOCK_M": block},
         ),
-        "route_count": (routing.count_kernel, dict(index="*i64", counts=counts, **tokens), sort),
+        "route_count": (
+            routing.count_kernel,
+            dict(index="*i64", counts=counts, **tokens),
+            sort,
+        ),
         "route_scan": (
             routing.scan_kernel,
             dict(counts=counts, offsets=counts, num_blocks="i32"),
@@ -138,7 +164,11 @@ def routing_signatures(data, model_dim):
             dict(index="*i64", begins=counts, order="*i64", **tokens),
             sort,
         ),
-        "gate_slots": (routing.gate_slots_kernel, slots, dict(WIDTH=128, BLOCK_S=32, BLOCK_C=128)),
+        "gate_slots": (
+            routing.gate_slots_kernel,
+            slots,
+            dict(WIDTH=128, BLOCK_S=32, BLOCK_C=128),
+        ),
     }
 
 
@@ -165,7 +195,9 @@ def compile_one(kernel, runtime, meta, config, arch):
     constants = {**meta, **config.kwargs}
     signature = {name: runtime.get(name, "constexpr") for name in function.arg_names}
     absent = {
-        name: None for name in function.arg_names if name not in runtime and name not in constants
+        name: None
+        for name in function.arg_names
+        if name not in runtime and name not in constants
     }
     aligned = {
         (index,): [["tt.divisibility", 16]]
@@ -296,7 +328,10 @@ def main():
             if args.kernels and label not in args.kernels:
                 continue
             for config in configs_for(kernel, arch, DTYPES[name][0], meta, args.all_configs):
-                line = {"size": size, **report(label, kernel, runtime, meta, config, arch, name)}
+                line = {
+                    "size": size,
+                    **report(label, kernel, runtime, meta, config, arch, name),
+                }
                 bad |= not line["fits"] or any(line["hazards"])
                 print(json.dumps(line, ensure_ascii=False), flush=True)
     sys.exit(bad)

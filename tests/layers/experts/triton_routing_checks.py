@@ -32,7 +32,9 @@ def routers(sizes, renormalize, dtype):
     """The same router by Triton and, in float64, by torch; rounded inputs."""
     _, width, experts, per_token = sizes
     torch.manual_seed(sum(sizes))
-    sizes = dict(num_experts=experts, experts_per_token=per_token, router_renormalize=renormalize)
+    sizes = dict(
+        num_experts=experts, experts_per_token=per_token, router_renormalize=renormalize
+    )
     fast = TopKRouter(width, MoASettings(**sizes, expert_backend="triton")).to(DEVICE, dtype)
     torch.nn.init.normal_(fast.projection.weight)
     exact = TopKRouter(width, MoASettings(**sizes, expert_backend="grouped")).to(
@@ -46,7 +48,9 @@ def routers(sizes, renormalize, dtype):
 @pytest.mark.parametrize("renormalize", ["detached", "full", "none"])
 @pytest.mark.parametrize("padded", [False, True])
 @pytest.mark.parametrize("sizes", SIZES, ids=str)
-def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dtype, monkeypatch):
+def test_routing_and_its_gradients_equal_float64(
+    sizes, padded, renormalize, dtype, monkeypatch
+):
     fast, exact = routers(sizes, renormalize, dtype)
     x = torch.randn(sizes[0], sizes[1], device=DEVICE).to(dtype)
     padding = torch.rand(sizes[0], device=DEVICE) < 0.3 if padded else None
@@ -54,7 +58,9 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
     from moa_fairseq.layers.experts.triton import launch_routing
 
     route = launch_routing.route
-    monkeypatch.setattr(launch_routing, "route", lambda *args: launched.append(1) or route(*args))
+    monkeypatch.setattr(
+        launch_routing, "route", lambda *args: launched.append(1) or route(*args)
+    )
     leaves = []
     decisions = []
     for router, dtype_now in ((fast, dtype), (exact, torch.float64)):
@@ -72,7 +78,8 @@ def test_routing_and_its_gradients_equal_float64(sizes, padded, renormalize, dty
         )
     tolerance = 1e-4 if dtype == torch.float32 else 3e-2
     upstream = {
-        n: torch.randn(getattr(ours, n).shape, device=DEVICE) for n in ("logits", "probs", "gates")
+        n: torch.randn(getattr(ours, n).shape, device=DEVICE)
+        for n in ("logits", "probs", "gates")
     }
     # An absent gradient is zero
     for names in (
@@ -114,7 +121,9 @@ def test_the_largest_logits_are_chosen_where_probabilities_are_equal():
 def test_infinite_logits_still_give_each_slot_an_expert_of_its_own():
     router, _ = routers((5, 8, 6, 3), "detached", torch.float32)
     with torch.no_grad():
-        router.projection.weight.copy_(torch.tensor([-1.0, 1, -1, -1, -1, 1]).unsqueeze(1) * 1e38)
+        router.projection.weight.copy_(
+            torch.tensor([-1.0, 1, -1, -1, -1, 1]).unsqueeze(1) * 1e38
+        )
     index = router(torch.full((4, 8), 3.0, device=DEVICE)).expert_ids
     assert index.tolist() == [[1, 5, 0]] * 4
 

@@ -39,7 +39,9 @@ class Model(nn.Module):
 
 
 def criterion(name, **settings):
-    cfg = criterions.CRITERION_DATACLASS_REGISTRY[name](**{"ddp_backend": "legacy_ddp", **settings})
+    cfg = criterions.CRITERION_DATACLASS_REGISTRY[name](
+        **{"ddp_backend": "legacy_ddp", **settings}
+    )
     cfg.sentence_avg = False
     dictionary = Dictionary()
     return criterions.CRITERION_REGISTRY[name].build_criterion(

@@ -85,7 +85,9 @@ def test_training_loss_is_the_models_plus_the_scaled_auxiliary_term(model):
     batch = sample()
     plain, size, _ = LabelSmoothedCrossEntropyCriterion(TASK, False, 0.1)(model, batch)
     aux = auxiliary(model, batch)
-    assert build()(model, batch)[0].item() == pytest.approx((plain + size * aux).item(), rel=1e-6)
+    assert build()(model, batch)[0].item() == pytest.approx(
+        (plain + size * aux).item(), rel=1e-6
+    )
     assert build(aux_loss_scale="none")(model, batch)[0].item() == pytest.approx(
         (plain + aux).item(), rel=1e-6
     )
@@ -138,7 +140,9 @@ def test_per_module_statistics_on_request(model):
     log = values_of(build(router_log="modules")(model, sample())[2])
     assert "dead_experts.layer1" in log
     assert log["z_loss"] == pytest.approx((log["z_loss.layer0"] + log["z_loss.layer1"]) / 2)
-    assert {k: v for k, v in log.items() if "." not in k} == values_of(build()(model, sample())[2])
+    assert {k: v for k, v in log.items() if "." not in k} == values_of(
+        build()(model, sample())[2]
+    )
 
 
 def test_a_model_without_routers_is_scored_as_by_fairseq():
@@ -162,7 +166,9 @@ def decisions_of_three_kinds():
     }
     for router, _ in routers.values():
         nn.init.normal_(router.projection.weight, std=2.0)
-    named = [(name, router(torch.randn(tokens, 8))) for name, (router, tokens) in routers.items()]
+    named = [
+        (name, router(torch.randn(tokens, 8))) for name, (router, tokens) in routers.items()
+    ]
     return {name: router.projection.weight for name, (router, _) in routers.items()}, named
 
 
@@ -186,7 +192,10 @@ def test_statistics_of_each_module_stand_under_its_own_name():
     _, named = decisions_of_three_kinds()
     log = values_of(build(router_log="modules").terms(named)[1])
     for name, decision in named:
-        expected = {"load_balance_loss": load_balance_loss(decision), "z_loss": z_loss(decision)}
+        expected = {
+            "load_balance_loss": load_balance_loss(decision),
+            "z_loss": z_loss(decision),
+        }
         for key, value in {**expected, **load_statistics(decision)}.items():
             assert log[f"{key}.{name}"] == pytest.approx(value.item(), abs=1e-5), (key, name)
     another = values_of(build(router_log="modules", balance_loss="entropy").terms(named)[1])

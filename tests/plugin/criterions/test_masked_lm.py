@@ -51,11 +51,18 @@ def sample(masked=((0, 2), (1, 1), (1, 4)), padding=0):
     for place in masked:
         target[place] = tokens[place]
         source[place] = MASK
-    return {"net_input": {"src_tokens": source}, "target": target, "ntokens": 15, "nsentences": 2}
+    return {
+        "net_input": {"src_tokens": source},
+        "target": target,
+        "ntokens": 15,
+        "nsentences": 2,
+    }
 
 
 def criterion(task, alpha=0.01, beta=0.001, scale="sample-size"):
-    cfg = MaskedLmWithRoutingConfig(load_balance_coef=alpha, z_loss_coef=beta, aux_loss_scale=scale)
+    cfg = MaskedLmWithRoutingConfig(
+        load_balance_coef=alpha, z_loss_coef=beta, aux_loss_scale=scale
+    )
     return MaskedLmWithRouting.build_criterion(cfg, task)
 
 

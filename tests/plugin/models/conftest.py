@@ -38,7 +38,16 @@ def loads_after_training(fairseq, toy_data, tmp_path):
             "--cpu",
         ]
         assert (
-            main(["analyze", *model, "--output", str(tmp_path / "loads.png"), "--json", str(loads)])
+            main(
+                [
+                    "analyze",
+                    *model,
+                    "--output",
+                    str(tmp_path / "loads.png"),
+                    "--json",
+                    str(loads),
+                ]
+            )
             == 0
         )
         return json.loads(loads.read_text())["modules"]

@@ -20,7 +20,9 @@ def build(*flags):
 
 
 def omegas(model):
-    return [shortcut.omega.item() for shortcut in model.modules() if isinstance(shortcut, Shortcut)]
+    return [
+        shortcut.omega.item() for shortcut in model.modules() if isinstance(shortcut, Shortcut)
+    ]
 
 
 def by_hand(model, inputs):
@@ -54,8 +56,12 @@ def by_hand(model, inputs):
                 if memory is not None:
                     keys = {"key_padding_mask": ~real_source.t(), "static_kv": True}
                     branch = layer.encoder_attn(x, memory, memory, **keys)[0]
-                    x, variance = summed(x, branch, layer.encoder_attn_layer_norm, real, variance)
-            x, variance = summed(x, feed_forward(layer, x), layer.final_layer_norm, real, variance)
+                    x, variance = summed(
+                        x, branch, layer.encoder_attn_layer_norm, real, variance
+                    )
+            x, variance = summed(
+                x, feed_forward(layer, x), layer.final_layer_norm, real, variance
+            )
         return x
 
     with torch.no_grad():
@@ -141,7 +147,11 @@ def test_workers_count_together_and_training_moves_omega():
         (ARCH, ("--encoder-layerdrop", 0.1), "--encoder-layerdrop"),
         ("moa_transformer_tiny", (), "--arch moa_transformer_tiny"),
         ("dense_roberta_tiny", (), "--arch dense_roberta_tiny"),
-        ("dense_transformer_lm_base", (), "--arch dense_transformer_lm_base"),  # pre-norm by itself
+        (
+            "dense_transformer_lm_base",
+            (),
+            "--arch dense_transformer_lm_base",
+        ),  # pre-norm by itself
     ],
 )
 def test_other_models_are_refused(arch, flags, named):

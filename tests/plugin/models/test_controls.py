@@ -32,11 +32,17 @@ CASES = [
     ("switchhead_transformer_tiny", CONTROLS["frozen"]),
     ("switchhead_transformer_tiny", ("--switchhead-experts", "o", "--num-experts", 1)),
     ("switchhead_lm_tiny", CONTROLS["frozen"]),
-    *[(arch, ()) for arch in ("moa_transformer_tiny", "switchhead_lm_tiny", "switchall_lm_tiny")],
+    *[
+        (arch, ())
+        for arch in ("moa_transformer_tiny", "switchhead_lm_tiny", "switchall_lm_tiny")
+    ],
     *[(arch, ()) for arch in ("transformer_xl_lm_tiny", "moa_lm_tiny")],
     ("moa_transformer_tiny", ("--head-gate", "element")),
     ("moh_transformer_tiny", ("--head-gate", "head", "--moh-skip", "always")),
-    ("dense_transformer_lm_base", ("--head-gate", "element", "--gated-feed-forward", "--rms-norm")),
+    (
+        "dense_transformer_lm_base",
+        ("--head-gate", "element", "--gated-feed-forward", "--rms-norm"),
+    ),
     *[(arch, DENSE) for arch in ("dense_transformer_tiny", "dense_transformer_lm_base")],
 ]
 
@@ -72,14 +78,22 @@ def test_one_token_has_the_same_experts_wherever_it_stands(arch):
         ids = inputs["src_tokens" if source else "prev_output_tokens"].reshape(-1).tolist()
         experts = {}
         for token, chosen in zip(ids, decision.expert_ids.tolist()):
-            assert experts.setdefault(token, chosen) == chosen and len(set(chosen)) == len(chosen)
-        tables.append(tuple(sorted((token, tuple(chosen)) for token, chosen in experts.items())))
+            assert experts.setdefault(token, chosen) == chosen and len(set(chosen)) == len(
+                chosen
+            )
+        tables.append(
+            tuple(sorted((token, tuple(chosen)) for token, chosen in experts.items()))
+        )
     assert len(set(tables)) == len(tables) >= 4  # each module has a hash of its own
 
 
-@pytest.mark.parametrize("arch", ["moa_transformer_tiny", "moh_transformer_tiny", "moa_lm_tiny"])
+@pytest.mark.parametrize(
+    "arch", ["moa_transformer_tiny", "moh_transformer_tiny", "moa_lm_tiny"]
+)
 @pytest.mark.parametrize("choice", ["learned", "hash"])
-def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted_once(arch, choice):
+def test_checkpointed_layers_know_the_tokens_in_their_second_run_and_are_counted_once(
+    arch, choice
+):
     gradients = []
     counts = []
     still = ("--dropout", 0, "--attention-dropout", 0, "--router-choice", choice)

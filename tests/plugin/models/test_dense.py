@@ -54,7 +54,8 @@ def test_cross_self_attention_leaves_out_the_sources_padding(padded):
     ours.load_state_dict(theirs.state_dict())
     inputs = batch("transformer", (7, 4 if padded else 7, 7))
     assert (
-        inputs["src_tokens"].eq(PAD).any() and inputs["prev_output_tokens"].eq(PAD).any() == padded
+        inputs["src_tokens"].eq(PAD).any()
+        and inputs["prev_output_tokens"].eq(PAD).any() == padded
     )
     real = inputs["prev_output_tokens"].ne(PAD)
     outputs = [model.double().eval()(**inputs)[0][real] for model in (ours, theirs)]
@@ -95,8 +96,12 @@ def test_gated_feed_forwards_and_rms_norms():
         torch.testing.assert_close(norm(x), exact)
     w1, w3 = layer.fc1.weight.split(64)
     seen = []
-    layer.fc2.register_forward_hook(lambda module, inputs, output: seen.append((inputs[0], output)))
-    layer.final_layer_norm.register_forward_hook(lambda module, inputs, output: seen.append(output))
+    layer.fc2.register_forward_hook(
+        lambda module, inputs, output: seen.append((inputs[0], output))
+    )
+    layer.final_layer_norm.register_forward_hook(
+        lambda module, inputs, output: seen.append(output)
+    )
     model(**batch("transformer_lm_gpt"))
     normed, (inner, out) = seen
     gate = normed @ w1.t()
@@ -141,7 +146,9 @@ def test_the_branch_of_every_attention_starts_smaller_and_nothing_else_does(arch
             f"{one.name}.{output}.{name}" for name, _ in getattr(one, output).named_parameters()
         }
     assert len({name.rsplit(".", 2)[0] for name in scaled}) == attentions
-    rest = [{k: v for k, v in m.state_dict().items() if k not in scaled} for m in (plain, small)]
+    rest = [
+        {k: v for k, v in m.state_dict().items() if k not in scaled} for m in (plain, small)
+    ]
     torch.testing.assert_close(*rest, rtol=0, atol=0)
     small.load_state_dict(plain.state_dict())  # a checkpoint's values stay as they are
     torch.testing.assert_close(small.state_dict(), plain.state_dict(), rtol=0, atol=0)

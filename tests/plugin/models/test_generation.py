@@ -144,7 +144,9 @@ def test_a_sentence_that_leaves_the_batch_takes_its_keys_along():
     memory = torch.randn(5, 3, 128).repeat_interleave(2, dim=1)
     state = {}
     with forward_context(beam_size=2):
-        attention(torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True)
+        attention(
+            torch.randn(1, 6, 128), memory, memory, incremental_state=state, static_kv=True
+        )
     before = attention._get_input_buffer(state)["prev_key"].clone()
     attention.reorder_incremental_state(state, torch.tensor([1, 0, 3, 2, 4, 4]))
     assert torch.equal(attention._get_input_buffer(state)["prev_key"], before)
@@ -158,7 +160,9 @@ def test_the_decoder_says_that_its_mask_is_causal(monkeypatch):
     calls = []
     compute = MixtureOfAttention.compute
     monkeypatch.setattr(
-        MixtureOfAttention, "compute", lambda self, call: calls.append(call) or compute(self, call)
+        MixtureOfAttention,
+        "compute",
+        lambda self, call: calls.append(call) or compute(self, call),
     )
     x = torch.zeros(4, 1, 128)
     with forward_context():

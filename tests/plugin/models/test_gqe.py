@@ -44,7 +44,9 @@ def test_step_by_step_equals_all_at_once(arch, flags):
 
 @pytest.mark.thorough
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
-    modules = loads_after_training("gqe_transformer_tiny", logged=["load_balance_loss", "max_load"])
+    modules = loads_after_training(
+        "gqe_transformer_tiny", logged=["load_balance_loss", "max_load"]
+    )
     assert all(row["num_experts"] == 8 and row["experts_per_token"] == 4 for row in modules)
     # As many choices in each group
     assert all(sum(row["load"][:4]) == pytest.approx(0.5) for row in modules)

@@ -41,10 +41,17 @@ def first_input(model):
 @pytest.mark.parametrize("arch", HEADS)
 def test_every_matrix_starts_by_its_fan_in_and_the_number_of_layers(arch):
     """SwitchHead's authors: √(2/n) / √fan-in, whatever the attention; embeddings enter at 1/√C."""
-    model = build(arch, *TINY, "--decoder-layers", "3")  # of two layers √(2/n) and 2/n are both 1
+    model = build(
+        arch, *TINY, "--decoder-layers", "3"
+    )  # of two layers √(2/n) and 2/n are both 1
     width, (heads, dim) = 96, HEADS[arch]
     scale = math.sqrt(2 / 3)
-    fan_in = {"out_proj": heads * dim, "out_experts": heads * dim, "fc2": 384, "fc1.down": 16 * 128}
+    fan_in = {
+        "out_proj": heads * dim,
+        "out_experts": heads * dim,
+        "fc2": 384,
+        "fc1.down": 16 * 128,
+    }
     checked = 0
     for name, weight in model.decoder.layers.named_parameters():
         if "layer_norm" in name:
@@ -73,7 +80,12 @@ LM += ("--decoder-attention-heads", 4, "--positions", "sinusoidal")
 LM += ("--activation-fn", "relu", "--share-decoder-input-output-embed")
 
 
-OTHERS = ["moa_lm_tiny", "switchhead_lm_tiny", "moh_transformer_lm_base", "mae_transformer_lm_base"]
+OTHERS = [
+    "moa_lm_tiny",
+    "switchhead_lm_tiny",
+    "moh_transformer_lm_base",
+    "mae_transformer_lm_base",
+]
 OTHERS += ["gqe_lm_base", "namoh_lm_base", "latent_transformer_lm_base"]
 
 
@@ -81,7 +93,10 @@ OTHERS += ["gqe_lm_base", "namoh_lm_base", "latent_transformer_lm_base"]
     "arch, start",
     [
         *[(arch, start) for arch in OTHERS for start in ("own", "depth-scaled")],
-        *[(f"{family}_transformer_tiny", None) for family in ("moa", "mae", "moh", "switchhead")],
+        *[
+            (f"{family}_transformer_tiny", None)
+            for family in ("moa", "mae", "moh", "switchhead")
+        ],
     ],
 )
 def test_models_of_one_seed_start_alike_outside_their_attention(arch, start):
@@ -93,7 +108,8 @@ def test_models_of_one_seed_start_alike_outside_their_attention(arch, start):
         flags = (*LM, "--initialization", start)
         few = ("--experts-per-token", 1) if arch.startswith("moh") else ()
     one, other = (
-        whole_models.build(*words).state_dict() for words in ((dense, *flags), (arch, *flags, *few))
+        whole_models.build(*words).state_dict()
+        for words in ((dense, *flags), (arch, *flags, *few))
     )
     shared = {name for name in one if "_attn." not in name}
     assert shared <= other.keys() and any("fc2" in name for name in shared)
@@ -203,7 +219,9 @@ def test_switchheads_own_start_is_the_papers_in_roberta_too():
             ("out_proj", 56),
         ):
             weight = getattr(attention, projection).weight
-            assert weight.std().item() == pytest.approx(1 / math.sqrt(fan_in), rel=0.05), projection
+            assert weight.std().item() == pytest.approx(1 / math.sqrt(fan_in), rel=0.05), (
+                projection
+            )
         assert layer.fc1.weight.std().item() == pytest.approx(0.02, rel=0.05)  # BERT's
 
 

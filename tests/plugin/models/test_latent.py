@@ -21,7 +21,9 @@ def test_the_base_model_costs_about_what_the_dense_one_does_and_leaves_a_sixth_i
 
 
 def test_every_matrix_starts_by_its_fan_in():
-    model = whole_models.build(ARCH, *SIZES, "--latent-norm", "--initialization", "depth-scaled")
+    model = whole_models.build(
+        ARCH, *SIZES, "--latent-norm", "--initialization", "depth-scaled"
+    )
     for layer in model.decoder.layers:
         for name, fan_in in (
             ("q_proj", 96),
@@ -31,7 +33,9 @@ def test_every_matrix_starts_by_its_fan_in():
             ("out_proj", 96),
         ):
             deviation = getattr(layer.self_attn, name).weight.std().item()
-            assert deviation == pytest.approx(math.sqrt(2 / 3) / math.sqrt(fan_in), rel=0.05), name
+            assert deviation == pytest.approx(math.sqrt(2 / 3) / math.sqrt(fan_in), rel=0.05), (
+                name
+            )
         assert (layer.self_attn.latent_norm.weight == 1).all()
 
 

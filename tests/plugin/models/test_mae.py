@@ -32,7 +32,13 @@ def test_every_attention_of_the_base_model_has_its_own_gate():
 
 def test_flags_choose_the_experts_and_the_gate():
     model = build(
-        "mae_transformer_tiny", "--mae-dropped-heads", 2, "--gate-hidden-dim", 7, "--gate-window", 3
+        "mae_transformer_tiny",
+        "--mae-dropped-heads",
+        2,
+        "--gate-hidden-dim",
+        7,
+        "--gate-window",
+        3,
     )
     attention = model.decoder.layers[3].encoder_attn
     assert (attention.num_experts, attention.gate_window) == (28, 3)
@@ -95,7 +101,8 @@ def test_translation_step_by_step_with_one_expert_in_each_module(how):
     assert {index.size(1) for index in chosen.values()} == ({8} if how == "mixture" else {1})
     if how == "random-expert":
         assert all(
-            index.unique().tolist() == [random_expert(name, 3, 8)] for name, index in chosen.items()
+            index.unique().tolist() == [random_expert(name, 3, 8)]
+            for name, index in chosen.items()
         )
 
 

@@ -44,7 +44,14 @@ def test_the_dense_models_parameters_and_a_router(arch):
 
 @pytest.mark.thorough
 def test_it_trains_translates_and_shows_its_loads(loads_after_training):
-    flags = ("--moh-scaling", "released", "--moh-skip", "always", "--balance-loss", "moh-released")
+    flags = (
+        "--moh-scaling",
+        "released",
+        "--moh-skip",
+        "always",
+        "--balance-loss",
+        "moh-released",
+    )
     flags += ("--aux-loss-reduce", "mean", "--z-loss-coef", 0)
     modules = loads_after_training(
         "moh_transformer_tiny", *flags, logged=["balance_loss", "max_load"]
@@ -87,6 +94,8 @@ def test_a_causal_language_model_trains_and_is_evaluated(fairseq, toy_wiki_data,
         240,
     )
     assert "Perplexity" in "".join(
-        vars(fairseq("eval_lm", toy_wiki_data, *user_dir, *path, "--gen-subset", "valid"))[stream]
+        vars(fairseq("eval_lm", toy_wiki_data, *user_dir, *path, "--gen-subset", "valid"))[
+            stream
+        ]
         for stream in ("stdout", "stderr")
     )

@@ -22,7 +22,9 @@ def test_every_attention_is_a_mixture_and_the_rest_is_robertas():
     assert [m.name for m in mixtures] == [
         f"encoder.sentence_encoder.layers.{i}.self_attn" for i in range(4)
     ]
-    assert {m.router.renormalize for m in mixtures} == {"detached"} and model.max_positions() == 128
+    assert {m.router.renormalize for m in mixtures} == {
+        "detached"
+    } and model.max_positions() == 128
     assert not any(type(m).__name__ == "MultiheadAttention" for m in model.modules())
     ours, theirs = (
         {name: p.shape for name, p in m.state_dict().items() if "self_attn." not in name}
@@ -69,7 +71,9 @@ def test_from_pretrained_encodes_fills_and_extracts(toy_masked_lm, toy_wiki_data
     hub = model.from_pretrained(folder, name, str(toy_wiki_data), bpe="gpt2", **encoding)
     encoded = hub.encode("the cat")
     assert (
-        encoded.tolist()[0] == 0 and encoded.tolist()[-1] == 2 and hub.decode(encoded) == "the cat"
+        encoded.tolist()[0] == 0
+        and encoded.tolist()[-1] == 2
+        and hub.decode(encoded) == "the cat"
     )
     assert hub.eval().extract_features(encoded).shape == (1, len(encoded), 16)
     assert len(hub.extract_features(encoded, return_all_hiddens=True)) == 2
@@ -108,7 +112,9 @@ def log_records(done, field):
     ],
 )
 def test_other_families_train(arch, criterion, flags, train_masked_lm, tmp_path):
-    log = train_masked_lm(tmp_path, "--max-epoch", 1, *flags, arch=arch, criterion=criterion).stdout
+    log = train_masked_lm(
+        tmp_path, "--max-epoch", 1, *flags, arch=arch, criterion=criterion
+    ).stdout
     assert '"valid_loss"' in log and ('"train_balance_loss"' in log) == ("routing" in criterion)
 
 
@@ -117,7 +123,9 @@ def test_any_number_of_data_workers_trains_the_same(train_masked_lm, tmp_path):
     final = {}
     for workers in (0, 1, 2):
         folder = tmp_path / str(workers)
-        train_masked_lm(folder, "--max-epoch", 3, "--update-freq", "2,1", "--num-workers", workers)
+        train_masked_lm(
+            folder, "--max-epoch", 3, "--update-freq", "2,1", "--num-workers", workers
+        )
         state = load_checkpoint(folder / "checkpoint_last.pt")
         final[workers] = {**state["model"], **state["last_optimizer_state"]["state"]}
     for workers in (1, 2):

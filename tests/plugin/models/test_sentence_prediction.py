@@ -10,7 +10,9 @@ from fairseq_cli import preprocess
 
 from moa_fairseq.layers.switchhead import SwitchHeadAttention
 from moa_fairseq.plugin.forward_context import collect_routings
-from moa_fairseq.plugin.tasks.sentence_prediction_by_length import SentencePredictionByLengthTask
+from moa_fairseq.plugin.tasks.sentence_prediction_by_length import (
+    SentencePredictionByLengthTask,
+)
 
 PAD = 1
 ARCHS = (
@@ -83,11 +85,20 @@ def test_batches_by_length_have_less_padding(tmp_path):
         preprocess.main(
             options.get_preprocessing_parser().parse_args([str(word) for word in words])
         )
-    flags = ["--num-classes", "1", "--arch", "roberta_tiny", "--criterion", "sentence_prediction"]
+    flags = [
+        "--num-classes",
+        "1",
+        "--arch",
+        "roberta_tiny",
+        "--criterion",
+        "sentence_prediction",
+    ]
     padding = {}
     for task in ("sentence_prediction", "sentence_prediction_by_length"):
         parser = options.get_training_parser()
-        args = options.parse_args_and_arch(parser, [str(tmp_path / "bin"), "--task", task, *flags])
+        args = options.parse_args_and_arch(
+            parser, [str(tmp_path / "bin"), "--task", task, *flags]
+        )
         built = tasks.setup_task(convert_namespace_to_omegaconf(args).task)
         assert isinstance(built, SentencePredictionByLengthTask) == task.endswith("length")
         data = built.load_dataset("train")

@@ -17,7 +17,9 @@ def test_settings_without_a_formula_print_none():
     flags = ["--switchhead-experts", "vkqo"]
     assert complexity("switchhead_lm_47m", 100, 8, 8, model_flags=flags).layer is None
     assert complexity("moa_transformer_tiny").layer is None
-    assert complexity("moa_lm_47m", 100, 8, 8, model_flags=["--positions", "rope"]).layer is None
+    assert (
+        complexity("moa_lm_47m", 100, 8, 8, model_flags=["--positions", "rope"]).layer is None
+    )
 
 
 def test_parts_of_switchall_add_up():
@@ -52,7 +54,11 @@ def test_translation_architectures_match_the_dense_parameters():
         model = build_meta_model(f"switchhead_transformer_{arch}", 1000)
         other = build_meta_model(dense, 1000)
         attention, dense_attention = (
-            sum(p.numel() for n, p in found.named_parameters() if "attn." in n and "gate" not in n)
+            sum(
+                p.numel()
+                for n, p in found.named_parameters()
+                if "attn." in n and "gate" not in n
+            )
             for found in (model, other)
         )
         assert attention == pytest.approx(dense_attention, rel=0.02)
@@ -82,10 +88,17 @@ def test_cross_attention_decides_about_source_and_target_and_ignores_padding():
 
 
 def test_masked_language_model_with_sigma_moe_keeps_its_initialisation(monkeypatch):
-    model = build_meta_model("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
+    model = build_meta_model(
+        "moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"]
+    )
     mixture = model.encoder.sentence_encoder.layers[0].fc1
-    assert isinstance(mixture, SigmaMoE) and mixture.name == "encoder.sentence_encoder.layers.0.fc1"
+    assert (
+        isinstance(mixture, SigmaMoE)
+        and mixture.name == "encoder.sentence_encoder.layers.0.fc1"
+    )
     calls = []
-    monkeypatch.setattr(type(mixture), "restore_initialization", lambda self: calls.append(self))
+    monkeypatch.setattr(
+        type(mixture), "restore_initialization", lambda self: calls.append(self)
+    )
     build_meta_model("moa_roberta_tiny", 60, model_flags=["--sigma-moe-num-experts", "4"])
     assert len(calls) == 4  # RoBERTa draws every linear layer anew, the router's too

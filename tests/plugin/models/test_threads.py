@@ -115,7 +115,9 @@ def test_gradients_with_checkpoints_are_those_of_one():
         with collect_routings() as routings:
             loss = model(**inputs(number))[0].square().mean()
         loss = loss + sum(routing.probs.square().mean() for _, routing in routings)
-        return list(torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True))
+        return list(
+            torch.autograd.grad(loss, weights, materialize_grads=True, allow_unused=True)
+        )
 
     assert_same_in_threads(run, 2)
 
@@ -136,7 +138,9 @@ def test_a_block_has_the_passes_of_its_own_task(elsewhere):
                 else:
                     run(number)
                     await asyncio.sleep(0.001 * (number % 3))
-        sizes = {routing.probs.size(0) for name, routing in routings if name.startswith("encoder")}
+        sizes = {
+            routing.probs.size(0) for name, routing in routings if name.startswith("encoder")
+        }
         assert len(routings) == 18 and sizes == {inputs(number)["src_tokens"].numel()}
         return routings
 
@@ -157,7 +161,8 @@ def test_texts_of_several_parts_are_read_in_threads():
     def run(number):
         chunks = texts[number].split(2, 1)
         return [
-            model.decoder(each, chunk=place, part=number)[0] for place, each in enumerate(chunks)
+            model.decoder(each, chunk=place, part=number)[0]
+            for place, each in enumerate(chunks)
         ]
 
     alone = [run(number) for number in range(THREADS)]
@@ -165,4 +170,6 @@ def test_texts_of_several_parts_are_read_in_threads():
         whole, _ = model.decoder(texts[0])
     torch.testing.assert_close(alone[0][1], whole[:, 2:4])  # it has read the first chunk
     with ThreadPoolExecutor(THREADS) as pool:
-        torch.testing.assert_close(list(pool.map(run, range(THREADS))), alone, rtol=0, atol=1e-12)
+        torch.testing.assert_close(
+            list(pool.map(run, range(THREADS))), alone, rtol=0, atol=1e-12
+        )

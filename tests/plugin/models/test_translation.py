@@ -31,7 +31,8 @@ def test_every_attention_of_the_base_model_is_a_mixture():
     }
     assert all(not name.endswith("bias") for m in mixtures for name, _ in m.named_parameters())
     assert all(
-        m.router.renormalize == "detached" and m.router.noise_projection is None for m in mixtures
+        m.router.renormalize == "detached" and m.router.noise_projection is None
+        for m in mixtures
     )
     assert model.encoder.layers[0].fc1.weight.shape == (2048, 512)
 
@@ -43,9 +44,15 @@ def test_flags_override_the_architecture():
         *("--routing-noise", "--router-renormalize", "none", "--expert-backend", "reference"),
     )
     attention = model.decoder.layers[1].encoder_attn
-    assert (attention.num_experts, attention.experts_per_token, attention.expert_dim) == (5, 2, 16)
+    assert (attention.num_experts, attention.experts_per_token, attention.expert_dim) == (
+        5,
+        2,
+        16,
+    )
     assert attention.q_experts.bias is not None and attention.k_proj.bias is not None
-    assert attention.router.renormalize == "none" and attention.router.noise_projection is not None
+    assert (
+        attention.router.renormalize == "none" and attention.router.noise_projection is not None
+    )
     assert attention.q_experts.backend == "reference"
 
 

@@ -142,13 +142,17 @@ CASES = {
     "weight complex": put(f"model/{WEIGHT}", SMALL.to(torch.complex64)),
     "weight of booleans": put(f"model/{WEIGHT}", SMALL > 0),
     "weight of a byte": put(f"model/{WEIGHT}", SMALL.to(torch.float8_e4m3fn)),
-    "weight nested": put(f"model/{WEIGHT}", torch.nested.nested_tensor([SMALL[0], SMALL[0, :1]])),
+    "weight nested": put(
+        f"model/{WEIGHT}", torch.nested.nested_tensor([SMALL[0], SMALL[0, :1]])
+    ),
     "weight quantized": put(
         f"model/{WEIGHT}", torch.quantize_per_tensor(SMALL, 0.1, 0, torch.qint8)
     ),
     "embedding of one row": put("model/encoder.embed_tokens.weight", torch.ones(1, 64)),
     "weights of integers": weights(lambda value: value.to(torch.int64)),
-    "weights of NaN": weights(lambda value: value * NAN if value.is_floating_point() else value),
+    "weights of NaN": weights(
+        lambda value: value * NAN if value.is_floating_point() else value
+    ),
     "an infinite weight": put(f"model/{WEIGHT}", SMALL * float("inf")),
     "torch.complex64 NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.complex64)),
     "torch.float8_e4m3fn NaN": put(f"model/{WEIGHT}", (SMALL * NAN).to(torch.float8_e4m3fn)),
@@ -254,13 +258,17 @@ CASES = {
     **each("optimizer_history/0", {"num_updates": (None, "x", NAN, -1, 10**30)}),
     "another criterion": put("optimizer_history/0/criterion_name", "Nope"),
     **kinds("optimizer_history/0/lr_scheduler_state"),
-    "lr_scheduler_state is of text": put("optimizer_history/0/lr_scheduler_state", {"best": "x"}),
+    "lr_scheduler_state is of text": put(
+        "optimizer_history/0/lr_scheduler_state", {"best": "x"}
+    ),
     **kinds("last_optimizer_state"),
     "optimizer state is None": put("last_optimizer_state/state", None),
     "optimizer has no groups": put("last_optimizer_state/param_groups", []),
     "optimizer has text for lr": put("last_optimizer_state/param_groups/0/lr", "x"),
     "optimizer has text for betas": put("last_optimizer_state/param_groups/0/betas", "x"),
-    "optimizer has unknown parameters": put("last_optimizer_state/param_groups/0/params", [999]),
+    "optimizer has unknown parameters": put(
+        "last_optimizer_state/param_groups/0/params", [999]
+    ),
     "moments are text": optimizer("exp_avg", "x"),
     "moments of another shape": optimizer("exp_avg_sq", SMALL),
     "moments of one stored number": optimizer("exp_avg", torch.ones(1).expand(10**6, 10**6)),
@@ -306,7 +314,9 @@ def rezipped(data, change=lambda name, content: content, method=zipfile.ZIP_STOR
 
 
 def only(ending, content):
-    return lambda data: rezipped(data, lambda name, old: content if name.endswith(ending) else old)
+    return lambda data: rezipped(
+        data, lambda name, old: content if name.endswith(ending) else old
+    )
 
 
 def inflating(data):
@@ -371,7 +381,9 @@ def made_of(code):
     return b"\x80\x02" + code + b"."
 
 
-BYTES = made_of(b"cbuiltins\nbytearray\n" + b"\x8a\x05" + (10**10).to_bytes(5, "little") + b"\x85R")
+BYTES = made_of(
+    b"cbuiltins\nbytearray\n" + b"\x8a\x05" + (10**10).to_bytes(5, "little") + b"\x85R"
+)
 TENSOR = made_of(b"ctorch\nTensor\n" + b"\x8a\x05" + (10**11).to_bytes(5, "little") + b"\x85R")
 FILES = {
     "empty": lambda data: b"",
@@ -394,7 +406,9 @@ FILES = {
     "no data.pkl": lambda data: rezipped(
         data, lambda name, old: None if name.endswith("data.pkl") else old
     ),
-    "no weights": lambda data: rezipped(data, lambda name, old: None if "/data/" in name else old),
+    "no weights": lambda data: rezipped(
+        data, lambda name, old: None if "/data/" in name else old
+    ),
     "data.pkl empty": only("data.pkl", b""),
     "data.pkl half": lambda data: rezipped(
         data, lambda name, old: old[: len(old) // 2] if "pkl" in name else old
@@ -421,7 +435,10 @@ FILES = {
     "legacy half": lambda data: legacy(data)[: len(data) // 2],
     "legacy without weights": lambda data: legacy_with(pickle.dumps({"model": {}}, 2), data),
     "legacy asks for 10 GB": lambda data: legacy_with(BYTES, data),
-    **{f"pickle {n}": lambda data, n=n: pickle.dumps({"model": {}, "cfg": {}}, n) for n in (0, 5)},
+    **{
+        f"pickle {n}": lambda data, n=n: pickle.dumps({"model": {}, "cfg": {}}, n)
+        for n in (0, 5)
+    },
     "pickle asks for 10 GB": lambda data: BYTES,
     "safetensors huge": lambda data: struct.pack("<Q", 2**60) + b"{}",
 }

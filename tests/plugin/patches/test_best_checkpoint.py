@@ -104,7 +104,9 @@ def best(folder):
     ],
 )
 def test_nan_is_no_best(tmp_path, values, maximize, expected):
-    run = Run(settings(tmp_path, maximize_best_checkpoint_metric=maximize, keep_best_checkpoints=2))
+    run = Run(
+        settings(tmp_path, maximize_best_checkpoint_metric=maximize, keep_best_checkpoints=2)
+    )
     for value in values:
         run.validated(value)
     assert best(tmp_path) == expected

@@ -184,7 +184,9 @@ def test_a_fault_while_a_checkpoint_is_copied(old, monkeypatch):
 
 def test_asynchronous_writing_is_taken_back(fairseq, toy_data, tmp_path):
     (tmp_path / "iopath").mkdir()
-    (tmp_path / "iopath" / "__init__.py").touch()  # fairseq begins only where it finds this library
+    (
+        tmp_path / "iopath" / "__init__.py"
+    ).touch()  # fairseq begins only where it finds this library
     folder = tmp_path / "checkpoints"
     flags = ("--max-epoch", 1, "--write-checkpoints-asynchronously")
     done = fairseq.train(toy_data, folder, *flags, env={"PYTHONPATH": str(tmp_path)})
@@ -224,7 +226,9 @@ def test_weights_that_diverged_replace_no_good_ones(old, value):
 
 def test_weights_of_a_byte_that_diverged_are_not_written(old):
     weight = torch.tensor([1.0, torch.nan]).to(torch.float8_e4m3fn)
-    with pytest.raises(UserError, match=r"checkpoint_last\.pt was not written.* NaN in diverged"):
+    with pytest.raises(
+        UserError, match=r"checkpoint_last\.pt was not written.* NaN in diverged"
+    ):
         checkpoint_utils.torch_persistent_save({"model": {"diverged": weight}}, str(old))
 
 
@@ -297,5 +301,7 @@ def test_what_is_no_file_is_refused_before_it_is_opened(tmp_path, kind, what):
         checkpoint_utils.torch.load,
         lambda path: Trainer.load_checkpoint(SimpleNamespace(), path),
     ):
-        with pytest.raises(UserError, match=f"checkpoint_last.pt is {what}. Name an ordinary file"):
+        with pytest.raises(
+            UserError, match=f"checkpoint_last.pt is {what}. Name an ordinary file"
+        ):
             load(str(path))

@@ -19,7 +19,15 @@ LIMIT = 6  # seconds
 @pytest.mark.parametrize("stopped", [0, 1])
 def test_a_stopped_process_is_named(fairseq, toy_data, tmp_path, stopped):
     """Two processes train; one is stopped after an update. The other one ends and names it."""
-    flags = ("--max-tokens", 60, "--no-save", "--max-update", 10**6, "--heartbeat-timeout", LIMIT)
+    flags = (
+        "--max-tokens",
+        60,
+        "--no-save",
+        "--max-update",
+        10**6,
+        "--heartbeat-timeout",
+        LIMIT,
+    )
     pair = fairseq.pair(*fairseq.words(toy_data, tmp_path, *flags))
     pair[0].said_until('"num_updates": "3"')  # rank 0 alone writes the log
     pair[stopped].send_signal(signal.SIGSTOP)

@@ -88,7 +88,9 @@ def build(arch, *flags, layers=2):
         if "roberta" in arch
         else ["encoder", "decoder"]
     )
-    task = {1: "language_modeling" if "_lm" in arch else "masked_lm", 2: "translation"}[len(sides)]
+    task = {1: "language_modeling" if "_lm" in arch else "masked_lm", 2: "translation"}[
+        len(sides)
+    ]
     line = ["data", "--task", task, "--arch", arch, *NO_DROPOUT]
     for side in sides:
         line += [f"--{side}-layers", layers]
@@ -99,7 +101,10 @@ def build(arch, *flags, layers=2):
         options.get_training_parser(), [str(word) for word in (*line, *flags)]
     )
     given = dict(
-        source_dictionary=words, target_dictionary=words, dictionary=words, output_dictionary=words
+        source_dictionary=words,
+        target_dictionary=words,
+        dictionary=words,
+        output_dictionary=words,
     )
     return ARCH_MODEL_REGISTRY[args.arch].build_model(args, Namespace(**given)).double().train()
 
@@ -177,7 +182,9 @@ def test_inductor_computes_the_same(family):
         pytest.skip("INDUCTOR=1 compiles every family, which takes 30 minutes of a core")
     model = build(*FAMILIES[family], layers=1)
     rounded = any(getattr(module, "activation_fn", None) is gelu for module in model.modules())
-    compare(model, [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-8 if rounded else 1e-11, "inductor")
+    compare(
+        model, [batch(1, 3, 9, 7), batch(2, 5, 6, 6)], 1e-8 if rounded else 1e-11, "inductor"
+    )
 
 
 @pytest.mark.parametrize(("before", "after"), [(8, 64), (100, 100)])
@@ -303,7 +310,8 @@ def test_the_flag_reaches_the_trainer_of_any_model(arch, task):
 
 def settings(**changed):
     args = options.parse_args_and_arch(
-        options.get_training_parser(), ["data", "--task", "translation", "--arch", "transformer"]
+        options.get_training_parser(),
+        ["data", "--task", "translation", "--arch", "transformer"],
     )
     cfg = convert_namespace_to_omegaconf(args)
     OmegaConf.set_struct(cfg, False)
@@ -315,7 +323,11 @@ def settings(**changed):
 @pytest.mark.parametrize(
     ("changed", "task", "named"),
     [
-        ({"distributed_training__ddp_backend": "fully_sharded"}, {}, "--ddp-backend fully_sharded"),
+        (
+            {"distributed_training__ddp_backend": "fully_sharded"},
+            {},
+            "--ddp-backend fully_sharded",
+        ),
         ({"model__quant_noise_pq": 0.1}, {}, "--quant-noise-pq"),
         ({"model__quant_noise_scalar": 0.1}, {}, "--quant-noise-scalar"),
         ({"common__quantization_config_path": "x.yaml"}, {}, "--quantization-config-path"),

@@ -9,7 +9,9 @@ from omegaconf import OmegaConf
 
 
 def losses(output):
-    lines = [line for line in output.splitlines() if '"loss"' in line and '"num_updates"' in line]
+    lines = [
+        line for line in output.splitlines() if '"loss"' in line and '"num_updates"' in line
+    ]
     return [float(json.loads(line[line.index("{") :])["loss"]) for line in lines]
 
 
@@ -26,7 +28,9 @@ def test_amp_on_the_cpu_is_bfloat16(arch, tmp_path, fairseq, toy_data):
         found[name] = losses(run.stdout + run.stderr)
         weights = torch.load(folder / "checkpoint_last.pt", weights_only=False)["model"]
         assert all(
-            value.dtype == torch.float32 for value in weights.values() if value.is_floating_point()
+            value.dtype == torch.float32
+            for value in weights.values()
+            if value.is_floating_point()
         )
         assert "CUDA is not available" not in run.stdout + run.stderr
     assert found["amp"] == pytest.approx(found["fp32"], rel=0.02)
@@ -36,7 +40,12 @@ def test_amp_on_the_cpu_is_bfloat16(arch, tmp_path, fairseq, toy_data):
 def test_nan_on_the_cpu_ends_a_training_as_without_amp():
     """fairseq asks a scaler that is switched off for its next scale, which is an AttributeError."""
     parameter = torch.nn.Parameter(torch.ones(3))
-    optimizer = {"_name": "adam", "adam_betas": (0.9, 0.98), "adam_eps": 1e-8, "weight_decay": 0.0}
+    optimizer = {
+        "_name": "adam",
+        "adam_betas": (0.9, 0.98),
+        "adam_eps": 1e-8,
+        "weight_decay": 0.0,
+    }
     optimizer.update(lr=[0.1], use_old_adam=False, fp16_adam_stats=False, tpu=False)
     common = {"fp16_init_scale": 4, "amp_scale_window": None, "min_loss_scale": 1e-4}
     cfg = OmegaConf.create({"optimizer": optimizer, "common": common})
@@ -52,7 +61,10 @@ def test_nan_on_the_cpu_ends_a_training_as_without_amp():
 @pytest.mark.parametrize(
     "sample, plain",
     [
-        ({"net_input": {"src_tokens": torch.zeros(2, 128), "src_lengths": torch.zeros(2)}}, True),
+        (
+            {"net_input": {"src_tokens": torch.zeros(2, 128), "src_lengths": torch.zeros(2)}},
+            True,
+        ),
         (
             {
                 "net_input": {

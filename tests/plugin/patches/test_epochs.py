@@ -42,9 +42,13 @@ def distributed(**values):
 
 def test_independent_copies_are_refused(torchrun, monkeypatch):
     """torchrun works on CPUs with the right flags; one process alone is not a world."""
-    with pytest.raises(UserError, match=r"2 independent models.*--distributed-world-size 2 .*gloo"):
+    with pytest.raises(
+        UserError, match=r"2 independent models.*--distributed-world-size 2 .*gloo"
+    ):
         distributed_utils.infer_init_method(distributed())
-    with pytest.raises(UserError, match="need --distributed-backend gloo --ddp-backend legacy_ddp"):
+    with pytest.raises(
+        UserError, match="need --distributed-backend gloo --ddp-backend legacy_ddp"
+    ):
         distributed_utils.infer_init_method(distributed(distributed_world_size=2))
     cfg = distributed(
         distributed_world_size=4, distributed_backend="gloo", ddp_backend="legacy_ddp"
@@ -76,7 +80,14 @@ def test_independent_copies_are_refused(torchrun, monkeypatch):
             3,
         ),  # 10 batches seen, 9 kept: one is seen again rather than two skipped
         (125, 8, 999, 4, 999, 249),  # the last round had one batch too few
-        (10, 4, 100, 2, 200, 40),  # batches cut anew, half as large: the same fraction of the epoch
+        (
+            10,
+            4,
+            100,
+            2,
+            200,
+            40,
+        ),  # batches cut anew, half as large: the same fraction of the epoch
         (1, 1, 50, 8, 50, 0),
     ],
 )

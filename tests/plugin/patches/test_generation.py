@@ -111,7 +111,9 @@ def test_fairseqs_checks_of_flags_are_one_paragraph(capsys):
     print_user_errors(AssertionError, AssertionError("--sampling requires --nbest"), None)
     said = capsys.readouterr().err
     assert (
-        said.count("\n") == 1 and "--sampling requires --nbest." in said and "Traceback" not in said
+        said.count("\n") == 1
+        and "--sampling requires --nbest." in said
+        and "Traceback" not in said
     )
     print_user_errors(AssertionError, AssertionError("x is not y"), None)
     assert "AssertionError" in capsys.readouterr().err

@@ -90,7 +90,9 @@ def test_who_has_a_check(monkeypatch):
 def test_the_dtype_is_that_of_the_products():
     settings = ({}, {"fp16": True}, {"bf16": True}, {"amp": True})
     off = dict(bf16=False, fp16=False, amp=False)
-    configs = [SimpleNamespace(common=SimpleNamespace(**{**off, **flags})) for flags in settings]
+    configs = [
+        SimpleNamespace(common=SimpleNamespace(**{**off, **flags})) for flags in settings
+    ]
     found = [kernel_check.multiplied_dtype(cfg) for cfg in configs]
     assert found == ["float32", "float16", "bfloat16", "float16"]
 
@@ -129,7 +131,9 @@ def test_no_training_fails_for_a_cache_that_cannot_be_written(train, run, tmp_pa
 
 
 def test_a_terminated_training_ends_its_check(train, tmp_path, monkeypatch):
-    monkeypatch.setattr(save_on_sigterm, "was_asked", lambda: list(tmp_path.rglob("*.log")) != [])
+    monkeypatch.setattr(
+        save_on_sigterm, "was_asked", lambda: list(tmp_path.rglob("*.log")) != []
+    )
     with pytest.raises(SystemExit, match="143"):
         train()
     assert not list(tmp_path.rglob("*.json"))

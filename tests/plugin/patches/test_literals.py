@@ -42,7 +42,11 @@ def test_no_module_of_fairseq_has_the_real_eval():
         if calls_eval(tree):
             parts = path.relative_to(FAIRSEQ.parent).with_suffix("").parts
             names.append(".".join(parts[:-1] if parts[-1] == "__init__" else parts))
-    assert "fairseq.models.fconv" in names and "fairseq.criterions.ctc" in names and len(names) > 15
+    assert (
+        "fairseq.models.fconv" in names
+        and "fairseq.criterions.ctc" in names
+        and len(names) > 15
+    )
     assert [
         name for name in names if getattr(sys.modules.get(name), "eval", None) is not literal
     ] == []
@@ -134,7 +138,10 @@ def test_anything_else_is_refused(text):
 def test_what_repetition_makes_is_bounded():
     assert len(literal(f"[0] * {MAX_ITEMS}")) == MAX_ITEMS
     assert len(literal(f"{MAX_ITEMS} * [0]")) == MAX_ITEMS
-    for text in (f"[0] * {MAX_ITEMS // 2} + [0] * {MAX_ITEMS // 2 + 1}", f"{MAX_ITEMS + 1} * [0]"):
+    for text in (
+        f"[0] * {MAX_ITEMS // 2} + [0] * {MAX_ITEMS // 2 + 1}",
+        f"{MAX_ITEMS + 1} * [0]",
+    ):
         with pytest.raises(UserError):
             literal(text)
 

@@ -70,9 +70,9 @@ def batches(task, models):
         task.max_positions(), *(model.max_positions() for model in models)
     )
     dataset = task.dataset("test")
-    return task.get_batch_iterator(dataset, max_tokens=400, max_positions=limits).next_epoch_itr(
-        shuffle=False
-    )
+    return task.get_batch_iterator(
+        dataset, max_tokens=400, max_positions=limits
+    ).next_epoch_itr(shuffle=False)
 
 
 def translate(task, models):
@@ -154,7 +154,9 @@ def test_a_malformed_checkpoint_gets_a_paragraph(
             load(path, toy_data, sound["cfg"])
             taken.append(way)
         except UserError as error:
-            named = "malformed.pt" in str(error) or "The criterion cannot be built" in str(error)
+            named = "malformed.pt" in str(error) or "The criterion cannot be built" in str(
+                error
+            )
             if not named or "\n" in str(error) or len(str(error)) > 1500:
                 wrong.append(f"{way}: {str(error)[:300]}")
         except FileNotFoundError:  # fairseq's own message, which is printed without a traceback

@@ -40,7 +40,9 @@ def test_bytes_become_letters(model):
 def test_the_encoder_of_pieces_undoes_bytes(model):
     encoder = SentencepieceBPE(
         argparse.Namespace(
-            sentencepiece_model=model, sentencepiece_enable_sampling=False, sentencepiece_alpha=None
+            sentencepiece_model=model,
+            sentencepiece_enable_sampling=False,
+            sentencepiece_alpha=None,
         )
     )
     assert (

@@ -156,7 +156,12 @@ GPT2 = {
 KERNELS = {
     **{f"{side}_kernel_size_list": [3] for side in ("encoder", "decoder")},
     **{f"{side}_conv_type": "lightweight" for side in ("encoder", "decoder")},
-    **{"weight_softmax": True, "encoder_glu": False, "decoder_glu": False, "weight_dropout": 0.0},
+    **{
+        "weight_softmax": True,
+        "encoder_glu": False,
+        "decoder_glu": False,
+        "weight_dropout": 0.0,
+    },
     **{"encoder_conv_dim": 64, "decoder_conv_dim": 64},
 }
 ATTACKS = {
@@ -166,16 +171,24 @@ ATTACKS = {
     "user-dir": user_dir,
     "fasta-shell": fasta,
     "fconv.encoder_layers": model("fconv", encoder_layers=True),
-    "fconv.decoder_attention": model("fconv", encoder_layers="[(8, 3)]", decoder_attention=True),
+    "fconv.decoder_attention": model(
+        "fconv", encoder_layers="[(8, 3)]", decoder_attention=True
+    ),
     "fconv_self_att.pretrained": model("fconv_self_att", pretrained=True),
-    "lightconv.kernel_sizes": model("lightconv", **{**KERNELS, "encoder_kernel_size_list": True}),
+    "lightconv.kernel_sizes": model(
+        "lightconv", **{**KERNELS, "encoder_kernel_size_list": True}
+    ),
     "transformer_lm.filters": model(
         "transformer_lm", character_embeddings=True, character_filters=True
     ),
-    "transformer.adaptive_softmax": model("transformer_iwslt_de_en", adaptive_softmax_cutoff=True),
+    "transformer.adaptive_softmax": model(
+        "transformer_iwslt_de_en", adaptive_softmax_cutoff=True
+    ),
     "moa.encoder_layers": model("moa_transformer_tiny", encoder_layers=True),
     "wav2vec2.conv_feature_layers": model("wav2vec2", conv_feature_layers=True),
-    "model-target": model("moa_transformer_tiny", _target_="pathlib.Path.touch", hooks=[TARGET]),
+    "model-target": model(
+        "moa_transformer_tiny", _target_="pathlib.Path.touch", hooks=[TARGET]
+    ),
     "task-target": section("task", **TARGET),
     "task.left_pad_source": multilingual,
     "ctc.wer_args": section("criterion", _name="ctc", wer_args=True),
@@ -188,8 +201,12 @@ ATTACKS = {
     ),
     "adam.adam_betas": section("optimizer", _name="adam", adam_betas=True),
     "lr_scheduler": section("lr_scheduler", _name="manual", epoch2lr=True, update2lr=True),
-    "common.model_overrides": section("common_eval", model_overrides=True, results_path="MARKER"),
-    "save-dir": section("checkpoint", save_dir="MARKER", write_checkpoints_asynchronously=False),
+    "common.model_overrides": section(
+        "common_eval", model_overrides=True, results_path="MARKER"
+    ),
+    "save-dir": section(
+        "checkpoint", save_dir="MARKER", write_checkpoints_asynchronously=False
+    ),
     "tensorboard": section("common", tensorboard_logdir="MARKER", log_file="MARKER"),
     "bpe-url": section("bpe", **GPT2),
     "tokenizer": section("tokenizer", _name="moses", source_lang=True, target_lang=True),
@@ -251,7 +268,9 @@ def language_modelled(path, data, monkeypatch):
 
 
 def overriding(path, data, monkeypatch):
-    checkpoint_utils.load_model_ensemble_and_task([str(path)], arg_overrides={"data": str(data)})
+    checkpoint_utils.load_model_ensemble_and_task(
+        [str(path)], arg_overrides={"data": str(data)}
+    )
 
 
 def as_it_says(path, data, monkeypatch):
@@ -295,7 +314,9 @@ WAYS = {
     "analyze expert-load": verb(
         "analyze", "expert-load", "PATH", "--data", "DATA", "--cpu", "--output", "OUT"
     ),
-    "analyze gates": verb("analyze", "gates", "PATH", "--data", "DATA", "--cpu", "--output", "OUT"),
+    "analyze gates": verb(
+        "analyze", "gates", "PATH", "--data", "DATA", "--cpu", "--output", "OUT"
+    ),
     "fill-mask": verb("fill-mask", "PATH", "a <mask>", "--data", "DATA"),
     "score --masked-lm": verb("score", "--masked-lm", "PATH", "--data", "DATA", "--cpu"),
 }

@@ -33,7 +33,9 @@ WEIGHTS = {"w": torch.ones(2)}
 
 
 @pytest.mark.parametrize("value, expected", NUMBERS.values(), ids=NUMBERS)
-def test_numbers_of_older_files_are_read_and_new_files_hold_plain_ones(tmp_path, value, expected):
+def test_numbers_of_older_files_are_read_and_new_files_hold_plain_ones(
+    tmp_path, value, expected
+):
     state = {
         "model": WEIGHTS,
         "extra_state": {"best": value, "metrics": [(1, "x", {"sum": value})]},
@@ -44,10 +46,17 @@ def test_numbers_of_older_files_are_read_and_new_files_hold_plain_ones(tmp_path,
     # Torch's own list of what is harmless
     states.append(torch.load(tmp_path / "new.pt", weights_only=True))
     for found in states:
-        assert found["extra_state"] == {"best": expected, "metrics": [(1, "x", {"sum": expected})]}
-        assert type(found["extra_state"]["best"]) is type(expected) or isinstance(expected, list)
+        assert found["extra_state"] == {
+            "best": expected,
+            "metrics": [(1, "x", {"sum": expected})],
+        }
+        assert type(found["extra_state"]["best"]) is type(expected) or isinstance(
+            expected, list
+        )
     save_checkpoint(states[0], tmp_path / "again.pt")  # as an average of older files is
-    assert torch.load(tmp_path / "again.pt", weights_only=True)["extra_state"]["best"] == expected
+    assert (
+        torch.load(tmp_path / "again.pt", weights_only=True)["extra_state"]["best"] == expected
+    )
 
 
 def test_all_else_is_saved_as_it_is():
@@ -148,7 +157,9 @@ def test_what_could_not_be_loaded_is_not_written(tmp_path):
     path = tmp_path / "checkpoint_last.pt"
     save_checkpoint({"model": WEIGHTS}, path)
     with pytest.raises(UserError, match=r"was not written.*datetime\.date"):
-        save_checkpoint({"model": WEIGHTS, "task_state": {"day": datetime.date(2020, 1, 1)}}, path)
+        save_checkpoint(
+            {"model": WEIGHTS, "task_state": {"day": datetime.date(2020, 1, 1)}}, path
+        )
     assert load_checkpoint(path).keys() == {"model"}
     assert [file.name for file in tmp_path.iterdir()] == ["checkpoint_last.pt"]
 
@@ -162,7 +173,9 @@ def test_a_meter_goes_on_with_the_array_that_was_saved(tmp_path):
     before = meters()
     after = MetersDict()
     before["_bleu_counts"].update(np.array([3, 1]))
-    save_checkpoint({"model": WEIGHTS, "extra_state": before.state_dict()}, tmp_path / "last.pt")
+    save_checkpoint(
+        {"model": WEIGHTS, "extra_state": before.state_dict()}, tmp_path / "last.pt"
+    )
     after.load_state_dict(load_checkpoint(tmp_path / "last.pt")["extra_state"])
     for each in (before, after):
         each["_bleu_counts"].update(np.array([10, 20]))
@@ -206,7 +219,9 @@ def test_a_training_with_all_that_adds_to_a_checkpoint_is_resumed(fairseq, toy_d
     assert "Loading EMA fp32 params from checkpoint" in done.stdout + done.stderr
     last = load_checkpoint(tmp_path / "checkpoint_last.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 2
-    resets = [f"--reset-{name}" for name in ("optimizer", "lr-scheduler", "meters", "dataloader")]
+    resets = [
+        f"--reset-{name}" for name in ("optimizer", "lr-scheduler", "meters", "dataloader")
+    ]
     fairseq.train(toy_data, tmp_path, *flags, *resets, "--max-update", 1)
     last = load_checkpoint(tmp_path / "checkpoint_last.pt")
     assert last["optimizer_history"][-1]["num_updates"] == 1

@@ -54,7 +54,9 @@ def test_a_g_step_is_plain_sgd_on_the_gates_alone(build_trainer, clip):
     trainer.task.before_update(trainer, [*samples[:2], {}])
     after = snapshot(trainer)
 
-    assert {name for name in changed(before, after)} == {name for name in before if is_gate(name)}
+    assert {name for name in changed(before, after)} == {
+        name for name in before if is_gate(name)
+    }
     norm = math.sqrt(sum(float(g.square().sum()) for g in expected.values()))
     factor = min(1.0, clip / norm) if clip else 1.0
     assert (factor < 1) == (clip == 0.01)
@@ -131,7 +133,9 @@ def test_the_draw_uses_the_gates_that_the_g_step_has_just_updated(build_trainer,
     monkeypatch.setattr(ExpertDraw, "choose", spy)
     log = update(second, G_EPOCH, samples[:1])
     assert log["bcd_step"] == "GF"
-    assert log["g_loss"] == pytest.approx(float(loss) / tokens / math.log(2), abs=1e-3)  # in bits
+    assert log["g_loss"] == pytest.approx(
+        float(loss) / tokens / math.log(2), abs=1e-3
+    )  # in bits
     # Modules that stand on a drawn one see other inputs: the first of the encoder tells.
     name = "encoder.layers.0.self_attn"
     torch.testing.assert_close(drawn[name][0], fresh[name], rtol=1e-4, atol=1e-5)
@@ -187,7 +191,9 @@ def test_a_batch_that_only_fills_a_gap_is_not_observed(build_trainer, joint):
 
 
 def test_what_each_method_of_fine_tuning_updates():
-    model = torch.nn.Sequential(MixtureOfAttentiveExperts(8, 2, causal=True), torch.nn.Linear(8, 8))
+    model = torch.nn.Sequential(
+        MixtureOfAttentiveExperts(8, 2, causal=True), torch.nn.Linear(8, 8)
+    )
     every = [*model.parameters()]
     gate = [*model[0].gate.parameters()]
     expected = {
@@ -274,7 +280,9 @@ def test_a_skipped_update_leaves_no_trace(build_trainer, monkeypatch, joint):
     seen = []
     for scale in (2**7, 2**40):
         common = {**HALF["fp16"], "fp16_init_scale": scale}
-        trainer, samples = build_trainer(*EVERY_SECOND, "--gate-dropout", 0, *joint, common=common)
+        trainer, samples = build_trainer(
+            *EVERY_SECOND, "--gate-dropout", 0, *joint, common=common
+        )
         before = snapshot(trainer)
         if scale > 2**7:
             update(trainer, F_EPOCH, samples[:1])
@@ -292,7 +300,9 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
     trainer, samples = build_trainer(*flags)
     model = trainer.get_model()
     kinds = {m.name: m.gate.norm.statistics for m in model.modules() if hasattr(m, "gate")}
-    assert kinds.pop("encoder.layers.0.self_attn") == "batch" and set(kinds.values()) == {"earlier"}
+    assert kinds.pop("encoder.layers.0.self_attn") == "batch" and set(kinds.values()) == {
+        "earlier"
+    }
     before = snapshot(trainer)
     expected = manual_gate_gradient(trainer, samples[:2])
     trainer.begin_epoch(G_EPOCH)
@@ -330,13 +340,17 @@ def test_the_batchs_own_statistics_train_encoder_gates_only(build_trainer):
         ((), None),
     ],
 )
-def test_a_run_that_ends_before_its_first_g_epoch_is_warned(build_trainer, caplog, limits, short):
+def test_a_run_that_ends_before_its_first_g_epoch_is_warned(
+    build_trainer, caplog, limits, short
+):
     flags = ("--bcd-g-every", 5, "--max-tokens", 1000, "--batch-size", 8, "--update-freq", 2)
     trainer, samples = build_trainer(*flags, *limits)
     caplog.clear()
     for _ in range(2):
         update(trainer, 1, samples[:2])
-    warnings = [record.getMessage() for record in caplog.records if record.levelname == "WARNING"]
+    warnings = [
+        record.getMessage() for record in caplog.records if record.levelname == "WARNING"
+    ]
     warnings = [message for message in warnings if "--bcd-g-every" in message]
     assert len(warnings) == (short is not None)  # said once
     if short:
@@ -440,7 +454,15 @@ def test_accumulation_equals_one_batch(build_trainer):
     """The same sentences as two micro-batches and as one: steps, draws and statistics are the same."""
     results = []
     for tokens, size in ((100, 4), (4000, 8)):
-        flags = (*EVERY_SECOND, "--gate-dropout", 0, "--max-tokens", tokens, "--batch-size", size)
+        flags = (
+            *EVERY_SECOND,
+            "--gate-dropout",
+            0,
+            "--max-tokens",
+            tokens,
+            "--batch-size",
+            size,
+        )
         trainer, samples = build_trainer(*flags, "--required-batch-size-multiple", 1)
         ids = sorted(i for sample in samples for i in sample["id"].tolist())[:8]
         dataset = trainer.task.dataset("train")
@@ -472,7 +494,10 @@ def test_half_precision_takes_the_same_g_steps(build_trainer, precision):
                 if n.endswith(("gate.fc1.weight", "gate.fc2.bias"))
             }
         )
-    assert trainer.get_model().encoder.layers[0].fc1.weight.dtype in (torch.float16, torch.bfloat16)
+    assert trainer.get_model().encoder.layers[0].fc1.weight.dtype in (
+        torch.float16,
+        torch.bfloat16,
+    )
     for name, expected in moves[0].items():
         assert moves[1][name].dtype == torch.float32
         error = (moves[1][name] - expected).norm() / expected.norm()
@@ -480,16 +505,22 @@ def test_half_precision_takes_the_same_g_steps(build_trainer, precision):
 
 
 def test_an_overflow_lowers_the_scale_of_that_g_step_only(build_trainer, monkeypatch):
-    scale = {**HALF["fp16"], "fp16_init_scale": 2**20}  # activations' gradients overflow at first
+    scale = {
+        **HALF["fp16"],
+        "fp16_init_scale": 2**20,
+    }  # activations' gradients overflow at first
     trainer, samples = build_trainer(*EVERY_SECOND, common=scale)
     trainer.begin_epoch(G_EPOCH)
     tried = []
     add = GateGradients.add
-    monkeypatch.setattr(GateGradients, "add", lambda *args: (tried.append(args[-1]), add(*args)))
+    monkeypatch.setattr(
+        GateGradients, "add", lambda *args: (tried.append(args[-1]), add(*args))
+    )
     with metrics.aggregate(new_root=True) as log:
         trainer.task.before_update(trainer, samples[:1])
     assert (
-        log.get_smoothed_values()["g_skipped"] == 0 and log.get_smoothed_values()["gate_gnorm"] > 0
+        log.get_smoothed_values()["g_skipped"] == 0
+        and log.get_smoothed_values()["gate_gnorm"] > 0
     )
     assert tried == [2.0 ** (20 - i) for i in range(len(tried))] and len(tried) > 1
     assert trainer.optimizer.scaler.loss_scale == 2**20  # it is fairseq's to lower

@@ -24,7 +24,16 @@ from moa_fairseq.plugin.coordinate_descent.gate_steps import JointStep
 @pytest.mark.parametrize("precision", ["float32", "fp16"])
 def test_joint_training_moves_gates_by_plain_sgd(build_trainer, precision, clip):
     """Of one update's own backward passes: two micro-batches and one that fills a gap among the workers."""
-    flags = ("--bcd", "none", "--gate-dropout", 0, "--gate-clip-norm", clip, "--weight-decay", 0.1)
+    flags = (
+        "--bcd",
+        "none",
+        "--gate-dropout",
+        0,
+        "--gate-clip-norm",
+        clip,
+        "--weight-decay",
+        0.1,
+    )
     common = HALF[precision] if precision == "fp16" else {}
     trainer, samples = build_trainer(*flags, "--clip-norm", 1e-6, common=common)
     batches = [samples[0], {}, samples[1]]

@@ -6,7 +6,12 @@ import torch
 from moa_fairseq.layers.routers import TopKRouter
 from moa_fairseq.layers.running_statistics import running_statistics_of
 
-ROUTED = ("--routing-bias-rate", 0.01, "--criterion", "label_smoothed_cross_entropy_with_routing")
+ROUTED = (
+    "--routing-bias-rate",
+    0.01,
+    "--criterion",
+    "label_smoothed_cross_entropy_with_routing",
+)
 
 
 @pytest.fixture

@@ -30,7 +30,9 @@ CASES = {
 
 def different(one, two):
     """How many tensors of two checkpoints' models differ."""
-    one, two = (load_checkpoint(folder / "checkpoint_last.pt")["model"] for folder in (one, two))
+    one, two = (
+        load_checkpoint(folder / "checkpoint_last.pt")["model"] for folder in (one, two)
+    )
     assert one.keys() == two.keys()
     return sum(not torch.equal(tensor, two[name]) for name, tensor in one.items())
 
@@ -88,7 +90,8 @@ def test_a_training_goes_on_with_as_many_chunks_as_it_carries_now(chunks):
     restored = {}
     context = SimpleNamespace(chunks=chunks, restore=restored.__setitem__)
     trainer = SimpleNamespace(
-        get_model=lambda: SimpleNamespace(decoder=SimpleNamespace(context=context)), device="cpu"
+        get_model=lambda: SimpleNamespace(decoder=SimpleNamespace(context=context)),
+        device="cpu",
     )
     ordered = SimpleNamespace(parts=1, rows=2, chunks=9)
     place = SimpleNamespace(dataset=ordered, num_shards=1, shard_id=0, iterations_in_epoch=4)
@@ -103,7 +106,9 @@ def test_a_training_goes_on_with_as_many_chunks_as_it_carries_now(chunks):
 @pytest.mark.thorough
 def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_path):
     def train(*flags):
-        line = arguments(toy_text, tmp_path, "--save-interval-updates", 2, "--max-update", *flags)
+        line = arguments(
+            toy_text, tmp_path, "--save-interval-updates", 2, "--max-update", *flags
+        )
         done = fairseq("train", *line)
         return done.stdout + done.stderr
 
@@ -121,6 +126,8 @@ def test_a_checkpoint_of_before_resumes_with_a_warning(fairseq, toy_text, tmp_pa
     )
     torch.save(state, last)
     without = train(5)
-    torch.save({**state, "extra_state": {**state["extra_state"], "carried_context": carried}}, last)
+    torch.save(
+        {**state, "extra_state": {**state["extra_state"], "carried_context": carried}}, last
+    )
     cut_anew = train(5, "--batch-size", 5)
     assert "the checkpoint holds none" in without and "cut otherwise" in cut_anew

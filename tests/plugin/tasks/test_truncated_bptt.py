@@ -44,7 +44,14 @@ class Blocks(torch.utils.data.Dataset):
 @pytest.mark.parametrize(
     ("count", "rows", "shards", "steps"),
     [
-        *[(12, 3, 1, 1), (13, 4, 1, 1), (13, 4, 2, 1), (5, 4, 1, 1), (7, 9, 1, 1), (1, 1, 1, 1)],
+        *[
+            (12, 3, 1, 1),
+            (13, 4, 1, 1),
+            (13, 4, 2, 1),
+            (5, 4, 1, 1),
+            (7, 9, 1, 1),
+            (1, 1, 1, 1),
+        ],
         *[(16, 4, 4, 1), (16, 4, 1, 4), (29, 6, 1, 3), (29, 8, 2, 2)],
     ],
 )
@@ -55,7 +62,9 @@ def test_each_block_once_and_every_text_in_order(count, rows, shards, steps):
     assert sorted(block for batch in batches for block in batch) == list(range(count))
     # All of them read one chunk, then the next; a shard has neighbouring parts
     for part in range(parts):
-        mine = [batch for batch in batches[part % steps * shards + part // steps :: parts] if batch]
+        mine = [
+            batch for batch in batches[part % steps * shards + part // steps :: parts] if batch
+        ]
         for before, after in itertools.pairwise(mine):
             assert [
                 block + 1 for block in before[: len(after)]
@@ -79,7 +88,9 @@ def test_the_smaller_limit_of_a_batch_counts(tokens, sentences, rows):
 
 
 def test_micro_batches_have_texts_of_their_own_in_the_training_subset_alone():
-    args = argparse.Namespace(tokens_per_sample=8, train_subset="train1", seed=1, update_freq=[2])
+    args = argparse.Namespace(
+        tokens_per_sample=8, train_subset="train1", seed=1, update_freq=[2]
+    )
     training, other = Blocks(24), Blocks(24)
     task = argparse.Namespace(args=args, datasets={"train1": training, "train": other})
     task._micro_batches = lambda: TruncatedBPTTTask._micro_batches(task)
@@ -97,11 +108,14 @@ def build(arch="switchhead_lm_tiny", chunks=1, flags=()):
     )
     torch.manual_seed(4)
     model = ARCH_MODEL_REGISTRY[arch].build_model(
-        args, argparse.Namespace(source_dictionary=words, target_dictionary=words, dictionary=words)
+        args,
+        argparse.Namespace(source_dictionary=words, target_dictionary=words, dictionary=words),
     )
     if chunks:
         model.decoder.carry_context(chunks)
-    with torch.no_grad():  # the router's choices must not depend on a last bit, biases must matter
+    with (
+        torch.no_grad()
+    ):  # the router's choices must not depend on a last bit, biases must matter
         for name, parameter in model.named_parameters():
             if "bias" in name and "positions" in name:
                 parameter.normal_(std=0.2)
@@ -172,8 +186,12 @@ def test_what_breaks_a_text_breaks_the_context():
     torch.testing.assert_close(after(read(0), lambda: model(tokens[:, :3], chunk=5)), alone)
     read(0)()
     torch.testing.assert_close(model(tokens[:, 3:6], chunk=2)[0], alone)  # a chunk was left out
-    torch.testing.assert_close(after(read(0), read(1)), alone)  # the same chunk again: another text
-    torch.testing.assert_close(after(read(0, rows=2)), alone)  # texts that were not there before
+    torch.testing.assert_close(
+        after(read(0), read(1)), alone
+    )  # the same chunk again: another text
+    torch.testing.assert_close(
+        after(read(0, rows=2)), alone
+    )  # texts that were not there before
     read(0)()
     fewer = model(tokens[:2, 3:6], chunk=1)[0]  # the last text has ended
     torch.testing.assert_close(fewer, with_context[:2])
@@ -199,7 +217,9 @@ def test_checkpointed_activations_see_the_same_context():
         still = ("--dropout", "0", "--activation-dropout", "0", "--output-dropout", "0")
         model = build(flags=(*still, *flags)).train()
         tokens = torch.randint(4, 40, (2, 8), generator=torch.Generator().manual_seed(1))
-        loss = sum(model(tokens[:, 4 * i : 4 * i + 4], chunk=i)[0].square().sum() for i in range(2))
+        loss = sum(
+            model(tokens[:, 4 * i : 4 * i + 4], chunk=i)[0].square().sum() for i in range(2)
+        )
         loss.backward()
         grads.append([parameter.grad for parameter in model.parameters()])
     for plain, checkpointed in zip(*grads):
@@ -287,7 +307,15 @@ def evaluate(fairseq, data, model, *flags, check=True):
     return fairseq(
         "eval_lm",
         data,
-        *("--user-dir", moa_fairseq.__path__[0], "--cpu", "--path", model, "--gen-subset", "test"),
+        *(
+            "--user-dir",
+            moa_fairseq.__path__[0],
+            "--cpu",
+            "--path",
+            model,
+            "--gen-subset",
+            "test",
+        ),
         *("--tokens-per-sample", 8, *flags),
         check=check,
     )
@@ -299,7 +327,9 @@ def test_fairseq_eval_lm_in_order_and_sliding(fairseq, toy_text, toy_lm):
     chunked = ["--task", "language_modeling_truncated_bptt", "--batch-size", 3]
     plain = ["--task", "language_modeling", "--batch-size", 3, "--sample-break-mode", "none"]
     in_order, tokens = perplexity(evaluate(fairseq, toy_text, model, *chunked))
-    alone, same = perplexity(evaluate(fairseq, toy_text, model, *chunked, "--carried-chunks", 0))
+    alone, same = perplexity(
+        evaluate(fairseq, toy_text, model, *chunked, "--carried-chunks", 0)
+    )
     apart, _ = perplexity(evaluate(fairseq, toy_text, model, *plain))
     sliding, _ = perplexity(evaluate(fairseq, toy_text, model, *plain, "--context-window", 6))
     assert tokens == same == 411 + math.ceil(411 / 17)  # every token once, ends of lines too
