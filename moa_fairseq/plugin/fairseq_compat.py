@@ -44,7 +44,7 @@ load_checkpoint = checkpoint_reading.load_checkpoint
 # Of two changes to one function the later one is the outer one.
 _IN_ORDER = (
     *(literals, foreign_settings, checkpoint_reading, checkpoint_writing, collectives),
-    *(cpu_autocast, batches, saved_numbers, lengths, training, user_errors),
+    *(cpu_autocast, batches, saved_numbers, lengths, half_precision, training, user_errors),
     *(adaptive_loss, malformed_checkpoints, save_on_sigterm, generation),
     *(kernel_check, host_tokens, compile_flag, compiled_layers, pieces),
 )
