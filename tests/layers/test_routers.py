@@ -76,6 +76,12 @@ def test_a_fresh_router_does_not_send_every_token_to_the_same_experts():
     assert torch.bincount(decision.expert_ids.reshape(-1), minlength=8).min() > 20
 
 
+def test_sigmoids_of_groups_are_those_of_each_logit():
+    router = TopKRouter(16, MoASettings(6, 2, router_activation="sigmoid"), groups=3)
+    decision = router(torch.randn(5, 16))
+    torch.testing.assert_close(decision.probs, decision.logits.sigmoid())
+
+
 CHOOSERS = {
     "softmax": lambda: TopKRouter(16, MoASettings(6, 2)),
     "sigmoid": lambda: TopKRouter(16, MoASettings(6, 2, router_activation="sigmoid")),

@@ -389,6 +389,11 @@ def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, upd
     assert size.updates_per_epoch(BatchPlan(devices, steps, 60, 240)) == updates
 
 
+def test_an_epoch_has_an_update_at_least():
+    size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here")
+    assert size.updates_per_epoch(BatchPlan(2, 2, 60, 240)) == 1
+
+
 def test_the_vocabulary_of_a_masked_language_model_has_its_mask(shipped, toy_wiki_data):
     lines = len((toy_wiki_data / "dict.txt").read_text().splitlines())
     assert (

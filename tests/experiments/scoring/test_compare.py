@@ -279,6 +279,8 @@ def test_rows_can_be_chosen_and_only_theirs_are_counted(results, monkeypatch, ca
     assert "| Another |" in shown and "| Ours |" not in shown
     assert ("quickstart_moa" in shown) == (flags == ["--measured"])
     assert _count.cache_info().misses == 1
+    assert main(["compare", "--results", str(results), "--paper", PAPER["paper"]]) == 0
+    assert "Another" not in capsys.readouterr().out
     assert main(["compare", "--results", str(results), "--paper", "x"]) == 2
     assert "--paper x" in capsys.readouterr().err
 

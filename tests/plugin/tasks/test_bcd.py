@@ -357,6 +357,14 @@ def test_a_run_that_ends_before_its_first_g_epoch_is_warned(
         assert f"{short} ends in epoch 4" in warnings[0] and "epoch 5" in warnings[0]
 
 
+@pytest.mark.parametrize(
+    "flags", [("--bcd-g-every", 0), ("--gate-lr", -0.1), ("--gate-clip-norm", "inf")]
+)
+def test_impossible_settings_are_refused_by_flag(build_trainer, flags):
+    with pytest.raises(UserError, match=flags[0]):
+        build_trainer(*flags)
+
+
 def test_uniform_gates_need_no_g_step(build_trainer):
     trainer, samples = build_trainer(
         "--mae-gate", "uniform", "--bcd-g-every", 1, "--mae-dropped-heads", 2
