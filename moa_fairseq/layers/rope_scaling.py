@@ -54,7 +54,7 @@ def _check_names(mapping: Mapping[str, Any], rope_type: str) -> None:
 
 
 def _check_numbers(mapping: Mapping[str, Any], rope_type: str) -> None:
-    """Raise UserError unless all required values are finite numbers of at least 1."""
+    """Raise UserError unless required values are at least 1, YaRN's options at least 0, and all finite."""
     for name in sorted(_REQUIRED[rope_type]):
         value: Any = mapping.get(name)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
@@ -62,6 +62,11 @@ def _check_numbers(mapping: Mapping[str, Any], rope_type: str) -> None:
             raise UserError(
                 f"rope_scaling: {rope_type} needs {name}, a number of at least 1, not {value!r}."
             )
+    for name in sorted(_YARN_OPTIONS & mapping.keys() - {"truncate"}):
+        value = mapping[name]
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if value is not None and not (is_number and 0 <= value < math.inf):
+            raise UserError(f"rope_scaling: {name} is {value!r}: give a number, 0 or more.")
 
 
 @dataclass(frozen=True)

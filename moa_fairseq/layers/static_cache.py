@@ -27,9 +27,8 @@ class StaticCache(KVCache):
         self.max_length = max_length
         self._filled: Tensor | None = None  # how many positions are written: a scalar, int64
         self._written = 0  # the same, counted by Python; a compiled graph does not count
-        self._count_is_complete = (
-            True  # False once a graph has written: only `_filled` is right then
-        )
+        # False once a graph has written: only `_filled` is right then
+        self._count_is_complete = True
         self._step = 0  # the number of positions of the latest call
 
     @property

@@ -186,6 +186,8 @@ def test_settings_without_a_meaning_are_refused_by_name(family, name):
             "beta_fast",
         ),
         ({"rope_scaling": {**YARN, "rope_theta": 1e4}, **ROPE}, "rope_base"),
+        ({"rope_scaling": {**YARN, "beta_fast": "x"}, **ROPE}, "beta_fast"),
+        ({"rope_scaling": {**YARN, "mscale": -1}, **ROPE}, "mscale"),
         ({"query_key_norm": "both"}, "query_key_norm both"),
         ({"query_key_norm": "rotated"}, "query_key_norm='rotated'"),
         ({"query_key_norm_weight": "none"}, "query_key_norm_weight='none'"),

@@ -180,8 +180,7 @@ def _check_dictionaries(model: nn.Module, task: Any, data: Path) -> None:
     if not embedded <= symbols:
         raise UserError(
             f"--data {data} has dictionaries of {sorted(symbols)} symbols, but the model has "
-            f"{sorted(embedded)}. "
-            "Give the folder that the model was trained on."
+            f"{sorted(embedded)}. Give the folder that the model was trained on."
         )
 
 

@@ -370,8 +370,7 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
             raise UserError(
                 f"{stem}.idx is missing, so fairseq-preprocess did not make this folder."
             )
-        dataset = MMapIndexedDataset(
-            str(stem)
-        )  # the memory map of its sizes closes with it: copy them
+        dataset = MMapIndexedDataset(str(stem))
+        # The memory map of its sizes closes with it: copy them
         sizes.append(numpy.array(dataset.sizes, dtype=numpy.int64))
     return sizes[0], sizes[-1]

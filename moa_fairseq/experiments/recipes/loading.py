@@ -33,10 +33,8 @@ T = TypeVar("T")
 # (`!!bool maybe`), and Python's for text that is nested too deeply, and for numbers of some thousand digits.
 _ODD = (yaml.YAMLError, OmegaConfBaseException, ValueError, LookupError, TypeError, AttributeError)
 _NOT_YAML = (*_ODD, RecursionError, OverflowError)
-_OTHER_FOLDERS = (
-    "parts",
-    "studies",
-)  # folders of configs/ without recipes: parts of several recipes, and studies
+# Folders of configs/ without recipes: parts of several recipes, and studies
+_OTHER_FOLDERS = ("parts", "studies")
 # The most files of one recipe: a base that each of n files lists twice would be read 2^n times
 MOST_LAYERS = 64
 _IN_WORDS = {

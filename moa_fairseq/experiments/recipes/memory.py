@@ -17,11 +17,8 @@ from torch import nn
 
 from moa_fairseq.experiments.recipes.schema import Recipe
 
-OPTIMIZER_BYTES = {
-    "nag": 4,
-    "sgd": 4,
-    "adagrad": 4,
-}  # per parameter; other optimizers have Adam's 8
+# Per parameter; other optimizers have Adam's 8
+OPTIMIZER_BYTES = {"nag": 4, "sgd": 4, "adagrad": 4}
 
 
 def parameter_bytes(flags: Mapping[str, Any], precision: str, devices: int) -> int:

@@ -282,9 +282,7 @@ def _loss_against_start(content: dict[str, Any], looks: Looks) -> Figure:
     panel.xaxis.set_major_formatter("{x:g}")
     panel.margins(0.08, 0.08)
     low, high = panel.get_xlim()
-    panel.set_xlim(
-        min(low, 0.9), max(high, 1.1)
-    )  # at least from 0.9 to 1.1, so that small ratios look small
+    panel.set_xlim(min(low, 0.9), max(high, 1.1))  # so that small ratios look small
     panel.set_xlabel(
         f"size of attention's output before training ÷ that of {base['system']}\n"
         "vertical lines: 95 % intervals of the means"

@@ -67,10 +67,9 @@ class RoutingLossConfig:
 class RoutingLossMixin(Extended):
     """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion that it extends.
 
-    The auxiliary term is added in training only: validation loss and perplexity are the model's. Every
-        router's
-    losses and load statistics are logged in both. `load_balance_loss` in the log is always MoA's L_a; another
-    balance loss is logged as `balance_loss`.
+    The auxiliary term is added in training only: validation loss and perplexity are the model's. The losses
+    and load statistics of every router are logged in both. In the log, `load_balance_loss` is always MoA's L_a,
+    and another balance loss is `balance_loss`.
     """
 
     routing = RoutingLossConfig()

@@ -136,6 +136,7 @@ def _refuse_bytearray(stream: IO[bytes]) -> None:
     overlap = b""  # the name may be split between two chunks
     while chunk := stream.read(_CHUNK):
         if _BYTEARRAY in overlap + chunk:
+            # as torch's reader names a refused type
             raise pickle.UnpicklingError("GLOBAL builtins.bytearray")
         overlap = chunk[-len(_BYTEARRAY) :]
     stream.seek(start)

@@ -94,6 +94,7 @@ def test_white_space_that_only_fairseq_knows_parts_words(prepare, own):
     assert codec.encode("river\x85flows") == codec.encode("river flows")
 
 
+@pytest.mark.thorough
 def test_too_much_unknown_is_an_error_whose_remedies_help(own, tmp_path, capsys):
     # SentencePiece leaves the rarest 2 % of the letters without a piece.
     folder = own(*(f"the river {chr(0x4E00 + n)}" for n in range(40)))

@@ -392,6 +392,7 @@ def copy(run, tmp_path):
     )
 
 
+@pytest.mark.thorough
 def test_text_and_names_are_utf8_in_any_locale(run, tmp_path):
     """As Python reads and writes in the locale C, where nothing turns it to UTF-8."""
     (data,) = Path(run.parent / "data").glob("*/binarised")

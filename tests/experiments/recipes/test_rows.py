@@ -31,6 +31,7 @@ def started(monkeypatch, tmp_path):
     return start
 
 
+@pytest.mark.thorough
 def test_all_rows_are_run_one_after_the_other(started):
     """MoA's Table 7: 15 cells, of which the file's own row is one."""
     runs = started("wmt14_ende_moa_base", "--row", "all")
