@@ -68,8 +68,8 @@ class RoutingLossMixin(Extended):
     """L = L_model + Σ_modules (α·L_balance + β·L_z) (MoA Eq. 17). Precedes the criterion that it extends.
 
     The auxiliary term is added in training only: validation loss and perplexity are the model's. The losses
-    and load statistics of every router are logged in both. In the log, `load_balance_loss` is always MoA's L_a,
-    and another balance loss is `balance_loss`.
+    and load statistics of every router are logged in both. In the log, `load_balance_loss` is always MoA's
+    L_a, and another balance loss is `balance_loss`.
     """
 
     routing = RoutingLossConfig()
