@@ -78,6 +78,7 @@ _HABITS = {
     for lang in languages.split()
 }
 _QUOTES = "„“”‚‘’«»‹›–—…¿¡\xa0\xad"  # marks that touch words
+_INSIDE_WORDS = "’–—\xad"  # apostrophe, dashes, soft hyphen
 _SIGNS = "€£§°½²³·•©®™†"  # other marks
 # Beginnings of the names of encodings that charset-normalizer may guess and iconv does not have.
 _NO_ICONV = ("cp1006", "cp720", "hz", "iso2022", "kz1048", "mac_", "ptcp154", "shift_jisx")
@@ -176,11 +177,10 @@ def _first_difference(texts: Sequence[str]) -> int:
 def _around(text: str, position: int) -> str:
     """The words around a position of the text that are on the same line, quoted."""
     start = max(text.rfind("\n", 0, position) + 1, position - _SHOWN)
-    before = re.search(r"\S*\Z", text[max(0, start - _SHOWN) : start])
-    after = re.compile(rf"[^\r\n]{{0,{_SHOWN}}}\S{{0,{_SHOWN}}}").match(text, position)
-    return repr(
-        ((before[0] if before else "") + text[start:position] + (after[0] if after else "")).strip()
-    )
+    start_of_word = re.search(r"\S*\Z", text[max(0, start - _SHOWN) : start])
+    rest_of_line = re.compile(rf"[^\r\n]{{0,{_SHOWN}}}\S{{0,{_SHOWN}}}").match(text, position)
+    assert start_of_word and rest_of_line  # both also match nothing
+    return repr((start_of_word[0] + text[start:position] + rest_of_line[0]).strip())
 
 
 def _plausible_texts(foreign: bytes, language: str) -> dict[str, str]:
@@ -190,15 +190,14 @@ def _plausible_texts(foreign: bytes, language: str) -> dict[str, str]:
     """
     usual, letters = _HABITS.get(language, (_WEST, ""))
     guesses = _guessed_encodings(foreign)
-    names = [*guesses[:_GUESSES_WITHOUT_LANGUAGE], *usual.split()]
-    if letters:
-        names = [*usual.split(), *guesses[:_GUESSES]]
-    texts = _decoded(foreign, names)
-    likeliest: dict[str, str] = {}
-    if letters:
-        likeliest = _with_fewest_odd_letters(texts, foreign, f"[{letters}]")
+    any_letter = rf"[\w{_WIDE}]"
+    if not letters:
+        texts = _decoded(foreign, [*guesses[:_GUESSES_WITHOUT_LANGUAGE], *usual.split()])
+        return _with_fewest_odd_letters(texts, foreign, any_letter)
+    texts = _decoded(foreign, [*usual.split(), *guesses[:_GUESSES]])
+    likeliest = _with_fewest_odd_letters(texts, foreign, f"[{letters}]")
     # If no encoding gives letters of this language, the text is of another: any letters will do.
-    return likeliest or _with_fewest_odd_letters(texts, foreign, rf"[\w{_WIDE}]")
+    return likeliest or _with_fewest_odd_letters(texts, foreign, any_letter)
 
 
 def _has_wide_units(foreign: bytes) -> bool:
@@ -257,10 +256,11 @@ def _odd_letters(text: str, fits: re.Pattern[str]) -> int:
         before = text[match.start() - 1 : match.start()]
         after = text[match.end() : match.end() + 1]
         if fits.match(letter):
-            odd = letter.isupper() and before.islower()
+            odd = letter.isupper() and before.islower()  # aÉb: a capital inside a word
         elif letter in _QUOTES:
-            odd = before.isalpha() and after.isalpha() and letter not in "’–—\xad"
+            is_inside = before.isalpha() and after.isalpha()  # a«b, but not it’s
+            odd = is_inside and letter not in _INSIDE_WORDS
         else:
-            odd = letter not in _SIGNS or after.isalpha()
+            odd = letter not in _SIGNS or after.isalpha()  # another alphabet's letter, or €a
         count += odd
     return count

@@ -262,12 +262,15 @@ def _encoded_lines(
         except UnicodeEncodeError:
             log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
             continue
+        if not line.strip():
+            log.warning("line %d is skipped: it is empty", number)
+            continue
         symbols = encode(line)
-        if line.strip() and len(symbols) <= limit:
-            yield number, symbols
-        else:
-            problem = "line %d is skipped: it has %d symbols of at most %d"
+        if len(symbols) > limit:
+            problem = "line %d is skipped: it has %d symbols, and the model reads at most %d"
             log.warning(problem, number, len(symbols), limit)
+            continue
+        yield number, symbols
 
 
 def _subset_samples(model: TextModel, subset: str) -> Iterator[Sample]:

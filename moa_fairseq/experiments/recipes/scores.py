@@ -211,13 +211,11 @@ def _headline_of_hyphens(headline: str, published: Recipe, scores: dict[str, Any
     """
     if headline != (published.score or Score()).headline:
         return headline  # the user's own choice
-    dataset = datasets().get(published.data.recipe)
-    is_after_one_split = headline == _BLEU_OF_HYPHENS[WHOLE] or (
-        headline == _BLEU_OF_HYPHENS[SPLIT] and dataset is not None and dataset.splits_hyphens
-    )
+    if not _is_after_one_split(headline, published):
+        return headline
     hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
     bleu = _BLEU_OF_HYPHENS.get(hyphens, headline)
-    if not is_after_one_split or bleu == headline:
+    if bleu == headline:
         return headline
     log.warning(
         "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
@@ -227,6 +225,15 @@ def _headline_of_hyphens(headline: str, published: Recipe, scores: dict[str, Any
         headline,
     )
     return bleu
+
+
+def _is_after_one_split(headline: str, published: Recipe) -> bool:
+    """Whether a recipe's BLEU counts words whose compounds are split once, by the data or by the metric."""
+    if headline == _BLEU_OF_HYPHENS[WHOLE]:
+        return True
+    dataset = datasets().get(published.data.recipe)
+    data_splits = dataset is not None and dataset.splits_hyphens
+    return data_splits and headline == _BLEU_OF_HYPHENS[SPLIT]
 
 
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:

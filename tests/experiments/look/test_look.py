@@ -281,7 +281,7 @@ def test_an_unfinished_run_has_a_page(look, moa_run, toy_data, tmp_path, capsys)
     assert "line 3" in capsys.readouterr().err and not (tmp_path / "damaged.html").exists()
 
 
-def test_language_models_show_their_surprise(look, save_model, text_data, tmp_path):
+def test_language_models_show_their_surprise(look, save_model, text_data, tmp_path, capsys):
     path = save_model(
         text_data,
         tmp_path / "run" / "checkpoint_best.pt",
@@ -302,6 +302,11 @@ def test_language_models_show_their_surprise(look, save_model, text_data, tmp_pa
         torch.testing.assert_close(
             torch.tensor(sentence["bits"][1:]), expected, atol=6e-3, rtol=1e-4
         )
+    text = tmp_path / "text"
+    text.write_text("\nw1 w2\n")
+    (shown,) = look(tmp_path / "run", "--data", text_data, "--input", text)["sentences"]
+    assert shown[0]["number"] == 2
+    assert "line 1 is skipped: it is empty" in "".join(capsys.readouterr())
 
 
 def test_a_masked_language_model_guesses_every_seventh_token(
