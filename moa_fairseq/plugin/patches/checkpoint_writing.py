@@ -37,7 +37,7 @@ AFTER_DIVERGENCE = (
     "clipped gradients (--clip-norm; of MAE's gates --gate-clip-norm). If that ends so, too, take an older "
     f"one; {CRASH} is what failed."
 )
-_TESTS = "plugin/patches/test_checkpoint_files.py::"
+_TESTS = "plugin/patches/test_checkpoint_writing.py::"
 
 
 def save_checkpoint(state: Any, filename: str | Path, temporary: str | None = None) -> None:

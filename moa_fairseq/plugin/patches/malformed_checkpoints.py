@@ -356,7 +356,7 @@ def explain_criteria(build: Callable, settings: Any, task: Any, *args: Any, **op
 
 @patch(
     "fairseq.trainer:Trainer.load_checkpoint",
-    "plugin/patches/test_checkpoint_files.py::test_what_is_no_file_is_refused_before_it_is_opened",
+    "plugin/patches/test_checkpoint_writing.py::test_what_is_no_file_is_refused_before_it_is_opened",
 )
 def explain_resumption(
     load: Callable, trainer: Any, filename: str, *args: Any, **options: Any
