@@ -160,6 +160,13 @@ def test_a_cached_step_of_dynamic_positions_turns_at_the_speed_of_all_positions_
         torch.testing.assert_close(turned, torch.cat([*exact, rest], -1))
 
 
+@pytest.mark.parametrize(("weight", "count"), [("learned", 2), ("none", 0)])
+def test_norms_of_queries_and_keys_have_weights_if_these_are_learned(weight, count):
+    module = MOA(self_attention=True, query_key_norm="head", query_key_norm_weight=weight)
+    names = [name for name, _ in module.named_parameters() if "norm" in name]
+    assert len(names) == count
+
+
 @pytest.mark.parametrize(("family", "name"), [pair for pair in PAIRS if pair not in TAKEN])
 def test_settings_without_a_meaning_are_refused_by_name(family, name):
     with pytest.raises(UserError, match=r"query_key_norm|rotary_dim"):
