@@ -171,7 +171,7 @@ def test_no_model_waits_for_the_device(
             trainer.task.train_step(batch, model, trainer.criterion, trainer.optimizer, number)
     waiting = {place.split(":")[0] for place in places} - NOT_DEVICES
     # NAMOH's heads are as wide as the most tokens that chose one
-    assert waiting == ({"selected.py"} if "namoh" in arch else set())
+    assert waiting == ({"head_blocks.py"} if "namoh" in arch else set())
 
 
 def test_ids_that_were_changed_on_the_device_are_asked_for_again():
