@@ -286,7 +286,7 @@ def draw_map(
     title: str,
     columns: list[str] | None = None,
 ) -> None:
-    """Draw the attention of one head, and beside it the gates of the experts that the tokens chose.
+    """Draw the attention of one head, with the gates of the experts that the tokens chose next to it.
 
     Args:
         place: a figure or a subfigure.

@@ -51,7 +51,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     Args:
         args: the flags: untrained (a seed, or None), model (a path, for the title), subset, max_tokens (of a
             batch) and cpu.
-        model: the model; with `untrained`, the weights of its gates are initialised anew.
+        model: the model; with `untrained`, the weights of its gates are initialised again.
         task: what `load_trained` returns with the model.
 
     Raises:

@@ -24,7 +24,7 @@ matplotlib.rcdefaults()
 # Okabe and Ito's colours, which colour-blind readers can tell apart
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
-# The markers of groups, which have a colour each, too: some readers cannot tell the colours apart
+# Each group has a marker as well as a colour, because some readers cannot tell the colours apart
 MARKERS = (
     "o",
     "s",

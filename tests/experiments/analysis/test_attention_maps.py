@@ -71,16 +71,13 @@ def test_both_sides_of_switchhead_show_their_experts(save_model, toy_data, tmp_p
     draw_heads(maps).savefig(tmp_path / "heads.png")
 
 
+def command_of(checkpoint, data):
+    return ["analyze", "attention-maps", str(checkpoint), "--data", str(data), "--cpu"]
+
+
 @pytest.mark.thorough
 def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path, capsys):
-    command = [
-        "analyze",
-        "attention-maps",
-        str(toy_checkpoint),
-        "--data",
-        str(toy_data),
-        "--cpu",
-    ]
+    command = command_of(toy_checkpoint, toy_data)
     for more in ([], ["--layer", "1", "--sentence", "3"]):
         picture = tmp_path / f"{len(more)}.png"
         numbers = tmp_path / f"{len(more)}.json"
@@ -100,14 +97,7 @@ def test_pictures_and_numbers_of_the_command(toy_checkpoint, toy_data, tmp_path,
     ],
 )
 def test_what_is_not_there_is_named(toy_checkpoint, toy_data, tmp_path, flags, message, capsys):
-    command = [
-        "analyze",
-        "attention-maps",
-        str(toy_checkpoint),
-        "--data",
-        str(toy_data),
-        "--cpu",
-    ]
+    command = command_of(toy_checkpoint, toy_data)
     with pytest.raises((UserError, SystemExit)):
         raise SystemExit(main([*command, *flags, "--output", str(tmp_path / "a.png")]))
     assert message in capsys.readouterr().err
