@@ -1,5 +1,6 @@
 """The auxiliary losses of each family, with the coefficients of its paper."""
 
+from collections import Counter
 from collections.abc import Iterable
 
 import torch
@@ -72,6 +73,7 @@ class FamilyLosses:
                     f"a {type(routing).__name__} stands among the routings: give one flat list, to "
                     "which each layer's tuple is added (routings.extend(…))"
                 )
+        counts = Counter(routing.family for routing in routings)
         for sums in RoutingSums.by_kind(routings):
             if sums.family not in self.terms:
                 raise ValueError(
@@ -79,8 +81,9 @@ class FamilyLosses:
                     f"{', '.join(self.terms) or 'a model without routers'}: give the routings of this model"
                 )
             for loss, coefficient in self.terms[sums.family]:
-                values = loss(sums)
-                value = values.mean() if sums.family in self.reduces else values.sum()
+                value = loss(sums).sum()
+                if sums.family in self.reduces:  # layers of several sizes have one mean
+                    value = value / counts[sums.family]
                 total = total.to(value.device) + coefficient * value
         return total
 

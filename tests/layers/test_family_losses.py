@@ -78,7 +78,7 @@ def by_hand(name, routings):
             total += 0.001 * torch.logsumexp(logits, 1).square().mean()
         if name.startswith("MoH"):
             loss = (count / (B * T) * probs.mean(0)).sum()
-            total += 0.01 * loss * (3 / len(routings) if "released" in name else 1)
+            total += 0.01 * loss * (probs.size(1) / len(routings) if "released" in name else 1)
         if name == "sigma-MoE":
             mean = torch.softmax(logits, 1).mean(0)
             total += 0.001 * (mean * mean.log()).sum()
@@ -95,6 +95,17 @@ def test_the_papers_losses_with_their_coefficients(name):
     if loss.requires_grad:
         grads = torch.autograd.grad(loss, list(model.parameters()), allow_unused=True)
         assert any(grad is not None and grad.any() for grad in grads)
+
+
+def test_the_mean_of_moh_is_over_layers_of_all_sizes():
+    model, routings = passed("MoH, released", layers=2)
+    larger = MixtureOfHeads(
+        C, 6, moh_shared_heads=2, experts_per_token=4, moh_scaling="released"
+    )
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    routings += larger.double()(x, with_routing=True)[1]
+    loss = losses_for(nn.ModuleList([*model, larger]))(routings)
+    torch.testing.assert_close(loss.double(), by_hand("MoH, released", routings))
 
 
 def test_families_side_by_side():
