@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from moa_fairseq.cli import VERBS, main
+from moa_fairseq.cli import main
 
 
 @pytest.mark.parametrize(
@@ -34,17 +34,16 @@ def test_a_word_like_no_other_gets_none(capsys):
     assert "did you mean" not in capsys.readouterr().err
 
 
-@pytest.mark.thorough(keep="[score-{'PYTHONUTF8'")
+@pytest.mark.thorough(keep="PYTHONUTF8")
 @pytest.mark.parametrize(
     "locale", [{"PYTHONUTF8": "0", "LC_ALL": "C"}, {"PYTHONIOENCODING": "latin-1"}], ids=str
 )
-@pytest.mark.parametrize("verb", VERBS)
-def test_the_help_of_a_verb_is_utf8_in_any_locale(verb, locale):
+def test_help_is_utf8_in_any_locale(locale):
     environment = {**os.environ, "PYTHONCOERCECLOCALE": "0", "PYTHONUTF8": "0", **locale}
-    command = [sys.executable, "-m", "moa_fairseq.cli", verb, "--help"]
+    command = [sys.executable, "-m", "moa_fairseq.cli", "score", "--help"]
     done = subprocess.run(command, env=environment, capture_output=True, check=False)
     assert done.returncode == 0, done.stderr.decode()
-    assert done.stdout.decode("utf-8").startswith(f"usage: moa-fairseq {verb}")
+    assert not done.stdout.decode("utf-8").isascii()
 
 
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="needs Linux's full device")
