@@ -1,11 +1,17 @@
 """Which tests run, in which order, on how many examples. What they share is in shared_fixtures.py."""
 
+import collections
+import datetime
+import os
 import random
 
 import pytest
 
 # Of each property: by default, and with --all
-EXAMPLES = (100, 1000)
+EXAMPLES = (100, 300)
+# Long lists of cases are asked in parts, another one each day
+DATE = os.environ.setdefault("MOA_FAIRSEQ_TESTS_DATE", datetime.date.today().isoformat())
+DAY = datetime.date.fromisoformat(DATE).toordinal()
 
 
 def pytest_addoption(parser):
@@ -41,23 +47,34 @@ def pytest_terminal_summary(terminalreporter, config):
     seed = getattr(config.option, "hypothesis_seed", None)
     if seed is not None:
         terminalreporter.write_line(f"properties: --hypothesis-seed={seed}")
+    if config.getoption("thorough"):
+        terminalreporter.write_line(f"parts of long lists: MOA_FAIRSEQ_TESTS_DATE={DATE}")
 
 
 def pytest_collection_modifyitems(config, items):
-    """Without --all, what is marked thorough is left out unless it is named. The slow ones begin first.
+    """What is marked thorough runs with --all, or if it is named. The slow ones begin first.
 
-    `thorough(keep="text")` keeps the cases whose id has that text, or one of a tuple of texts.
+    `thorough(keep="text")` keeps the cases whose id has that text, or one of a tuple of texts, without --all.
+    `thorough(one_in=3)` runs a third of the cases with --all: another third on each of three days.
     """
-    if not (config.getoption("thorough") or any("::" in word for word in config.args)):
-        left_out = [item for item in items if is_thorough(item)]
-        items[:] = [item for item in items if not is_thorough(item)]
+    if not any("::" in word for word in config.args):
+        thorough = config.getoption("thorough")
+        cases = collections.Counter()  # so far, of each function
+        left_out = []
+        for item in items:
+            mark = item.get_closest_marker("thorough")
+            if mark is None or is_kept(item, mark):
+                continue
+            function = item.nodeid.partition("[")[0]
+            if not thorough or (cases[function] - DAY) % mark.kwargs.get("one_in", 1):
+                left_out.append(item)
+            cases[function] += 1
         config.hook.pytest_deselected(items=left_out)
+        deselected = set(left_out)
+        items[:] = [item for item in items if item not in deselected]
     items.sort(key=lambda item: item.get_closest_marker("slow") is None)
 
 
-def is_thorough(item):
-    mark = item.get_closest_marker("thorough")
-    if mark is None:
-        return False
+def is_kept(item, mark):
     keep = mark.kwargs.get("keep", ())
-    return not any(text in item.name for text in ([keep] if isinstance(keep, str) else keep))
+    return any(text in item.name for text in ([keep] if isinstance(keep, str) else keep))

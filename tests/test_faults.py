@@ -156,8 +156,8 @@ def test_a_fault_whose_old_text_is_gone_does_not_apply(tmp_path):
 
 @pytest.mark.thorough
 def test_a_tenth_of_the_faults_is_caught_as_recorded():
-    """Another tenth each day of ten; MOA_FAIRSEQ_FAULTS_DATE=YYYY-MM-DD asks that of another day."""
-    date = os.environ.get("MOA_FAIRSEQ_FAULTS_DATE", datetime.date.today().isoformat())
+    """Another tenth each day of ten; MOA_FAIRSEQ_TESTS_DATE=YYYY-MM-DD asks that of another day."""
+    date = os.environ.get("MOA_FAIRSEQ_TESTS_DATE", datetime.date.today().isoformat())
     ids = [
         fault["id"]
         for fault in FAULTS[datetime.date.fromisoformat(date).toordinal() % 10 :: 10]

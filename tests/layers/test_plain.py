@@ -215,7 +215,7 @@ def test_a_sentence_gets_alone_what_it_gets_in_a_batch(family, data):
         torch.testing.assert_close(whole[row, None, first:end], alone)
 
 
-@pytest.mark.thorough(keep="[dense]")
+@pytest.mark.thorough(keep="[dense]", one_in=3)
 @pytest.mark.slow
 def test_compiled_without_a_break_and_exported(attention):
     """Forward, backward, routing and its losses: fullgraph raises at the first break."""

@@ -265,7 +265,7 @@ def repeated(folder, preprocess):
 
 
 @pytest.mark.slow
-@pytest.mark.thorough
+@pytest.mark.thorough(one_in=2)
 @pytest.mark.parametrize("arch", ["switchhead_lm_tiny", "transformer_xl_lm_tiny"])
 def test_a_model_trained_on_repeated_text_has_heads_that_match_and_copy(
     fairseq, preprocess, tmp_path, arch
