@@ -8,7 +8,7 @@ import random
 import pytest
 
 # Of each property: by default, and with --all
-EXAMPLES = (100, 300)
+EXAMPLES = (60, 300)
 # Long lists of cases are asked in parts, another one each day
 DATE = os.environ.setdefault("MOA_FAIRSEQ_TESTS_DATE", datetime.date.today().isoformat())
 DAY = datetime.date.fromisoformat(DATE).toordinal()

@@ -96,6 +96,7 @@ def test_a_number_that_no_text_has(tmp_path, asked):
         )
 
 
+@pytest.mark.thorough(keep="[5]")
 @pytest.mark.parametrize("asked", [5, 99_999])
 def test_the_number_that_an_error_names_is_learnt(own, tmp_path, capsys, asked):
     line = [

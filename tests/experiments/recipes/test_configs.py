@@ -337,6 +337,7 @@ def test_each_recipe_stands_for_a_row_that_there_is():
     )  # of MoA, MAE twice, SwitchHead on C4 and peS2o, beside MoA, with RoPE
 
 
+@pytest.mark.thorough(keep=("moa_big", "mlm", "_lm_", "one_expert"))
 @pytest.mark.parametrize(
     "path",
     [p for p in CONFIGS if "rows:" in p.read_text(encoding="utf-8")],

@@ -59,6 +59,7 @@ def recipe(small, write_config):
     return small
 
 
+@pytest.mark.thorough
 def test_a_score_is_that_of_sacrebleus_command_on_the_raw_text(
     recipe, write_config, pairs, capsys
 ):

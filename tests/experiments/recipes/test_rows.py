@@ -84,6 +84,7 @@ def test_each_seed_draws_another_expert_and_stands_for_the_row(started):
     assert recipe.generate.flags["model-overrides"] == "{'mae_evaluate_with': 'top-expert'}"
 
 
+@pytest.mark.thorough(keep="True")
 @pytest.mark.parametrize(("row", "told"), [(RANDOM, True), ("all", False)])
 def test_seeds_of_several_rows_have_no_mean(started, monkeypatch, tmp_path, capsys, row, told):
     result = tmp_path / "result.json"

@@ -282,6 +282,7 @@ print("done training", flush=True)
 """
 
 
+@pytest.mark.thorough
 def test_a_reader_ends_with_the_process():
     line = [sys.executable, "-c", READING]
     found = subprocess.run(line, capture_output=True, text=True, timeout=120)
