@@ -10,7 +10,7 @@ from typing import Any
 
 import jinja2
 
-from moa_fairseq.experiments.look.sentences import check_pairing, score_signature
+from moa_fairseq.experiments.look.sentences import Sentence, check_pairing, score_signature
 from moa_fairseq.experiments.look.trained_run import Examination
 from moa_fairseq.experiments.records.json_files import changes
 from moa_fairseq.experiments.tables import values_of
@@ -29,16 +29,14 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
     Raises:
         UserError: for two runs with different text.
     """
-    readable = [run for run in runs if run.sentences]
-    if len(readable) == 2:
-        check_pairing(readable[0].sentences, readable[1].sentences, [run.name for run in runs])
-    empty: list[dict[str, Any]] = [{}] * max((len(run.sentences) for run in runs), default=0)
+    empty: list[Sentence] = [{}] * max((len(run.sentences) for run in runs), default=0)
     rows = zip(*(run.sentences or empty for run in runs))
     scored = ("score" in sentence for run in runs for sentence in run.sentences)
     differences = []
     if len(runs) == 2:
         hidden = {"experiment": None, "summary": None}
         first, second = runs
+        check_pairing(first.sentences, second.sentences, [first.name, second.name])
         change = changes(_settings(second.recipe | hidden), _settings(first.recipe | hidden))
         differences = list(change.items())
     return {

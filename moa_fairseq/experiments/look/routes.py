@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 import json
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
@@ -12,7 +13,6 @@ from torch import Tensor, nn
 from moa_fairseq.experiments.analysis.routed_model import kind_of
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.routing import Routing
-from moa_fairseq.plugin.forward_context import NamedRoutings
 
 STRONGEST = 3  # number of keys that are shown for each token and slot
 
@@ -22,12 +22,12 @@ class RecordedPass(NamedTuple):
 
     Args:
         weights: name of an attention → the weights of its heads or slots, [H, B, T, S].
-        routings: the routings of all routers.
+        routings: name of a router → its routing.
         batch_size: B.
     """
 
     weights: dict[str, Tensor]
-    routings: NamedRoutings
+    routings: dict[str, Routing]
     batch_size: int
 
 
@@ -61,7 +61,7 @@ class Budget:
         """Whether the last sentence exceeded the limit."""
         return self.spent > self.all
 
-    def spend(self, sentence: dict[str, Any]) -> None:
+    def spend(self, sentence: Mapping[str, object]) -> None:
         """Count a sentence and its bytes.
 
         Args:
@@ -108,9 +108,8 @@ class Router:
             kind = f"{self.name.split('.')[0]} {'feed-forward' if self.to is None else 'attention'}"
         about = {"name": self.name, "kind": kind, "layer": layer, "on": self.on, "to": self.to}
         if routing is None:
-            return {**about, "experts": 0}
-        return {
-            **about,
+            return about | {"experts": 0}
+        return about | {
             "experts": routing.num_experts,
             "per_token": routing.expert_ids.size(1),
             "groups": routing.groups,
@@ -141,20 +140,15 @@ class Routers:
         """
         if self.all:
             return
-        weights, routings, _ = recorded
-        routings_by_name = dict(routings)
-        for module in weights:
-            is_routed = False
-            for name, routing in routings_by_name.items():
-                if name in (module, f"{module}.keys"):
-                    is_routed = True
-                    self.all.append(self._router(name, module, routing, weights[module]))
-            if not is_routed:
-                side = self._side(module, False)
-                self.all.append(Router(module, module, side, self._memory(module)))
-        for name, routing in routings:
-            if name.removesuffix(".keys") not in weights:
-                self.all.append(Router(name, name, self._side(name, False), None, routing))
+        for module, weights in recorded.weights.items():
+            names = [name for name in recorded.routings if name in (module, f"{module}.keys")]
+            for name in names:
+                self.all.append(self._router(name, module, recorded.routings[name], weights))
+            if not names:
+                self.all.append(Router(module, module, self._side(module), self._memory(module)))
+        for name, routing in recorded.routings.items():
+            if name.removesuffix(".keys") not in recorded.weights:
+                self.all.append(Router(name, name, self._side(name), None, routing))
 
     def _router(self, name: str, module: str, routing: Routing, weights: Tensor) -> Router:
         slots = "heads"
@@ -162,16 +156,17 @@ class Routers:
             slots = "experts"
         elif weights.size(0) == routing.expert_ids.size(1):
             slots = "slots"
-        of_keys = routing.side == "keys"
-        to = None if of_keys else self._memory(module)
-        return Router(name, module, self._side(module, of_keys), to, routing, slots)
+        if routing.side == "keys":
+            return Router(name, module, self._memory(module), None, routing, slots)
+        return Router(name, module, self._side(module), self._memory(module), routing, slots)
 
-    def _side(self, module: str, of_keys: bool) -> str:
-        is_source = module.startswith("encoder") or (of_keys and module.endswith("encoder_attn"))
-        return "source" if self.pairs and is_source else "target"
+    def _side(self, module: str) -> str:
+        """The side whose tokens attend."""
+        return "source" if self.pairs and module.startswith("encoder") else "target"
 
     def _memory(self, module: str) -> str:
-        return "source" if module.endswith("encoder_attn") else self._side(module, False)
+        """The side whose tokens are attended to."""
+        return "source" if module.endswith("encoder_attn") else self._side(module)
 
     def routes(
         self, recorded: RecordedPass, row: int, tokens: dict[str, Any], budget: Budget
@@ -192,11 +187,10 @@ class Routers:
         """
         if budget.spent >= budget.experts:
             return None
-        weights, routings, size = recorded
-        routings_by_name = dict(routings)
+        size = recorded.batch_size
         routes = []
         for router in self.all:
-            routing = routings_by_name.get(router.name)
+            routing = recorded.routings.get(router.name)
             real = tokens[router.on]
             route: dict[str, list[int]] = {}
             order = None
@@ -210,8 +204,9 @@ class Routers:
                 route["e"] = chosen.gather(1, order).flatten().tolist()
                 route["g"] = _thousandths(gates.gather(1, order))
             if router.to is not None and budget.spent < budget.keys:
-                maps = self._maps(router, weights[router.module][:, row], routing)[:, real]
-                queries, keys = weights[router.module].shape[2:]
+                weights = recorded.weights[router.module]
+                maps = self._maps(router, weights[:, row], routing)[:, real]
+                queries, keys = weights.shape[2:]
                 carried = keys - queries if router.to == router.on else 0
                 route["k"] = _strongest(maps, order, carried)
             routes.append(route)

@@ -29,12 +29,8 @@ from moa_fairseq.experiments.inference.text_codec import codec_of
 from moa_fairseq.experiments.inference.text_model import TextModel, load_run
 from moa_fairseq.experiments.inference.translate import generation
 from moa_fairseq.experiments.look.routes import Budget, Routers
-from moa_fairseq.experiments.look.sentences import (
-    Sources,
-    kind_of_model,
-    sentences,
-    settings_of,
-)
+from moa_fairseq.experiments.look.samples import Sources, kind_of_model, samples
+from moa_fairseq.experiments.look.sentences import Sentence, SentenceReader
 from moa_fairseq.experiments.make import made_by_of, read_step_records
 from moa_fairseq.experiments.recipes.checkpoints import (
     LAST,
@@ -52,7 +48,6 @@ from moa_fairseq.experiments.scoring.compare import (
     load_comparison,
 )
 from moa_fairseq.experiments.scoring.complexity import as_json, count
-from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
 log = logging.getLogger(__name__)
@@ -83,7 +78,7 @@ class Examination:
 
     name: str
     facts: dict[str, Any]
-    sentences: list[dict[str, Any]]
+    sentences: list[Sentence]
     recipe: dict[str, Any]
 
 
@@ -99,31 +94,31 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
         UserError: for a run that has neither a checkpoint nor a log, for a damaged log, recipe or result, and
             for text that the model cannot read.
     """
-    name = folder.resolve().name
-    notes: list[str] = []
     recipe: dict[str, Any] = {}
     if (folder / "recipe.yaml").is_file():
         recipe = read_mapping(folder / "recipe.yaml", "recipe")
+    name = folder.resolve().name
+    notes: list[str] = []
     facts: dict[str, Any] = {"name": name, "summary": recipe.get("summary"), "notes": notes}
-    examination = Examination(name, facts, [], recipe)
     facts["curves"] = curves(folder)
-    checkpoint = _checkpoint(folder)
+    sentences: list[Sentence] = []
     model = None
-    if checkpoint is None:
-        if not facts["curves"]:
-            raise UserError(
-                f"{folder} has neither a checkpoint nor a train.jsonl. Train first, or name a run."
-            )
-        notes.append("This run has no checkpoint yet, so there are no sentences and no loads.")
-    else:
+    checkpoint = _checkpoint(folder)
+    if checkpoint is not None:
         model = _load(folder, checkpoint, args)
         if checkpoint.name == LAST:
             notes.append(
                 f"The training is not finished: this is {LAST}, the state at its last save."
             )
-        _examine_model(folder, model, args, runs, examination)
+        sentences = _examine_model(folder, model, args, runs, facts)
+    elif facts["curves"]:
+        notes.append("This run has no checkpoint yet, so there are no sentences and no loads.")
+    else:
+        raise UserError(
+            f"{folder} has neither a checkpoint nor a train.jsonl. Train first, or name a run."
+        )
     facts["result"] = result(folder, model, recipe, notes)
-    return examination
+    return Examination(name, facts, sentences, recipe)
 
 
 def _checkpoint(folder: Path) -> Path | None:
@@ -151,41 +146,45 @@ def _load(folder: Path, checkpoint: Path, args: argparse.Namespace) -> TextModel
             log.warning("%s: its text is taken as symbols", str(error).partition(". ")[0])
     # The model may have been loaded with the run's copy of the text, which lacks the binarised sets
     if data is not None:
-        settings_of(model).data = str(data)
+        _task_settings(model).data = str(data)
     return model
 
 
+def _task_settings(model: TextModel) -> Any:
+    """The settings of a model's task; their `data` is the path of the binarised folder."""
+    return model.task.cfg or model.task.args  # the task of truncated BPTT has no cfg
+
+
 def _examine_model(
-    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, examination: Examination
-) -> None:
-    facts = examination.facts
-    notes = facts["notes"]
-    data = Path(settings_of(model).data)
-    kind = kind_of_model(model)
+    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, facts: dict[str, Any]
+) -> list[Sentence]:
+    """The sentences of a run; its model's kind and routers, and what the page leaves out, go to the facts."""
+    data = Path(_task_settings(model).data)
     subsets = [name for name in ("test", "valid") if any(data.glob(f"{name}.*"))]
     if not args.input and not subsets:
         raise UserError(f"{data} has no test or validation set. Give sentences by --input FILE.")
     sources = Sources(args.input, subsets[0] if subsets else "", data, args.sentences)
-    settings = {}
-    if kind == "translation":
-        settings = generation(folder)
-    routers = Routers(model.models[0], kind == "translation")
+    facts["kind"] = kind_of_model(model)
+    facts["origin"] = args.input.name if args.input else f"{sources.subset} set"
+    network = model.models[0]
+    is_translation = facts["kind"] == "translation"
+    routers = Routers(network, is_translation)
     budget = Budget(*(size // runs for size in SIZES))
-    examination.sentences = list(sentences(model, sources, settings, routers, budget))
-    if not examination.sentences:
+    reader = SentenceReader(model, data, routers, budget)
+    batches = samples(model, sources, generation(folder) if is_translation else {})
+    sentences = list(reader.sentences(batches, args.sentences))
+    if not sentences:
         raise UserError(f"{args.input or sources.subset} has no sentence that the model can read.")
-    notes += _cuts(budget, args.sentences if not args.input else budget.count)
-    facts.update(
-        {"kind": kind, "origin": str(args.input.name) if args.input else f"{sources.subset} set"}
-    )
-    facts["routers"] = [router.as_json(model.models[0]) for router in routers.all]
-    if any(values_of(facts["routers"], "experts")):
+    facts["notes"] += _cuts(budget, budget.count if args.input else args.sentences)
+    facts["routers"] = [router.as_json(network) for router in routers.all]
+    if any(router["experts"] for router in facts["routers"]):
         if "valid" in subsets:
             add_loads(facts["routers"], model, data, args.cpu)
         else:
-            notes.append(
+            facts["notes"].append(
                 "The data has no validation set here, so loads and typical tokens are missing."
             )
+    return sentences
 
 
 def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
@@ -241,10 +240,9 @@ def _typical(counter: TokenCounter) -> list[list[list[Any]]]:
     """The typical tokens of each expert, each as [token, pointwise mutual information, count]."""
     rows = []
     for tokens in counter.indicative(TYPICAL, MIN_COUNT):
-        row = []
-        for token in tokens:
-            row.append([token["token"], round(token["pmi"], 2), round(token["count"])])
-        rows.append(row)
+        rows.append(
+            [[each["token"], round(each["pmi"], 2), round(each["count"])] for each in tokens]
+        )
     return rows
 
 
@@ -277,10 +275,7 @@ def _thinned(points: list[Point]) -> list[list[float | None]]:
     spread = points[::step]
     if points and spread[-1] is not points[-1]:
         spread.append(points[-1])
-    rows = []
-    for point in spread:
-        rows.append([point.updates, point.value if math.isfinite(point.value) else None])
-    return rows
+    return [[each.updates, each.value if math.isfinite(each.value) else None] for each in spread]
 
 
 def result(
@@ -298,20 +293,18 @@ def result(
         "facts" and "scores", lists of [name, value]; "paper", the comparison with a paper's row;
         "differences", how the run differs from the paper's.
     """
-    facts: list[list[Any]] = []
+    facts = [
+        ["recipe", recipe.get("experiment")],
+        ["architecture", recipe.get("model", {}).get("arch")],
+    ]
     origin: dict[str, Any] = {}
     if folder.is_dir():
         origin = combined(made_by_of(read_step_records(folder).get("train", {})))
-    if recipe:
-        facts.append(["recipe", recipe.get("experiment")])
-        facts.append(["architecture", recipe["model"].get("arch")])
     run: dict[str, Any] = {}
     paper: list[dict[str, str]] = []
     if (folder / "result.json").is_file():
         run, paper = _measured(folder / "result.json")
-        for key in _ORIGIN:
-            if run.get(key):
-                origin[key] = run[key]
+        origin |= {key: run[key] for key in _ORIGIN if run.get(key)}
     else:
         notes.append(
             "This run has no result.json yet, so there are no scores of the whole test set."
@@ -346,11 +339,8 @@ def _measured(path: Path) -> tuple[dict[str, Any], list[dict[str, str]]]:
 
 
 def _scores(metrics: dict[str, Any]) -> list[list[Any]]:
-    scores = []
-    for key, name in (SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}).items():
-        if metrics.get(key) is not None:
-            scores.append([name, metrics[key]])
-    return scores
+    names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
+    return [[name, metrics[key]] for key, name in names.items() if metrics.get(key) is not None]
 
 
 def _costs(model: TextModel) -> list[list[Any]]:

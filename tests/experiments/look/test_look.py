@@ -10,7 +10,7 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.analysis.attention_maps import measure_attention
-from moa_fairseq.experiments.look import sentences, trained_run
+from moa_fairseq.experiments.look import samples, trained_run
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.plugin.forward_context import collect_routings
@@ -225,7 +225,7 @@ def test_a_page_is_cut_to_its_size_and_says_so(look, moa_run, toy_data, monkeypa
 
 def test_sentences_of_several_batches_keep_their_numbers(look, moa_run, toy_data, monkeypatch):
     whole = look(moa_run, "--data", toy_data)["sentences"]
-    monkeypatch.setattr(sentences, "BATCH", 5)
+    monkeypatch.setattr(samples, "BATCH", 5)
     batched = look(moa_run, "--data", toy_data)["sentences"]
     for pages in (whole, batched):
         assert sorted(each["number"] for (each,) in pages) == [*range(1, 13)]
