@@ -25,12 +25,12 @@ from moa_fairseq.experiments.data.archives import extract
 from moa_fairseq.experiments.data.text_stages import load_codes
 from moa_fairseq.experiments.recipes import result
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
+from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.loading import build, load_recipe
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.scores import (
     describe,
     flat_metrics,
-    headline_of,
     read_report,
     read_scores,
 )

@@ -19,9 +19,10 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.make import made_by_of, read_step_records
+from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.run import Run
 from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, Score, as_of_today
-from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, headline_of, scores_in
+from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, scores_in
 from moa_fairseq.experiments.recipes.steps import LEFT_OUT, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
 from moa_fairseq.experiments.records.json_files import changes, is_number, selected, write_json
@@ -234,8 +235,7 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
     Returns:
         'key: row → run' for each difference.
     """
-    differ = [*data.items(), *changes(settings(published), done).items()]
-    return list(map(": ".join, differ))
+    return list(map(": ".join, [*data.items(), *changes(settings(published), done).items()]))
 
 
 def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
@@ -283,11 +283,10 @@ def record(run: Run, started: float) -> Path | None:
     outputs = _score_files(run)
     if not options.includes_stage("score") or not outputs:
         return None
-    data = run.prepared.folder
     scores = {}
     metrics = {}
     for name, path in outputs.items():
-        scores[name] = scores_in(path, recipe, data, name)
+        scores[name] = scores_in(path, recipe, run.prepared.folder, name)
         metrics[name] = flat_metrics(scores[name])
     subset = recipe.subsets[0]
     finished = settings_made(folder, recipe)
@@ -302,31 +301,33 @@ def record(run: Run, started: float) -> Path | None:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
     updated = 0 if recipe.finetune == "noft" else trained.get("updated")
     accuracies, zero_shot = result_in(folder, run.model)
-    values: dict[str, Any] = {"experiment": recipe.experiment, "reproduces": cell}
-    if cell and recipe.row:
-        values["row"] = recipe.row
-    if differ:
-        values["differences"] = differ
-    values["headline"] = headline if recipe.score else None
-    values["metrics"] = metrics.pop(subset) | accuracies
-    if zero_shot:
-        values["zero_shot"] = zero_shot
-    values["subset"] = subset
-    if left_out:
-        values[LEFT_OUT] = left_out
-    values["other_subsets"] = metrics
-    values["parameters"] = trained.get("parameters")
-    if updated is not None:
-        values["updated_parameters"] = updated
-    values.update(summary)
-    values["effective_batch_tokens"] = train.effective_batch_tokens or train.max_tokens
-    values["checkpoints_averaged"] = finished["averaged"]
     beam = selected(finished["evaluation"], ("beam", "lenpen"))
-    values["generation"] = beam if recipe.generate else None
-    values["evaluation"] = scores[subset].get("meta", {}).get("evaluation")
-    values["seed"] = train.seed
-    values.update(selected(made_by, ("hardware", *_MAKER)))
-    values["commits"] = _commits(run, records)
+    values: dict[str, Any] = {
+        "experiment": recipe.experiment,
+        "reproduces": cell,
+        "row": recipe.row if cell else None,
+        "differences": differ,
+        "headline": headline if recipe.score else None,
+        "metrics": metrics.pop(subset) | accuracies,
+        "zero_shot": zero_shot,
+        "subset": subset,
+        LEFT_OUT: left_out,
+        "other_subsets": metrics,
+        "parameters": trained.get("parameters"),
+        "updated_parameters": updated,
+    }
+    values |= summary
+    values |= {
+        "effective_batch_tokens": train.effective_batch_tokens or train.max_tokens,
+        "checkpoints_averaged": finished["averaged"],
+        "generation": beam if recipe.generate else None,
+        "evaluation": scores[subset].get("meta", {}).get("evaluation"),
+        "seed": train.seed,
+    }
+    values |= selected(made_by, ("hardware", *_MAKER)) | {"commits": _commits(run, records)}
+    for key in ("row", "differences", "zero_shot", LEFT_OUT, "updated_parameters"):
+        if values[key] in (None, "", [], {}):
+            del values[key]
     result = folder / "result.json"
     write_json(result, values)
     log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
@@ -346,8 +347,8 @@ def _commits(run: Run, records: Mapping[str, Any]) -> dict[str, str | None]:
     """Step → the commit that made it."""
     commits = {}
     for step in steps(run):
-        made_by = combined(made_by_of(records.get(step.name, {})))
-        commits[step.name] = made_by.get("commit")
+        sessions = made_by_of(records.get(step.name, {}))
+        commits[step.name] = combined(sessions).get("commit")
     return commits
 
 
@@ -368,15 +369,15 @@ def _record_speed(
     from moa_fairseq.experiments.recipes.workload import workload
 
     assert run.options.record
-    row: dict[str, Any] = {"experiment": run.recipe.experiment}
-    row.update(selected(made_by, ("hardware", "precision")))
-    row["tokens_per_second"] = summary["tokens_per_second"]
     work = workload(run.recipe, run.prepared.folder)
+    row: dict[str, Any] = {"experiment": run.recipe.experiment}
+    row |= selected(made_by, ("hardware", "precision"))
+    row["tokens_per_second"] = summary["tokens_per_second"]
     row["macs_per_target_token"] = round(work.macs_per_target_token)
     row["parameters"] = trained.get("parameters")
-    row.update(selected(made_by, ("max_tokens", "update_freq")))
+    row |= selected(made_by, ("max_tokens", "update_freq"))
     row["updates"] = summary["updates"]
-    row.update(selected(made_by, _MAKER))
+    row |= selected(made_by, _MAKER)
     write_json(run.options.record, row)
     log.info("speed recorded as %s", run.options.record)
 

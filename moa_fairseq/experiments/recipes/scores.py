@@ -1,23 +1,29 @@
-"""The output of evaluation programs: read, checked, and in one line."""
+"""The scores that an evaluation program wrote, read and checked.
+
+Scores are a dictionary. A metric, one of HEADLINE_METRICS, has a dictionary with its "score" and what belongs
+to the number, such as sacreBLEU's "signature" and the standard deviation "sd". "meta" has the settings of the
+evaluation and what was measured of its text.
+
+  multi_bleu, compound_split_bleu, get_ende_bleu, moa_release_bleu   BLEU, see `scoring/chains.py`
+  sacrebleu                                                          sacreBLEU of running text
+  masked_lm_ppl, masked_lm_text_ppl, masked_lm_word_ppl              see `scoring/masked_lm.py`
+  lm_ppl, lm_bits                                                    perplexity, and bits per token
+  accuracy                                                           see `scoring/classification.py`
+"""
 
 from __future__ import annotations
 
-import logging
 import re
 from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.catalogue import datasets
-from moa_fairseq.experiments.data.parallel_text import SPLIT, WHOLE
 from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.recipes.batch import sentence_sizes
 from moa_fairseq.experiments.recipes.schema import (
     CAUSAL_LM,
     HEADLINE_METRICS,
-    TRANSLATION,
     Recipe,
-    Score,
 )
 from moa_fairseq.experiments.records.json_files import (
     MAPPING,
@@ -27,9 +33,7 @@ from moa_fairseq.experiments.records.json_files import (
     read_json,
 )
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS
-from moa_fairseq.text.languages import writes_no_spaces
 
-log = logging.getLogger(__name__)
 _FLOAT = r"(\d+(?:\.\d+)?|inf|nan)"
 _PERPLEXITY = re.compile(rf"Loss \(base 2\): {_FLOAT}, Perplexity: {_FLOAT}\s*$", re.MULTILINE)
 _TOKENS = re.compile(r"Evaluated (\d{1,3}(?:,\d{3}){0,6}) tokens")
@@ -45,13 +49,10 @@ _SETTINGS = (
     "post-process",
     "remove-bpe",
 )
-# Form of the references' hyphens → the BLEU after one compound split: the text or the pipeline splits them.
-_BLEU_OF_HYPHENS = {SPLIT: "multi_bleu", WHOLE: "compound_split_bleu"}
-_EXAMPLES = {SPLIT: "a @-@ b", WHOLE: "a-b"}
 
 
 def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, Any]:
-    """The scores that an evaluation of the recipe's kind wrote.
+    """The scores of a subset, in the output of the program that evaluates the recipe's kind of model.
 
     Args:
         path: output of `moa-fairseq score --json` or fairseq-eval-lm.
@@ -60,8 +61,7 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
         subset: the evaluated subset.
 
     Returns:
-        Metric → "score" and more; "meta": settings of the evaluation, for a language model with the share of
-        <unk> among the symbols.
+        The scores; for a language model with the share of <unk> among the symbols.
 
     Raises:
         UserError: for a damaged file, or if it covers only a part of the subset.
@@ -69,10 +69,10 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
     if recipe.kind != CAUSAL_LM:
         return read_scores(path)
     sizes, _ = sentence_sizes(recipe, data, subset)
-    # "complete_doc" takes empty lines for document ends
-    counts_empty = (recipe.score or Score()).flags.get("sample-break-mode") != "complete_doc"
-    tokens = int(sizes[sizes > (0 if counts_empty else 1)].sum())
-    scores = read_report(path.read_text(encoding="utf-8", errors="replace"), path, recipe, tokens)
+    if recipe.score and recipe.score.flags.get("sample-break-mode") == "complete_doc":
+        sizes = sizes[sizes > 1]  # an empty line, of one token, is the end of a document
+    text = path.read_text(encoding="utf-8", errors="replace")
+    scores = read_report(text, path, recipe, int(sizes.sum()))
     (symbols,) = count_symbols(data, (), [subset]).values()
     scores["meta"]["evaluation"]["unknown"] = round(symbols.share, 6)
     return scores
@@ -89,22 +89,20 @@ def read_report(
         recipe: the recipe, whose flags of the evaluation are reported.
         data_tokens: the number of tokens of the data, all of which must be evaluated (None: not checked).
 
-    Returns:
-        Metric → "score" (lm_bits is the loss in bits per token); "meta": settings of the evaluation.
-
     Raises:
         UserError: if the output has no perplexity, or if fewer tokens were evaluated.
     """
-    perplexity = _PERPLEXITY.search(text)
-    tokens = _TOKENS.search(text)
-    if not perplexity:
+    loss_and_perplexity = _PERPLEXITY.search(text)
+    if not loss_and_perplexity:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    settings = recipe.score.flags if recipe.score else {}
-    evaluation = {name.replace("-", "_"): settings[name] for name in _SETTINGS if name in settings}
+    bits, perplexity = map(float, loss_and_perplexity.groups())
+    flags = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
     if block := _OWN_BLOCK.search(text):  # replaces a default that is too long
-        evaluation["tokens_per_sample"] = int(block.group(1))
-    if tokens:
-        evaluation["tokens"] = count = int(tokens.group(1).replace(",", ""))
+        evaluation["tokens_per_sample"] = int(block[1])
+    if tokens := _TOKENS.search(text):
+        count = int(tokens[1].replace(",", ""))
+        evaluation["tokens"] = count
         if data_tokens and count < data_tokens:
             length = recipe.training_flags.get("tokens-per-sample")
             raise UserError(
@@ -113,8 +111,8 @@ def read_report(
                 f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
             )
     return {
-        "lm_ppl": {"score": float(perplexity.group(2)), "loss_base2": float(perplexity.group(1))},
-        "lm_bits": {"score": float(perplexity.group(1))},  # per token, which is a byte in enwik8
+        "lm_ppl": {"score": perplexity, "loss_base2": bits},
+        "lm_bits": {"score": bits},
         "meta": {"evaluation": evaluation},
     }
 
@@ -128,35 +126,35 @@ def read_scores(path: Path) -> dict[str, Any]:
     """
     remedy = "It should be the output of moa-fairseq score --json. Delete it and run --stage score again."
     scores = read_json(path, remedy)
-    metrics = dict.fromkeys(HEADLINE_METRICS, MAPPING)
-    check_kinds(scores, metrics | {"meta": MAPPING, "sacrebleu_signature": TEXT}, str(path), remedy)
+    kinds = dict.fromkeys((*HEADLINE_METRICS, "meta"), MAPPING)
+    check_kinds(scores, kinds | {"sacrebleu_signature": TEXT}, str(path), remedy)
     scores = {name: value for name, value in scores.items() if value is not None}
-    check_kinds(
-        scores.get("meta", {}),
-        dict.fromkeys(("evaluation", "hyphens"), MAPPING),
-        f"{path}: meta",
-        remedy,
-    )
-    for name in metrics.keys() & scores.keys():
-        check_kinds(
-            scores[name], {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",)
-        )
-        for key in ("score", "sd"):  # a diverged model has NaN or infinity
-            value = scores[name].get(key)
+    kinds = {"evaluation": MAPPING, "hyphens": MAPPING}
+    check_kinds(scores.get("meta", {}), kinds, f"{path}: meta", remedy)
+    for name in _metrics_in(scores):
+        metric = scores[name]
+        check_kinds(metric, {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))
+        for key in ("score", "sd"):
+            value = metric.get(key)
+            # A diverged model has NaN or infinity
             if not (value is None or isinstance(value, float) or is_number(value)):
                 raise UserError(f"{path}: {name}.{key} is not a number. {remedy}")
     return scores
 
 
+def _metrics_in(scores: dict[str, Any]) -> list[str]:
+    return [name for name in HEADLINE_METRICS if name in scores]
+
+
 def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
+    names = _metrics_in(scores)
     metrics = {}
-    for name in HEADLINE_METRICS:
-        if name in scores:
-            value = scores[name]["score"]
-            # JSON has neither infinity nor NaN, the scores of a diverged model.
-            metrics[name] = value if is_number(value) else None
-    for name in list(metrics):
+    for name in names:
+        value = scores[name]["score"]
+        # JSON has neither infinity nor NaN, the scores of a diverged model.
+        metrics[name] = value if is_number(value) else None
+    for name in names:
         deviation = scores[name].get("sd")
         if is_number(deviation):
             metrics[f"{name}_sd"] = deviation
@@ -166,94 +164,24 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
-def headline_of(recipe: Recipe, published: Recipe, scores: dict[str, Any]) -> str:
-    """The metric of a run's result, which depends on its references.
-
-    For running text it is sacreBLEU with the language's tokeniser.
-
-    Args:
-        recipe: the recipe of the run.
-        published: the recipe without any --set.
-        scores: the scores of the recipe's first subset.
-    """
-    if recipe.data.running_text:
-        return "sacrebleu"
-    headline = (recipe.score or Score()).headline
-    if _has_no_spaces(recipe, scores):
-        headline = _headline_without_spaces(headline, scores)
-    return _headline_of_hyphens(headline, published, scores)
-
-
-def _has_no_spaces(recipe: Recipe, scores: dict[str, Any]) -> bool:
-    """Whether the references have no spaces between words, by their text or their language."""
-    if recipe.kind != TRANSLATION:
-        return False
-    measured = scores.get("meta", {}).get("without_spaces") is True
-    return measured or writes_no_spaces(recipe.data.target or "")
-
-
-def _headline_without_spaces(headline: str, scores: dict[str, Any]) -> str:
-    """sacreBLEU instead of a metric that counts words, if its tokeniser does not need spaces."""
-    signature = str(scores.get("sacrebleu", {}).get("signature"))
-    if headline == "sacrebleu" or re.search(r"tok:(13a|none)\b", signature):
-        return headline
-    log.warning(
-        "the references have no spaces between words, but %s counts words: see sacrebleu", headline
-    )
-    return "sacrebleu"
-
-
-def _headline_of_hyphens(headline: str, published: Recipe, scores: dict[str, Any]) -> str:
-    """The BLEU after one compound split, if the recipe's headline is this BLEU for other hyphens.
-
-    For example, a paper's BLEU is compound_split_bleu, whose pipeline splits a-b into a @-@ b. If the
-    tokeniser of the run (`-a`) has split the hyphens of the references, multi_bleu gives the same number.
-    """
-    if headline != (published.score or Score()).headline:
-        return headline  # the user's own choice
-    if not _is_after_one_split(headline, published):
-        return headline
-    hyphens = str((scores.get("meta", {}).get("hyphens") or {}).get("references"))
-    bleu = _BLEU_OF_HYPHENS.get(hyphens, headline)
-    if bleu == headline:
-        return headline
-    log.warning(
-        "the references' hyphens are %s (%s): the BLEU after one compound split is %s, not %s",
-        hyphens,
-        _EXAMPLES[hyphens],
-        bleu,
-        headline,
-    )
-    return bleu
-
-
-def _is_after_one_split(headline: str, published: Recipe) -> bool:
-    """Whether a recipe's BLEU counts words whose compounds are split once, by the data or by the metric."""
-    if headline == _BLEU_OF_HYPHENS[WHOLE]:
-        return True
-    dataset = datasets().get(published.data.recipe)
-    data_splits = dataset is not None and dataset.splits_hyphens
-    return data_splits and headline == _BLEU_OF_HYPHENS[SPLIT]
-
-
 def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
     """The scores in one line: for each subset the headline metric and additionally requested metrics.
 
     Args:
         headline: the metric.
-        scores: subset → its scores, see `scores_in`.
+        scores: subset → its scores.
         paper: the number of the reproduced row.
     """
-    names = [headline]
-    for name in CHAINS:
-        if name not in DEFAULT_CHAINS and CHAINS[name].key != headline:
-            names.append(CHAINS[name].key)
+    requested = (chain.key for name, chain in CHAINS.items() if name not in DEFAULT_CHAINS)
+    names = dict.fromkeys((headline, *requested))
     parts = []
-    for subset, values in scores.items():
-        texts = [f"{name} {values[name]['score']:.2f}" for name in names if name in values]
-        share = (values.get("meta", {}).get("evaluation") or {}).get("unknown")
-        unknown = ""
-        if is_number(share):
-            unknown = f" ({share:.2%} of its symbols are <unk>)"
-        parts.append(f"{', '.join(texts)} on {subset}{unknown}" if texts else f"{subset} scored")
-    return ", ".join(parts) + (f"; the paper prints {paper}" if paper is not None else "")
+    for subset, of_subset in scores.items():
+        numbers = [f"{name} {of_subset[name]['score']:.2f}" for name in names if name in of_subset]
+        part = f"{', '.join(numbers)} on {subset}" if numbers else f"{subset} scored"
+        share = (of_subset.get("meta", {}).get("evaluation") or {}).get("unknown")
+        if numbers and is_number(share):
+            part += f" ({share:.2%} of its symbols are <unk>)"
+        parts.append(part)
+    if paper is not None:
+        parts[-1] += f"; the paper prints {paper}"
+    return ", ".join(parts)

@@ -10,8 +10,8 @@ import pytest
 
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.recipes.scores import headline_of
 
 pytestmark = pytest.mark.usefixtures("forked_commands")
 

@@ -22,10 +22,10 @@ from moa_fairseq.experiments.data.prepare import size_digest
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes import checkpoints, command, running
 from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
-from moa_fairseq.experiments.recipes.scores import headline_of
 from moa_fairseq.experiments.recipes.speeds import read_speeds
 from moa_fairseq.experiments.records import provenance
 from moa_fairseq.files import checksum
