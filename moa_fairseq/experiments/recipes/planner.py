@@ -10,7 +10,7 @@ from __future__ import annotations
 import dataclasses
 from functools import cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from fairseq.models import ARCH_MODEL_REGISTRY
 
@@ -24,7 +24,6 @@ from moa_fairseq.experiments.recipes.batch import (
 )
 from moa_fairseq.experiments.recipes.hardware import (
     DEVICES,
-    Device,
     Hardware,
     device_kind,
     precision_name,
@@ -46,23 +45,7 @@ CUDA_BYTES = 1_000_000_000  # assumed size of CUDA's context and libraries
 USABLE = 0.9  # fraction of a device's memory: the rest is lost between blocks
 
 
-class Memory(NamedTuple):
-    """Memory of one device.
-
-    Args:
-        at_rest: bytes before the first batch.
-        batch: bytes that a batch of train.max_tokens adds, about.
-        fits: whether the device has both; None if its memory is unknown.
-        most_tokens: about the largest train.max_tokens that fits; None likewise.
-    """
-
-    at_rest: int
-    batch: int
-    fits: bool | None = None
-    most_tokens: int | None = None
-
-
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(kw_only=True)
 class MachinePlan:
     """The part of the plan that depends on the hardware. What is unknown is None.
 
@@ -73,7 +56,10 @@ class MachinePlan:
         left_out: why some devices are left out, or "".
         batch: how an update is spread over the devices.
         tokens_per_update: the number of tokens per update, including padding.
-        memory, batch_memory, fits, most_tokens: the memory of each device, see `Memory`.
+        memory: bytes on each device before the first batch.
+        batch_memory: bytes that a batch of train.max_tokens adds, about.
+        fits: whether a device has the memory for both.
+        most_tokens: about the largest train.max_tokens that fits.
         disk: the disk space of the checkpoints, see `disk`.
         speed_origin: the source of the speed.
         speed_assumptions: what is assumed because the run differs from the recorded training.
@@ -89,8 +75,8 @@ class MachinePlan:
     tokens_per_update: int
     memory: int
     batch_memory: int
-    fits: bool | None
-    most_tokens: int | None
+    fits: bool | None = None
+    most_tokens: int | None = None
     disk: dict[str, int | None]
     speed_origin: str | None = None
     speed_assumptions: list[str] = dataclasses.field(default_factory=list)
@@ -106,20 +92,17 @@ class MachinePlan:
 
     def row(self) -> dict[str, str]:
         """The machine's row of the table: heading → cell."""
-        most = "?"
-        if self.most_tokens is not None:
-            most = f"{_two_digits(self.most_tokens):,}"
-        hours = dict.fromkeys(self.hours or [])
+        ends = dict.fromkeys(self.hours or [])
         return {
             "devices": self.devices,
             "precision": self.precision,
             "tokens/update": f"{self.tokens_per_update:,}",
-            "updates": "?" if self.updates is None else f"{self.updates:,}",
+            "updates": _number(self.updates),
             "GB at rest": _gigabytes(self.memory),
-            "batch": f"{_gigabytes(self.batch_memory)}{'!' if self.fits is False else ''}",
-            "fits": most,
+            "batch": _gigabytes(self.batch_memory) + ("!" if self.fits is False else ""),
+            "fits": _number(_two_digits(self.most_tokens)),
             "disk, GB": _gigabytes(self.disk["total"]),
-            "hours": " to ".join(f"{each:,g}" for each in hours) or "?",
+            "hours": " to ".join(f"{end:,g}" for end in ends) or "?",
         }
 
 
@@ -151,10 +134,10 @@ class Plan:
 
     def text(self) -> str:
         """The plan as a table for people."""
-        size = (
-            "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
-        )
-        if corpus := self.corpus:
+        corpus = self.corpus
+        if corpus is None:
+            size = "of unknown size: give --data a folder made by fairseq-preprocess for updates and hours"
+        else:
             tokens = f"{corpus.source_tokens:,} source and {corpus.target_tokens:,} target tokens"
             size = f"{corpus.name}: {tokens}, {corpus.vocabulary:,} symbols; {corpus.origin}"
         source, target = self.mean_lengths
@@ -183,26 +166,22 @@ class Plan:
     def _notes(self) -> list[str]:
         """The lines below the table; a line that concerns several machines stands once."""
         unknown = "speed unknown: --stage train --record measures it"
-        origins: dict[str, None] = {}
-        assumptions: dict[str, None] = {}
+        origins = [machine.speed_origin or unknown for machine in self.hardware]
+        assumptions = []
         left_out: dict[str, list[str]] = {}
-        advice = []
         for machine in self.hardware:
-            origins[machine.speed_origin or unknown] = None
-            for assumption in machine.speed_assumptions:
-                assumptions[f"assumed: {assumption}"] = None
+            assumptions += [f"assumed: {each}" for each in machine.speed_assumptions]
             if machine.left_out:
                 left_out.setdefault(machine.left_out, []).append(machine.devices)
-            if machine.fits is False:
-                advice = ["! does not fit: lower train.max_tokens."]
-        return [
-            *origins,
-            *assumptions,
-            *(f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()),
-            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about.",
-            "fits: about the largest train.max_tokens that does.",
-            *advice,
-        ]
+        notes = [*dict.fromkeys(origins + assumptions)]
+        notes += [f"{', '.join(devices)}: {reason}" for reason, devices in left_out.items()]
+        notes.append(
+            "GB: on each device, at rest, and what a batch of train.max_tokens adds, about."
+        )
+        notes.append("fits: about the largest train.max_tokens that does.")
+        if any(machine.fits is False for machine in self.hardware):
+            notes.append("! does not fit: lower train.max_tokens.")
+        return notes
 
 
 def plan(recipe: Recipe, data: Path | None, machines: list[Hardware], results: Path) -> Plan:
@@ -238,67 +217,47 @@ def _plan_for(
     work: Workload,
     speeds: list[RecordedSpeed],
 ) -> MachinePlan:
-    requested = machine.devices
+    count = machine.devices
     recipe, machine, left_out = fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
     kind = device_kind(machine.name) if machine.gpus else "CPU"
     precision = precision_name(recipe.train.precision, machine, recipe.model)
-    device = DEVICES.get(kind)
-    memory = _memory(recipe, machine, work, precision, batch, device)
+    per_parameter = parameter_bytes(recipe.training_flags, precision, machine.devices)
+    at_rest = work.cost.total_parameters * per_parameter + (CUDA_BYTES if machine.gpus else 0)
+    per_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
     updates = planned_updates(recipe.train, batch, work.size)
     per_epoch = work.size.updates_per_epoch(batch) if work.size else None
     epochs = updates // per_epoch if updates and per_epoch else None
-    tokens = None
-    if work.size and updates and per_epoch:
-        tokens = updates / per_epoch * work.size.target_tokens
-    speed: RecordedSpeed | RoughSpeed | None = nearest_speed(speeds, kind, precision, batch.devices)
-    if device and not speed:
-        speed = RoughSpeed(work, device.peak_single if precision == "fp32" else device.peak_half)
-    hours = None
-    if speed and updates and tokens:
-        hours = []
-        for seconds in speed.seconds(batch, updates, tokens):
-            hours.append(float(f"{seconds / 3600:.{speed.digits}g}"))
-    return MachinePlan(
+    planned = MachinePlan(
         device=kind,
-        count=requested,
+        count=count,
         precision=precision,
         left_out=left_out,
         batch=batch,
         tokens_per_update=batch.effective,
-        memory=memory.at_rest,
-        batch_memory=memory.batch,
-        fits=memory.fits,
-        most_tokens=memory.most_tokens,
+        memory=at_rest,
+        batch_memory=round(per_token * batch.max_tokens),
         disk=disk(recipe, work.model, machine.gpus > 0, updates, epochs),
-        speed_origin=speed.origin() if speed else None,
-        speed_assumptions=speed.assumptions(kind, batch) if speed else [],
         updates_per_epoch=per_epoch,
-        updates=updates if tokens else None,
-        target_tokens=round(tokens) if tokens else None,
-        hours=hours,
     )
-
-
-def _memory(
-    recipe: Recipe,
-    machine: Hardware,
-    work: Workload,
-    precision: str,
-    batch: BatchPlan,
-    device: Device | None,
-) -> Memory:
-    bytes_each = parameter_bytes(recipe.training_flags, precision, machine.devices)
-    at_rest = work.cost.total_parameters * bytes_each
-    if machine.gpus:
-        at_rest += CUDA_BYTES
-    per_token = work.batch_bytes(precision, recipe.kind == MASKED_LM)
-    of_batch = round(per_token * batch.max_tokens)
-    if not device:
-        return Memory(at_rest, of_batch)
-    usable = USABLE * device.memory
-    most_tokens = max(0, int((usable - at_rest) / per_token))
-    return Memory(at_rest, of_batch, at_rest + of_batch <= usable, most_tokens)
+    speed: RecordedSpeed | RoughSpeed | None = nearest_speed(speeds, kind, precision, batch.devices)
+    if device := DEVICES.get(kind):
+        usable = USABLE * device.memory
+        planned.fits = at_rest + planned.batch_memory <= usable
+        planned.most_tokens = max(0, int((usable - at_rest) / per_token))
+        peak = device.peak_single if precision == "fp32" else device.peak_half
+        speed = speed or RoughSpeed(work, peak)
+    if speed:
+        planned.speed_origin = speed.origin()
+        planned.speed_assumptions = speed.assumptions(kind, batch)
+    if work.size and updates and per_epoch:
+        tokens = updates / per_epoch * work.size.target_tokens
+        planned.updates = updates
+        planned.target_tokens = round(tokens)
+        if speed:
+            ends = speed.seconds(batch, updates, tokens)
+            planned.hours = [float(f"{end / 3600:.{speed.digits}g}") for end in ends]
+    return planned
 
 
 def _is_of(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
@@ -327,8 +286,14 @@ def _sizes(cost: Cost) -> dict[str, Any]:
     return {"parameters": parameters, "macs": cost.macs}
 
 
-def _two_digits(number: int) -> int:
+def _number(number: int | None) -> str:
+    return "?" if number is None else f"{number:,}"
+
+
+def _two_digits(number: int | None) -> int | None:
     """A number rounded down to two significant digits."""
+    if number is None:
+        return None
     step = 10 ** max(0, len(str(number)) - 2)
     return number // step * step
 
@@ -336,6 +301,4 @@ def _two_digits(number: int) -> int:
 def _gigabytes(size: int | None) -> str:
     if size is None:
         return "?"
-    if size < 1e9:
-        return f"{size / 1e9:.2g}"
-    return f"{size / 1e9:.1f}"
+    return f"{size / 1e9:.2g}" if size < 1e9 else f"{size / 1e9:.1f}"
