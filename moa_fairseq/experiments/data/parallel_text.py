@@ -15,7 +15,8 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.encodings import CONTROLS, encoding_remedy, pipe_command
+from moa_fairseq.experiments.data.encoding_guesses import CONTROLS
+from moa_fairseq.experiments.data.encodings import encoding_remedy, pipe_command
 
 # Longer lines are not sentences; they come from broken files and make tokenizers crawl.
 MAX_LINE_BYTES = 1_000_000
@@ -71,48 +72,29 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
             encoding was read as Latin-1.
     """
     number = odd = 0
-
-    def check() -> None:
-        if odd > _ACCIDENTS and odd > _MOST_ODD * number:
-            raise UserError(
-                f"{path}: {odd:,} of the first {number:,} lines have control characters (U+0080 to U+009F). "
-                "Probably text in Windows' encoding was read as Latin-1. Convert the original "
-                "with iconv -f CP1252 -t utf-8, or this file: "
-                + pipe_command(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
-            )
-
     try:
         with _opened(path) as stream:
             # Limited, because a packed file of some kilobytes may have a line that would fill the memory
             for number, raw in enumerate(iter(lambda: stream.readline(most + 1), b""), start=1):
-                if len(raw) > most:
-                    reason = LONG
-                    story = f"the line has more than {most:,} bytes, so it is not a sentence."
-                elif b"\0" in raw:
-                    reason = NUL
-                    story = "the line has a NUL byte, so this is not a UTF-8 text file."
-                else:
-                    try:
-                        line = raw.decode("utf-8-sig" if number == 1 else "utf-8").rstrip("\r\n")
-                        odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
-                        if number == _LOOKED_AT:
-                            check()
-                        yield line
-                        continue
-                    except UnicodeDecodeError as error:
-                        place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-                        reason = FOREIGN
-                        story = f"{place} is not UTF-8."
-                if not mark_bad:
-                    remedy = encoding_remedy(path)
-                    if reason == LONG:
+                try:
+                    line = _decoded(raw, "utf-8-sig" if number == 1 else "utf-8", most)
+                except _BadLine as error:
+                    reason, problem = error.args
+                    if not mark_bad:
                         remedy = "Check the file, or split the line."
-                    raise UserError(f"{path}, line {number}: {story} {remedy}")
-                while len(raw) > most and not raw.endswith(b"\n"):
-                    raw = stream.readline(most + 1)
-                yield BAD + reason
-            if number < _LOOKED_AT:
-                check()
+                        if reason != LONG:
+                            remedy = encoding_remedy(path)
+                        raise UserError(f"{path}, line {number}: {problem} {remedy}") from None
+                    while len(raw) > most and not raw.endswith(b"\n"):  # the rest of a long line
+                        raw = stream.readline(most + 1)
+                    yield BAD + reason
+                    continue
+                odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
+                if number == _LOOKED_AT:
+                    _check_controls(path, number, odd)
+                yield line
+        if number < _LOOKED_AT:
+            _check_controls(path, number, odd)
     except Exception as error:  # zstandard's errors cannot be named: the package may be missing
         kind = "zstandard" if type(error).__name__ == "ZstdError" else "gzip"
         if kind == "gzip" and not isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
@@ -120,6 +102,34 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
         place = f" after line {number:,}" if number else ""
         problem = f"{path} is a damaged {kind} file{place} ({error})"
         raise UserError(f"{problem}. Copy or fetch it again.") from error
+
+
+class _BadLine(Exception):
+    """A line that cannot be used: the reason, one of BAD_LINES, and the problem as a sentence."""
+
+
+def _decoded(raw: bytes, encoding: str, most: int) -> str:
+    """A line without its end. Raises _BadLine."""
+    if len(raw) > most:
+        raise _BadLine(LONG, f"the line has more than {most:,} bytes, so it is not a sentence.")
+    if b"\0" in raw:
+        raise _BadLine(NUL, "the line has a NUL byte, so this is not a UTF-8 text file.")
+    try:
+        return raw.decode(encoding).rstrip("\r\n")
+    except UnicodeDecodeError as error:
+        place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+        raise _BadLine(FOREIGN, f"{place} is not UTF-8.") from error
+
+
+def _check_controls(path: Path, number: int, odd: int) -> None:
+    """Raise UserError if too many of the first lines, `odd` of `number`, have control characters."""
+    if odd > _ACCIDENTS and odd > _MOST_ODD * number:
+        raise UserError(
+            f"{path}: {odd:,} of the first {number:,} lines have control characters (U+0080 to U+009F). "
+            "Probably text in Windows' encoding was read as Latin-1. Convert the original "
+            "with iconv -f CP1252 -t utf-8, or this file: "
+            + pipe_command(path, "iconv -f utf-8 -t latin1", "iconv -f CP1252 -t utf-8")
+        )
 
 
 def _opened(path: Path) -> Any:
@@ -153,32 +163,32 @@ def read_documents(path: Path) -> Iterator[str]:
     for number, line in enumerate(read_lines(path, most=MAX_DOCUMENT_BYTES), 1):
         if not line.strip():
             continue
-        text = None
         try:
-            row = json.loads(line)
-            if not isinstance(row, dict):
-                problem = f"it is {_JSON_KINDS[type(row)]}"
-            elif "text" not in row:
-                problem = "that is missing"
-            else:
-                text = row["text"]
-                problem = f"that is {_JSON_KINDS[type(text)]}"
-                if isinstance(text, str):
-                    text.encode()
-        except json.JSONDecodeError as error:
-            problem = f"{error.msg}, column {error.colno}"
-        except UnicodeEncodeError as error:
-            problem = f"that holds {error.object[error.start]!a}, half of a surrogate pair"
-            text = None
-        except (ValueError, RecursionError) as error:  # endless numbers and brackets
-            problem = str(error)
-        if not isinstance(text, str):
+            text = _text_of(line)
+        except (ValueError, RecursionError) as error:  # also endless numbers and brackets
             remedy = "Correct or remove the line, or copy the file again if it is cut off."
             raise UserError(
-                f'{path}, line {number:,}: not a JSON object with a "text" ({problem}). {remedy}'
-            )
+                f'{path}, line {number:,}: not a JSON object with a "text" ({error}). {remedy}'
+            ) from error
         if text:
             yield text + DOCUMENT_END
+
+
+def _text_of(line: str) -> str:
+    """The "text" of a JSON object. Raises ValueError if there is none that can be written as UTF-8."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{error.msg}, column {error.colno}") from error
+    if not isinstance(row, dict):
+        raise ValueError(f"it is {_JSON_KINDS[type(row)]}")
+    if "text" not in row:
+        raise ValueError("that is missing")
+    text = row["text"]
+    if not isinstance(text, str):
+        raise ValueError(f"that is {_JSON_KINDS[type(text)]}")
+    text.encode()  # raises for half of a surrogate pair
+    return text
 
 
 # How to get the lines of text from the files that the evaluation campaigns publish.
