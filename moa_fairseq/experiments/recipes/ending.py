@@ -85,15 +85,12 @@ def _too_few_epochs(
         problem = f"no epoch would leave a checkpoint, but average.epochs needs {count}"
         yield "train.flags.no-epoch-checkpoints", f"{problem}. Leave the flag out; {_BEST}."
     elif saved < count:
-        size = ""
-        if updates and per_epoch:
-            size = f" ({updates:,} updates, {per_epoch:,} in an epoch)"
+        is_known = updates and per_epoch
+        size = f" ({updates:,} updates, {per_epoch:,} in an epoch)" if is_known else ""
         problem = (
             f"the average needs {count} checkpoints, but the training would leave {saved}{size}"
         )
-        fewer = ""
-        if saved > 1:
-            fewer = f"--set average.epochs={saved} averages those; "
+        fewer = f"--set average.epochs={saved} averages those; " if saved > 1 else ""
         yield "average.epochs", f"{problem}. Train longer; {fewer}{_BEST}."
 
 
@@ -108,16 +105,11 @@ def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | 
         return (updates // interval - before // interval) - max(0, at_ends)
 
     if written(interval) < count:
-        enough = 0
-        for number in (count, count + 1, count + 2):
-            width = updates // number
-            if not enough and width and written(width) >= count:
-                enough = width
+        widths = (updates // number for number in range(count, count + 3))
+        enough = next((width for width in widths if width and written(width) >= count), 0)
         problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
         problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
-        oftener = ""
-        if enough:
-            oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; "
+        oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
         yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
 
 

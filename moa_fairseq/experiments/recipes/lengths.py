@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator
 from pathlib import Path
+from typing import NamedTuple
 
 import numpy
 
@@ -81,67 +81,82 @@ def check_sentences(recipe: Recipe, training: argparse.Namespace, data: Path) ->
         UserError: for a sentence that is too long; the message names the settings that help, also after the
             training.
     """
+    has_positions = recipe.kind in (TRANSLATION, CLASSIFICATION)
+    limits_of = _limits_of_model if has_positions else _limits_of_lines
     begins_with_s = recipe.kind == MASKED_LM or getattr(training, "init_token", None) is not None
-    start = int(begins_with_s)
-    for split, limits, remedy in _limits(recipe, training):
-        for lines, limit in zip(sentence_sizes(recipe, data, split), limits):
-            sizes = lines + start
-            too_long = numpy.flatnonzero(sizes > limit)
+    for subset in _subsets(recipe, training):
+        limits = limits_of(recipe, training, subset)
+        if limits is None:
+            continue
+        for lines, most in zip(sentence_sizes(recipe, data, subset), limits.tokens):
+            sizes = lines + int(begins_with_s)
+            too_long = numpy.flatnonzero(sizes > most)
             if len(too_long):
+                first = too_long[0]
                 raise UserError(
-                    f"{data}: sentence {too_long[0] + 1:,} of {split} has {sizes[too_long[0]]:,} tokens, but "
-                    f"the model reads at most {limit:,}; {len(too_long):,} of {len(sizes):,} are too long. "
-                    f"Remove them from the text, or {remedy.format(int(sizes.max()))}."
+                    f"{data}: sentence {first + 1:,} of {subset} has {sizes[first]:,} tokens, but the model "
+                    f"reads at most {most:,}; {len(too_long):,} of {len(sizes):,} are too long. Remove them "
+                    f"from the text, or {limits.remedy.format(int(sizes.max()))}."
                 )
 
 
-def _limits(
-    recipe: Recipe, training: argparse.Namespace
-) -> Iterator[tuple[str, tuple[int, int], str]]:
-    """(subset, limits of its source and target sentences in tokens, how to raise the limits)."""
+class _Limits(NamedTuple):
+    """The largest number of tokens of the sentences of a subset.
+
+    Args:
+        tokens: the limits of source and target; a language model's text has the first.
+        remedy: what to set for longer sentences; "{0}" stands for the number of tokens of the longest.
+    """
+
+    tokens: tuple[int, int]
+    remedy: str
+
+
+def _subsets(recipe: Recipe, training: argparse.Namespace) -> list[str]:
+    """The subsets that training and evaluation read, without those whose sentences are skipped or cut."""
     subsets = [] if recipe.generate and recipe.generate.flags.get(SKIP) else list(recipe.subsets)
     if not recipe.training_flags.get(SKIP):
         subsets.append("valid")
     if getattr(training, "shorten_method", "none") != "none":
         cut = training.shorten_data_split_list.split(",")
-        subsets = [subset for subset in subsets if subset not in cut]
         if cut == [""]:
-            subsets = []
-    if recipe.kind in (TRANSLATION, CLASSIFICATION):
-        names = ["max_source_positions", "max_target_positions"]
-        if recipe.kind == CLASSIFICATION:
-            names = ["max_positions"] * 2
-        source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
-        flags = []
-        for name in dict.fromkeys(names):
-            word = name.replace("_", "-")
-            section = "train" if word in recipe.train.flags else "model"
-            flags.append(f"{section}.flags.{word}={{0}}")
-        if getattr(training, "truncate_source", False):
-            source = LARGEST
-        set_hint = f"set {' and '.join(flags)} before the training"
-        skip_hint = (
-            f"generate.flags.{SKIP}=true, which scores the others and reproduces no row of a paper"
+            return []
+        subsets = [subset for subset in subsets if subset not in cut]
+    return list(dict.fromkeys(subsets))
+
+
+def _limits_of_model(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits | None:
+    """The positions of a translation model or a classifier."""
+    names = ["max_source_positions", "max_target_positions"]
+    if recipe.kind == CLASSIFICATION:
+        names = ["max_positions"] * 2
+    source, target = (getattr(training, name, None) or MAX_POSITIONS for name in names)
+    if getattr(training, "truncate_source", False):
+        source = LARGEST
+    settings = []
+    for name in dict.fromkeys(names):
+        flag = name.replace("_", "-")
+        section = "train" if flag in recipe.train.flags else "model"
+        settings.append(f"{section}.flags.{flag}={{0}}")
+    remedy = f"set {' and '.join(settings)} before the training"
+    if recipe.generate and subset in recipe.subsets:
+        remedy += (
+            f", or at any time generate.flags.{SKIP}=true, which scores the others and reproduces no row of "
+            "a paper"
         )
-        for subset in dict.fromkeys(subsets):
-            leave_out = ""
-            if recipe.generate and subset in recipe.subsets:
-                leave_out = f", or at any time {skip_hint}"
-            yield subset, (source, target), set_hint + leave_out
-        return
-    block = training.tokens_per_sample
-    for subset in dict.fromkeys(subsets):
-        section = "train"
-        flags_of_mode = recipe.training_flags
+    return _Limits((source, target), remedy)
+
+
+def _limits_of_lines(recipe: Recipe, training: argparse.Namespace, subset: str) -> _Limits | None:
+    """The block of a language model, if the lines of the subset stay whole."""
+    section = "train"
+    flags = recipe.training_flags
+    if recipe.score and subset in recipe.subsets:
+        section = "score"
         # A masked LM's text is cut as in training by default
-        if subset in recipe.subsets and recipe.score:
-            section = "score"
-            flags_of_mode = flags_of_mode | recipe.score.flags
-            if recipe.kind != MASKED_LM:
-                flags_of_mode = recipe.score.flags
-        if flags_of_mode.get(BREAK_MODE) in WHOLE_LINES:
-            yield (
-                subset,
-                (block, block),
-                f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit",
-            )
+        flags = (flags if recipe.kind == MASKED_LM else {}) | recipe.score.flags
+    if flags.get(BREAK_MODE) not in WHOLE_LINES:
+        return None
+    block = training.tokens_per_sample
+    remedy = f"set {section}.flags.{BREAK_MODE}=none, which cuts lines to fit"
+    return _Limits((block, block), remedy)
