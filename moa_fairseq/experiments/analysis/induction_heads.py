@@ -60,6 +60,14 @@ NAME = "induction-heads"
 SUMMARY = "which heads find and copy what followed an earlier occurrence (SwitchHead Fig. 6)"
 _SHOWN = 4  # number of heads whose maps are drawn
 _LISTED = 10  # number of heads in the printed table
+_COLUMNS = (
+    Column("name", "Module"),
+    Column("label", "Head"),
+    Column("prefix", "Prefix matching", ".3f"),
+    Column("copying", "Copying", ".3f"),
+    Column("chosen", "Chosen by", ".1%"),
+    Column("experts", "Prefix matching by the value's expert"),
+)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -99,24 +107,17 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
                 f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
             )
     generator = torch.Generator().manual_seed(args.seed)
-    patterns = torch.empty(args.sequences, args.length, dtype=torch.long)  # [B, N]
-    for row in patterns:
-        row.copy_(symbols[torch.randperm(len(symbols), generator=generator)[: args.length]])
-    beginning = torch.full((args.sequences, 1), dictionary.eos())
-    tokens = torch.cat([beginning, patterns, patterns], dim=1)
+    rows_of_tokens = []
+    for _ in range(args.sequences):
+        pattern = symbols[torch.randperm(len(symbols), generator=generator)[: args.length]]
+        rows_of_tokens.append(torch.cat([torch.tensor([dictionary.eos()]), pattern, pattern]))
+    tokens = torch.stack(rows_of_tokens)
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
-    columns = [Column("name", "Module"), Column("label", "Head")]
-    columns += [Column("prefix", "Prefix matching", ".3f"), Column("copying", "Copying", ".3f")]
-    columns += [Column("chosen", "Chosen by", ".1%")]
-    columns += [Column("experts", "Prefix matching by the value's expert")]
-    listed = []
+    rows = []
     for head in heads[:_LISTED]:
-        experts = []
-        for part in head.experts:
-            if part.chosen:
-                experts.append(f"{part.number}: {part.prefix:.2f}")
-        listed.append(head.record() | {"experts": ", ".join(experts)})
+        experts = [f"{part.number}: {part.prefix:.2f}" for part in head.experts if part.chosen]
+        rows.append(head.record() | {"experts": ", ".join(experts)})
     summary = {
         "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
         "even_copying": 1 / args.length,
@@ -126,7 +127,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     title = f"{args.model.name}: {args.length} random symbols, read twice"
     figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
     lines = [
-        Table(columns, listed).text().rstrip("\n"),
+        Table(_COLUMNS, rows).text().rstrip("\n"),
         f"even attention: {summary['even_attention']:.3f}; copying by chance: {summary['even_copying']:.3f}",
         f"the model predicts {predicted:.1%} of the symbols' second time",
     ]
@@ -306,13 +307,13 @@ def _head_score(
     name: str, kind: str, number: int, attention: Tensor, copying: Tensor | None, chosen: Tensor
 ) -> HeadScore:
     """The means over the queries that chose the head; attention, copying and chosen are [B, N − 1]."""
-    share = chosen.double().mean().item()
-    effect = None if copying is None else 0.0
-    if not share:
-        return HeadScore(name, kind, number, 0.0, effect, share)
-    if copying is not None:
-        effect = copying[chosen].double().mean().item()
-    return HeadScore(name, kind, number, attention[chosen].double().mean().item(), effect, share)
+    prefix = _mean(attention[chosen])
+    effect = None if copying is None else _mean(copying[chosen])
+    return HeadScore(name, kind, number, prefix, effect, _mean(chosen))
+
+
+def _mean(values: Tensor) -> float:
+    return values.double().mean().item() if values.numel() else 0.0
 
 
 def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -> Figure:
@@ -323,12 +324,13 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
         names: the T symbols of the first sequence.
         title: the title of the picture.
     """
-    with_maps = [head for head in heads[:_SHOWN] if head.map is not None]
+    with_maps = heads[:_SHOWN]
     figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
     top, bottom = parts
-    names_of_modules = {head.name for head in heads}
-    modules = sorted(names_of_modules, key=lambda name: list(map(int, re.findall(r"\d+", name))))
+    modules = sorted(
+        {head.name for head in heads}, key=lambda name: list(map(int, re.findall(r"\d+", name)))
+    )
     columns = max(head.number for head in heads)
     for panel, score in zip(top.subplots(1, 2), ("prefix", "copying")):
         values = torch.full((len(modules), columns), torch.nan)

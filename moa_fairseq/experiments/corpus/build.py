@@ -150,21 +150,18 @@ def build(
 
 
 def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
-    files = manifest.get("files", {})
-    for name, digest in files.items():
-        if not (output / name).is_file() or checksum(output / name) != digest:
-            return False
-    return bool(files)
+    files = manifest.get("files")
+    if not files or not all((output / name).is_file() for name in files):
+        return False
+    return all(checksum(output / name) == digest for name, digest in files.items())
 
 
 def _refuse_other_files(output: Path) -> None:
     """Raise UserError for a folder with a corpus that this command did not write."""
     if output.exists() and not output.is_dir():
         raise UserError(f"--output {output} is a file. Give a folder.")
-    strangers = []
-    for split, side in itertools.product(SPLITS, ("en", "de")):
-        if (output / f"{split}.{side}").exists():
-            strangers.append(f"{split}.{side}")
+    names = map(".".join, itertools.product(SPLITS, ("en", "de")))
+    strangers = [name for name in names if (output / name).exists()]
     if strangers and not (output / MANIFEST).exists():
         raise UserError(
             f"--output {output} has {', '.join(strangers)} but no {MANIFEST}, so this command did not make "
@@ -185,7 +182,7 @@ def _read_packages(
 
     pairs: list[SourcedPair] = []
     sources: list[dict[str, Any]] = []
-    missing: list[str] = []
+    missing = []
     # Fetched a few at a time, and read in the order of the list, whichever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:
         places = ([folder] if folder else [], cache, offline)
