@@ -69,6 +69,17 @@ def test_one_group_without_a_shared_head_is_moa_bit_by_bit(
         torch.testing.assert_close(ours, moas)
 
 
+@pytest.mark.parametrize(("renormalize", "total"), [("full", 1), ("detached", 1), ("none", G)])
+def test_gates_of_all_heads_of_all_groups_are_renormalised(renormalize, total):
+    """K = M selects nothing, but a token's gates still have one sum over the groups."""
+    module = build(gqe_shared_heads=0, experts_per_token=M, router_renormalize=renormalize)
+    with collect_routings() as routings:
+        x, _ = padded()
+        module(x, x, x)
+    gates = routings[0][1].gates
+    torch.testing.assert_close(gates.sum(-1), torch.full((len(gates),), float(total)))
+
+
 def test_groups_of_one_head_that_always_work_are_dense_attention():
     """M = k = 1 without router and shared head: GQA with as many heads of keys as of queries."""
     module = build(
