@@ -116,13 +116,16 @@ def outputs_of(folder: Path) -> dict[str, bytes]:
     Raises:
         UserError: for a damaged archive.
     """
-    outputs = {}
-    refuse_link_out(folder / ARCHIVE, folder)
-    if (folder / ARCHIVE).is_file():
-        outputs = contents(folder / ARCHIVE)
+    # Read first, because `pack_study` removes a single file once its text is in the archive
+    single = {}
     for path in _single_outputs(folder):
-        outputs[path.name] = path.read_bytes()
-    return outputs
+        with contextlib.suppress(FileNotFoundError):  # packed in the meantime
+            single[path.name] = path.read_bytes()
+    refuse_link_out(folder / ARCHIVE, folder)
+    packed = {}
+    if (folder / ARCHIVE).is_file():
+        packed = contents(folder / ARCHIVE)
+    return packed | single
 
 
 def write_output(folder: Path, run: str, subset: str, lines: list[str]) -> None:

@@ -207,6 +207,30 @@ def test_nothing_is_lost_where_packing_ends_early(folder, monkeypatch, step):
     assert ends(folder) == before and outputs_of(folder) == texts
 
 
+def test_what_is_packed_while_it_is_read_is_not_missed(folder, monkeypatch):
+    """By somebody else, who reports the study meanwhile."""
+    before = ends(folder)
+    texts = outputs_of(folder)
+
+    def packed_behind(name):
+        read = getattr(records, name)
+
+        def reading(*words):
+            found = read(*words)
+            monkeypatch.setattr(records, name, read)
+            pack_study(folder)
+            return found
+
+        monkeypatch.setattr(records, name, reading)
+
+    packed_behind("_single_outputs")
+    assert outputs_of(folder) == texts
+    write_output(folder, "A-seed1", "test", ["neu"])
+    (folder / "C-seed3.json").write_text(json.dumps(made("C", 3)))
+    packed_behind("read_json_lines")
+    assert ends(folder) == before | {("C", 3): "finished"}
+
+
 def test_a_packed_text_that_is_not_utf_8_is_named(tmp_path):
     pack(tmp_path / "outputs.tar.xz", {"A-seed1.test.txt": b"gut\n\xfc\n"})
     with pytest.raises(UserError, match=r"A-seed1\.test\.txt, line 2: byte 0xfc .* Unpack"):
