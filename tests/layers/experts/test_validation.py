@@ -1,8 +1,10 @@
 """The check of Triton's kernels on a machine: what it compiles and writes, and what `auto` makes of it."""
 
 import json
+import multiprocessing
 import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -13,6 +15,7 @@ import moa_fairseq
 from moa_fairseq.files import shipped
 from moa_fairseq.layers.experts import (
     ExpertPermutation,
+    compile_ahead,
     every_expert,
     projection,
     resolve_backend,
@@ -186,6 +189,28 @@ if __name__ == "__main__":
     )
     beforehand, later, checks = map(int, done.stderr.split("\n")[-2].split())
     assert beforehand >= 8 and later == 0 and checks == 2 * (1 + 4)
+
+
+def wait_forever(folder):
+    (folder / str(os.getpid())).touch()
+    time.sleep(60)
+
+
+def test_workers_of_a_killed_check_end(tmp_path, monkeypatch):
+    """As of a training that its scheduler ends; without a parent they would stay on the GPU."""
+    fork = multiprocessing.get_context("fork")  # spawned ones import torch first
+    monkeypatch.setattr(multiprocessing, "get_context", lambda name: fork)
+    check = fork.Process(target=compile_ahead.run, args=(wait_forever, [(tmp_path,)] * 2, 2))
+    check.start()
+    deadline = time.monotonic() + 20
+    while len(workers := os.listdir(tmp_path)) < 2:
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
+    check.kill()
+    check.join()
+    while any(Path(f"/proc/{worker}").exists() for worker in workers):
+        assert time.monotonic() < deadline
+        time.sleep(0.01)
 
 
 def test_what_another_gpu_of_this_kind_showed_comes_with_the_package(on_a_gpu, monkeypatch):
