@@ -9,12 +9,14 @@ import signal
 import stat
 import subprocess
 import sys
+import tempfile
 from pathlib import Path
 
 import pytest
 from fairseq import checkpoint_utils
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.records import json_files
 from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds, is_number
 from moa_fairseq.files import atomic_folder, atomic_write, private_folder, user_cache
 from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
@@ -150,6 +152,26 @@ def test_a_file_system_that_locks_every_new_file_is_named(tmp_path, monkeypatch)
     assert names(tmp_path) == []
 
 
+def test_a_new_file_that_another_writer_took_for_a_leftover_is_made_again(
+    tmp_path, monkeypatch
+):
+    """Before it was locked: until then nothing tells it from what a killed writer left."""
+    made = []
+    make = tempfile.mkstemp
+
+    def taken(*words):
+        handle, name = make(*words)
+        made.append(name)
+        if len(made) == 1:
+            os.unlink(name)
+        return handle, name
+
+    monkeypatch.setattr(tempfile, "mkstemp", taken)
+    with atomic_write(tmp_path / "out.txt") as stream:
+        stream.write("whole")
+    assert len(made) == 2 and (tmp_path / "out.txt").read_text() == "whole"
+
+
 def test_a_folder_is_filled_under_another_name_and_what_kills_left_of_it_is_removed(tmp_path):
     program = (
         "import os; from pathlib import Path; from moa_fairseq.files import atomic_folder\n"
@@ -215,6 +237,16 @@ def test_what_counts_as_a_number_in_a_file_of_json():
         ("1", False),
     ):
         assert is_number(value) == counts
+
+
+@pytest.mark.parametrize(("most", "is_read"), [(6, True), (5, False)])
+def test_a_file_may_be_as_long_as_the_longest_that_is_read(
+    tmp_path, monkeypatch, most, is_read
+):
+    (tmp_path / "x.json").write_text("[1, 2]")
+    monkeypatch.setitem(json_files.MOST_BYTES, "JSON", most)
+    with contextlib.nullcontext() if is_read else pytest.raises(UserError, match="5 bytes"):
+        assert json_files.read_json(tmp_path / "x.json", "") == [1, 2]
 
 
 def test_the_cache_lies_in_the_folder_that_is_set_or_below_home(tmp_path, monkeypatch):

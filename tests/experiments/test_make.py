@@ -114,6 +114,22 @@ def test_a_file_of_the_same_size_and_second_is_another_one(tmp_path):
     assert seen[0] != seen[1]
 
 
+def test_an_input_that_changed_while_a_step_read_it_is_read_again(tmp_path):
+    source = tmp_path / "source"
+    source.write_text("old")
+    read = []
+
+    def copy(new):
+        read.append(source.read_text())
+        new.write_text(read[-1])
+        if len(read) == 1:
+            source.write_text("newer")
+
+    for _ in range(3):
+        make([Step("x", tmp_path / "x", copy, {"source": source})], tmp_path)
+    assert read == ["old", "newer"] and (tmp_path / "x").read_text() == "newer"
+
+
 def test_what_is_shown_is_what_runs(tmp_path, said):
     make(chain(tmp_path), tmp_path, dry_run=True)
     shown = list(said)

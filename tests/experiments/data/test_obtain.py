@@ -21,6 +21,7 @@ from moa_fairseq.experiments.data.catalogue import Part, datasets, public_files
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.data.obtain import GIVEN, Store, before_download, format_bytes
 from moa_fairseq.experiments.data.prepare import Preparation
+from moa_fairseq.files import checksum
 
 PART = Part(("de-en/train.tags.de-en.de",), "iwslt14/de-en.tgz", "wit3")
 Usage = collections.namedtuple("Usage", "total used free")
@@ -289,6 +290,23 @@ def test_checksums_of_two_kinds_are_remembered_apart_and_a_changed_file_is_read(
     file.write_bytes(b"two")
     os.utime(file, ns=(time + 1, time + 1))
     assert obtain.known_checksum(memory, file) == hashlib.sha256(b"two").hexdigest()
+
+
+def test_a_file_that_changes_while_it_is_read_is_read_again(tmp_path, monkeypatch):
+    """As one that is still copied: what was read first is not its checksum."""
+    file = tmp_path / "x"
+    file.write_bytes(b"one")
+
+    def read_and_written(path, algorithm):
+        digest = checksum(path, algorithm)
+        path.write_bytes(b"longer")
+        return digest
+
+    with monkeypatch.context() as patch:
+        patch.setattr(obtain, "checksum", read_and_written)
+        obtain.known_checksum(tmp_path / "memory.json", file)
+    found = obtain.known_checksum(tmp_path / "memory.json", file)
+    assert found == hashlib.sha256(b"longer").hexdigest()
 
 
 def test_two_folders_on_one_disk_need_room_for_both(tmp_path, monkeypatch):
