@@ -156,6 +156,26 @@ def test_an_interrupted_build_goes_on_and_ends_the_same(
     assert snapshot(output) == snapshot(tmp_path / "whole")
 
 
+def test_a_build_that_was_killed_while_it_wrote_knows_its_own_folder(
+    packages, build, output, tmp_path, monkeypatch
+):
+    """A corpus without a manifest is somebody else's: see below."""
+    build(packages, output=tmp_path / "whole")
+    write = build_module.atomic_write
+
+    def stop(path):
+        if path.name == "valid.de":
+            raise KeyboardInterrupt
+        return write(path)
+
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr(build_module, "atomic_write", stop)
+        build(packages)
+    assert (output / "train.en").exists()
+    assert build(packages)["built"] is True
+    assert snapshot(output) == snapshot(tmp_path / "whole")
+
+
 def test_a_changed_package_list_makes_the_build_stale(packages, build):
     build(packages)
     manifest = build(packages[:1])

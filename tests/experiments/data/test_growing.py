@@ -106,6 +106,19 @@ def test_an_interrupted_text_is_gone_on_with_as_if_nothing_had_been(
     assert len(read) - before <= 21 - 7 * done_before
 
 
+def test_pieces_are_on_the_disk_before_the_record_that_counts_them(tmp_path, monkeypatch):
+    events = []
+    monkeypatch.setattr(os, "fsync", lambda handle: events.append(os.fstat(handle).st_size))
+    monkeypatch.setattr(
+        monolingual, "write_json", lambda path, content: events.append("record")
+    )
+    progress = monolingual._Progress({"most": 9})
+    with open(tmp_path / "train", "wb") as stream:
+        stream.write(b"three")
+        progress.save(monolingual._Longest(), stream, tmp_path / "train.json")
+    assert events == [5, "record"] and progress.bytes == 5
+
+
 def test_a_text_that_was_cut_after_an_interrupt_begins_anew(text, tmp_path, monkeypatch):
     parts, files, model, expected = text
     for name, value in (("ROW", 30), ("SAVED", 1)):
