@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.convert import check
 from moa_fairseq.experiments.convert.models import _symbols, settings_for
 from moa_fairseq.experiments.convert.weights import default_values, dense_weights, fill
 from moa_fairseq.layers import MixtureOfAttentiveExperts, MixtureOfHeads
@@ -95,3 +96,27 @@ def test_a_gate_that_prefers_an_expert_for_every_input_is_not_dense():
         last.bias[0] = 4.0
     with pytest.raises(UserError, match="x has a gate"):
         dense_weights(model)
+
+
+class Reader(torch.nn.Module):
+    """Keeps the lengths of what it reads."""
+
+    def __init__(self):
+        super().__init__()
+        self.embed_tokens = torch.nn.Embedding(20, 2)
+        self.lengths = []
+
+    def forward(self, tokens):
+        assert not self.training
+        self.lengths.append(tokens.size(1))
+        return (torch.ones(*tokens.shape, 20),)
+
+
+@pytest.mark.parametrize("limit", check._MAX_POSITIONS)
+@pytest.mark.parametrize(("positions", "length"), [(99, 9), (9, 8), (6, 5), (2, 1), (1, 1)])
+def test_models_are_compared_on_sentences_that_they_read(limit, positions, length):
+    """The smallest of all limits counts; a sentence has an end, too."""
+    settings = dict.fromkeys(check._MAX_POSITIONS, 1024) | {limit: positions}
+    one, other = Reader(), Reader()
+    check.largest_difference(one, other, "masked LM", argparse.Namespace(**settings))
+    assert one.lengths == other.lengths == [length]
