@@ -10,7 +10,8 @@ import yaml
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.analysis.attention_maps import measure_attention
-from moa_fairseq.experiments.look import samples, trained_run
+from moa_fairseq.experiments.analysis.learning_curve import Point
+from moa_fairseq.experiments.look import routes, samples, trained_run
 from moa_fairseq.experiments.scoring.trained_model import load_trained
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.plugin.forward_context import collect_routings
@@ -347,3 +348,27 @@ def test_wrong_words_are_named(moa_run, tmp_path, capsys, words, named, monkeypa
     monkeypatch.chdir(tmp_path)
     assert main(["look", *(word.replace("RUN", str(moa_run)) for word in words)]) == 2
     assert named in capsys.readouterr().err and not (tmp_path / "page.html").exists()
+
+
+@pytest.mark.parametrize(
+    ("count", "most"),
+    [(0, 0), (1, 1), (299, 299), (300, 300), (301, 151), (449, 225), (600, 301), (601, 201)],
+)
+def test_a_curve_has_few_points_and_its_last_one(count, most):
+    points = [Point(number, None, float(number)) for number in range(count)]
+    shown = trained_run._thinned(points)
+    assert shown[-1:] == [[number, float(number)] for number in range(count)][-1:]
+    assert len(shown) == most
+
+
+@pytest.mark.parametrize(
+    ("weights", "expected"),
+    [
+        ([1.0], [0, 1000, 0, 0, 0, 0]),
+        ([0.25, 0.75], [1, 750, 0, 250, 0, 0]),
+        ([0.2, 0.1, 0.4, 0.3], [2, 400, 3, 300, 0, 200]),
+    ],
+)
+def test_a_short_sentence_has_fewer_keys_than_are_shown(weights, expected):
+    """What fills its row up has no weight."""
+    assert routes._strongest(torch.tensor([[weights]]), None, 0) == expected

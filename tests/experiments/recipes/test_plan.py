@@ -4,18 +4,21 @@ import dataclasses
 import json
 from pathlib import Path
 
+import numpy
 import pytest
 import torch
 from fairseq.tasks.translation import TranslationConfig, TranslationTask
 from fairseq.utils import move_to_cpu
 
 from moa_fairseq.cli import main
+from moa_fairseq.experiments.recipes import batch as batch_module
 from moa_fairseq.experiments.recipes.batch import (
     TABLE,
     BatchPlan,
     CorpusSize,
     known_size,
     measured_size,
+    planned_updates,
 )
 from moa_fairseq.experiments.recipes.hardware import Hardware, assumed_hardware, device_kind
 from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
@@ -23,6 +26,7 @@ from moa_fairseq.experiments.recipes.memory import disk, parameter_bytes
 from moa_fairseq.experiments.recipes.planner import DEVICES, _is_of, plan
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
+from moa_fairseq.experiments.recipes.schema import Train
 from moa_fairseq.experiments.recipes.speeds import (
     HOST_SECONDS,
     UTILISATION,
@@ -387,6 +391,42 @@ def test_a_tied_weight_of_a_gpu_is_written_under_each_name(shipped):
 def test_a_last_round_that_is_not_full_is_an_update(batches, devices, steps, updates):
     size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here", batches=batches)
     assert size.updates_per_epoch(BatchPlan(devices, steps, 60, 240)) == updates
+
+
+@pytest.mark.parametrize(
+    ("epochs", "most", "known", "updates"),
+    [
+        (3, None, True, 15),
+        (3, 14, True, 14),
+        (3, 15, True, 15),
+        (3, 16, True, 15),
+        (None, 16, True, 16),
+        (3, 14, False, 14),
+        (3, None, False, None),
+    ],
+)
+def test_a_training_ends_at_the_first_of_its_limits(epochs, most, known, updates):
+    size = CorpusSize("x", 9, 9, 9, 9, 1.0, "here", batches=9) if known else None
+    train = Train(60, "cross_entropy", max_epoch=epochs, max_update=most)
+    assert planned_updates(train, BatchPlan(2, 1, 60, None), size) == updates
+
+
+@pytest.mark.parametrize(
+    ("most_sentences", "most_tokens", "batches"),
+    [(None, 9, 3), (2, 9, 4), (2, 99, 3), (1, 99, 5)],
+)
+def test_batches_are_cut_at_the_first_of_both_limits(
+    shipped, tmp_path, monkeypatch, most_sentences, most_tokens, batches
+):
+    """Of sentences and of tokens, as fairseq does."""
+    sizes = numpy.array([3, 3, 3, 9, 9])
+    monkeypatch.setattr(batch_module, "sentence_sizes", lambda *_: (sizes, sizes))
+    (tmp_path / "dict.de.txt").write_text("a 1\n")
+    recipe = shipped("quickstart_moa")
+    flags_of_training = recipe.train.flags | {"batch-size": most_sentences}
+    train = dataclasses.replace(recipe.train, flags=flags_of_training)
+    recipe = dataclasses.replace(recipe, train=train)
+    assert measured_size(recipe, tmp_path, most_tokens).batches == batches
 
 
 def test_an_epoch_has_an_update_at_least():
