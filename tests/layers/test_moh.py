@@ -135,6 +135,18 @@ def test_the_automatic_choice_is_right_where_it_was_measured():
     assert skipping_pays(1, 2.0, False, "cpu") == (False, False)  # one step of a generation
 
 
+def test_dropout_acts_in_training_only_where_heads_are_skipped_too():
+    sizes = {"moh_shared_heads": 0, "self_attention": True, "dropout": 0.5}
+    skipping, masking = (build(moh_skip=skip, **sizes) for skip in ("always", "never"))
+    query, *_ = inputs(tgt=5, batch=2)
+    quiet, same = (
+        module(query, query, query, need_weights=False)[0] for module in (skipping, masking)
+    )
+    torch.testing.assert_close(quiet, same)
+    noisy = skipping.train()(query, query, query, need_weights=False)[0]
+    assert not torch.allclose(noisy, quiet)
+
+
 def test_skipping_with_rotary_positions():
     compare_paths(
         {"positions": "rope", "dtype": torch.float64}, dict(tgt=9, batch=2, causal=True)
