@@ -53,6 +53,7 @@ train: {{effective_batch_tokens: 800, max_tokens: 400, max_epoch: {EPOCHS}, log_
 """
 # In place of Python: prepares, then trains as MODE says.
 PYTHON = """#!/usr/bin/env bash
+echo "$*" >> calls
 case "$*" in
   *"--stage prepare"*) mkdir -p run/checkpoints; exit 0 ;;
   *"--stage train"*) ;;
@@ -60,6 +61,7 @@ case "$*" in
 esac
 echo "machine $SLURM_NODEID"
 [ "$MODE" != crash ] || exit 2
+[ "$MODE" != end ] || exit 0
 trap 'echo saved; exit 130' TERM
 touch "ready-$SLURM_NODEID"
 sleep 100 & wait
@@ -88,8 +90,8 @@ def job(toy_data, tmp_path):
     )
     options = ["small.yaml", "--gpus", "0", "--data", str(toy_data), "--save-dir", "run"]
 
-    def start(**more):
-        command = ["bash", str(LAUNCH / "slurm.sh"), *options]
+    def start(*words, script="slurm.sh", **more):
+        command = ["bash", str(LAUNCH / script), *options, *words]
         streams = {"stdout": subprocess.PIPE, "stderr": subprocess.STDOUT, "text": True}
         environment.update(more)
         return subprocess.Popen(command, cwd=tmp_path, env=environment, **streams)
@@ -210,6 +212,69 @@ def test_signals_are_passed_on_before_the_job_ends(
     assert (running.returncode, f"requeued {os.getpid()}" in output) == (status, again), output
     for machine in (0, 1):
         assert "saved" in (tmp_path / "run" / f"slurm-{os.getpid()}-{machine}.log").read_text()
+
+
+def calls(folder):
+    """The stages that Python was asked for, with --restart where it was given; and torchrun's options."""
+    found = []
+    for words in map(str.split, (folder / "calls").read_text().splitlines()):
+        if "torch.distributed.run" in words:
+            found.append(" ".join(words[2 : words.index("moa_fairseq.cli") - 1]))
+        elif "moa_fairseq.cli" in words:
+            stage = words[words.index("--stage") + 1] if "--stage" in words else "all"
+            found.append(stage + " --restart" * ("--restart" in words))
+    return found
+
+
+@pytest.mark.parametrize("count", ["0", "1"])
+def test_a_requeued_job_moves_nothing_aside(job, stand_in, tmp_path, count):
+    running = job("--restart", MODE="crash", SLURM_RESTART_COUNT=count, **stand_in)
+    running.communicate(timeout=60)
+    first = "prepare --restart" if count == "0" else "prepare"
+    assert calls(tmp_path) == [first, "train", "train"]
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_machine_0_prepares_and_the_others_wait_for_it(job, stand_in, tmp_path, rank):
+    here = ("--nodes", "2", "--node-rank", str(rank), "--master", "head")
+    environment = {"MODE": "end", "MOA_FAIRSEQ_POLL_SECONDS": "0.01", **stand_in}
+    running = job(*here, script="multinode.sh", SLURM_NODEID=str(rank), **environment)
+    if rank:
+        assert "waiting for machine 0" in running.stdout.readline()
+        with pytest.raises(subprocess.TimeoutExpired):
+            running.wait(0.3)
+        assert calls(tmp_path) == []
+        (tmp_path / "run").mkdir()
+        (tmp_path / "run" / "state.json").write_text("{}")
+    output = running.communicate(timeout=60)[0]
+    assert running.returncode == 0, output
+    assert calls(tmp_path) == (["train"] if rank else ["prepare", "train", "all"])
+    if rank:
+        again = job(*here, "--restart", script="multinode.sh", **environment)
+        assert "machine 0 only" in again.communicate(timeout=60)[0] and again.returncode == 2
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        ((), ["prepare", "--nproc-per-node gpu --max-restarts 3 --standalone", "all"]),
+        (
+            ("--", "--nproc-per-node", "2"),
+            ["prepare", "--nproc-per-node 2 --max-restarts 3 --standalone", "all"],
+        ),
+        (
+            ("--", "--nnodes", "2:4", "--max-restarts", "10"),
+            ["--nnodes 2:4 --max-restarts 10 --nproc-per-node gpu"],
+        ),
+    ],
+)
+def test_of_several_machines_under_torchrun_each_only_trains(
+    job, stand_in, tmp_path, words, expected
+):
+    running = job(*words, script="torchrun.sh", SLURM_NODEID="0", MODE="end", **stand_in)
+    output = running.communicate(timeout=60)[0]
+    assert running.returncode == 0, output
+    assert calls(tmp_path) == expected
 
 
 def test_the_job_asks_for_memory():
