@@ -1,6 +1,7 @@
 """Chains of line functions: in order; on several processes with the same result; errors named."""
 
 import functools
+import signal
 import subprocess
 import sys
 import time
@@ -9,6 +10,7 @@ from pathlib import Path
 import pytest
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.text import workers
 from moa_fairseq.text.steps import apply_steps
 from moa_fairseq.text.workers import chunks, ordered_map
 
@@ -47,6 +49,16 @@ def test_error_of_a_worker_reaches_the_caller():
     unknown = functools.partial(work, steps=[("tokenize", {"lang": "fi", "edition": "2015"})])
     with pytest.raises(UserError, match="2015"):
         list(ordered_map(unknown, chunks(["x"] * 10, 1), 2, "text"))
+
+
+def test_workers_leave_an_interrupt_to_their_parent():
+    """Ctrl-C reaches all processes of a terminal: a worker would print an error of its own."""
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        workers._end_with_the_parent()  # as a worker begins
+        assert signal.getsignal(signal.SIGINT) is signal.SIG_IGN
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
 SLOW = """
