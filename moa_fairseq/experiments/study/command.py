@@ -21,7 +21,6 @@ import dataclasses
 import itertools
 import json
 import logging
-import os
 import signal
 import subprocess
 import sys
@@ -40,8 +39,13 @@ from moa_fairseq.experiments.study.report import report
 from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
 from moa_fairseq.files import atomic_write
-from moa_fairseq.process import to_argv
-from moa_fairseq.process.signals import die_with_parent, signals_held, terminate_as_interrupt
+from moa_fairseq.process import environment_of_a_child, to_argv
+from moa_fairseq.process.signals import (
+    die_with_parent,
+    handled_by,
+    signals_held,
+    terminate_as_interrupt,
+)
 
 log = logging.getLogger(__name__)
 
@@ -154,7 +158,7 @@ def _work_together(jobs: int, devices: Hardware) -> None:
     with terminate_as_interrupt():
         try:
             for _ in range(jobs):
-                environment = dict(os.environ)
+                environment = environment_of_a_child()
                 if devices.gpus:
                     environment["CUDA_VISIBLE_DEVICES"] = ",".join(
                         itertools.islice(cards, devices.gpus)
@@ -171,10 +175,13 @@ def _work_together(jobs: int, devices: Hardware) -> None:
                     break
                 time.sleep(0.2)
         finally:
-            for worker in workers:
-                worker.terminate()
-            for worker in workers:
-                worker.wait()
+            # A second Ctrl-C (or `timeout`, which signals twice) would end this program, and with it the
+            # workers, whose trainings are saving.
+            with handled_by(signal.SIG_IGN, signal.SIGINT, signal.SIGTERM):
+                for worker in workers:
+                    worker.terminate()
+                for worker in workers:
+                    worker.wait()
     if any(worker.returncode for worker in workers):
         raise UserError(
             "A run failed (see above). Finished runs are kept: fix the cause, run this again."

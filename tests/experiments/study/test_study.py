@@ -5,6 +5,7 @@ import functools
 import json
 import multiprocessing
 import re
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,7 +35,7 @@ from moa_fairseq.experiments.study import pictures as picture_module
 from moa_fairseq.experiments.study.design import Run, fitting_records, runs_of, settings_of
 from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.records import append_record, records_of
-from moa_fairseq.process import flags
+from moa_fairseq.process import environment_of_a_child, flags
 
 STUDIES = Path(__file__).resolve().parents[3].glob("configs/studies/*.yaml")
 
@@ -844,7 +845,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
         returncode = 0
 
         def __init__(self, command, env, preexec_fn):
-            found.append(env["CUDA_VISIBLE_DEVICES"])
+            found.append(env)
 
         def poll(self):
             return 0
@@ -854,7 +855,36 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
     monkeypatch.setattr(command.subprocess, "Popen", Worker)
     command._work_together(jobs, choose_devices(present, gpus, dry_run=False))
-    assert found == given
+    assert [env.pop("CUDA_VISIBLE_DEVICES") for env in found] == given
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    # A worker finds this package where it is not installed, too
+    assert all(env == environment_of_a_child() for env in found)
+
+
+def test_a_second_signal_waits_for_workers_that_save(monkeypatch):
+    """They end with this program: it is the parent without which they are killed."""
+    waited = []
+
+    class Worker:
+        returncode = None
+
+        def __init__(self, command, env, preexec_fn):
+            pass
+
+        def poll(self):
+            signal.raise_signal(signal.SIGTERM)
+
+        def terminate(self):
+            pass
+
+        def wait(self):
+            signal.raise_signal(signal.SIGTERM)
+            waited.append(self)
+
+    monkeypatch.setattr(command.subprocess, "Popen", Worker)
+    with pytest.raises(KeyboardInterrupt):
+        command._work_together(2, Hardware())
+    assert len(waited) == 2
 
 
 def test_an_interrupt_while_a_worker_starts_ends_the_worker(interrupted_start):
