@@ -89,7 +89,12 @@ def build(family, name, **more):
     torch.manual_seed(0)
     make = FAMILIES[family][0]
     settings = RELATIVE if name == "xl" else SETTINGS[name]
-    return equations.drawn(make(self_attention=True, **settings, **more).double().eval())
+    module = make(self_attention=True, **settings, **more)
+    # The equations read it from the module
+    assert ("rope_scaling" in settings) == (
+        getattr(module.positions, "scaling", None) is not None
+    )
+    return equations.drawn(module.double().eval())
 
 
 def hidden_keys(module):
