@@ -8,15 +8,15 @@ import random
 import pytest
 
 # Of each property: by default, and with --all
-EXAMPLES = (60, 300)
-# Long lists of cases are asked in parts, another one each day
+EXAMPLES = (100, 300)
+# Long lists of cases run in parts, another part each day
 DATE = os.environ.setdefault("MOA_FAIRSEQ_TESTS_DATE", datetime.date.today().isoformat())
 DAY = datetime.date.fromisoformat(DATE).toordinal()
 
 
 def pytest_addoption(parser):
     parser.addoption(
-        "--all", action="store_true", dest="thorough", help="run the tests marked thorough, too"
+        "--all", action="store_true", dest="thorough", help="also run the tests marked thorough"
     )
 
 
@@ -52,10 +52,10 @@ def pytest_terminal_summary(terminalreporter, config):
 
 
 def pytest_collection_modifyitems(config, items):
-    """What is marked thorough runs with --all, or if it is named. The slow ones begin first.
+    """Choose among the tests marked thorough, which run with --all or by name. Slow tests begin first.
 
-    `thorough(keep="text")` keeps the cases whose id has that text, or one of a tuple of texts, without --all.
-    `thorough(one_in=3)` runs a third of the cases with --all: another third on each of three days.
+    `thorough(keep="text")`: the cases whose id has that text, or one of a tuple of texts, always run.
+    `thorough(one_in=3)`: with --all a third of the other cases runs, another third on each of three days.
     """
     if not any("::" in word for word in config.args):
         thorough = config.getoption("thorough")

@@ -136,7 +136,7 @@ def test_the_losses_of_the_table():
         order = found[:, 1].argsort()
         at[name] = np.interp(levels, found[order, 1], found[order, 2])
     behind = [f"{(at[name] - at[DENSE]).mean():+.3f}" for name in (SECOND, *MIXTURES)]
-    assert cells("validation loss at equal training loss, minus that of dense") == behind
+    assert cells("validation loss at equal training loss, minus dense") == behind
 
 
 @pytest.mark.parametrize(

@@ -107,11 +107,11 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
                 f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
             )
     generator = torch.Generator().manual_seed(args.seed)
-    rows_of_tokens = []
+    sequences = []
     for _ in range(args.sequences):
         pattern = symbols[torch.randperm(len(symbols), generator=generator)[: args.length]]
-        rows_of_tokens.append(torch.cat([torch.tensor([dictionary.eos()]), pattern, pattern]))
-    tokens = torch.stack(rows_of_tokens)
+        sequences.append(torch.cat([torch.tensor([dictionary.eos()]), pattern, pattern]))
+    tokens = torch.stack(sequences)  # [B, 2 N + 1]
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
     rows = []
@@ -167,7 +167,7 @@ class HeadScore:
         return f"{self.kind} {self.number}"
 
     def record(self) -> dict[str, Any]:
-        """The scores as JSON values, without the map."""
+        """The scores as JSON values; "map" is None."""
         keys = ("name", "label", "prefix", "copying", "chosen")
         record = {key: getattr(self, key) for key in keys}
         return record | {"experts": [part.record() for part in self.experts], "map": None}

@@ -187,7 +187,11 @@ def _text_of(line: str) -> str:
     text = row["text"]
     if not isinstance(text, str):
         raise ValueError(f"that is {_JSON_KINDS[type(text)]}")
-    text.encode()  # raises for half of a surrogate pair
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        half = error.object[error.start]
+        raise ValueError(f"that holds {half!a}, half of a surrogate pair") from error
     return text
 
 

@@ -59,7 +59,7 @@ class BlockCoordinateDescentConfig:
         "block coordinate descent. alternate: updates of gates and experts in turn, with one sampled expert "
         "(MAE Algorithm 3); none: joint updates, with mixed experts (the paper's NOBCD)",
     )
-    bcd_g_every: int = flag(5, "interval of G steps, in epochs; F steps are taken in every epoch")
+    bcd_g_every: int = flag(5, "interval of G steps, in epochs; every epoch has F steps")
     gate_optimizer: GateOptimizer = flag(
         "sgd",
         "optimizer of the gates in joint training (--bcd none). sgd: plain SGD with --gate-lr, without "

@@ -115,7 +115,7 @@ class Reader(torch.nn.Module):
 @pytest.mark.parametrize("limit", check._MAX_POSITIONS)
 @pytest.mark.parametrize(("positions", "length"), [(99, 9), (9, 8), (6, 5), (2, 1), (1, 1)])
 def test_models_are_compared_on_sentences_that_they_read(limit, positions, length):
-    """The smallest of all limits counts; a sentence has an end, too."""
+    """The smallest of all limits counts. A sentence includes its end."""
     settings = dict.fromkeys(check._MAX_POSITIONS, 1024) | {limit: positions}
     one, other = Reader(), Reader()
     check.largest_difference(one, other, "masked LM", argparse.Namespace(**settings))

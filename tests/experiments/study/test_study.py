@@ -857,7 +857,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
     command._work_together(jobs, choose_devices(present, gpus, dry_run=False))
     assert [env.pop("CUDA_VISIBLE_DEVICES") for env in found] == given
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
-    # A worker finds this package where it is not installed, too
+    # So a worker also finds this package if it is not installed
     assert all(env == environment_of_a_child() for env in found)
 
 
