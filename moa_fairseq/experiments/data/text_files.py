@@ -12,11 +12,11 @@ import logging
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, LABEL
-from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, Dataset, datasets
+from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, datasets
 from moa_fairseq.experiments.data.gpt2_files import ENCODER, VOCAB
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
@@ -24,7 +24,7 @@ from moa_fairseq.experiments.data.prepare import content_digest, size_digest
 from moa_fairseq.experiments.make import STATE, read_step_records
 from moa_fairseq.experiments.records.json_files import MAPPING, TEXT, check_kinds, write_json
 from moa_fairseq.files import checksum, refuse_irregular, refuse_link_out
-from moa_fairseq.text.steps import STEPS
+from moa_fairseq.text.steps import STEPS, Step
 
 KEPT = "text"
 BINARISED = "binarised"
@@ -69,9 +69,39 @@ def text_files(data: Path) -> dict[str, Path]:
     return files
 
 
+class TextRules(NamedTuple):
+    """How the raw text of a data set became symbols.
+
+    Args:
+        kind: the kind of the data set.
+        encoder: as in `Dataset`, or SENTENCEPIECE for a translation by pieces.
+        merges: whether there are merges.
+        source, target: the languages of a translation.
+        steps: the line functions of a translation, with their options.
+    """
+
+    kind: str
+    encoder: str
+    merges: bool
+    source: str = ""
+    target: str = ""
+    steps: tuple[Step, ...] = ()
+
+    def as_json(self) -> dict[str, Any]:
+        """The entry "rules" of a manifest, without languages for text in one language."""
+        rules: dict[str, Any] = {
+            "kind": self.kind,
+            "encoder": self.encoder,
+            "merges": self.merges,
+        }
+        if self.target:
+            rules.update(source=self.source, target=self.target, steps=self.steps)
+        return rules
+
+
 def rules_of(
     manifest: Mapping[str, Any], remedy: str = "Prepare the data again."
-) -> dict[str, Any]:
+) -> TextRules | None:
     """The rules by which the text of a manifest was turned into symbols.
 
     Args:
@@ -79,8 +109,7 @@ def rules_of(
         remedy: the last sentence of the error.
 
     Returns:
-        "kind", "encoder" and "merges" (whether there are any); for translation also "source", "target" and
-        "steps" (line functions). {} if the manifest does not give them.
+        The rules; None if the manifest does not give them.
 
     Raises:
         UserError: for a file that no program wrote.
@@ -90,14 +119,8 @@ def rules_of(
         manifest, {"rules": MAPPING, "settings": MAPPING, "dataset": TEXT}, location, remedy
     )
     rules = manifest.get("rules")
-    settings = manifest.get("settings") or {}
     if rules is None:
-        kinds = dict.fromkeys(("recipe", "source", "target"), TEXT)
-        check_kinds(settings, kinds, f"{location}: settings", remedy)
-        dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
-        if dataset:
-            return _rules(dataset, settings)
-        return {}
+        return _rules_of_settings(manifest, location, remedy)
     kinds = dict.fromkeys(("kind", "encoder", "source", "target"), TEXT)
     check_kinds(rules, kinds, f"{location}: rules", remedy)
     steps = rules.get("steps", [])
@@ -105,34 +128,49 @@ def rules_of(
         raise UserError(
             f"{location}: the rules' steps are not line functions with options. {remedy}"
         )
-    return dict(rules)
+    if not rules:
+        return None
+    return TextRules(
+        kind=rules.get("kind") or "",
+        encoder=rules.get("encoder") or "",
+        merges=bool(rules.get("merges")),
+        source=rules.get("source") or "",
+        target=rules.get("target") or "",
+        steps=tuple((name, options) for name, options in steps),
+    )
+
+
+def _rules_of_settings(manifest: Mapping[str, Any], location: str, remedy: str) -> TextRules | None:
+    """The rules that follow from a data set and the settings of its preparation."""
+    settings = manifest.get("settings") or {}
+    kinds = dict.fromkeys(("recipe", "source", "target"), TEXT)
+    check_kinds(settings, kinds, f"{location}: settings", remedy)
+    dataset = datasets().get(manifest.get("dataset") or settings.get("recipe") or "")
+    if not dataset:
+        return None
+    by_pieces = settings.get("segmentation") == SENTENCEPIECE
+    rules = TextRules(
+        kind=dataset.kind,
+        encoder=SENTENCEPIECE if by_pieces else dataset.encoder,
+        merges=bool(settings.get("bpe") or settings.get("codes")) and not by_pieces,
+    )
+    source = settings.get("source")
+    target = settings.get("target")
+    if source is None or target is None:
+        return rules
+    steps = dataset.steps_for("test", source, settings)
+    return rules._replace(source=source, target=target, steps=steps)
 
 
 def _is_step(step: Any) -> bool:
+    """Whether a value of JSON is a line function with options that it takes."""
     try:
         name, options = step
         inspect.signature(STEPS[name]).bind("", **options)
         return all(isinstance(value, (str, bool)) for value in options.values())
-    except (
-        AttributeError,
-        LookupError,
-        TypeError,
-        ValueError,
-    ):  # a stranger's file may have any value
+    # A stranger's file may have any value
+    except (AttributeError, LookupError, TypeError, ValueError):
         return False
-
-
-def _rules(dataset: Dataset, settings: Mapping[str, Any]) -> dict[str, Any]:
-    source = settings.get("source")
-    target = settings.get("target")
-    by_pieces = settings.get("segmentation") == SENTENCEPIECE
-    merges = bool(settings.get("bpe") or settings.get("codes")) and not by_pieces
-    encoder = SENTENCEPIECE if by_pieces else dataset.encoder
-    rules: dict[str, Any] = {"kind": dataset.kind, "encoder": encoder, "merges": merges}
-    if source is not None and target is not None:
-        rules.update(source=source, target=target)
-        rules["steps"] = list(map(list, dataset.steps_for("test", source, settings)))
-    return rules
 
 
 def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None:
@@ -180,9 +218,13 @@ def copy_text(data: Path, new: Path) -> None:
         outputs[name] = {"bytes": (new / name).stat().st_size, "sha256": checksum(new / name)}
     manifest = read_manifest(data.parent)
     settings = manifest.get("settings") or {"recipe": BINARISED}
-    write_json(
-        new / MANIFEST, {"settings": settings, "rules": rules_of(manifest), "outputs": outputs}
-    )
+    rules = rules_of(manifest)
+    content = {
+        "settings": settings,
+        "rules": rules.as_json() if rules else {},
+        "outputs": outputs,
+    }
+    write_json(new / MANIFEST, content)
 
 
 def kept_text(checkpoint: Path) -> Path | None:

@@ -12,7 +12,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -89,6 +89,7 @@ def preprocess_pairs(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair |
 
 
 def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
+    """The processed pair, or the reason for dropping it."""
     for text in pair:
         if text.startswith(BAD):
             return text[len(BAD) :]
@@ -100,7 +101,7 @@ def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
     source, target = sides
     if treatment.cleaning:
         return clean(source, target, treatment.cleaning)
-    return (source, target)
+    return source, target
 
 
 def write_splits(
@@ -128,64 +129,101 @@ def write_splits(
     return facts
 
 
+class _Output:
+    """The files `<split>.<language>` of a split, while they are written.
+
+    Args:
+        folder: the output folder.
+        name: the name of the split.
+        languages: the languages of the two sides.
+        stack: closes the files.
+    """
+
+    def __init__(
+        self, folder: Path, name: str, languages: Sequence[str], stack: contextlib.ExitStack
+    ) -> None:
+        self.name = name
+        self.lines = 0
+        self.tokens = dict.fromkeys(languages, 0)
+        self.streams = {}
+        for language in languages:
+            path = folder / f"{name}.{language}"
+            self.streams[language] = stack.enter_context(
+                open(path, "w", encoding="utf-8", newline="\n")  # noqa: SIM115 (the stack closes it)
+            )
+
+    def write(self, pair: Pair) -> None:
+        """Write a line to each file, and count it."""
+        self.lines += 1
+        for language, text in zip(self.tokens, pair):
+            self.streams[language].write(f"{text}\n")
+            self.tokens[language] += len(text.split())
+
+    def facts(self) -> dict[str, Any]:
+        """ "lines" and "tokens_<language>", for state.json and manifest.json."""
+        facts = {"lines": self.lines}
+        for language, number in self.tokens.items():
+            facts[f"tokens_{language}"] = number
+        return facts
+
+    def describe(self) -> str:
+        """The numbers of pairs and tokens, for the log."""
+        tokens = [f"{number:,} {language} tokens" for language, number in self.tokens.items()]
+        return f"{self.lines:,} pairs, {', '.join(tokens)}"
+
+
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, dict[str, Any]]:
-    every = 0
-    names = [split.name]
-    if split.hold_out:
-        every = split.hold_out.every
-        names.append(split.hold_out.split)
-    counts: dict[str, collections.Counter[str]] = {name: collections.Counter() for name in names}
-    dropped: collections.Counter[str] = collections.Counter()
+    """Write a split and the split that it holds out; the facts of both as in `write_splits`."""
     read = retained = 0
-    work = functools.partial(preprocess_pairs, treatment=split.treatment)
-    batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
+    drops: collections.Counter[str] = collections.Counter()
     with contextlib.ExitStack() as stack:
-        streams = {}
-        for name, language in itertools.product(names, languages):
-            path = folder / f"{name}.{language}"
-            streams[name, language] = stack.enter_context(
-                open(path, "w", encoding="utf-8", newline="\n")
-            )
-        for result in itertools.chain.from_iterable(
-            ordered_map(work, batches, workers, split.name)
-        ):
+        main = _Output(folder, split.name, languages, stack)
+        outputs = [main]
+        if split.hold_out:
+            outputs.append(_Output(folder, split.hold_out.split, languages, stack))
+        for result in _processed_pairs(split, workers):
             read += 1
             if isinstance(result, str):
-                dropped[result] += 1
+                drops[result] += 1
                 continue
-            for file, text in zip(split.files[0], result) if split.own else ():
-                refuse_symbols(text, file.path, read)
+            if split.own:
+                for file, text in zip(split.files[0], result):
+                    refuse_symbols(text, file.path, read)
             retained += 1
-            name = names[bool(every and retained % every == 0)]
-            counts[name]["lines"] += 1
-            for text, language in zip(result, languages):
-                streams[name, language].write(f"{text}\n")
-                counts[name][f"tokens_{language}"] += len(text.split())
+            is_held_out = split.hold_out and retained % split.hold_out.every == 0
+            output = outputs[-1] if is_held_out else main
+            output.write(result)
+    _check_split(split, main, read, drops)
+    dropped = dict(sorted(drops.items()))
+    reasons = "".join(f"; {number:,} dropped: {reason}" for reason, number in dropped.items())
+    facts = {}
+    for output in outputs:
+        log.info("%s: %s%s", output.name, output.describe(), reasons if output is main else "")
+        facts[output.name] = output.facts()
+    facts[split.name].update(read=read, dropped=dropped)
+    return facts
+
+
+def _processed_pairs(split: Split, workers: int) -> Iterator[Pair | str]:
+    """Each pair of a split as `preprocess_pairs` returns it, in order."""
+    work = functools.partial(preprocess_pairs, treatment=split.treatment)
+    batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
+    return itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name))
+
+
+def _check_split(split: Split, output: _Output, read: int, drops: Mapping[str, int]) -> None:
+    """Raise UserError for a split with too many bad lines, or without text on one side."""
     files = " and ".join(str(file.path) for file in split.files[0])
-    _refuse_bad_lines(split, files, read, dropped)
-    if not counts[split.name]["lines"]:
+    _refuse_bad_lines(split, files, read, drops)
+    if not output.lines:
         raise UserError(
             f"{files}: none of the {read:,} pairs has text on both sides. Check both files."
         )
-    for file, language in zip(split.files[0], languages):
-        if not counts[split.name][f"tokens_{language}"]:
+    for file, tokens in zip(split.files[0], output.tokens.values()):
+        if not tokens:
             raise no_text([file.path])
-    facts: dict[str, dict[str, Any]] = {}
-    for name, count in counts.items():
-        tokens = []
-        facts[name] = {"lines": count["lines"]}
-        for language in languages:
-            key = f"tokens_{language}"
-            facts[name][key] = count[key]
-            tokens.append(f"{count[key]:,} {language} tokens")
-        text = f"{count['lines']:,} pairs, {', '.join(tokens)}"
-        for reason, number in sorted(dropped.items()) if name == split.name else ():
-            text += f"; {number:,} dropped: {reason}"
-        log.info("%s: %s", name, text)
-    facts[split.name].update(read=read, dropped=dict(sorted(dropped.items())))
-    return facts
 
 
 def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str, int]) -> None:
@@ -219,7 +257,7 @@ def clean(source: str, target: str, rules: Cleaning) -> Pair | str:
     """
     if rules.max is None:
         if source.strip() and target.strip():
-            return (source, target)
+            return source, target
         return "empty side"
     source = _SPACES.sub(" ", source.replace("|", "")).strip(" ")
     target = _SPACES.sub(" ", target.replace("|", "")).strip(" ")
@@ -244,16 +282,17 @@ def load_codes(path: str) -> BPE:
         UserError: for a file that subword-nmt did not write; the message names the line.
     """
     stat = os.stat(path)
-    return _load(path, stat.st_size, stat.st_mtime_ns)
+    return _read_codes(path, stat.st_size, stat.st_mtime_ns)
 
 
 @functools.lru_cache(maxsize=1)
-def _load(path: str, size: int, time: int) -> BPE:
+def _read_codes(path: str, size: int, time: int) -> BPE:
+    """The checked codes of a file; its size and time are keys of the cache."""
     # Checked here, because subword-nmt ends the whole program if it cannot read a line.
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
         lines.pop()
-    header = 1 if lines and lines[0].startswith("#version:") else 0
+    header = int(bool(lines) and lines[0].startswith("#version:"))
     if header and not _VERSION.fullmatch(lines[0]):
         raise UserError(
             f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}"
@@ -286,8 +325,8 @@ def learn_codes(text_files: Sequence[Path], merges: int, codes: Path) -> None:
         raise UserError(
             f"{names} has no word of two letters to learn BPE from. Give more text, or --bpe 0."
         )
-    # subword-nmt draws its own progress bar, which is only noise in a log file.
     vocabulary = [f"{word} {count}" for word, count in words.items()]
+    # subword-nmt draws its own progress bar, which is only noise in a log file.
     with contextlib.ExitStack() as stack:
         stream = stack.enter_context(atomic_write(codes))
         if not sys.stderr.isatty():

@@ -14,9 +14,8 @@ from __future__ import annotations
 import argparse
 import logging
 import os
-from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -45,6 +44,7 @@ _RESULT = "result.json"
 # Values of _RESULT that the card shows by their parts
 _KINDS = {"metrics": MAPPING, "versions": MAPPING}
 _REMEDY = "Run the recipe again."
+_ROUNDED = "Scores are those of the run, before its weights were rounded to half precision."
 _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 
@@ -108,43 +108,74 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(
             f"{args.folder} already exists. Give a new folder, or delete this one first."
         )
-    checkpoint = trained_checkpoint(args.run_dir)
-    path = args.run_dir / "recipe.yaml"
-    for copied in (checkpoint, path, args.run_dir / _RESULT, args.run_dir / KEPT / BINARISED):
-        refuse_link_out(copied, args.run_dir)
-    if not checkpoint.is_file():
-        raise UserError(
-            f"{args.run_dir} has no trained model: {checkpoint} is missing. Train it first."
-        )
-    text = kept_text(checkpoint)
-    if text is None:
-        raise UserError(
-            f"{args.run_dir / KEPT} is missing, but the model needs it to read text. Only runs of "
-            "`moa-fairseq recipe` keep it. Train with a recipe, or run its command again to add it."
-        )
-    mapping = read_mapping(path, "recipe")
-    recipe = build(Recipe, mapping, str(path))
-    result: dict[str, Any] = {}
-    if (args.run_dir / _RESULT).exists():
-        result = read_json(args.run_dir / _RESULT, _REMEDY)
-        check_kinds(result, _KINDS, str(args.run_dir / _RESULT), _REMEDY)
+    trained = _read_run(args.run_dir)
     with atomic_folder(args.folder) as new:
-        copy_text(text, new / KEPT)
+        copy_text(trained.text, new / KEPT)
         if args.transformers:
-            parameters = transformers_folder.write(new, checkpoint, text, recipe)
+            parameters = transformers_folder.write(
+                new, trained.checkpoint, trained.text, trained.recipe
+            )
         else:
-            weights = _halved(load_checkpoint(checkpoint), checkpoint)
-            tensors = {tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}
-            parameters = sum(tensors.values())
-            save_checkpoint(weights, new / "average.pt")
-            write_yaml(new / "recipe.yaml", mapping)
-            if result:
-                write_json(new / _RESULT, result)
-        card = _card(args.folder.name, recipe, result, parameters, args.transformers)
+            parameters = _write_halved(new, trained)
+        card = _card(args.folder.name, trained, parameters, args.transformers)
         (new / "README.md").write_text(card, "utf-8")
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
     return 0
+
+
+class _TrainedRun(NamedTuple):
+    """What an export reads of a run.
+
+    Args:
+        checkpoint: the averaged checkpoint, or the best.
+        text: the run's copy of its binarised folder.
+        recipe: the recipe.
+        settings: the recipe as it is written in recipe.yaml.
+        result: the content of result.json; {} for a run that was not scored.
+    """
+
+    checkpoint: Path
+    text: Path
+    recipe: Recipe
+    settings: dict[str, Any]
+    result: dict[str, Any]
+
+
+def _read_run(folder: Path) -> _TrainedRun:
+    """Read a run folder. Raise UserError if it lacks the model, its text or the recipe."""
+    checkpoint = trained_checkpoint(folder)
+    recipe_file = folder / "recipe.yaml"
+    result_file = folder / _RESULT
+    for path in (checkpoint, recipe_file, result_file, folder / KEPT / BINARISED):
+        refuse_link_out(path, folder)
+    if not checkpoint.is_file():
+        raise UserError(f"{folder} has no trained model: {checkpoint} is missing. Train it first.")
+    text = kept_text(checkpoint)
+    if text is None:
+        raise UserError(
+            f"{folder / KEPT} is missing, but the model needs it to read text. Only runs of "
+            "`moa-fairseq recipe` keep it. Train with a recipe, or run its command again to add it."
+        )
+    settings = read_mapping(recipe_file, "recipe")
+    recipe = build(Recipe, settings, str(recipe_file))
+    result: dict[str, Any] = {}
+    if result_file.exists():
+        result = read_json(result_file, _REMEDY)
+        check_kinds(result, _KINDS, str(result_file), _REMEDY)
+    return _TrainedRun(checkpoint, text, recipe, settings, result)
+
+
+def _write_halved(folder: Path, trained: _TrainedRun) -> int:
+    """Write the weights in fp16, the recipe and the result. Returns the number of parameters."""
+    weights = _halved(load_checkpoint(trained.checkpoint), trained.checkpoint)
+    save_checkpoint(weights, folder / "average.pt")
+    write_yaml(folder / "recipe.yaml", trained.settings)
+    if trained.result:
+        write_json(folder / _RESULT, trained.result)
+    # Tied weights count once
+    sizes = {tensor.data_ptr(): tensor.numel() for tensor in weights["model"].values()}
+    return sum(sizes.values())
 
 
 def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
@@ -163,40 +194,48 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     return dict(state, model=model, last_optimizer_state=None)
 
 
-def _card(
-    name: str, recipe: Recipe, result: Mapping[str, Any], parameters: int, transformers: bool
-) -> str:
-    dataset = datasets().get(str(recipe.data.recipe))
+def _card(name: str, trained: _TrainedRun, parameters: int, transformers: bool) -> str:
+    """README.md: a table of the model, its data and its scores, and how to load it."""
+    kind = trained.recipe.kind
+    lines = [f"# {name}", "", trained.recipe.summary, "", "| | |", "| --- | --- |"]
+    for key, value in _card_rows(trained, parameters).items():
+        if value not in (None, ""):
+            escaped = " ".join(str(value).split()).replace("|", "\\|")  # signatures have bars
+            lines.append(f"| {key} | {escaped} |")
+    if not trained.result:
+        lines += ["", "It was not scored."]
+    elif not transformers:
+        lines += ["", _ROUNDED]
+    usage = []
+    if transformers:
+        usage = transformers_folder.usage(name, kind)
+    elif kind in _VERBS:
+        usage = [f"moa-fairseq {_VERBS[kind]} {name} text.txt"]
+    if usage:
+        lines += ["", *(f"    {line}" for line in usage)]
+    return "\n".join([*lines, ""])
+
+
+def _card_rows(trained: _TrainedRun, parameters: int) -> dict[str, Any]:
+    """The rows of a card; a value that is unknown is None or empty."""
+    recipe = trained.recipe
+    result = trained.result
+    languages = (recipe.data.source, recipe.data.target)
     rows: dict[str, Any] = {
         "Architecture": recipe.model.arch,
         "Parameters": f"{parameters:,}",
-        "Languages": " → ".join(side for side in (recipe.data.source, recipe.data.target) if side),
-        "Data": dataset and f"{dataset.name}: {dataset.summary}",
-        "Terms of use of the data": dataset and dataset.licence,
+        "Languages": " → ".join(filter(None, languages)),
     }
+    if dataset := datasets().get(str(recipe.data.recipe)):
+        rows["Data"] = f"{dataset.name}: {dataset.summary}"
+        rows["Terms of use of the data"] = dataset.licence
     for metric, value in (result.get("metrics") or {}).items():
-        if is_number(value):
-            value = round(value, 2)
-        rows[f"{metric}, {result.get('subset')} set"] = value
+        label = f"{metric}, {result.get('subset')} set"
+        rows[label] = round(value, 2) if is_number(value) else value
     for key in ("updates", "train_seconds", "hardware", "seed", "commit", "date"):
         rows[key.replace("_", " ").capitalize()] = result.get(key)
     versions = (result.get("versions") or {}).items()
     rows["Versions"] = ", ".join(f"{package} {version}" for package, version in versions)
-    rows["Trained by"] = result.get("command") and f"`{result['command']}`"
-    lines = [f"# {name}", "", recipe.summary, "", "| | |", "| --- | --- |"]
-    for key, value in rows.items():
-        if value not in (None, ""):
-            escaped = " ".join(str(value).split()).replace("|", "\\|")  # signatures have bars
-            lines.append(f"| {key} | {escaped} |")
-    if not result:
-        lines += ["", "It was not scored."]
-    elif not transformers:
-        lines += [
-            "",
-            "Scores are those of the run, before its weights were rounded to half precision.",
-        ]
-    if transformers:
-        lines += ["", *(f"    {line}" for line in transformers_folder.usage(name, recipe.kind))]
-    elif recipe.kind in _VERBS:
-        lines += ["", f"    moa-fairseq {_VERBS[recipe.kind]} {name} text.txt"]
-    return "\n".join([*lines, ""])
+    if result.get("command"):
+        rows["Trained by"] = f"`{result['command']}`"
+    return rows

@@ -10,9 +10,11 @@ from moa_fairseq.experiments.data import pieces
 from moa_fairseq.experiments.data.catalogue import SENTENCEPIECE, TRANSLATION
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
-from moa_fairseq.experiments.data.text_files import rules_of, text_files
+from moa_fairseq.experiments.data.text_files import TextRules, rules_of, text_files
 from moa_fairseq.experiments.data.text_stages import load_codes
 from moa_fairseq.text.codecs import ByteCodec, MergeCodec, PieceCodec, TranslationCodec, WordCodec
+
+_REMEDY = "Give text that is tokenised and segmented like the model's, with --segmented."
 
 
 def codec_of(data: Path, kind: str) -> Any:
@@ -25,41 +27,45 @@ def codec_of(data: Path, kind: str) -> Any:
     Raises:
         UserError: for a folder of another origin or kind of data, and if its merges or pieces are missing.
     """
-    root = data.parent
-    remedy = "Give text that is tokenised and segmented like the model's, with --segmented."
-    rules = rules_of(read_manifest(root))
-    if not rules:
+    rules = rules_of(read_manifest(data.parent))
+    if rules is None:
         raise UserError(
-            f"There is no {MANIFEST} next to {data} with its text preparation. {remedy}"
+            f"There is no {MANIFEST} next to {data} with its text preparation. {_REMEDY}"
         )
-    if rules.get("kind") != kind or (kind == TRANSLATION and not rules.get("target")):
-        verb = "translate" if rules.get("kind") == TRANSLATION else "complete"
+    if rules.kind != kind or (kind == TRANSLATION and not rules.target):
+        verb = "translate" if rules.kind == TRANSLATION else "complete"
         hint = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
-        raise UserError(f"{root / MANIFEST} is not for {kind} data: {hint}")
-    files = text_files(data)
-
-    def pieces_of(name: str) -> PieceCodec:
-        if f"model/{name}" not in files:
-            raise UserError(f"{root}/model/{name} is missing, but it segmented the text. {remedy}")
-        return PieceCodec(pieces.processor(str(files[f"model/{name}"])))
-
+        raise UserError(f"{data.parent / MANIFEST} is not for {kind} data: {hint}")
     if kind == TRANSLATION:
-        steps = tuple((name, options) for name, options in rules.get("steps", ()))
-        codes = next((str(files[name]) for name in (f"bpe/{CODES}", CODES) if name in files), "")
-        if rules.get("merges") and not codes:
-            raise UserError(f"{root}/bpe/{CODES} is missing, but it segmented the text. {remedy}")
-        pair: tuple[Any, Any] = (WordCodec(), WordCodec())
-        if rules.get("encoder") == SENTENCEPIECE:
-            names = pieces.names(
-                (rules["source"], rules["target"]), f"model/{pieces.MODEL}" in files
-            )
-            pair = (pieces_of(names[rules["source"]]), pieces_of(names[rules["target"]]))
-        elif codes:
-            merges = MergeCodec(load_codes(codes))
-            pair = (merges, merges)
-        return TranslationCodec(steps, pair, rules["target"])
-    if rules.get("encoder") != SENTENCEPIECE:
-        if rules.get("encoder") == "bytes":
-            return ByteCodec()
-        return WordCodec()
-    return pieces_of(pieces.MODEL)
+        return TranslationCodec(rules.steps, _segmentations(data, rules), rules.target)
+    if rules.encoder == SENTENCEPIECE:
+        return _piece_codec(data, pieces.MODEL)
+    return ByteCodec() if rules.encoder == "bytes" else WordCodec()
+
+
+def _segmentations(data: Path, rules: TextRules) -> tuple[Any, Any]:
+    """The codecs of the source's and the target's words."""
+    files = text_files(data)
+    if rules.encoder == SENTENCEPIECE:
+        is_joined = f"model/{pieces.MODEL}" in files
+        names = pieces.names((rules.source, rules.target), is_joined)
+        return _piece_codec(data, names[rules.source]), _piece_codec(data, names[rules.target])
+    for name in (f"bpe/{CODES}", CODES):
+        if name in files:
+            codec = MergeCodec(load_codes(str(files[name])))
+            return codec, codec
+    if rules.merges:
+        raise _missing(data.parent / "bpe" / CODES)
+    return WordCodec(), WordCodec()
+
+
+def _piece_codec(data: Path, name: str) -> PieceCodec:
+    """The codec of one SentencePiece model of a prepared folder."""
+    model = text_files(data).get(f"model/{name}")
+    if model is None:
+        raise _missing(data.parent / "model" / name)
+    return PieceCodec(pieces.processor(str(model)))
+
+
+def _missing(path: Path) -> UserError:
+    return UserError(f"{path} is missing, but it segmented the text. {_REMEDY}")

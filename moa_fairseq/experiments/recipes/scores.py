@@ -92,29 +92,37 @@ def read_report(
     Raises:
         UserError: if the output has no perplexity, or if fewer tokens were evaluated.
     """
-    loss_and_perplexity = _PERPLEXITY.search(text)
-    if not loss_and_perplexity:
+    match = _PERPLEXITY.search(text)
+    if not match:
         raise UserError(f"fairseq-eval-lm printed no perplexity; its output is in {path}.")
-    bits, perplexity = map(float, loss_and_perplexity.groups())
-    flags = recipe.score.flags if recipe.score else {}
-    evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
-    if block := _OWN_BLOCK.search(text):  # replaces a default that is too long
-        evaluation["tokens_per_sample"] = int(block[1])
-    if tokens := _TOKENS.search(text):
-        count = int(tokens[1].replace(",", ""))
-        evaluation["tokens"] = count
-        if data_tokens and count < data_tokens:
-            length = recipe.training_flags.get("tokens-per-sample")
-            raise UserError(
-                f"{path}: fairseq-eval-lm evaluated {count:,} of {data_tokens:,} tokens, because it skips "
-                f"text longer than the model's limit. Run the recipe again with --set "
-                f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
-            )
+    bits, perplexity = map(float, match.groups())
     return {
         "lm_ppl": {"score": perplexity, "loss_base2": bits},
         "lm_bits": {"score": bits},
-        "meta": {"evaluation": evaluation},
+        "meta": {"evaluation": _evaluation(text, path, recipe, data_tokens)},
     }
+
+
+def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> dict[str, Any]:
+    """The settings and the number of tokens of an evaluation, see `read_report`."""
+    flags = recipe.score.flags if recipe.score else {}
+    evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
+    block = _OWN_BLOCK.search(text)
+    if block:  # replaces a default that is too long
+        evaluation["tokens_per_sample"] = int(block[1])
+    tokens = _TOKENS.search(text)
+    if not tokens:
+        return evaluation
+    count = int(tokens[1].replace(",", ""))
+    evaluation["tokens"] = count
+    if data_tokens and count < data_tokens:
+        length = recipe.training_flags.get("tokens-per-sample")
+        raise UserError(
+            f"{path}: fairseq-eval-lm evaluated {count:,} of {data_tokens:,} tokens, because it skips "
+            f"text longer than the model's limit. Run the recipe again with --set "
+            f"score.flags.tokens-per-sample={length} and score.flags.sample-break-mode=none."
+        )
+    return evaluation
 
 
 def read_scores(path: Path) -> dict[str, Any]:
@@ -129,8 +137,8 @@ def read_scores(path: Path) -> dict[str, Any]:
     kinds = dict.fromkeys((*HEADLINE_METRICS, "meta"), MAPPING)
     check_kinds(scores, kinds | {"sacrebleu_signature": TEXT}, str(path), remedy)
     scores = {name: value for name, value in scores.items() if value is not None}
-    kinds = {"evaluation": MAPPING, "hyphens": MAPPING}
-    check_kinds(scores.get("meta", {}), kinds, f"{path}: meta", remedy)
+    meta_kinds = {"evaluation": MAPPING, "hyphens": MAPPING}
+    check_kinds(scores.get("meta", {}), meta_kinds, f"{path}: meta", remedy)
     for name in _metrics_in(scores):
         metric = scores[name]
         check_kinds(metric, {"signature": TEXT}, f"{path}: {name}", remedy, required=("score",))

@@ -5,7 +5,7 @@ from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
-from sacrebleu.metrics import BLEU, CHRF
+from sacrebleu.metrics import CHRF
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.chains import RunningText
@@ -35,43 +35,55 @@ def against(
     """
     texts = [*first, *second]
     for number, text in enumerate(texts[1:], 2):
-        if text.references != texts[0].references or text.settings != texts[0].settings:
+        if text.references != texts[0].references or _metrics_of(text) != _metrics_of(texts[0]):
             raise UserError(
                 f"output {number} has other references than output 1, or other letters (lower-cased or not): "
                 "only outputs of the same sentences can be compared. Generate both from one test set."
             )
-    rows: list[dict[str, Any]] = []
-    metrics: dict[str, Any] = {
-        "BLEU": BLEU(**texts[0].settings, force=True),
-        "chrF": CHRF(lowercase=texts[0].settings["lowercase"]),
-    }
-    for name, metric in metrics.items():
-
-        def score(total: NDArray[np.float64], metric: Any = metric) -> float:
-            return float(metric._compute_score_from_stats(list(map(int, total))).score)
-
-        ours, theirs = _statistics(metric, first), _statistics(metric, second)
-        scores = list(map(score, ours.sum(axis=1)))
-        their_scores = list(map(score, theirs.sum(axis=1)))
-        mean = float(np.mean(scores))
-        baseline = float(np.mean(their_scores))
-        row: dict[str, Any] = {
-            "metric": name,
-            "first": mean,
-            "second": baseline,
-            "difference": mean - baseline,
-        }
-        row["p"] = approximate_randomisation(ours, theirs, score, trials=trials)
-        if len(first) == len(second) > 1:
-            test = paired([x - y for x, y in zip(scores, their_scores)], 0)
-            row.update(low=test.low, high=test.high, p_seeds=test.p)
-        row["signature"] = f"{name}|{metric.get_signature()}"
-        rows.append(row)
+    metrics = {"BLEU": texts[0].bleu(), "chrF": CHRF(lowercase=texts[0].lowercase)}
+    rows = [_compare(name, metric, first, second, trials) for name, metric in metrics.items()]
     return {
         "sentences": len(texts[0].hypotheses),
         "outputs": [len(first), len(second)],
         "metrics": rows,
     }
+
+
+def _metrics_of(text: RunningText) -> tuple[str, bool]:
+    """The settings that outputs must share."""
+    return text.tokenizer, text.lowercase
+
+
+def _compare(
+    name: str,
+    metric: Any,
+    first: Sequence[RunningText],
+    second: Sequence[RunningText],
+    trials: int,
+) -> dict[str, Any]:
+    """The row of one metric, see `against`."""
+
+    def score(total: NDArray[np.float64]) -> float:
+        return float(metric._compute_score_from_stats(list(map(int, total))).score)
+
+    ours = _statistics(metric, first)
+    theirs = _statistics(metric, second)
+    scores = list(map(score, ours.sum(axis=1)))
+    their_scores = list(map(score, theirs.sum(axis=1)))
+    mean = float(np.mean(scores))
+    baseline = float(np.mean(their_scores))
+    row: dict[str, Any] = {
+        "metric": name,
+        "first": mean,
+        "second": baseline,
+        "difference": mean - baseline,
+        "p": approximate_randomisation(ours, theirs, score, trials=trials),
+    }
+    if len(first) == len(second) > 1:
+        test = paired([x - y for x, y in zip(scores, their_scores)], 0)
+        row.update(low=test.low, high=test.high, p_seeds=test.p)
+    row["signature"] = f"{name}|{metric.get_signature()}"
+    return row
 
 
 def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64]:
@@ -82,6 +94,6 @@ def _statistics(metric: Any, texts: Sequence[RunningText]) -> NDArray[np.float64
 
 def interval_of(row: Mapping[str, Any], decimals: int = 2) -> str | None:
     """The interval of a row as text, from "low" and "high"; None if the row lacks them."""
-    if "low" in row:
-        return f"{row['low']:+.{decimals}f} … {row['high']:+.{decimals}f}"
-    return None
+    if "low" not in row:
+        return None
+    return f"{row['low']:+.{decimals}f} … {row['high']:+.{decimals}f}"

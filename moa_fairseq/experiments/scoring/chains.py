@@ -44,6 +44,7 @@ def split_compounds(line: str) -> str:
 
 
 def _moa_release(line: str) -> str:
+    """Punctuation replaced and hyphens split, as test.sh of MoA's release does on both sides."""
     return split_compounds(replace_unicode_punctuation(line))
 
 
@@ -119,20 +120,22 @@ def score(chain: str, texts: Texts, lowercase: bool = False) -> dict[str, Any]:
     """
     if chain == SACREBLEU:
         text = running_text(texts)
-        metric = BLEU(**text.settings, force=True)
+        metric = text.bleu()
         result = metric.corpus_score(text.hypotheses, text.references)
         signature = str(metric.get_signature())
         scores = _plain(result) | {"signature": signature, "line": str(result), "chain": text.chain}
         if text.warning:
             scores["warning"] = text.warning
         return scores
-    _, hypothesis, reference, description, _ = CHAINS[chain]
-    scores = multi_bleu(
-        [*map(hypothesis, texts.hypotheses)],
-        [[*map(reference, lines)] for lines in texts.references],
-        lowercase,
-    )
-    return scores | {"chain": f"{description}, {'lower-cased' if lowercase else 'cased'}"}
+    steps = CHAINS[chain]
+    hypotheses = list(map(steps.hypothesis, texts.hypotheses))
+    references = [list(map(steps.reference, lines)) for lines in texts.references]
+    scores = multi_bleu(hypotheses, references, lowercase)
+    return scores | {"chain": f"{steps.description}, {_case(lowercase)}"}
+
+
+def _case(lowercase: bool) -> str:
+    return "lower-cased" if lowercase else "cased"
 
 
 def multi_bleu(
@@ -166,12 +169,13 @@ def multi_bleu(
         # The script reads bytes: only ASCII white space separates words and only ASCII letters are lowered.
         # sacreBLEU splits at any white space, such as a no-break space, so it is given each word in hex.
         data = line.encode()
-        return " ".join(word.hex() for word in (data.lower() if lowercase else data).split())
+        if lowercase:
+            data = data.lower()
+        return " ".join(word.hex() for word in data.split())
 
     metric = BLEU(tokenize="none", smooth_method="none", force=True)
-    result = metric.corpus_score(
-        [*map(words, hypotheses)], [[*map(words, lines)] for lines in references]
-    )
+    reference_words = [list(map(words, lines)) for lines in references]
+    result = metric.corpus_score(list(map(words, hypotheses)), reference_words)
     if not result.ref_len:
         line = "BLEU = 0, 0/0/0/0 (BP=0, ratio=0, hyp_len=0, ref_len=0)"
         return _plain(result) | {"score": 0.0, "bp": 0.0, "line": line}
@@ -201,7 +205,7 @@ def _usable(tokenizer: str) -> bool:
     return True
 
 
-def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
+def tokenizer_for(lang: str, requested: str | None = None) -> tuple[str, str]:
     """The tokeniser that sacreBLEU has for a language, and a warning if another one has to replace it.
 
     If sacreBLEU has no tokeniser for a language without spaces, or cannot load it, the tokeniser is flores200
@@ -209,34 +213,41 @@ def tokenizer_for(lang: str, wanted: str | None = None) -> tuple[str, str]:
 
     Args:
         lang: the code of the language.
-        wanted: one of TOKENIZERS, which is used for any language.
+        requested: one of TOKENIZERS, which is used for any language.
 
     Returns:
         The name of the tokeniser, and the warning or "".
 
     Raises:
-        UserError: if the wanted tokeniser cannot be loaded.
+        UserError: if the requested tokeniser cannot be loaded.
     """
+    if requested:
+        if not _usable(requested):
+            problem = f"sacreBLEU cannot load it here ({_remedy(requested)})"
+            raise UserError(f"--sacrebleu-tokenizer {requested}: {problem}.")
+        return requested, ""
     lang = language_of(lang)
-    name = wanted or BLEU._TOKENIZER_MAP.get(lang, BLEU.TOKENIZER_DEFAULT)
-    own_rule = wanted or lang in BLEU._TOKENIZER_MAP or not writes_no_spaces(lang)
-    if own_rule and (name == BLEU.TOKENIZER_DEFAULT or _usable(name)):
+    name = BLEU._TOKENIZER_MAP.get(lang)
+    if name is None and not writes_no_spaces(lang):
+        return BLEU.TOKENIZER_DEFAULT, ""
+    if name is not None and _usable(name):
         return name, ""
-    extra = _EXTRAS.get(name)
-    remedy = "see https://github.com/mjpost/sacrebleu"
-    if extra:
-        remedy = f"pip install 'sacrebleu[{extra}]'"
-    if wanted:
-        raise UserError(f"--sacrebleu-tokenizer {name}: sacreBLEU cannot load it here ({remedy}).")
-    alternative = "char"
-    if _FLORES200.is_file() and _usable("flores200"):
-        alternative = "flores200"
-    if not own_rule:
+    has_flores200 = _FLORES200.is_file() and _usable("flores200")
+    alternative = "flores200" if has_flores200 else "char"
+    if name is None:
         return alternative, ""
-    problem = f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({remedy})"
+    problem = (
+        f"sacreBLEU's tokeniser for {lang} is {name}, which is not installed ({_remedy(name)})"
+    )
+    consequence = f"{alternative} was taken instead, which is not comparable with it"
+    return alternative, f"{problem}: {consequence}"
+
+
+def _remedy(tokenizer: str) -> str:
+    """How to install what a tokeniser of sacreBLEU needs."""
+    extra = _EXTRAS.get(tokenizer)
     return (
-        alternative,
-        f"{problem}: {alternative} was taken instead, which is not comparable with it",
+        f"pip install 'sacrebleu[{extra}]'" if extra else "see https://github.com/mjpost/sacrebleu"
     )
 
 
@@ -245,16 +256,22 @@ class RunningText(NamedTuple):
 
     Args:
         hypotheses, references: as in `Texts`.
-        settings: the arguments `lowercase` and `tokenize` of sacreBLEU's BLEU.
+        tokenizer: the tokeniser of sacreBLEU.
+        lowercase: whether both sides are lower-cased.
         chain: the processing of the texts in words.
         warning: "", or that the tokeniser for the language cannot be loaded.
     """
 
     hypotheses: list[str]
     references: list[list[str]]
-    settings: dict[str, Any]
+    tokenizer: str
+    lowercase: bool
     chain: str
     warning: str = ""
+
+    def bleu(self) -> BLEU:
+        """The metric for these texts."""
+        return BLEU(lowercase=self.lowercase, tokenize=self.tokenizer, force=True)
 
 
 def running_text(texts: Texts) -> RunningText:
@@ -274,26 +291,32 @@ def running_text(texts: Texts) -> RunningText:
     hypotheses = texts.hypotheses
     references = texts.raw_references or texts.references
     has_running_references = texts.detokenized or texts.raw_references is not None
-    lowercase = all("\n".join(lines).islower() for lines in references)
-    lowercase = lowercase and "\n".join(hypotheses).lower() == "\n".join(hypotheses)
-    # A script without case may have a few Latin letters, which do not show that the text was lower-cased
-    lowercase = lowercase and not writes_no_spaces(texts.lang)
+    lowercase = _is_lower_cased(hypotheses, references, texts.lang)
     if lowercase and not has_running_references and not texts.tokenizer:
-        settings = {"lowercase": lowercase, "tokenize": "none"}
-        return RunningText(
-            hypotheses, references, settings, "sacreBLEU on the tokens as given, lower-cased"
-        )
+        chain = "sacreBLEU on the tokens as given, lower-cased"
+        return RunningText(hypotheses, references, "none", lowercase, chain)
     to_text = functools.partial(detokenize, lang=texts.lang)
     detokenizer = f"Moses detokenizer -l {texts.lang}"
     hypotheses_form = references_form = "as given"
     if not texts.detokenized:
-        hypotheses = [*map(to_text, hypotheses)]
+        hypotheses = list(map(to_text, hypotheses))
         hypotheses_form = detokenizer
     if not has_running_references:
-        references = [[*map(to_text, lines)] for lines in references]
+        references = [list(map(to_text, lines)) for lines in references]
         references_form = detokenizer
-    case = "lower-cased" if lowercase else "cased"
     forms = f"hypotheses/references: {hypotheses_form}/{references_form}"
-    chain = f"sacreBLEU {tokenizer}, {case}; {forms}"
-    settings = {"lowercase": lowercase, "tokenize": tokenizer}
-    return RunningText(hypotheses, references, settings, chain, warning)
+    chain = f"sacreBLEU {tokenizer}, {_case(lowercase)}; {forms}"
+    return RunningText(hypotheses, references, tokenizer, lowercase, chain, warning)
+
+
+def _is_lower_cased(hypotheses: list[str], references: list[list[str]], lang: str) -> bool:
+    """Whether both sides are lower-cased.
+
+    A script without case may have a few Latin letters, which do not show that the text was lower-cased.
+    """
+    if writes_no_spaces(lang):
+        return False
+    text = "\n".join(hypotheses)
+    if text != text.lower():
+        return False
+    return all("\n".join(lines).islower() for lines in references)

@@ -20,6 +20,55 @@ from moa_fairseq.experiments.study.design import Run, Study
 log = logging.getLogger(__name__)
 
 
+class Provenance(NamedTuple):
+    """What made a run, with the names of a record's keys; None if it is unknown.
+
+    Args:
+        precision: see `precision_name`.
+        data: the digest of the data's content.
+        versions: package → its version.
+        commit: the commit of the source tree.
+        date: the day of the last session.
+        hardware: the devices, with the number of threads.
+    """
+
+    precision: str | None = None
+    data: str | None = None
+    versions: dict[str, Any] | None = None
+    commit: str | None = None
+    date: str | None = None
+    hardware: str | None = None
+
+    @classmethod
+    def of_record(cls, record: dict[str, Any]) -> Provenance:
+        """The provenance in a record."""
+        return cls(**selected(record, cls._fields))
+
+    @classmethod
+    def of_training(cls, sessions: dict[str, Any]) -> Provenance:
+        """The provenance in a run folder, as `maker` returns it."""
+        hardware = None
+        if sessions.get("hardware"):
+            hardware = f"{sessions['hardware']}, {sessions.get('threads')} threads"
+        return cls.of_record(sessions)._replace(hardware=hardware)
+
+    def as_record(self) -> dict[str, Any]:
+        """The keys of a record, without unknown ones."""
+        return {key: value for key, value in self._asdict().items() if value is not None}
+
+
+class Conditions(NamedTuple):
+    """What all runs of a block must share.
+
+    Args:
+        hardware: the devices, with the number of threads.
+        precision: see `precision_name`.
+    """
+
+    hardware: str
+    precision: str
+
+
 class Place(NamedTuple):
     """The folders, data and devices of a study.
 
@@ -35,24 +84,21 @@ class Place(NamedTuple):
     data: Path | None
     gpus: int
 
-    def conditions(self, run: Run) -> dict[str, str]:
-        """The properties that all runs of a block must share: devices with threads, and the precision."""
+    def conditions(self, run: Run) -> Conditions:
+        """The conditions under which this machine trains a run."""
         devices = choose_devices(detect_hardware(), self.gpus, dry_run=False)
         recipe = run.load()
         if devices.gpus > 1:  # a small batch leaves some of them out
             recipe, devices, _ = fit(recipe, devices, prepared_data(self.folders / run.name))
         precision = precision_name(recipe.train.precision, devices, recipe.model)
-        return {
-            "hardware": f"{devices.describe()}, {self.study.threads} threads",
-            "precision": precision,
-        }
+        return Conditions(f"{devices.describe()}, {self.study.threads} threads", precision)
 
-    def trained(self, run: Run) -> dict[str, Any] | None:
+    def trained(self, run: Run) -> Provenance | None:
         """The provenance of the training in a run's folder; None if there is no checkpoint yet."""
         checkpoints = self.folders / run.name / "checkpoints"
         if not any(checkpoints.glob("*.pt")):
             return None
-        return provenance_of(maker(self.folders / run.name, run.load(), checkpoints))
+        return Provenance.of_training(maker(self.folders / run.name, run.load(), checkpoints))
 
 
 class Trained(NamedTuple):
@@ -60,11 +106,11 @@ class Trained(NamedTuple):
 
     Args:
         run: the run.
-        made_by: the provenance of its training, with the keys of a record.
+        provenance: what made it.
     """
 
     run: Run
-    made_by: dict[str, Any]
+    provenance: Provenance
 
 
 def check_data(runs: list[Run], place: Place) -> str | None:
@@ -89,42 +135,31 @@ def check_data(runs: list[Run], place: Place) -> str | None:
     return content_digest(binarised) if is_binarised(binarised) else None
 
 
-def provenance_of(made: dict[str, Any]) -> dict[str, Any]:
-    """The part of a record that says what made the run.
-
-    Args:
-        made: what `maker` returns.
-    """
-    record = selected(made, ("precision", "data", "versions", "commit", "date"))
-    if made.get("hardware"):
-        record["hardware"] = f"{made['hardware']}, {made.get('threads')} threads"
-    return {key: value for key, value in record.items() if value is not None}
-
-
 def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
     """Raise UserError if --data was prepared with other values than those of a recipe."""
     for run in {run.recipe: run for run in runs}.values():
-        if differ := data_differences(run.load(), prepared, {}):
+        differences = data_differences(run.load(), prepared, {})
+        if differences:
             problem = f"--data {place.data} differs from the data of {run.recipe}"
             remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
-            raise UserError(f"{problem}: {'; '.join(map(': '.join, differ.items()))}. {remedy}.")
+            raise UserError(
+                f"{problem}: {'; '.join(map(': '.join, differences.items()))}. {remedy}."
+            )
 
 
-def check_commit(
-    run: Run, made_by: dict[str, Any], place: Place, current_commit: str | None
-) -> None:
+def check_commit(trained: Trained, place: Place, current_commit: str | None) -> None:
     """Check that the current commit trained a run.
 
     Args:
-        run: the run.
-        made_by: the provenance in its record or run folder.
+        trained: the run, with its provenance.
         place: the folders, data and devices.
         current_commit: the commit of the source tree.
 
     Raises:
         UserError: if another commit trained it.
     """
-    recorded = made_by.get("commit")
+    run = trained.run
+    recorded = trained.provenance.commit
     if recorded == current_commit:
         return
     folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
@@ -142,13 +177,13 @@ def check_commit(
 
 
 def check_text(
-    name: str, made_by: dict[str, Any], place: Place, digest: str | None, remedy: str = ""
+    name: str, recorded: str | None, place: Place, digest: str | None, remedy: str = ""
 ) -> None:
     """Check that a run was trained on the text of --data.
 
     Args:
         name: the name of the run.
-        made_by: the provenance in its record or run folder.
+        recorded: the digest of the text that it was trained on.
         place: the folders, data and devices.
         digest: the digest of the content of --data, or None.
         remedy: what to do besides naming the run's data.
@@ -156,7 +191,6 @@ def check_text(
     Raises:
         UserError: if the text has another digest.
     """
-    recorded = made_by.get("data")
     if recorded and digest and recorded != digest:
         raise UserError(
             f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
@@ -165,27 +199,32 @@ def check_text(
         )
 
 
-def blocks_made_elsewhere(trained: list[Trained], place: Place) -> set[tuple[int, str]]:
-    """The blocks of these runs that cannot be continued here; a warning names each.
+def blocks_made_elsewhere(
+    trained: list[Trained], blocks: set[tuple[int, str]], place: Place
+) -> set[tuple[int, str]]:
+    """The blocks that cannot be continued here; a warning names each.
 
     Compared runs may differ in one thing only, so a block needs one kind of machine and one precision.
 
     Args:
         trained: the runs that were trained.
+        blocks: the blocks to look at.
         place: the folders, data and devices.
     """
     elsewhere: set[tuple[int, str]] = set()
-    conditions: dict[str, dict[str, str]] = {}
-    for run, made_by in trained:
-        if run.block in elsewhere:
+    conditions: dict[str, Conditions] = {}
+    for run, provenance in trained:
+        if run.block not in blocks - elsewhere:
             continue
         if run.system not in conditions:  # the conditions do not depend on the seed
             conditions[run.system] = place.conditions(run)
         current = conditions[run.system]
-        before = {key: made_by.get(key, current[key]) for key in current}
+        before = Conditions(
+            provenance.hardware or current.hardware, provenance.precision or current.precision
+        )
         if before != current:
             elsewhere.add(run.block)
-            words = (", ".join(before.values()), ", ".join(current.values()))
+            words = (", ".join(before), ", ".join(current))
             log.warning(
                 "seed %d %s was started on %s and is not continued on %s", *run.block, *words
             )

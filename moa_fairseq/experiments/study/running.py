@@ -24,12 +24,12 @@ from moa_fairseq.experiments.records.provenance import commit
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
 from moa_fairseq.experiments.study.conditions import (
     Place,
+    Provenance,
     Trained,
     blocks_made_elsewhere,
     check_commit,
     check_data,
     check_text,
-    provenance_of,
 )
 from moa_fairseq.experiments.study.design import Run, fitting_records, settings_of
 from moa_fairseq.experiments.study.records import (
@@ -52,12 +52,12 @@ class Outcome(NamedTuple):
     """What a training led to.
 
     Args:
-        made_by: the provenance of the training, with the keys of a record.
+        provenance: what made it.
         curve: its validations, as `curve_of` returns them.
         has_diverged: whether the training ended because it diverged.
     """
 
-    made_by: dict[str, Any]
+    provenance: Provenance
     curve: list[dict[str, Any]]
     has_diverged: bool
 
@@ -80,28 +80,40 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     """
     digest = check_data(runs, place)
     records = fitting_records(place.study, runs, strict=True)
+    trained = _trained_runs(runs, records, place)
+    current_commit = commit()
+    for training in trained:
+        check_commit(training, place, current_commit)
+        check_text(training.run.name, training.provenance.data, place, digest)
+    unrecorded = [run for run in runs if run.name not in records]
+    elsewhere = blocks_made_elsewhere(trained, {run.block for run in unrecorded}, place)
+    remaining = [run for run in unrecorded if run.block not in elsewhere]
+    for run in {run.system: run for run in remaining}.values():
+        _check_system(run, place.study.study)
+    return remaining
+
+
+def _trained_runs(
+    runs: list[Run], records: dict[str, dict[str, Any]], place: Place
+) -> list[Trained]:
+    """The runs that have a record or a checkpoint here."""
     trained = []
     for run in runs:
-        made_by = records.get(run.name) or place.trained(run)
-        if made_by is not None:
-            trained.append(Trained(run, made_by))
-    current_commit = commit()
-    for run, made_by in trained:
-        check_commit(run, made_by, place, current_commit)
-        check_text(run.name, made_by, place, digest)
-    incomplete = {run.block for run in runs if run.name not in records}
-    elsewhere = blocks_made_elsewhere(
-        [each for each in trained if each.run.block in incomplete], place
-    )
-    remaining = [run for run in runs if run.block not in elsewhere and run.name not in records]
-    for run in {run.system: run for run in remaining}.values():
-        try:
-            recipe = run.load()
-            check_flags(recipe)
-            workload(recipe, None)  # builds the model, without weights
-        except UserError as error:  # any: the message needs the system's name
-            raise UserError(f"System {run.system} of {place.study.study}: {error}") from error
-    return remaining
+        if run.name in records:
+            trained.append(Trained(run, Provenance.of_record(records[run.name])))
+        elif provenance := place.trained(run):
+            trained.append(Trained(run, provenance))
+    return trained
+
+
+def _check_system(run: Run, study: str) -> None:
+    """Raise UserError for unknown flags, and for flags that make no model."""
+    try:
+        recipe = run.load()
+        check_flags(recipe)
+        workload(recipe, None)  # builds the model, without weights
+    except UserError as error:  # any: the message needs the system's name
+        raise UserError(f"System {run.system} of {study}: {error}") from error
 
 
 def run_pending(runs: list[Run], place: Place) -> None:
@@ -131,26 +143,29 @@ def run_pending(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                elsewhere |= _block_elsewhere(run, runs, records, place)
-                if run.block not in elsewhere:
-                    log.info("%d of %d: %s", number, len(runs), run.name)
-                    _carry_out(run, place)
+                if _was_started_elsewhere(run, runs, records, place):
+                    elsewhere.add(run.block)
+                    continue
+                log.info("%d of %d: %s", number, len(runs), run.name)
+                _train_and_record(run, place)
 
 
-def _block_elsewhere(
+def _was_started_elsewhere(
     run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], place: Place
-) -> set[tuple[int, str]]:
-    """The run's block, if it cannot be continued here; a UserError if another commit trained a run."""
+) -> bool:
+    """Whether the run's block cannot be continued here; a UserError if another commit trained a run."""
     trained = []
-    for other_run in runs:
-        if record := records.get((other_run.system, other_run.seed)):
-            trained.append(Trained(other_run, record.content))
-    if (made_by := place.trained(run)) is not None:
-        trained.append(Trained(run, made_by))
+    for recorded_run in runs:
+        record = records.get((recorded_run.system, recorded_run.seed))
+        if record:
+            trained.append(Trained(recorded_run, Provenance.of_record(record.content)))
+    provenance = place.trained(run)
+    if provenance:
+        trained.append(Trained(run, provenance))
     current_commit = commit()
-    for each in trained:
-        check_commit(*each, place, current_commit)
-    return blocks_made_elsewhere([each for each in trained if each.run.block == run.block], place)
+    for training in trained:
+        check_commit(training, place, current_commit)
+    return run.block in blocks_made_elsewhere(trained, {run.block}, place)
 
 
 @contextlib.contextmanager
@@ -167,43 +182,58 @@ def _alone(file: Path) -> Iterator[bool]:
         yield alone
 
 
-def _carry_out(run: Run, place: Place) -> None:
+def _train_and_record(run: Run, place: Place) -> None:
     """Train, and append the record. Raise UserError if the training fails without diverging."""
+    folder = place.folders / run.name
     command = _command(run, place)
     environment = {"OMP_NUM_THREADS": str(place.study.threads)}
     settings = settings_of(run, place.study.stage)
-    made_by, curve, has_diverged = _train(run, place, command, environment, settings)
-    folder = place.folders / run.name
-    scores = {}
-    if place.study.stage == "all" and not has_diverged:
-        scores = saved_json(folder / "result.json")
-    data = prepared_data(folder)
-    for path in folder.glob("generate-*.txt") if scores else ():
-        subset = path.stem.removeprefix("generate-")
-        write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
+    outcome = _train(run, place, command, environment, settings)
     metrics = {}
-    if scores:
-        metrics = {scores["subset"]: scores["metrics"]} | scores["other_subsets"]
+    if place.study.stage == "all" and not outcome.has_diverged:
+        metrics = _metrics(folder)
+    if metrics:  # before the record: a run that has one is never repeated
+        _write_outputs(run, folder)
+    end = FINISHED
+    if outcome.has_diverged or outcome.curve[-1]["valid"] is None:
+        end = DIVERGED
     training = read_step_records(folder).get("train", {}).get("facts") or {}
     record: dict[str, Any] = {
         "study": place.study.study,
         "system": run.system,
         "seed": run.seed,
         "settings": settings,
-        "end": DIVERGED if has_diverged or curve[-1]["valid"] is None else FINISHED,
+        "end": end,
         "metrics": metrics,
-        "curve": curve,
+        "curve": outcome.curve,
         "parameters": training.get("parameters"),
     }
     record.update(summarise(folder / "train.jsonl"))
-    record.update(made_by)
+    record.update(outcome.provenance.as_record())
+    data = prepared_data(folder)
     if data:
         record["unknown"] = _unknown(run, data)
     record["command"] = to_shell(list(map(_without_machine, command)), environment)
     append_record(run.records, record)
 
 
+def _metrics(folder: Path) -> dict[str, Any]:
+    """Subset → its metrics in a run's result.json; {} if there is none."""
+    result = saved_json(folder / "result.json")
+    if not result:
+        return {}
+    return {result["subset"]: result["metrics"]} | result["other_subsets"]
+
+
+def _write_outputs(run: Run, folder: Path) -> None:
+    """Copy a run's translations into the folder of the records."""
+    for path in folder.glob("generate-*.txt"):
+        subset = path.stem.removeprefix("generate-")
+        write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
+
+
 def _command(run: Run, place: Place) -> list[str]:
+    """The command of a run's recipe, with the system's values; the seed comes last, so that it counts."""
     values = {
         "gpus": place.gpus,
         "data": place.data,
@@ -241,20 +271,22 @@ def _train(
     except UserError as error:  # the recipe failed; a study adds the remedy for the run
         remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
-    made_by = provenance_of(maker(folder, run.load()))
-    check_commit(run, made_by, place, start_commit)
+    provenance = Provenance.of_training(maker(folder, run.load()))
+    check_commit(Trained(run, provenance), place, start_commit)
     for (system, seed), before in records_of(run.records).items():
         if _of_data(before.content.get("settings", {})) == _of_data(settings):
             name = f"{system}-seed{seed}"
-            check_text(name, before.content, place, made_by.get("data"), f", and delete {folder}")
+            recorded = before.content.get("data")
+            check_text(name, recorded, place, provenance.data, f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or has_diverged):
         problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"
         raise UserError(f"{problem}. Restore the file, or start this run over without {folder}.")
-    return Outcome(made_by, curve, has_diverged)
+    return Outcome(provenance, curve, has_diverged)
 
 
 def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings of a recipe's data section."""
     return {key: value for key, value in settings.items() if key.startswith("data.")}
 
 
@@ -272,7 +304,7 @@ def _unknown(run: Run, data: Path) -> float:
     """The share of <unk> in the target side of the validation text."""
     section = run.load().data
     languages = tuple(filter(None, (section.source, section.target)))
-    *_, target = count_symbols(data, languages, ["valid"]).values()
+    target = list(count_symbols(data, languages, ["valid"]).values())[-1]
     return round(target.share, 6)
 
 
@@ -289,17 +321,19 @@ def curve_of(path: Path) -> list[dict[str, Any]]:
     rows: list[dict[str, Any]] = []
     train: list[float] = []
     for record in read_records(path):
-        name = "loss"
-        if any(key.endswith("nll_loss") for key in record):
-            name = "nll_loss"
+        has_likelihood = any(key.endswith("nll_loss") for key in record)
+        name = "nll_loss" if has_likelihood else "loss"
         if f"valid_{name}" in record:
             row = {"updates": updates_of(record), "valid": finite(record[f"valid_{name}"])}
             if train:
                 row["train"] = round(sum(train) / len(train), 4)
+            # A resumed training repeats validations
             while rows and rows[-1]["updates"] >= row["updates"]:
                 rows.pop()
             rows.append(row)
             train = []
-        elif "num_updates" in record and (loss := finite(record.get(name))) is not None:
-            train.append(loss)
+        elif "num_updates" in record:
+            loss = finite(record.get(name))
+            if loss is not None:
+                train.append(loss)
     return rows

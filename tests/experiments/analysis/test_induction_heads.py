@@ -12,6 +12,7 @@ from shared_fixtures import USER_DIR
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.analysis.induction_heads import (
+    HeadMap,
     HeadScore,
     draw_scores,
     measure_heads,
@@ -243,7 +244,7 @@ def test_layers_of_the_picture_are_in_order():
         HeadScore(f"decoder.layers.{layer}.self_attn", "head", 1, layer / 20, None, 1.0)
         for layer in range(12)
     ]
-    heads[-1].map = (torch.eye(3), {})
+    heads[-1].map = HeadMap(torch.eye(3), {})
     panel = draw_scores(heads[::-1], ["</s>", "a", "a"]).subfigs[0].axes[0]
     assert panel.images[0].get_array()[:, 0].tolist() == pytest.approx(
         [layer / 20 for layer in range(12)]

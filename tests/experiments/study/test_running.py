@@ -79,7 +79,7 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
     one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path)
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
     with pytest.raises(Stopped):
-        running._carry_out(one, place)
+        running._train_and_record(one, place)
     values = [word for before, word in zip(commands[0], commands[0][1:]) if before == "--set"]
     assert [value for value in values if value.startswith("train.seed")][-1] == "train.seed=3"
     assert "train.flags.lr=0.1" in values
@@ -88,7 +88,7 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
 def test_translations_are_written_before_the_record(tmp_path, monkeypatch):
     """A run with a record is never carried out again, so what a kill left unwritten would be lost."""
     written = []
-    outcome = running.Outcome({}, [{"updates": 1, "valid": 2.0}], False)
+    outcome = running.Outcome(running.Provenance(), [{"updates": 1, "valid": 2.0}], False)
     monkeypatch.setattr(running, "_train", lambda *_: outcome)
     translated = SimpleNamespace(hypotheses=["x"])
     monkeypatch.setattr(running, "read_generate_log", lambda path: translated)
@@ -100,5 +100,5 @@ def test_translations_are_written_before_the_record(tmp_path, monkeypatch):
     (tmp_path / "A-seed3" / "result.json").write_text(json.dumps(result))
     one = Run("A", 3, shipped_recipes()["quickstart_moa"], {}, tmp_path)
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
-    running._carry_out(one, place)
+    running._train_and_record(one, place)
     assert written == ["translation", "record"]

@@ -1223,7 +1223,7 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
         about["commit"] = provenance.commit()
         append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
 
-    monkeypatch.setattr(running, "_carry_out", carry_out)
+    monkeypatch.setattr(running, "_train_and_record", carry_out)
     running.run_pending(
         runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
     )
