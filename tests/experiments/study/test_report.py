@@ -1,15 +1,33 @@
 """A study's tables of several contrasts, and of losses and bytes of cache."""
 
 import json
+import re
+import statistics
+import warnings
+from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
+import yaml
+from played_study import (
+    RECIPE,
+    STUDY,
+    Player,
+    changed,
+    record_of,
+    report_of,
+    say_what_trains,
+    without,
+)
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.significance import paired
-from moa_fairseq.experiments.study import pictures, report
+from moa_fairseq.experiments.study import command, pictures, report
 from moa_fairseq.experiments.study.design import Contrast, Study
+from moa_fairseq.experiments.study.records import records_of
+from moa_fairseq.process import flags
 
 LOSSES = {
     "A": {1: 3.00, 2: 3.10, 3: 2.90, 4: 3.05},
@@ -141,3 +159,291 @@ def test_a_list_of_decoding_times_is_named(cache, tmp_path):
     (tmp_path / "decoding-cpu.json").write_text("[1]")
     with pytest.raises(UserError, match=r"decoding-cpu\.json"):
         cache()
+
+
+def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
+    Player.end = 1
+    study()
+    assert study("--report")[0] == 2, "no seed is complete"
+    Player.end = 7
+    _, records = study()
+    whole = report_of(study)
+    assert pictures() == {"differences", "contrasts", "branch"}
+    assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
+    assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
+    for row in whole["systems"]:  # of the seeds that are a sample
+        assert row["deviation"] == pytest.approx(statistics.stdev(row["by_seed"].values()))
+    without(records, "A-seed2")
+    assert sorted(report_of(study)["systems"][1]["by_seed"]) == ["1", "3"]
+
+
+def test_speeds_are_compared_within_a_seed(study):
+    _, records = study()
+    for seed, speed in enumerate(((100, 50), (900, 675), (10, 2), (1000, 900)), 1):
+        for system, tokens_per_second in zip("AB", speed):
+            changed(records, f"{system}-seed{seed}", tokens_per_second=tokens_per_second)
+    assert [row["speed"] for row in report_of(study)["systems"]] == [
+        1.0,
+        pytest.approx((0.5 + 0.75) / 2),
+    ]
+
+
+def test_a_seed_that_one_system_has_alone_has_no_speed():
+    speeds = {("A", 1): 100, ("B", 1): 50, ("B", 2): 70, ("A", 3): 0, ("B", 3): 60}
+    found = [
+        {"system": key, "seed": n, "tokens_per_second": speed}
+        for (key, n), speed in speeds.items()
+    ]
+    assert report._speed([row for row in found if row["system"] == "B"], "A", found) == 0.5
+
+
+def test_a_diverged_run_is_the_worst_and_stays(study):
+    Player.diverges = ("B-seed3",)
+    study()
+    study()
+    assert Player.ran.count("B-seed3") == 1
+    systems = {row["system"]: row for row in report_of(study)["systems"]}
+    assert systems["B"]["diverged"] == 1
+    assert systems["B"]["by_seed"]["3"] == max(systems["A"]["by_seed"].values())
+
+
+def test_a_report_says_how_large_each_attention_starts(study):
+    small = {**STUDY["systems"]["B"], "set": {"model.flags.attention-branch-scale": 0.25}}
+    changes = {"systems": {**STUDY["systems"], "B": small}}
+    study(**changes)
+    dense, quarter = (row["branch"] for row in report_of(study, **changes)["systems"])
+    assert quarter / dense == pytest.approx(0.25, rel=1e-5)
+
+
+@pytest.mark.parametrize("said", [{}, {"train.flags.tokens-per-sample": 64}])
+def test_a_language_model_is_counted_with_the_length_that_it_is_trained_with(study, said):
+    """fairseq takes 1,024 tokens where a recipe names no number."""
+    study(set=said)
+    (row, _) = report_of(study, set=said)["systems"]
+    length = said.get("train.flags.tokens-per-sample", 1024)
+    model = yaml.safe_load(RECIPE)["model"]
+    cost = complexity(model["arch"], 1000, length, length, "shared", flags(model["flags"]))
+    assert row["attention_macs"] == cost.attention_macs
+
+
+def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
+    """B has one of A's four key heads and fewer bits; C has two and more bits than both."""
+    systems = {**STUDY["systems"], "C": {"label": "between", "recipe": "../tiny.yaml"}}
+    for name, heads in (("B", 1), ("C", 2)):
+        systems[name] = {**systems[name], "set": {"model.flags.key-heads": heads}}
+    study(systems=systems)
+    for seed in (1, 2, 3, 4):
+        curve = record_of(Path("results/studies/toy"), f"C-seed{seed}")["curve"]
+        worse = [{**row, "valid": row["valid"] + 0.1} for row in curve]
+        changed(Path("results/studies/toy"), f"C-seed{seed}", curve=worse)
+    seconds = {"A": 0.2, "B": 0.1}
+    measured = tmp_path / "results/studies/toy/decoding-cpu.json"
+    measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
+    assert study("--report", systems=systems)[0] == 2
+    assert re.search(
+        r"decoding-cpu\.json: seconds_per_token\.1 .*\bC\b", capsys.readouterr().err
+    )
+    seconds["C"] = 0.3
+    measured.write_text(json.dumps({"device": "cpu", "seconds_per_token": {"1": seconds}}))
+    found = report_of(study, systems=systems)
+    rows = found["cache"]
+    assert [(row["system"], row["cache_bytes"], row["is_pareto_optimal"]) for row in rows] == [
+        ("B", 64, True),  # keys and values of 16 numbers, two bytes each
+        ("C", 128, False),
+        ("A", 256, False),
+    ]
+    assert rows[0]["mean"] == found["contrasts"][0]["mean"] < 0 < rows[1]["mean"]
+    assert "mean" not in rows[2], "the first system itself"
+    assert [row["decoding"]["cpu, 1"] for row in rows] == pytest.approx([0.5, 1.5, 1])
+    assert "0.50 (cpu, 1)" in Path("results/studies/toy/report.md").read_text()
+    assert "cache" in pictures()
+
+
+def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
+    _, records = study()
+    whole = report_of(study)
+    assert study("--report", "--seeds", "3")[0] == 0
+    (contrast,) = json.loads((records / "report-3-seeds.json").read_text())["contrasts"]
+    assert contrast["n"] == 3 and whole == json.loads((records / "report.json").read_text())
+    assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
+
+
+@pytest.mark.thorough
+def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
+    pairs = {
+        "experiment": "pairs",
+        "summary": "translations",
+        "data": {"recipe": "tatoeba", "source": "en", "target": "de", "bpe": 100},
+        "model": {"arch": "dense_transformer_tiny"},
+        "train": {"criterion": "cross_entropy", "max_tokens": 16, "max_update": 4},
+        "generate": {"subsets": ["test"], "beam": 1},
+    }
+    (tmp_path / "configs" / "pairs.yaml").write_text(json.dumps(pairs))
+    systems = {name: {"label": name, "recipe": "../pairs.yaml"} for name in "AB"}
+    _, records = study(systems=systems)
+    target = [f"Das ist der Satz {n} von allen ." for n in range(30)]
+    references = tmp_path / "test.de"
+    references.write_text("".join(f"{line}\n" for line in target))
+    (records / "outputs").mkdir()
+    for name, words in (("A", 4), ("B", 7)):
+        for seed in (1, 2, 3):
+            lines = "".join(
+                " ".join(line.split()[: words + (n % (seed + 1) == 0)]) + "\n"
+                for n, line in enumerate(target)
+            )
+            (records / "outputs" / f"{name}-seed{seed}.test.txt").write_text(lines)
+    assert study("--report", "--references", str(references), systems=systems)[0] == 0
+    loose = (records / "report.json").read_text()
+    assert study("--pack", systems=systems)[0] == 0 and not (records / "outputs").exists()
+    assert study("--report", "--references", str(references), systems=systems)[0] == 0
+    assert (records / "report.json").read_text() == loose, "packed they say the same"
+    rows = json.loads(loose)["translations"]
+    assert [(row["metric"], row["n"]) for row in rows] == [("BLEU", 3), ("chrF", 3)]
+    for row in rows:
+        assert row["low"] < row["difference"] < row["high"] and row["difference"] > 5
+        assert row["p_holm"] == row["p"] < 0.01 and row["p_seeds_holm"] == row["p_seeds"] < 0.05
+        assert row["signature"] in (records / "report.md").read_text()
+    assert "case:mixed" in rows[0]["signature"]
+    references.write_text(target[0])
+    assert study("--report", "--references", str(references), systems=systems)[0] == 2
+    assert "--references" in capsys.readouterr().err
+    assert study("--references", str(references))[0] == 2, "without --report"
+    assert study("--report", "--references", str(references))[0] == 2, "a language model"
+
+
+def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch):
+    """B learns half as fast, and the lower a training loss is, the more its validation loss is above A's.
+
+    C, with a dropout of its own, reaches no training loss below 6.75: it moves no level, and has no row.
+    """
+    systems = {**STUDY["systems"], "C": {"label": "dropped", "recipe": "../tiny.yaml"}}
+    systems["C"]["set"] = {"model.flags.attention-dropout": 0.3}
+    contrasts = {
+        **STUDY["contrasts"],
+        "dropout": {"first": "C", "second": "A", "question": "?"},
+    }
+    changes = {"levels": 4, "systems": systems, "contrasts": contrasts}
+
+    def play(self, command, log):
+        folder = Path(command[command.index("--save-dir") + 1])
+        folder.mkdir(parents=True, exist_ok=True)
+        say_what_trains(folder)
+        rows = []
+        for n in range(1, 6):
+            train = 8 - n / {"A": 1, "B": 2, "C": 4}[folder.name[0]]
+            behind = 0.1 * (8 - train) * folder.name.startswith("B")
+            valid = train + 1 + behind + 0.001 * int(folder.name[-1]) ** 2
+            rows.append({"epoch": n, "num_updates": str(n), "loss": str(train)})
+            rows.append({"epoch": n, "valid_loss": str(valid), "valid_num_updates": str(n)})
+        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+    monkeypatch.setattr(Player, "run", play)
+    study(**changes)
+    found = report_of(study, **changes)
+    (row,) = found["at_equal_training_loss"]
+    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "worse"
+    assert row["mean"] == pytest.approx(0.2), "levels from 5.5 to 6.5"
+    assert found["contrasts"][0]["mean"] > 2
+    assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
+    assert found["systems"][2]["dropout"]["attention-dropout"] == 0.3
+    assert pictures() == {"differences", "contrasts", "branch", "generalisation"}
+    monkeypatch.setattr(command, "draw", lambda study, content: {})
+    records = Path("results/studies/toy")
+    assert "0.2000" in (records / "report.md").read_text()
+    # Diverged at a high training loss, which moves no level
+    curve = record_of(records, "B-seed4")["curve"]
+    changed(records, "B-seed4", end="diverged", curve=curve[:1])
+    (row,) = report_of(study, **changes)["at_equal_training_loss"]
+    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, (
+        "it is the worst of the others"
+    )
+
+
+@pytest.mark.parametrize(
+    ("validation", "last"),
+    [
+        ({"updates": 3, "valid": None}, 2),
+        ({"updates": 3, "valid": 4.0}, 2),
+        ({"updates": 3, "train": None, "valid": 4.0}, 2),
+        (None, 1),
+    ],
+)
+def test_a_validation_without_both_losses_is_at_no_training_loss(study, validation, last):
+    """The mean over the seeds is then of the validations that all have; the means of the others stay."""
+    changes = {"levels": 2, "last": last}
+    _, records = study(**changes)
+    curve = [{"updates": n, "train": 8.0 - n, "valid": 9.0 - n} for n in (2, 3, 4, 5)]
+    for name in "AB":
+        for seed in (1, 2, 3, 4):
+            changed(records, f"{name}-seed{seed}", curve=curve)
+    rest = [row for row in curve if row["updates"] != 3]
+    changed(
+        records, "A-seed2", curve=[rest[0], *([validation] if validation else []), *rest[1:]]
+    )
+    found = report_of(study, **changes)
+    assert [row["curve"] for row in found["systems"]] == [
+        [[6.0, 7.0], [4.0, 5.0], [3.0, 4.0]],
+        [[6.0, 7.0], [5.0, 6.0], [4.0, 5.0], [3.0, 4.0]],
+    ]
+    (row,) = found["at_equal_training_loss"]
+    assert row["n"] == 4 and row["mean"] == pytest.approx(0)
+
+
+def test_a_contrast_without_a_common_training_loss_is_left_out(study):
+    _, records = study(levels=2)
+    for name, first in (("A", 9.0), ("B", 5.0)):
+        curve = [{"updates": n, "train": first - n, "valid": first - n} for n in (1, 2)]
+        for seed in (1, 2, 3, 4):
+            changed(records, f"{name}-seed{seed}", curve=curve)
+    found = report_of(study, levels=2)
+    assert found["at_equal_training_loss"] == [] and len(found["contrasts"]) == 1
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"hardware": "another machine"},
+        {"precision": "another precision"},
+        {"commit": "another one"},
+    ],
+)
+def test_a_report_says_where_runs_differ_in_more_than_the_system(study, capsys, other):
+    _, records = study()
+    capsys.readouterr()
+    report_of(study)
+    assert "unequal" not in (said := capsys.readouterr()).out + said.err
+    before = record_of(records, "B-seed2")
+    changed(records, "B-seed2", **other)
+    found = report_of(study)
+    said = capsys.readouterr()
+    (line,) = (line for line in (said.out + said.err).splitlines() if "unequal" in line)
+    (key,) = other
+    assert key in line and before[key] in line and ("seed 2" in line) == (key != "commit")
+    assert found["runs"] == 8 and len(found["made_by"][key]) == 2
+
+
+def test_a_study_of_one_system_has_no_differences_to_draw(study, pictures):
+    alone = {"systems": {"A": STUDY["systems"]["A"]}, "contrasts": {}, "seeds": 2}
+    study(**alone)
+    with warnings.catch_warnings():
+        warnings.simplefilter("error", UserWarning)
+        report_of(study, **alone)
+    assert pictures() == {"branch"}
+
+
+@pytest.mark.parametrize("flag", ["user-dir", "user-di"])
+def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
+    _, records = study()
+    (tmp_path / "trap").mkdir()
+    (tmp_path / "trap" / "__init__.py").write_text(f"open({str(tmp_path / 'marker')!r}, 'w')")
+    planted = {**STUDY["systems"]["A"], "set": {f"model.flags.{flag}": str(tmp_path / "trap")}}
+    for system, seed in list(
+        records_of(records)
+    ):  # a stranger's records fit the stranger's study
+        settings = record_of(records, f"{system}-seed{seed}")["settings"]
+        settings = {**settings, f"model.flags.{flag}": str(tmp_path / "trap")}
+        if system == "A":
+            changed(records, f"A-seed{seed}", settings=settings)
+    systems = {"A": planted, "B": STUDY["systems"]["B"]}
+    assert study("--report", systems=systems)[0] == 2
+    assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()

@@ -1,16 +1,32 @@
-"""What a study keeps of a run's log."""
+"""The runs of a study: their order, what is kept of their logs, and how workers share them."""
 
+import errno
 import json
+import multiprocessing
+import re
+import time
+from pathlib import Path
 from types import SimpleNamespace
 
+import portalocker
 import pytest
 import torch
 from fairseq import checkpoint_utils
+from played_study import (
+    COMMIT,
+    STUDY,
+    Player,
+    record_of,
+    report_of,
+    without,
+)
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import shipped_recipes
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.experiments.study import running
 from moa_fairseq.experiments.study.design import Run
+from moa_fairseq.experiments.study.records import append_record, records_of
 from moa_fairseq.experiments.study.running import Place, curve_of
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.process import DIVERGED
@@ -102,3 +118,199 @@ def test_translations_are_written_before_the_record(tmp_path, monkeypatch):
     place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
     running._train_and_record(one, place)
     assert written == ["translation", "record"]
+
+
+def test_systems_of_a_seed_run_back_to_back(study, capsys):
+    status, records = study()
+    assert status == 0
+    assert Player.ran == [f"{system}-seed{seed}" for seed in (1, 2, 3, 4) for system in "AB"]
+    assert sorted(path.name for path in records.iterdir()) == ["records.jsonl"]
+    record = record_of(records, "B-seed2")
+    assert record["curve"][0] == {"updates": 2, "valid": 5.54, "train": 9.0}
+    assert (record["system"], record["seed"], record["end"], record["commit"]) == (
+        "B",
+        2,
+        "finished",
+        COMMIT,
+    )
+    assert "--set train.seed=2" in record["command"] and "1 threads" in record["hardware"]
+    assert record["precision"] == "fp32"
+    without(records, "B-seed2")
+    capsys.readouterr()
+    assert study("--dry-run")[0] == 0
+    assert re.findall(r"[AB]-seed\d", capsys.readouterr().out) == ["B-seed2"], "what is left"
+
+
+def test_a_record_names_no_folder_of_its_machine(study, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("elsewhere")
+    status, records = study("--runs", str(elsewhere))
+    command = record_of(records, "B-seed2")["command"]
+    assert status == 0 and (elsewhere / "toy" / "B-seed2").is_dir()
+    assert "--save-dir B-seed2 " in command and "recipe configs/" in command
+    assert str(elsewhere) not in command and str(Path.cwd()) not in command
+
+
+@pytest.mark.thorough
+def test_a_study_that_was_interrupted_twice_says_the_same(study):
+    for Player.end in (3, 5):
+        status, _ = study(name="again")
+        assert status == 130
+    Player.end = None
+    study(name="again")
+    assert len(Player.ran) == len(set(Player.ran)) == 8, "a recorded run is never made again"
+    study(name="whole")
+    again = report_of(study, name="again")
+    whole = report_of(study, name="whole")
+    assert again["systems"] == whole["systems"] and again["contrasts"] == whole["contrasts"]
+    (contrast,) = whole["contrasts"]
+    assert (
+        contrast["mean"] == pytest.approx(-0.5)
+        and contrast["verdict"] == "better"
+        and contrast["n"] == 4
+    )
+
+
+def test_a_run_whose_last_validation_is_no_number_has_diverged(study, monkeypatch):
+    """fairseq goes on training where only a validation is NaN."""
+    play = Player.run
+
+    def run(self, command, log):
+        play(self, command, log)
+        folder = Path(command[command.index("--save-dir") + 1])
+        row = {"epoch": 2, "valid_loss": "nan", "valid_num_updates": "5"}
+        with open(folder / "train.jsonl", "a") as stream:
+            stream.write(json.dumps(row) + "\n" if folder.name.startswith("B") else "")
+
+    monkeypatch.setattr(Player, "run", run)
+    _, records = study(seeds=1)
+    ends = {name: record_of(records, f"{name}-seed1")["end"] for name in "AB"}
+    assert ends == {"A": "finished", "B": "diverged"}
+
+
+def test_a_training_that_failed_otherwise_has_not_diverged(study, monkeypatch, capsys):
+    """An earlier attempt with other settings did, and its log is still in the folder."""
+    folder = Path("runs/toy/A-seed1")
+    folder.mkdir(parents=True)
+    (folder / "train.log").write_text(
+        "fairseq-train: error: The training has diverged: Loss is nan\n"
+    )
+    monkeypatch.setattr(
+        Player, "run", lambda *_: (_ for _ in ()).throw(UserError("other settings"))
+    )
+    status, records = study()
+    assert status == 2 and not records_of(records)
+
+
+def test_a_finished_run_without_a_validation_is_no_diverged_one(study, monkeypatch, capsys):
+    """Its train.jsonl was deleted, say."""
+    play = Player.run
+
+    def run(self, command, log):
+        play(self, command, log)
+        Path(command[command.index("--save-dir") + 1], "train.jsonl").unlink()
+
+    monkeypatch.setattr(Player, "run", run)
+    status, records = study()
+    assert status == 2 and not records_of(records)
+    assert "A-seed1/train.jsonl" in capsys.readouterr().err
+
+
+def test_any_other_failure_ends_the_study(study, monkeypatch, capsys):
+    monkeypatch.setattr(
+        Player, "run", lambda *_: (_ for _ in ()).throw(UserError("the disk is full"))
+    )
+    status, records = study()
+    assert status == 2 and "the disk is full" in capsys.readouterr().err
+    assert not records_of(records)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"train.flags.nonsense": 3}, "nonsense"),
+        ({"model.flags.key-heads": 3}, "key-heads|key heads"),
+        ({"model.arch": "none"}, "none"),
+    ],
+)
+def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(
+    study, capsys, values, named
+):
+    systems = {
+        **STUDY["systems"],
+        "wrong": {"label": "?", "recipe": "../tiny.yaml", "set": values},
+    }
+    for flags_of_it in ((), ("--dry-run",)):
+        assert study(*flags_of_it, systems=systems)[0] == 2 and not Player.ran
+        assert re.search(rf"wrong.*({named})", capsys.readouterr().err)
+
+
+def test_workers_share_a_study(study, monkeypatch):
+    """As --jobs does it on one machine, and a job array on several."""
+    play = Player.run
+    monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
+    fork = multiprocessing.get_context("fork")
+    ran = [fork.Queue(), fork.Queue()]
+    workers = [
+        fork.Process(target=lambda queue=queue: (study(), queue.put(Player.ran)))
+        for queue in ran
+    ]
+    for worker in workers:
+        worker.start()
+    first, second = (queue.get(timeout=60) for queue in ran)
+    assert (
+        first
+        and second
+        and sorted(first + second) == [f"{s}-seed{n}" for s in "AB" for n in (1, 2, 3, 4)]
+    )
+    assert report_of(study)["runs"] == 8
+
+
+@pytest.mark.parametrize("held", ["A-seed1.lock", "records.jsonl"])
+def test_without_locks_nothing_is_trained_and_the_study_has_failed(
+    study, monkeypatch, capsys, held
+):
+    """A lock that cannot be taken is not one that another worker has; of the records, before the training."""
+    acquire = portalocker.Lock.acquire
+
+    def without(lock, *arguments, **options):
+        if Path(lock.filename).name != held:
+            return acquire(lock, *arguments, **options)
+        raise portalocker.LockException(
+            OSError(errno.ENOLCK, "No locks available"), "No locks available"
+        )
+
+    monkeypatch.setattr(portalocker.Lock, "acquire", without)
+    status, records = study(seeds=1)
+    assert status == 2 and not Player.ran and not records_of(records)
+    assert held in (said := capsys.readouterr().err) and "has no locks" in said
+
+
+def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
+    folder = Path("runs/toy")
+    folder.mkdir(parents=True)
+    with portalocker.Lock(folder / "A-seed1.lock", "a", timeout=0):
+        assert study(seeds=1)[0] == 0
+    assert Player.ran == ["B-seed1"]
+    said = capsys.readouterr()
+    assert "another worker runs A-seed1" in said.out + said.err
+    Player.ran = []
+    assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], (
+        "its lock was left behind, and is nobody's"
+    )
+
+
+def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkeypatch):
+    runs = [Run("A", seed, tmp_path / "tiny.yaml", {}, tmp_path) for seed in range(3)]
+    ran = []
+
+    def train_and_record(run, place):
+        ran.append(run.seed)
+        about = {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []}
+        about["commit"] = provenance.commit()
+        append_record(tmp_path, {**about, "parameters": None, "tokens_per_second": None})
+
+    monkeypatch.setattr(running, "_train_and_record", train_and_record)
+    running.run_pending(
+        runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
+    )
+    assert ran == [0, 2]

@@ -1,0 +1,99 @@
+"""Which records fit a study, and the training losses at which its runs are compared."""
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+
+import pytest
+from played_study import (
+    RECIPE,
+    STUDY,
+    Player,
+    changed,
+    record_of,
+)
+
+from moa_fairseq.experiments.recipes.loading import load_recipe
+from moa_fairseq.experiments.study import design
+from moa_fairseq.experiments.study.design import Run, fitting_records, runs_of, settings_of
+from moa_fairseq.experiments.study.loading import load_study
+
+
+def curves(**of_system):
+    """A record of each system's (training, validation) losses."""
+    found = {}
+    for name, pairs in of_system.items():
+        rows = [
+            {"updates": n, "train": train, "valid": valid}
+            for n, (train, valid) in enumerate(pairs)
+        ]
+        found[f"{name}-seed1"] = {"end": "finished", "curve": rows}
+    return found
+
+
+def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
+    (tmp_path / "tiny.yaml").write_text(RECIPE)
+    run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path)
+    assert settings_of(run, "train")["train.flags.clip-norm"] == 0
+
+
+def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys, monkeypatch):
+    Player.end = 4
+    _, records = study(set={"train.flags.lr": 1})
+    Player.end = None
+    assert study(set={"train.flags.lr": 5})[0] == 2 and len(Player.ran) == 4, (
+        "seeds 1 and 2 are of another rate"
+    )
+    assert "train.flags.lr: 1 → 5" in capsys.readouterr().err
+    assert study("--report", set={"train.flags.lr": 5})[0] == 2, "no seed is complete"
+    assert (
+        study(set={"train.flags.lr": 1}, stage="all")[0] == 2
+        and "stage: train → all" in capsys.readouterr().err
+    )
+
+    monkeypatch.setattr(design, "load_recipe", load_recipe)
+
+    def fitting(**changes):
+        path = tmp_path / "configs" / "studies" / "toy.yaml"
+        path.write_text(json.dumps({**STUDY, "set": {"train.flags.lr": 1}, **changes}))
+        capsys.readouterr()
+        found = load_study(path, records.parent)
+        return set(fitting_records(found, runs_of(found, path.parent, records.parent)))
+
+    every = {f"{system}-seed{seed}" for system in "AB" for seed in (1, 2)}
+    assert (
+        fitting()
+        == fitting(question="worded anew", set={"train.flags.lr": 1, "train.precision": "amp"})
+        == every
+    )
+    before = (records / "records.jsonl").read_text()
+    changed(records, "B-seed2", study="another")  # was copied here
+    assert fitting() == every - {"B-seed2"}
+    assert study("--dry-run", set={"train.flags.lr": 1})[0] == 2
+    assert "records.jsonl, line 5 (study: another → toy)" in (said := capsys.readouterr().err)
+    assert "git checkout" in said
+    (records / "records.jsonl").write_text(before)
+    # as records were: what the study added stands in the command
+    changed(records, "B-seed2", settings=None)
+    assert fitting() == every
+    command = record_of(records, "B-seed2")["command"]
+    changed(records, "B-seed2", command=command.replace("lr=1", "lr=2"))
+    assert fitting() == every - {"B-seed2"}
+    (tmp_path / "configs" / "tiny.yaml").write_text(
+        RECIPE.replace("max_update: 4", "max_update: 8")
+    )
+    assert not fitting()
+
+
+def test_no_level_lies_above_a_runs_first_training_loss():
+    """B learns as A does, and its training loss is first measured later."""
+    late = [(4.6, 4.9), (4.5, 4.4)]
+    records = curves(A=[(5.6, 5.7), *late], B=late)
+    study = SimpleNamespace(levels=3, last=1, systems={"A": None, "B": None})
+    levels = design.common_levels(study, list(records.values()))
+    assert levels.tolist() == pytest.approx([4.5, 4.55, 4.6])
+    runs = [Run(name, 1, Path(), {}, Path()) for name in "AB"]
+    found = design.losses_of(study, runs, records, levels)
+    assert found["A"][1] == pytest.approx(found["B"][1]) == pytest.approx(4.65)
+    records = curves(A=[(5.6, 5.7), (5.0, 5.2)], B=late)
+    assert not len(design.common_levels(study, list(records.values()))), "none that both have"
