@@ -6,7 +6,7 @@ import json
 import pytest
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.recipes import command
+from moa_fairseq.experiments.recipes import command, loading
 
 ONE_EXPERT = "wmt14_ende_one_expert"
 RANDOM = "UNI-MAE-7, one random expert"
@@ -53,6 +53,17 @@ def test_all_rows_are_run_one_after_the_other(started):
         "runs/wmt14_ende_moa_base_8k8e128d_0_01la",
     ]
     assert len(set(folders)) == 15
+
+
+def test_rows_that_differ_from_the_recipe_are_not_built(shipped, monkeypatch):
+    """Each would take as long as the recipe itself."""
+    builds = []
+    build = loading._built
+    monkeypatch.setattr(loading, "_built", lambda *args: builds.append(args) or build(*args))
+    assert len(shipped("wmt14_ende_moa_base").rows) == 14
+    assert len(builds) == 1
+    assert shipped("wmt14_ende_moa_base", "model.num_experts=16").reproduces.row
+    assert len(builds) == 3
 
 
 def test_one_row_with_its_folder_and_record(started):
