@@ -184,6 +184,15 @@ def harness_of(run, data, segmented=False):
     return HarnessModel(text_model.load(args, LANGUAGE_MODELING).double(), max_tokens=60)
 
 
+@pytest.mark.parametrize(("max_tokens", "sizes"), [(60, [3, 3, 1]), (59, [2, 2, 2, 1])])
+def test_batches_are_filled_to_their_limit(max_tokens, sizes):
+    from moa_fairseq.experiments.inference.harness import HarnessModel
+
+    limits = argparse.Namespace(chunk=100, max_tokens=max_tokens)
+    batches = HarnessModel._batches(limits, [[4] * 20] * 7)
+    assert [len(batch) for batch in batches] == sizes
+
+
 def samples_of(harness, folders, *tasks, of=None):
     """task → (arguments, answer) of each request, from lm_eval; of: the group that is asked for."""
     from lm_eval.tasks import TaskManager
