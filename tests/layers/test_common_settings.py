@@ -18,6 +18,7 @@ from moa_fairseq.layers import (
     NativeMixtureOfHeads,
     SwitchHeadAttention,
 )
+from moa_fairseq.layers.rope_scaling import RopeScaling
 
 C = 12
 B = 3
@@ -248,6 +249,13 @@ def test_yarns_factor_for_attention():
         q, k = torch.randn(2, 1, 4, 5, 8, dtype=torch.float64)
         rotated, _ = module.positions.rotate(q, k, 0)
         torch.testing.assert_close(rotated.norm(), expected * q.norm())
+
+
+def test_yarns_ramp_ends_at_the_last_number():
+    """In a long text no pair turns seldom: the last of R = 8 numbers, 7, ends the ramp of the 4 pairs."""
+    scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=1000, beta_fast=1000)
+    angles = scaling.scale_angles(torch.ones(4, dtype=torch.float64), base=2.0)
+    torch.testing.assert_close(angles, 1 - torch.arange(4, dtype=torch.float64) * 3 / 4 / 7)
 
 
 @pytest.mark.parametrize(("width", "heads"), [(25, 1), (25, 5), (27, 1), (27, 3)])

@@ -229,6 +229,24 @@ def test_what_observers_keep_over_updates_stays_in_float32(dtype):
     assert moved.device.type == "meta" and moved.dtype == torch.float32
 
 
+def test_what_routers_observe_is_zero_after_the_meta_device():
+    """Memory that `to_empty` takes holds anything."""
+    with torch.device("meta"):
+        attention = balanced()
+    attention._apply(lambda tensor: torch.full_like(tensor, 7.0, device="cpu"))
+    assert not attention.router.pending.any() and attention.router.selection_bias.all()
+
+
+@pytest.mark.parametrize("kind", ["switchhead", "moh"])
+def test_in_half_precision_the_gradients_of_these_logits_are_not_rounded(kind):
+    """1 + 2^-10, which bfloat16 lacks, less 1."""
+    projection = CHOOSERS[kind]().projection.bfloat16()
+    x = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16).expand(2, 16)
+    logits = projection(x)
+    logits.backward(torch.tensor([[1 + 2**-10], [1.0]]).expand_as(logits))
+    assert (projection.weight.grad == 2**-10).all()
+
+
 @pytest.mark.parametrize("kind", ["MoA", "NAMOH", "MAE"])
 def test_evaluation_leaves_no_trace_in_what_observers_keep(kind):
     """Validation comes between the micro-batches of training; also with gradients, as an analysis may."""

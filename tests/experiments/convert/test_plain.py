@@ -89,6 +89,9 @@ def test_each_dropout_is_the_models():
     stack = plain.plain_model(whole_models.build("moa_lm_tiny", *flags)).decoder
     assert {name: getattr(stack.settings, name) for name in rates} == rates
     assert (stack.dropout_module.p, stack.output_dropout_module.p) == (0.4, 0.3)
+    stack.layers, stack.layer_norm = torch.nn.ModuleList(), None
+    embedded, _ = stack.train()(torch.full((1, 20), 5))
+    assert (embedded == 0).any()
 
 
 def test_a_classification_head_is_named():
