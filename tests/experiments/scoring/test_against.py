@@ -12,6 +12,7 @@ from sacrebleu.significance import PairedTest
 from scipy import stats
 
 from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring import score
 from moa_fairseq.experiments.scoring.against import against
 from moa_fairseq.experiments.scoring.chains import Texts, running_text
@@ -112,6 +113,13 @@ def test_unequal_numbers_of_outputs_are_no_pairs(outputs):
         [texts[name] for name in "abc"], [texts[name] for name in "ab"], trials=3
     )["metrics"]:
         assert "p_seeds" not in row and "low" not in row
+
+
+def test_outputs_with_other_references_are_refused():
+    texts = [running_text(Texts(["b b"], [[word]])) for word in "ab"]
+    for first, second in (texts, texts[::-1]):
+        with pytest.raises(UserError, match="other references"):
+            against([first], [second])
 
 
 def test_a_system_does_not_differ_from_itself(outputs, few_trials, capsys):
