@@ -35,11 +35,14 @@ def test_lines_that_are_left_out_are_counted_in_words(caplog, count, words):
 
 
 @pytest.mark.parametrize("positions, status", [(6, 2), (7, 0)])
-def test_one_position_is_left_for_a_text(monkeypatch, positions, status):
+def test_one_position_is_left_for_a_text(monkeypatch, positions, status, capsys):
+    """The standard output holds the completions alone."""
+
     class Reading(Exception):
         pass
 
     def read(_):
+        complete.text_model.log.warning("a note")
         raise Reading
 
     model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: positions)])
@@ -50,3 +53,4 @@ def test_one_position_is_left_for_a_text(monkeypatch, positions, status):
     else:
         with pytest.raises(Reading):
             main(["complete", "runs/x", "--tokens", "6"])
+    assert capsys.readouterr().out == ""

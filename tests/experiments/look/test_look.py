@@ -3,6 +3,7 @@
 import json
 import math
 import shutil
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -372,3 +373,19 @@ def test_a_curve_has_few_points_and_its_last_one(count, most):
 def test_a_short_sentence_has_fewer_keys_than_are_shown(weights, expected):
     """What fills its row up has no weight."""
     assert routes._strongest(torch.tensor([[weights]]), None, 0) == expected
+
+
+def test_sentences_keep_their_numbers_where_one_is_too_long(monkeypatch):
+    class Subset(list):
+        def size(self, index):
+            return (len(self[index]["source"]), 1)
+
+    subset = Subset({"source": torch.ones(length)} for length in (2, 9, 3))
+    monkeypatch.setattr(samples, "load_subset", lambda *_: subset)
+    model = SimpleNamespace(
+        task=None,
+        max_positions=(5, 5),
+        generate=lambda sources: [[{"tokens": source}] for source in sources],
+    )
+    found = samples._translations_of_subset(model, samples.Sources(None, "test", None, 3), {})
+    assert [sample.numbers for sample in found] == [[1], [3]]
