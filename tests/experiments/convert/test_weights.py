@@ -26,8 +26,9 @@ def test_the_side_with_fewer_heads_decides():
     settings = argparse.Namespace(encoder_attention_heads=8, decoder_attention_heads=4)
     assert default_values("moh", settings, "translation", {})["moh_shared_heads"] == 2
     assert default_values("moh", settings, "causal LM", {})["experts_per_token"] == 1
-    with pytest.raises(UserError, match="at most 3"):
-        default_values("moh", settings, "translation", {"moh_shared_heads": 4})
+    for shared in (4, 7):
+        with pytest.raises(UserError, match="at most 3"):
+            default_values("moh", settings, "translation", {"moh_shared_heads": shared})
 
 
 def test_symbols_of_adaptive_inputs_are_those_of_all_bands():

@@ -151,12 +151,13 @@ def test_fewer_steps_of_accumulation_where_their_shares_would_be_too_short():
 
 def test_what_the_recipe_says_counts_and_what_no_device_could_take_does_not(quick):
     recipe, data = quick
-    said, short = (
+    said, short, whole = (
         dataclasses.replace(recipe, train=dataclasses.replace(recipe.train, **values))
-        for values in ({"min_tokens": 64}, {"max_tokens": 100})
+        for values in ({"min_tokens": 64}, {"max_tokens": 100}, {"min_tokens": 1024})
     )
     fitted, hardware, _ = fit(said, gpus(16), data)
     assert fitted.train.min_tokens == 64 and hardware.gpus == 16
+    assert fit(whole, gpus(2), data)[1].gpus == 1
     # Those of 141 are skipped anywhere
     assert fit(short, Hardware(), data)[0].train.min_tokens == 91
     assert fit(recipe, Hardware(), data)[1:] == (Hardware(), "")  # a CPU stays one device

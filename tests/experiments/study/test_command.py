@@ -1,5 +1,6 @@
 """Workers of a study on one machine: their GPUs, and how they end."""
 
+import contextlib
 import signal
 import subprocess
 import sys
@@ -8,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices
 from moa_fairseq.experiments.study import command
 from moa_fairseq.process import environment_of_a_child
@@ -33,6 +35,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
         returncode = 0
 
         def __init__(self, command, env, preexec_fn):
+            assert command[-6:] == [*words, "--jobs", "1"]
             found.append(env)
 
         def poll(self):
@@ -40,6 +43,8 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
 
         terminate = wait = poll
 
+    words = ["study", "toy.yaml", "--jobs", str(jobs)]
+    monkeypatch.setattr(sys, "argv", ["moa-fairseq", *words])
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "as it was")
     monkeypatch.setattr(command.subprocess, "Popen", Worker)
     command._work_together(jobs, choose_devices(present, gpus, dry_run=False))
@@ -47,6 +52,36 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     # So a worker also finds this package if it is not installed
     assert all(env == environment_of_a_child() for env in found)
+
+
+@pytest.mark.parametrize("status", [0, 1])
+def test_a_failing_worker_ends_the_others_and_one_that_is_done_does_not(monkeypatch, status):
+    workers = []
+
+    class Worker:
+        returncode = None
+
+        def __init__(self, command, env, preexec_fn):
+            self.polls = 1 + 2 * len(workers)
+            workers.append(self)
+
+        def poll(self):
+            self.polls -= 1
+            if not self.polls:
+                self.returncode = status
+            return self.returncode
+
+        def terminate(self):
+            self.is_ended = self.returncode is None
+
+        def wait(self):
+            pass
+
+    monkeypatch.setattr(command.subprocess, "Popen", Worker)
+    monkeypatch.setattr(command.time, "sleep", lambda seconds: None)
+    with pytest.raises(UserError) if status else contextlib.nullcontext():
+        command._work_together(2, Hardware())
+    assert [worker.is_ended for worker in workers] == [False, bool(status)]
 
 
 def test_a_second_signal_waits_for_workers_that_save(monkeypatch):

@@ -3,6 +3,7 @@
 import json
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy
 import played_study
@@ -20,7 +21,8 @@ from played_study import (
 )
 
 from moa_fairseq.experiments.make import read_step_records, write_step_record
-from moa_fairseq.experiments.study import running
+from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.study import conditions, running
 from moa_fairseq.experiments.study.records import append_record, records_of
 
 
@@ -200,3 +202,13 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
     )
     monkeypatch.setattr(running, "commit", lambda: "4567def")
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
+
+
+def test_gpus_that_a_small_batch_leaves_out_are_no_condition(monkeypatch):
+    recipe = SimpleNamespace(train=SimpleNamespace(precision="fp16"), model=None)
+    monkeypatch.setattr(conditions, "choose_devices", lambda *_, dry_run: Hardware(4))
+    fewer = Hardware(2, "NVIDIA H100")
+    monkeypatch.setattr(conditions, "fit", lambda *_: (recipe, fewer, ""))
+    place = conditions.Place(SimpleNamespace(threads=1), Path(), None, gpus=4)
+    run = SimpleNamespace(name="A-seed1", load=lambda: recipe)
+    assert place.conditions(run)["hardware"].startswith("2 x NVIDIA H100")

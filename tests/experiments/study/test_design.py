@@ -95,5 +95,9 @@ def test_no_level_lies_above_a_runs_first_training_loss():
     runs = [Run(name, 1, Path(), {}, Path()) for name in "AB"]
     found = design.losses_of(study, runs, records, levels)
     assert found["A"][1] == pytest.approx(found["B"][1]) == pytest.approx(4.65)
+    assert design.losses_of(study, runs, records, None)["A"][1] == 4.4, "the last one"
     records = curves(A=[(5.6, 5.7), (5.0, 5.2)], B=late)
     assert not len(design.common_levels(study, list(records.values()))), "none that both have"
+    records["A-seed1"]["end"] = design.DIVERGED
+    records |= curves(C=[])
+    assert design.common_levels(study, list(records.values())).tolist() == [4.5, 4.55, 4.6]

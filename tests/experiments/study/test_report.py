@@ -255,7 +255,8 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     assert rows[0]["mean"] == found["contrasts"][0]["mean"] < 0 < rows[1]["mean"]
     assert "mean" not in rows[2], "the first system itself"
     assert [row["decoding"]["cpu, 1"] for row in rows] == pytest.approx([0.5, 1.5, 1])
-    assert "0.50 (cpu, 1)" in Path("results/studies/toy/report.md").read_text()
+    text = Path("results/studies/toy/report.md").read_text()
+    assert "0.50 (cpu, 1)" in text and re.search(r"^\| B .*\| yes \|$", text, re.MULTILINE)
     assert "cache" in pictures()
 
 
@@ -265,6 +266,9 @@ def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
     assert study("--report", "--seeds", "3")[0] == 0
     (contrast,) = json.loads((records / "report-3-seeds.json").read_text())["contrasts"]
     assert contrast["n"] == 3 and whole == json.loads((records / "report.json").read_text())
+    assert study("--report", "--seeds", "4")[0] == study("--report", "--seeds", "1")[0] == 0
+    alone = json.loads((records / "report-1-seeds.json").read_text())
+    assert alone["contrasts"] == [] and alone["systems"][0]["deviation"] is None
     assert study("--report", "--seeds", "9")[0] == study("--seeds", "3")[0] == 2
 
 
