@@ -107,6 +107,7 @@ def test_what_cannot_be_told_stands_for_no_row(tmp_path, name, text, shipped):
         (tmp_path / "manifest.json").write_text(text)
     found = data_differences(recipe, tmp_path, lines, claim=True)
     assert {"data.recipe", "data.steps of test", "data.bpe"} <= found.keys()
+    assert data_differences(recipe, tmp_path / "none", {}).keys() == {"data.recipe"}
 
 
 def test_an_older_manifest_does_not_tell_the_tokenisation(tmp_path, shipped):

@@ -450,6 +450,7 @@ def test_the_result_has_all_that_is_needed(go, tmp_path, said):
     _, result = go(record=tmp_path / "results" / "measured" / "small.json")
     assert not any("--allow-partial" in call for call in FakeExecutor.calls)
     values = json.loads(result.read_text())
+    assert "updated_parameters" not in values
     assert (
         values["metrics"]["sacrebleu_signature"] == "nrefs:1"
         and values["checkpoints_averaged"] == 2

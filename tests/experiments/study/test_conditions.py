@@ -211,4 +211,4 @@ def test_gpus_that_a_small_batch_leaves_out_are_no_condition(monkeypatch):
     monkeypatch.setattr(conditions, "fit", lambda *_: (recipe, fewer, ""))
     place = conditions.Place(SimpleNamespace(threads=1), Path(), None, gpus=4)
     run = SimpleNamespace(name="A-seed1", load=lambda: recipe)
-    assert place.conditions(run)["hardware"].startswith("2 x NVIDIA H100")
+    assert place.conditions(run).hardware.startswith("2 x NVIDIA H100")
