@@ -20,7 +20,14 @@ case " ${engine_options[*]-} " in
   *" --rdzv"* | *" --nnodes"* | *" --node"*) alone= ;;
   *) alone=1 ;;
 esac
-case " ${engine_options[*]-} " in *" --nproc"*) ;; *) engine_options+=(--nproc-per-node gpu) ;; esac
+case " ${engine_options[*]-} " in
+  *" --nproc"*) ;;
+  *)
+    "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
+      || fail "torch sees no GPU here: give the number of processes, as in $experiment_name --gpus 0 -- --nproc-per-node 2"
+    engine_options+=(--nproc-per-node gpu)
+    ;;
+esac
 case " ${engine_options[*]-} " in *" --max-restarts"*) ;; *) engine_options+=(--max-restarts 3) ;; esac
 [ -z "$alone" ] || engine_options+=(--standalone)
 

@@ -277,6 +277,13 @@ def test_of_several_machines_under_torchrun_each_only_trains(
     assert calls(tmp_path) == expected
 
 
+def test_torchrun_without_a_gpu_asks_for_the_number_of_processes(job, tmp_path):
+    running = job(script="torchrun.sh", CUDA_VISIBLE_DEVICES="")
+    output = running.communicate(timeout=60)[0]
+    assert running.returncode == 2 and "--nproc-per-node" in output, output
+    assert "Traceback" not in output and not (tmp_path / "run").exists()
+
+
 def test_the_job_asks_for_memory():
     lines = (LAUNCH / "slurm.sh").read_text(encoding="utf-8").splitlines()
     asked = [line.split(maxsplit=1)[1] for line in lines if line.startswith("#SBATCH")]
