@@ -8,7 +8,7 @@
 # fairseq starts a process per GPU. The log of the job tells the stages, slurm-JOB-TASK.log in the run folder what
 # each task says. Five minutes before the time limit, and on SIGTERM, the training saves a checkpoint and ends; at
 # the time limit, and when a process or a machine fails, the job is requeued and goes on from its last whole
-# checkpoint; after three failures without a new one it ends. A crash loses what was done since the last checkpoint.
+# checkpoint; after four failures without a new one it ends. A crash loses what was done since the last checkpoint.
 # One is written per epoch; more often, without another experiment, with:
 #   --set train.flags.save-interval-updates=500 --set train.flags.keep-interval-updates=2
 # (not where the recipe averages such checkpoints itself). A job has its machines' whole memory; where it has only
@@ -48,11 +48,11 @@ stop() {   # USR1: time is almost up; TERM: somebody ends the job
 trap 'stop USR1' USR1
 trap 'stop TERM' TERM
 await() { "$@" & child=$!; wait "$child"; }   # a trap runs while bash waits, not while a program is in its foreground
-failed() {   # a crash: try again, unless three in a row brought no checkpoint
+failed() {   # a crash: try again, unless it is the fourth without a new checkpoint
   local crashes="$save_dir/slurm-$SLURM_JOB_ID.crashes"
   [ "$save_dir/checkpoints/checkpoint_last.pt" -nt "$crashes" ] && : > "$crashes"
   echo "status $1" >> "$crashes"
-  [ "$(wc -l < "$crashes")" -le 3 ] || fail "three failures without a new checkpoint in between; see $save_dir/*.log"
+  [ "$(wc -l < "$crashes")" -le 3 ] || fail "four failures without a new checkpoint in between; see $save_dir/*.log"
   echo "$launch_name: the training failed (status $1, see $save_dir/*.log); job $SLURM_JOB_ID goes back into the queue"
   requeue
 }
