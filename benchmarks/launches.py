@@ -38,10 +38,14 @@ from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write
 from moa_fairseq.files.utf8 import use_utf8
 from moa_fairseq.layers.experts import projection
-from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.plugin.fairseq_call import with_fairseq_call
 
+try:
+    from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
+except ModuleNotFoundError as error:
+    remedy = "pip install --no-deps --require-hashes -r scripts/requirements-triton.txt"
+    raise SystemExit(f"launches.py: error: Triton is not installed: {remedy}") from error
 try:
     from moa_fairseq.layers.experts.triton import routing
 except ImportError:  # an older commit
