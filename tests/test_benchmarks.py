@@ -1,6 +1,8 @@
 """results/benchmarks: the table is fresh and tells the worse half, too; the pictures show every point."""
 
 import argparse
+import ast
+import importlib.util
 import json
 import subprocess
 import sys
@@ -127,3 +129,26 @@ def test_a_benchmark_of_whole_models_runs_by_itself(name, tmp_path):
         json.loads((tmp_path / f"{name}-cpu.json").read_text(encoding="utf-8"))["benchmark"]
         == name
     )
+
+
+def imported_names():
+    """(file, module, name) of each import from this package in benchmarks/, also inside functions."""
+    for path in sorted((ROOT / "benchmarks").rglob("*.py")):
+        for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
+            module = getattr(node, "module", None) or ""
+            if isinstance(node, ast.ImportFrom) and module.startswith("moa_fairseq"):
+                for alias in node.names:
+                    yield path.name, module, alias.name
+
+
+def test_benchmarks_import_only_names_that_exist():
+    """One imported a name, inside its main function, that had moved to another module."""
+    missing = []
+    for file, module, name in imported_names():
+        try:
+            found = hasattr(importlib.import_module(module), name)
+        except ModuleNotFoundError:  # without transformers, timm or Triton
+            continue
+        if not found and importlib.util.find_spec(f"{module}.{name}") is None:
+            missing.append((file, module, name))
+    assert missing == []

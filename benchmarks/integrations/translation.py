@@ -265,7 +265,8 @@ def main() -> None:
     """Measure, print and write the record."""
     from moa_fairseq.experiments.recipes.hardware import detect_hardware
     from moa_fairseq.experiments.records.provenance import provenance
-    from moa_fairseq.files import atomic_write, use_utf8
+    from moa_fairseq.files import atomic_write
+    from moa_fairseq.files.utf8 import use_utf8
 
     use_utf8()
     parser = argparse.ArgumentParser(
