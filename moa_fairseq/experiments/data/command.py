@@ -251,7 +251,10 @@ def _refuse(condition: Any, problem: str) -> None:
 def _check_ranges(args: argparse.Namespace) -> None:
     coverage = args.character_coverage
     _refuse(args.workers < 1, f"--workers {args.workers} is less than 1")
-    _refuse(args.at_hand and not args.at_hand.is_dir(), f"--from {args.at_hand} is not a folder: give one that exists")
+    _refuse(
+        args.at_hand and not args.at_hand.is_dir(),
+        f"--from {args.at_hand} is not a folder: give one that exists",
+    )
     _refuse(
         coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
         f"--character-coverage {coverage} is not between {LEAST_COVERAGE} and 1",
