@@ -77,16 +77,25 @@ def clean_message(english: str, german: str) -> Iterator[Pair]:
     english, german = _strip_tags(english, german)
     sources = _paragraphs(english)
     targets = _paragraphs(german)
-    for source, target in zip(sources, targets) if len(sources) == len(targets) else ():
-        stripped = _strip_ui_markup(_tidy(source), _tidy(target))
-        if is_translation(*stripped):
-            yield stripped
-            continue
-        # One placeholder spoils a sentence, not the sentences around it.
-        parts = [_SENTENCE_END.split(side) for side in stripped]
-        for pair in zip(*parts) if len(parts[0]) == len(parts[1]) > 1 else ():
-            if is_translation(*pair):
-                yield pair
+    if len(sources) != len(targets):
+        return
+    for source, target in zip(sources, targets):
+        pair = _strip_ui_markup(_tidy(source), _tidy(target))
+        if is_translation(*pair):
+            yield pair
+        else:
+            yield from _sentence_pairs(*pair)
+
+
+def _sentence_pairs(english: str, german: str) -> Iterator[Pair]:
+    """The translations among the sentences of a paragraph: a placeholder spoils only its own sentence."""
+    sources = _SENTENCE_END.split(english)
+    targets = _SENTENCE_END.split(german)
+    if len(sources) != len(targets) or len(sources) == 1:
+        return
+    for pair in zip(sources, targets):
+        if is_translation(*pair):
+            yield pair
 
 
 def is_translation(english: str, german: str) -> bool:
@@ -115,7 +124,7 @@ def is_translation(english: str, german: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    return list(map(str.lower, _TOKEN.findall(text)))
+    return _TOKEN.findall(text.lower())
 
 
 def _numbers(text: str) -> list[str]:
@@ -158,6 +167,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _tidy(text: str) -> str:
+    """A paragraph on one line, without the mark of a list and invisible hyphens and spaces."""
     text = unicodedata.normalize("NFC", text).replace("\u00ad", "").replace("\u200b", "")
     text = _LIST_LINE.sub("", text)
     return " ".join(text.split())
@@ -185,6 +195,7 @@ def _strip_ui_markup(english: str, german: str) -> Pair:
 
 
 def _is_plain(text: str) -> bool:
+    """Whether a text is a sentence in Latin letters, without code, markup, placeholders or symbols."""
     if not text or "_" in text or "&" in text.replace(" & ", " "):
         return False
     if (

@@ -72,9 +72,7 @@ class BatchPlan:
             f"batch: {self.devices} device(s) x update-freq {self.update_freq} x max-tokens "
             f"{self.max_tokens:,} = {self.effective:,} tokens per update"
         )
-        deviation = 0.0
-        if self.wanted:
-            deviation = self.effective / self.wanted - 1
+        deviation = self.effective / self.wanted - 1 if self.wanted else 0
         if deviation:
             line += f" (recipe: {self.wanted:,}, {deviation:+.2%} by rounding)"
         if abs(deviation) > LOUD_DEVIATION:
@@ -153,6 +151,7 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
 
 
 def _longest(recipe: Recipe, data: Path | None) -> int | None:
+    """The number of tokens of the longest sentence or sample that is not skipped; None if it is unknown."""
     flags = recipe.training_flags
     if recipe.kind not in (TRANSLATION, CLASSIFICATION):
         sample = flags.get("tokens-per-sample")
@@ -229,10 +228,9 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     """
     if updates is None:
         return None
-    key = "warmup_updates"
-    if args.lr_scheduler == "tri_stage":
-        key = "warmup_steps"
-    if (warmup := getattr(args, key, 0) or 0) >= updates:
+    key = "warmup_steps" if args.lr_scheduler == "tri_stage" else "warmup_updates"
+    warmup = getattr(args, key, 0) or 0
+    if warmup >= updates:
         flag = f"train.flags.{key.replace('_', '-')}"
         rising = f"the learning rate still rises at the last update ({updates:,}): it warms up for {warmup:,}"
         return f"WARNING: {rising} ({flag}). Set it to a part of the updates, or train longer."
@@ -251,7 +249,7 @@ def schedule_warning(args: argparse.Namespace, updates: int | None) -> str | Non
     # step_update(n) returns the rate of update n + 1
     rate = schedule.step_update(max(0, updates - 1))
     peak = max(config.optimization.lr)
-    (name, remedy) = SCHEDULES[args.lr_scheduler]
+    name, remedy = SCHEDULES[args.lr_scheduler]
     minimum = config.lr_scheduler[name] * (peak if name == "final_lr_scale" else 1)
     # A schedule of few updates is still far from its minimum one or two updates before its end
     if rate - minimum <= max(FAR_FROM_MINIMUM, 2 / max(1, updates)) * (peak - minimum):
@@ -364,8 +362,10 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
 
     languages = list(filter(None, (recipe.data.source, recipe.data.target)))
     stems = list(subset_stems(folder, languages, split).values())
+    if not languages:
+        del stems[1:]  # the classes of sentences
     sizes = []
-    for stem in stems if languages else stems[:1]:
+    for stem in stems:
         if not stem.with_name(f"{stem.name}.idx").is_file():
             raise UserError(
                 f"{stem}.idx is missing, so fairseq-preprocess did not make this folder."

@@ -53,6 +53,7 @@ def missing_checkpoints(
 
 
 def _positive(recipe: Recipe, flag: str, default: int = 0) -> int:
+    """The value of a flag of fairseq-train if it is a positive number, else the default."""
     value = recipe.training_flags.get(flag)
     return value if isinstance(value, int) and value > 0 else default
 
@@ -77,6 +78,7 @@ def _without_best(recipe: Recipe, updates: int | None) -> Problems:
 def _too_few_epochs(
     recipe: Recipe, count: int, updates: int | None, per_epoch: int | None
 ) -> Problems:
+    """Problems of an average of `count` epochs, of which the training leaves fewer checkpoints."""
     ends = [recipe.train.max_epoch] if recipe.train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)
@@ -95,6 +97,7 @@ def _too_few_epochs(
 
 
 def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | None) -> Problems:
+    """Problems of an average of `count` checkpoints that are saved by updates."""
     interval = _positive(recipe, INTERVAL)
     before = max(1, _positive(recipe, "validate-after-updates")) - 1
 
@@ -130,13 +133,13 @@ def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:
         with contextlib.suppress(UserError):
             size = measured_size(recipe, data, batch.max_tokens)
     updates = planned_updates(recipe.train, batch, size)
-    for key, problem in missing_checkpoints(
-        recipe, updates, size.updates_per_epoch(batch) if size else None
-    ):
+    per_epoch = size.updates_per_epoch(batch) if size else None
+    for key, problem in missing_checkpoints(recipe, updates, per_epoch):
         raise UserError(f"{key}: {problem}")
     if recipe.score and recipe.score.headline == "masked_lm_word_ppl":
         counted = read_manifest(data).get("splits") or {}
-        if missing := [name for name in recipe.score.subsets if name not in counted]:
+        missing = [name for name in recipe.score.subsets if name not in counted]
+        if missing:
             problem = f"{data} has no manifest.json with word counts of {', '.join(missing)}"
             raise UserError(
                 f"score.headline: {problem}. Set masked_lm_ppl, or let the recipe make the data."
@@ -154,9 +157,12 @@ def check_files(recipe: Recipe, first_start: bool) -> None:
         UserError: for a missing file; the message names the flag.
     """
     for section, names in _FILES.items():
+        if section == "train" and not first_start:
+            continue
         flags: Any = getattr(getattr(recipe, section), "flags", {})
-        for name in names if first_start or section != "train" else ():
-            paths = flags.get(name) or []
-            for path in paths if isinstance(paths, list) else [paths]:
+        for name in names:
+            value = flags.get(name) or []
+            paths = value if isinstance(value, list) else [value]
+            for path in paths:
                 if not Path(str(path)).is_file():
                     raise UserError(f"{section}.flags.{name}: there is no file {path}.")

@@ -72,18 +72,8 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
     explicit = _parse_overrides(overrides)
     file = " --set ".join([f"{path} with" if overrides else str(path), *overrides])[:500]
     recipe = _built(Recipe, [*layers, *explicit], file)
-    # A row matches if its values change nothing but the printed number.
-    names = recipe.rows if recipe.reproduces else ()
-    row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in names}
-    plain = dataclasses.replace(recipe, reproduces=None)
-    # The row with the most values wins
-    for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
-        if _differs(recipe.rows[name], plain):
-            continue
-        cell = ["reproduces.value=null", *values, f"reproduces.row={json.dumps(name)}"]
-        variant = _built(Recipe, [*layers, *explicit, *_parse_overrides(cell)], file)
-        if dataclasses.replace(variant, reproduces=None) == plain:
-            recipe = variant
+    if recipe.reproduces:
+        recipe = _with_row(recipe, [*layers, *explicit], file)
     if any("recipe" in (each.get("data") or ()) for each in explicit):
         recipe.summary += f", on other data ({recipe.data.recipe})"
     if recipe.experiment != path.stem:
@@ -91,6 +81,23 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
         fail(file, "experiment", f"must be the file's own name, {path.stem!r}, not {quoted}.")
     for key, problem in itertools.chain(problems(recipe), missing_checkpoints(recipe)):
         fail(file, key, problem)
+    return recipe
+
+
+def _with_row(recipe: Recipe, layers: Sequence[Mapping[str, Any]], file: str) -> Recipe:
+    """The recipe that names the row whose values it has, or the recipe itself.
+
+    A row matches if its values change nothing but the printed number; of several, the one with most values.
+    """
+    row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in recipe.rows}
+    plain = dataclasses.replace(recipe, reproduces=None)
+    for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
+        if _differs(recipe.rows[name], plain):
+            continue
+        cell = ["reproduces.value=null", *values, f"reproduces.row={json.dumps(name)}"]
+        variant = _built(Recipe, [*layers, *_parse_overrides(cell)], file)
+        if dataclasses.replace(variant, reproduces=None) == plain:
+            recipe = variant
     return recipe
 
 
@@ -151,7 +158,8 @@ def _layers(
     names = mapping.pop("base", [])
     if above:  # the rows of a base are not inherited
         mapping.pop("rows", None)
-    for name in names if isinstance(names, list) else [names]:
+    bases = names if isinstance(names, list) else [names]
+    for name in bases:
         if not isinstance(name, str) or "\0" in name:
             fail(str(path), "base", f"must be the path of a recipe file, not {reprlib.repr(name)}.")
         base = find_recipe(Path(name), path.parent)
@@ -228,46 +236,51 @@ def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
 
 
 def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
+    """A dataclass with the values of mappings, of which later ones replace earlier ones; see `build`."""
     config = OmegaConf.structured(cls)
     OmegaConf.set_readonly(config, False)
-    try:
-        for layer in layers:
-            for key, value in layer.items():  # one by one, so that an error has its key
-                location = f"{dot}{key}"[:100]
-                text = json.dumps(value, ensure_ascii=False, default=str)
-                text.encode()  # a lone surrogate is an error
-                if "${" in text:
-                    fail(file, location, "`${...}` is not expanded: write the value itself.")
-                config.merge_with({key: value})
-        plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
-        missing = sorted(OmegaConf.missing_keys(config))
-    except ConfigKeyError as error:
-        choices = typing.get_type_hints(error.object_type or cls)
-        name = f"{dot}{error.full_key}"
-        fail(file, name, f"unknown key{near_or_all(str(error.key)[:100], choices)}.")
-    except OmegaConfBaseException as error:
-        holder: Any = error.object_type or cls
-        kind: Any
-        kind = None
-        if error.full_key:
-            kind = typing.get_type_hints(holder).get(str(error.key))
-        # The types in an Optional
-        parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)
-        expectation = ""
-        for part in parts:
-            words = _IN_WORDS.get(typing.get_origin(part) or part)
-            if words and not expectation:
-                expectation = f"must be {words}. "
-        fail(
-            file,
-            f"{dot}{error.full_key}" if error.full_key else location,
-            expectation + str(error.msg).partition("\n")[0][:200],
-        )
-    except _NOT_YAML as error:
-        fail(file, location, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
+    for layer in layers:
+        for key, value in layer.items():  # one by one, so that an error has its key
+            _merge(config, cls, key, value, file, dot)
+    missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         fail(file, f"{dot}{missing[0]}", "is missing.")
+    plain = OmegaConf.to_container(config, resolve=False, structured_config_mode=SCMode.DICT)
     return _objects(cls, plain)
+
+
+def _merge(config: Any, cls: type, key: str, value: Any, file: str, dot: str) -> None:
+    """Put a value into a dataclass of OmegaConf. Raise UserError for an unknown key or another type."""
+    location = f"{dot}{key}"[:100]
+    try:
+        text = json.dumps(value, ensure_ascii=False, default=str)
+        text.encode()  # a lone surrogate is an error
+        if "${" in text:
+            fail(file, location, "`${...}` is not expanded: write the value itself.")
+        config.merge_with({key: value})
+    except ConfigKeyError as error:
+        choices = typing.get_type_hints(error.object_type or cls)
+        problem = f"unknown key{near_or_all(str(error.key)[:100], choices)}."
+        fail(file, f"{dot}{error.full_key}", problem)
+    except OmegaConfBaseException as error:
+        name = f"{dot}{error.full_key}" if error.full_key else location
+        fail(file, name, _expectation(error, cls) + str(error.msg).partition("\n")[0][:200])
+    except _NOT_YAML as error:
+        fail(file, location, f"has an unusable value: {str(error).partition(chr(10))[0][:200]}.")
+
+
+def _expectation(error: OmegaConfBaseException, cls: Any) -> str:
+    """The type that a value must have, as a sentence; "" if it has no name in _IN_WORDS."""
+    if not error.full_key:
+        return ""
+    kind = typing.get_type_hints(error.object_type or cls).get(str(error.key))
+    # The types in an Optional
+    parts = typing.get_args(kind) if typing.get_origin(kind) is Union else (kind,)
+    for part in parts:
+        words = _IN_WORDS.get(typing.get_origin(part) or part)
+        if words:
+            return f"must be {words}. "
+    return ""
 
 
 def _objects(kind: Any, value: Any) -> Any:
@@ -314,18 +327,8 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
         programs["score"] = argparse.ArgumentParser()
         score.add_arguments(programs["score"])
     for section, program in programs.items():
-        actions = program._option_string_actions
-        values = getattr(recipe, section)
-        for name, value in values.flags.items() if values else ():
-            if value is None:
-                continue
-            if f"--{name}" not in actions:
-                near = near_or_all(name, [word[2:] for word in actions if word.startswith("--")])
-                raise UserError(
-                    f"{section}.flags.{name}: the section's program has no such flag{near}."
-                )
-            if problem := reserved(section, actions[f"--{name}"].dest):  # a flag may have two names
-                raise UserError(f"{section}.flags.{name}: {problem}")
+        if values := getattr(recipe, section):
+            _check_names(section, values.flags, program)
     if recipe.kind == CAUSAL_LM and recipe.score:
         words = flags(task_flags | recipe.score.flags)
         parser = options.get_eval_lm_parser()
@@ -340,6 +343,24 @@ def check_flags(recipe: Recipe) -> argparse.Namespace:
             f"(model.num_experts, by default that of {args.arch}). Lower K or raise E."
         )
     return args
+
+
+def _check_names(
+    section: str, section_flags: Mapping[str, Any], program: argparse.ArgumentParser
+) -> None:
+    """Raise UserError for a flag that a section's program lacks, and for a reserved flag."""
+    actions = program._option_string_actions
+    for name, value in section_flags.items():
+        if value is None:
+            continue
+        if f"--{name}" not in actions:
+            near = near_or_all(name, [word[2:] for word in actions if word.startswith("--")])
+            raise UserError(
+                f"{section}.flags.{name}: the section's program has no such flag{near}."
+            )
+        problem = reserved(section, actions[f"--{name}"].dest)  # a flag may have two names
+        if problem:
+            raise UserError(f"{section}.flags.{name}: {problem}")
 
 
 def near_or_all(name: str, known: Collection[str]) -> str:

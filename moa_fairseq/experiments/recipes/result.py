@@ -56,32 +56,35 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
     Returns:
         The settings; for a damaged state.json a value that no recipe has.
     """
-    records = read_step_records(folder)
+    try:
+        return _settings_of_records(read_step_records(folder), recipe)
+    except (AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
+        return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
+
+
+def _settings_of_records(records: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+    """The settings of `settings_made`; any error of a missing or odd value for damaged records."""
     kind = "generate" if recipe.generate else "score"
+    evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
+    section = evaluation["settings"]
+    scoring = {}
+    if recipe.generate and recipe.score:
+        scoring = records[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
+    if recipe.finetune == "noft":  # nothing is trained
+        return settings(recipe) | _settings({}, {}, 1, None, section, scoring)
     train = as_of_today(records.get("train", {}))
     average = records.get("average", {})
-    # A damaged state.json
-    with contextlib.suppress(AttributeError, KeyError, IndexError, TypeError):
-        evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
-        scoring = {}
-        if recipe.generate and recipe.score:
-            scoring = records[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
-        if recipe.finetune == "noft":  # nothing is trained
-            return settings(recipe) | _settings({}, {}, 1, None, evaluation["settings"], scoring)
-        origin = evaluation["made"][0]
-        count = 1
-        interval = None
-        if origin is not None and origin == average.get("fingerprint"):
-            origin = average["inputs"]["train"][0]
-            count = average["inputs"]["count"]
-            if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # by updates
-                interval = train["facts"].get(INTERVAL)
-        finished = origin is not None and origin == train.get("fingerprint")
-        inputs = train["inputs"] if finished else {}
-        return _settings(
-            inputs, train.get("goal", {}), count, interval, evaluation["settings"], scoring
-        )
-    return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
+    origin = evaluation["made"][0]
+    count = 1
+    interval = None
+    if origin is not None and origin == average.get("fingerprint"):
+        origin = average["inputs"]["train"][0]
+        count = average["inputs"]["count"]
+        if average["inputs"]["checkpoints"][0][0].startswith("checkpoint_"):  # by updates
+            interval = train["facts"].get(INTERVAL)
+    is_finished = origin is not None and origin == train.get("fingerprint")
+    inputs = train["inputs"] if is_finished else {}
+    return _settings(inputs, train.get("goal", {}), count, interval, section, scoring)
 
 
 def _settings(
@@ -92,10 +95,11 @@ def _settings(
     section: Any,
     scoring: Mapping[str, Any],
 ) -> dict[str, Any]:
+    """The settings of a training, its average and its evaluation, without those of _FREE."""
     finished: dict[str, Any] = {}
     if inputs:
-        finished.update(model=inputs["model"], train=_without_free(inputs["train"]))
-        finished["train"].update(goal)
+        finished["model"] = inputs["model"]
+        finished["train"] = _without_free(inputs["train"]) | dict(goal)
     flags = dict(scoring)
     flags.pop("also", None)  # only an additional number
     finished.update(averaged=count, evaluation=_without_free(section), scoring=flags)
@@ -126,12 +130,7 @@ def data_differences(
     dataset = datasets().get(recipe.data.recipe)
     if claim and not (dataset and dataset.downloadable):
         return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
-    manifest: dict[str, Any] = {}
-    for place in (folder, folder.parent) if folder.name == "binarised" else (folder,):
-        try:
-            manifest = manifest or read_manifest(place)
-        except UserError as error:  # a damaged manifest proves nothing
-            log.warning("%s", error)
+    manifest = _manifest_of(folder)
     expected = _recipe_facts(recipe, dataset)
     actual = _manifest_facts(manifest, recipe.kind, lines)
     if claim:
@@ -143,15 +142,31 @@ def data_differences(
     for key in list(expected):
         if key.rpartition(" of ")[2] in unread:
             del expected[key]
-    unknown = expected.keys() - actual.keys()
     common = [key for key in expected if key in actual]
     differ = changes(selected(expected, common), selected(actual, common), "data.")
     if claim:
+        unknown = expected.keys() - actual.keys()
         for key in sorted(unknown, key=lambda key: (key != "recipe", "steps" not in key, key)):
             differ[f"data.{key}"] = f"{expected[key]} → cannot be told"
     elif dataset and name != "parallel" and not actual:
         differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
     return differ
+
+
+def _manifest_of(folder: Path) -> dict[str, Any]:
+    """The manifest in a binarised folder or next to it; {} if there is none, or only a damaged one."""
+    places = [folder]
+    if folder.name == "binarised":
+        places.append(folder.parent)
+    for place in places:
+        try:
+            manifest = read_manifest(place)
+        except UserError as error:  # a damaged manifest proves nothing
+            log.warning("%s", error)
+            continue
+        if manifest:
+            return manifest
+    return {}
 
 
 def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> dict[str, Any]:
@@ -269,38 +284,56 @@ def record(run: Run, started: float) -> Path | None:
     Raises:
         UserError: for damaged scores or a damaged log.
     """
-    recipe = run.recipe
-    train = recipe.train
     folder = run.folder
     options = run.options
     summary = summarise(folder / "train.jsonl")
     records = read_step_records(folder)
-    trained: dict[str, Any] = records.get("train", {}).get("facts") or {}
-    made_by = maker(folder, recipe)
-    made_by.setdefault("hardware", trained.get("hardware"))  # recorded there by an earlier version
     if options.stage == "train" and options.record:
-        _record_speed(run, summary, trained, made_by)
+        _record_speed(run, summary, records)
     outputs = _score_files(run)
     if not options.includes_stage("score") or not outputs:
         return None
     scores = {}
-    metrics = {}
-    for name, path in outputs.items():
-        scores[name] = scores_in(path, recipe, run.prepared.folder, name)
-        metrics[name] = flat_metrics(scores[name])
+    for subset, path in outputs.items():
+        scores[subset] = scores_in(path, run.recipe, run.prepared.folder, subset)
+    values = _values(run, summary, records, scores)
+    result = folder / "result.json"
+    write_json(result, values)
+    cell = values["reproduces"]
+    paper = cell["value"] if cell and is_number(cell["value"]) else None
+    story = describe(values["headline"] or "", scores, paper)
+    log.info("%s: %s (%.0f s)", result, story, time.time() - started)
+    return result
+
+
+def _values(
+    run: Run,
+    summary: dict[str, Any],
+    records: Mapping[str, Any],
+    scores: Mapping[str, dict[str, Any]],
+) -> dict[str, Any]:
+    """The content of result.json.
+
+    Args:
+        run: the run.
+        summary: what `summarise` returns for its training.
+        records: step → its entry in state.json.
+        scores: subset → its scores, that of the recipe's result first.
+    """
+    recipe = run.recipe
     subset = recipe.subsets[0]
-    finished = settings_made(folder, recipe)
-    left_out = _left_out(records, outputs)
-    headline = headline_of(recipe, options.published or recipe, scores[subset])
-    cell = paper = None
+    trained = _training_facts(records)
+    finished = settings_made(run.folder, recipe)
+    left_out = _left_out(records, scores)
+    headline = headline_of(recipe, run.options.published or recipe, scores[subset])
     differ = _differences_from_the_row(run, finished, headline, left_out)
-    if recipe.reproduces and options.published and not differ:
+    cell = None
+    if recipe.reproduces and run.options.published and not differ:
         cell = dataclasses.asdict(recipe.reproduces)
-        paper = cell["value"] if is_number(cell["value"]) else None
+    metrics = {name: flat_metrics(of_subset) for name, of_subset in scores.items()}
     if "valid_ppl" in summary:
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
-    updated = 0 if recipe.finetune == "noft" else trained.get("updated")
-    accuracies, zero_shot = result_in(folder, run.model)
+    accuracies, zero_shot = result_in(run.folder, run.model)
     beam = selected(finished["evaluation"], ("beam", "lenpen"))
     values: dict[str, Any] = {
         "experiment": recipe.experiment,
@@ -314,24 +347,33 @@ def record(run: Run, started: float) -> Path | None:
         LEFT_OUT: left_out,
         "other_subsets": metrics,
         "parameters": trained.get("parameters"),
-        "updated_parameters": updated,
+        "updated_parameters": 0 if recipe.finetune == "noft" else trained.get("updated"),
     }
     values |= summary
     values |= {
-        "effective_batch_tokens": train.effective_batch_tokens or train.max_tokens,
+        "effective_batch_tokens": recipe.train.effective_batch_tokens or recipe.train.max_tokens,
         "checkpoints_averaged": finished["averaged"],
         "generation": beam if recipe.generate else None,
         "evaluation": scores[subset].get("meta", {}).get("evaluation"),
-        "seed": train.seed,
+        "seed": recipe.train.seed,
     }
-    values |= selected(made_by, ("hardware", *_MAKER)) | {"commits": _commits(run, records)}
+    values |= selected(_made_by(run, trained), ("hardware", *_MAKER))
+    values["commits"] = _commits(run, records)
     for key in ("row", "differences", "zero_shot", LEFT_OUT, "updated_parameters"):
         if values[key] in (None, "", [], {}):
             del values[key]
-    result = folder / "result.json"
-    write_json(result, values)
-    log.info("%s: %s (%.0f s)", result, describe(headline, scores, paper), time.time() - started)
-    return result
+    return values
+
+
+def _training_facts(records: Mapping[str, Any]) -> dict[str, Any]:
+    return records.get("train", {}).get("facts") or {}
+
+
+def _made_by(run: Run, trained: Mapping[str, Any]) -> dict[str, Any]:
+    """The provenance of a run; an earlier version recorded the hardware among the facts of the training."""
+    made_by = maker(run.folder, run.recipe)
+    made_by.setdefault("hardware", trained.get("hardware"))
+    return made_by
 
 
 def _score_files(run: Run) -> dict[str, Path]:
@@ -362,14 +404,14 @@ def _left_out(records: Mapping[str, Any], subsets: Iterable[str]) -> dict[str, i
     return numbers
 
 
-def _record_speed(
-    run: Run, summary: Mapping[str, Any], trained: Mapping[str, Any], made_by: Mapping[str, Any]
-) -> None:
+def _record_speed(run: Run, summary: Mapping[str, Any], records: Mapping[str, Any]) -> None:
     """Write the speed of a training to the file of --record."""
     from moa_fairseq.experiments.recipes.workload import workload
 
     assert run.options.record
     work = workload(run.recipe, run.prepared.folder)
+    trained = _training_facts(records)
+    made_by = _made_by(run, trained)
     row: dict[str, Any] = {"experiment": run.recipe.experiment}
     row |= selected(made_by, ("hardware", "precision"))
     row["tokens_per_second"] = summary["tokens_per_second"]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import dataclasses
 import math
 import re
 import reprlib
@@ -57,6 +58,12 @@ _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "gen-subset": "set generate.subsets",
     "subset": "set score.subsets",
 }
+# Section → the sections whose keys are not flags of it
+_OWNERS: dict[str, tuple[Any, ...]] = {
+    "model": (Model, Train),
+    "train": (Model, Train),
+    "generate": (Generate,),
+}
 # With these flags an evaluation reads only a part of the subset, or of its sentences. A translation may have
 # the first flag: its result gives the number of skipped sentences.
 PARTIAL = (SKIP, "num-shards", "shard-id", "shorten-method")
@@ -97,7 +104,8 @@ def reserved(section: str, flag: str) -> str:
         section: one of SECTIONS.
         flag: the name of the flag, with dashes or underscores.
     """
-    flag, key = flag.replace("_", "-"), flag.replace("-", "_")
+    key = flag.replace("-", "_")
+    flag = flag.replace("_", "-")
     if flag in REFUSED:
         reason = "with it fairseq would run a program, or write outside the run folder"
         return f"is forbidden: {reason}. Leave it out."
@@ -108,17 +116,13 @@ def reserved(section: str, flag: str) -> str:
         return "would limit the score to a part of the subset. Leave it out."
     if evaluates and flag in POSITIONS:
         return f"changes nothing in a trained model. Set model.flags.{flag} before the training."
-    owners = {"model": (Model, Train), "train": (Model, Train), "generate": (Generate,)}.get(
-        section, ()
-    )
-    owner = next((kind for kind in owners if key in kind.__dataclass_fields__), None)
-    instead = "the runner sets it"
-    if owner:
-        instead = f"say {owner.__name__.lower()}.{key}"
-    free = flag not in OWN and not owner
-    if free:
-        return ""
-    return f"is not a free flag; {_INSTEAD.get(flag, instead)}."
+    for owner in _OWNERS.get(section, ()):
+        if key in owner.__dataclass_fields__:
+            instead = _INSTEAD.get(flag, f"say {owner.__name__.lower()}.{key}")
+            return f"is not a free flag; {instead}."
+    if flag in OWN:
+        return f"is not a free flag; {_INSTEAD.get(flag, 'the runner sets it')}."
+    return ""
 
 
 def _values(recipe: Recipe) -> Problems:
@@ -130,20 +134,27 @@ def _values(recipe: Recipe) -> Problems:
         )
     for section in (*SECTIONS, "average"):
         values = getattr(recipe, section)
-        for name, value in vars(values).items() if values else ():
-            key = f"{section}.{name}"
-            choices = values.__dataclass_fields__[name].metadata["choices"]
-            if choices and value not in choices:
-                yield key, f"{reprlib.repr(value)} is not one of {', '.join(choices)}."
-            if isinstance(value, int) and not isinstance(value, bool):
-                if abs(value) > LARGEST:
-                    yield key, f"must not be above {LARGEST:,}."
-                if value < 1 and name != "seed":
-                    yield key, f"must be at least 1, not {value}."
-            if isinstance(value, float) and not math.isfinite(value):
-                yield key, f"must be a number, not {value}."
+        if values:
+            yield from _section_values(section, values)
     if not 0 <= recipe.train.seed < 2**32:  # the range of numpy's seeds
         yield "train.seed", f"must be between 0 and {2**32 - 1:,}, not {recipe.train.seed}."
+
+
+def _section_values(section: str, values: Any) -> Problems:
+    """Check the choices and numbers of one section."""
+    for field in dataclasses.fields(values):
+        key = f"{section}.{field.name}"
+        value = getattr(values, field.name)
+        choices = field.metadata["choices"]
+        if choices and value not in choices:
+            yield key, f"{reprlib.repr(value)} is not one of {', '.join(choices)}."
+        if isinstance(value, int) and not isinstance(value, bool):
+            if abs(value) > LARGEST:
+                yield key, f"must not be above {LARGEST:,}."
+            if value < 1 and field.name != "seed":
+                yield key, f"must be at least 1, not {value}."
+        if isinstance(value, float) and not math.isfinite(value):
+            yield key, f"must be a number, not {value}."
 
 
 def _names(recipe: Recipe) -> Problems:
@@ -163,6 +174,7 @@ def _names(recipe: Recipe) -> Problems:
 
 
 def _data(recipe: Recipe) -> Problems:
+    """Check the keys of the data section against each other and against the data set."""
     data = recipe.data
     dataset = datasets().get(data.recipe, Dataset(data.recipe, recipe.kind, ""))
     if recipe.model.share_all_embeddings and not data.joined_dictionary:
@@ -212,6 +224,7 @@ def _pieces(data: Data) -> Problems:
 
 
 def _ends(recipe: Recipe) -> Problems:
+    """Check that the training ends, and that the evaluation has a subset."""
     if recipe.train.max_epoch is None and recipe.train.max_update is None:
         yield (
             "train.max_epoch",
@@ -222,6 +235,7 @@ def _ends(recipe: Recipe) -> Problems:
 
 
 def _average(recipe: Recipe) -> Problems:
+    """Check that the training keeps the checkpoints of the average."""
     average = recipe.average
     train = recipe.train
     if average is None:
@@ -285,6 +299,7 @@ def _kind(recipe: Recipe) -> Problems:
 
 
 def _not_a_translation(recipe: Recipe, name: str) -> Problems:
+    """Check that a language model or a classifier, named in words, has no keys of translations."""
     data = recipe.data
     keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
     if data.recipe != "text_sp":
@@ -299,6 +314,7 @@ def _not_a_translation(recipe: Recipe, name: str) -> Problems:
 
 
 def _translation(recipe: Recipe) -> Problems:
+    """Check the keys that a translation needs, and the sections that belong together."""
     data = recipe.data
     for key in ("source", "target"):
         if getattr(data, key) is None:
@@ -312,6 +328,7 @@ def _translation(recipe: Recipe) -> Problems:
 
 
 def _finetuning(recipe: Recipe) -> Problems:
+    """Check that `pretrained` and `finetune` occur together, and the task."""
     task = recipe.train.task
     method = recipe.finetune
     if (recipe.pretrained is None) != (method is None):
@@ -357,7 +374,8 @@ def _flag(section: str, name: str, value: Any) -> Iterator[str]:
         path = Path(value if isinstance(value, str) else "/")
         if path.is_absolute() or ".." in path.parts:
             yield f"{reprlib.repr(value)} is not a folder inside the run folder, such as logs."
-    for item in value if isinstance(value, list) else [value]:
+    items = value if isinstance(value, list) else [value]
+    for item in items:
         if isinstance(item, int) and abs(item) > LARGEST:
             yield f"must not be above {LARGEST:,}."
         if isinstance(item, float) and math.isnan(item):

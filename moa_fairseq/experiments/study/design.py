@@ -29,6 +29,8 @@ _FREE = (
     *("train.seed", "train.precision", "train.keep_last_epochs"),
     *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
 )
+Records = dict[str, dict[str, Any]]  # name of a run → the content of its record
+Losses = dict[str, dict[int, float]]  # system → seed → loss in bits
 log = logging.getLogger(__name__)
 
 
@@ -179,6 +181,7 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
     """
 
     def values(section: Any, dot: str = "") -> Iterator[tuple[str, Any]]:
+        """(dotted key, value) of everything that is not a default, flags one by one."""
         for field in dataclasses.fields(section):
             value = getattr(section, field.name)
             key = f"{dot}{field.name}"
@@ -202,12 +205,11 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
 
 
 def _without_free(settings: dict[str, Any]) -> dict[str, Any]:
+    """The settings without the keys of _FREE."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 
 
-def fitting_records(
-    study: Study, runs: list[Run], strict: bool = False
-) -> dict[str, dict[str, Any]]:
+def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Records:
     """The records that fit the runs of a study.
 
     A record fits a run if it has the study, system and seed of the run, and the settings that the study and
@@ -225,41 +227,69 @@ def fitting_records(
     Raises:
         UserError: for a damaged record, and with `strict` for a record that does not fit.
     """
-    fitting: dict[str, dict[str, Any]] = {}
-    unfit: dict[str, tuple[str, str]] = {}
-    settings: dict[str, dict[str, Any]] = {}
-    records: dict[tuple[str, int], Record] = {}
+    recorded: dict[tuple[str, int], Record] = {}
     for folder in {run.records for run in runs}:
-        records.update(records_of(folder))
+        recorded.update(records_of(folder))
+    fitting: Records = {}
+    misfits = []
+    settings: Records = {}  # system → what `settings_of` returns
     for run in runs:
-        if (run.system, run.seed) not in records:
+        record = recorded.get((run.system, run.seed))
+        if record is None:
             continue
-        location, record = records[run.system, run.seed]
-        now = {"study": study.study}
-        recorded = {"study": record["study"]}
-        # A record of another study may have been copied into this folder
-        remedy = _ANEW if recorded == now else REMEDY
-        if recorded == now and record.get("settings"):
-            recorded = record["settings"]
-            now = settings[run.system] = settings.get(run.system) or settings_of(run, study.stage)
-        elif recorded == now:
-            now = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
-            recorded = _settings_in(record.get("command") or "")
-        if differ := changes(_without_free(recorded), _without_free(now)):
-            reasons = itertools.islice(map(": ".join, differ.items()), 5)
-            reason = "; ".join(text[:200] for text in reasons)
-            unfit[location] = reason, remedy
+        misfit = _misfit(study, run, record, settings)
+        if misfit:
+            misfits.append(misfit)
         else:
-            fitting[run.name] = record
-    if unfit and strict:
-        first, (reason, remedy) = next(iter(unfit.items()))
+            fitting[run.name] = record.content
+    if misfits and strict:
+        first = misfits[0]
         raise UserError(
-            f"{len(unfit)} of {len(fitting) + len(unfit)} records have other settings than the study has "
-            f"now, such as {first} ({reason}). {remedy}"
+            f"{len(misfits)} of {len(fitting) + len(misfits)} records have other settings than the study has "
+            f"now, such as {first.where} ({first.reason}). {first.remedy}"
         )
-    for location, (reason, _) in unfit.items():
-        log.warning("%s is ignored: its settings differ from the study's (%s)", location, reason)
+    for misfit in misfits:
+        log.warning(
+            "%s is ignored: its settings differ from the study's (%s)", misfit.where, misfit.reason
+        )
     return fitting
+
+
+class Misfit(NamedTuple):
+    """A record that does not fit its run.
+
+    Args:
+        where: the file and the line of the record.
+        reason: the settings that differ.
+        remedy: what to do, as a sentence.
+    """
+
+    where: str
+    reason: str
+    remedy: str
+
+
+def _misfit(study: Study, run: Run, record: Record, settings: Records) -> Misfit | None:
+    """Why a record does not fit a run, or None; `settings` remembers those of each system."""
+    content = record.content
+    remedy = _ANEW
+    if content["study"] != study.study:  # copied from another folder
+        before = {"study": content["study"]}
+        now: dict[str, Any] = {"study": study.study}
+        remedy = REMEDY
+    elif content.get("settings"):
+        before = content["settings"]
+        if run.system not in settings:
+            settings[run.system] = settings_of(run, study.stage)
+        now = settings[run.system]
+    else:
+        before = _settings_in(content.get("command") or "")
+        now = {"recipe": run.recipe.name, "stage": study.stage} | run.overrides
+    differences = changes(_without_free(before), _without_free(now))
+    if not differences:
+        return None
+    reasons = [f"{key}: {change}"[:200] for key, change in differences.items()]
+    return Misfit(record.where, "; ".join(reasons[:5]), remedy)
 
 
 def _settings_in(command: str) -> dict[str, Any]:
@@ -279,9 +309,9 @@ def _settings_in(command: str) -> dict[str, Any]:
 def losses_of(
     study: Study,
     runs: list[Run],
-    records: dict[str, dict[str, Any]],
+    records: Records,
     levels: NDArray[np.float64] | None = None,
-) -> dict[str, dict[int, float]]:
+) -> Losses:
     """The losses of the runs that have a record; a diverged run has the largest loss of all runs.
 
     Args:
@@ -294,19 +324,21 @@ def losses_of(
     Returns:
         System → seed → loss in bits.
     """
-    losses: dict[str, dict[int, float]] = {key: {} for key in study.systems}
+    losses: Losses = {key: {} for key in study.systems}
     diverged = []
     for run in runs:
-        if record := records.get(run.name):
-            if has_diverged(study, record):
-                diverged.append(run)
-            elif levels is None:
-                last = _last(study, record)
-                losses[run.system][run.seed] = sum(last) / len(last)
-            # By linear interpolation between the validations on both sides of each level
-            elif pairs := pairs_of(record):
-                train, valid = np.transpose(sorted(pairs.values()))
-                losses[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
+        record = records.get(run.name)
+        if record is None:
+            continue
+        if has_diverged(study, record):
+            diverged.append(run)
+        elif levels is None:
+            last = _last(study, record)
+            losses[run.system][run.seed] = sum(last) / len(last)
+        # By linear interpolation between the validations on both sides of each level
+        elif pairs := pairs_of(record):
+            train, valid = np.transpose(sorted(pairs.values()))
+            losses[run.system][run.seed] = float(np.interp(levels, train, valid).mean())
     worst = max(itertools.chain(*map(dict.values, losses.values())), default=float("nan"))
     for run in diverged:
         losses[run.system][run.seed] = worst

@@ -30,6 +30,8 @@ from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
 from moa_fairseq.experiments.scoring.significance import holm, paired, verdict
 from moa_fairseq.experiments.study.design import (
+    Losses,
+    Records,
     Run,
     Study,
     common_levels,
@@ -42,6 +44,7 @@ from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
+Row = dict[str, Any]  # of a table
 
 
 def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
@@ -90,7 +93,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
     return content | tables | {"made_by": _provenance_of(rows)}
 
 
-def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[Run]:
+def _complete_runs(runs: list[Run], records: Records) -> list[Run]:
     """The runs of the seeds that are complete; a warning names each seed of which runs are missing."""
     missing = Counter(run.block for run in runs if run.name not in records)
     for block, number in missing.items():
@@ -102,9 +105,9 @@ def _complete_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> list[
 def _systems(
     study: Study,
     runs: list[Run],
-    records: dict[str, dict[str, Any]],
-    losses: dict[str, dict[int, float]],
-) -> list[dict[str, Any]]:
+    records: Records,
+    losses: Losses,
+) -> list[Row]:
     """A row for each system that has runs.
 
     Args:
@@ -116,26 +119,31 @@ def _systems(
     all_rows = [records[run.name] for run in runs]
     systems = []
     for name, system in study.systems.items():
-        own_runs = [run for run in runs if run.system == name]
-        if not own_runs:
+        runs_of_system = [run for run in runs if run.system == name]
+        if not runs_of_system:
             continue
-        rows = [records[run.name] for run in own_runs]
+        rows = [records[run.name] for run in runs_of_system]
         bits = list(losses[name].values())
-        row = {"system": name, "label": system.label, "family": system.family, "n": len(rows)}
-        row["loss"] = float(np.mean(bits))
-        row["deviation"] = float(np.std(bits, ddof=1)) if len(rows) > 1 else None
-        row["diverged"] = values_of(rows, "end").count(DIVERGED)
-        row["parameters"] = rows[0]["parameters"]
-        row.update(_attention(own_runs[0]))
+        row = {
+            "system": name,
+            "label": system.label,
+            "family": system.family,
+            "n": len(rows),
+            "loss": float(np.mean(bits)),
+            "deviation": float(np.std(bits, ddof=1)) if len(rows) > 1 else None,
+            "diverged": values_of(rows, "end").count(DIVERGED),
+            "parameters": rows[0]["parameters"],
+        }
+        row.update(_attention(runs_of_system[0]))
         row["speed"] = _speed(rows, next(iter(study.systems)), all_rows)
         row["by_seed"] = losses[name]
         if study.levels:
-            row.update(curve=_mean_curve(rows), dropout=_dropout(own_runs[0]))
+            row.update(curve=_mean_curve(rows), dropout=_dropout(runs_of_system[0]))
         systems.append(row)
     return systems
 
 
-def _provenance_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]]:
+def _provenance_of(rows: list[Row]) -> dict[str, dict[str, list[int]]]:
     """The provenance in the records: commit, hardware, precision or versions → a value → its seeds."""
     made_by = {}
     for key in ("commit", "hardware", "precision", "versions"):
@@ -147,8 +155,8 @@ def _provenance_of(rows: list[dict[str, Any]]) -> dict[str, dict[str, list[int]]
 
 
 def _at_equal_training_loss(
-    study: Study, runs: list[Run], records: dict[str, dict[str, Any]], systems: list[dict[str, Any]]
-) -> list[dict[str, Any]]:
+    study: Study, runs: list[Run], records: Records, systems: list[Row]
+) -> list[Row]:
     """The contrasts of systems with equal dropout, at training losses that all runs of both systems have."""
     dropout = dict(zip(values_of(systems, "system"), values_of(systems, "dropout")))
     losses = {}
@@ -164,23 +172,24 @@ def _at_equal_training_loss(
     return _contrasts(study, losses)
 
 
-def _warn_of_unequal_runs(runs: list[Run], records: dict[str, dict[str, Any]]) -> None:
+def _warn_of_unequal_runs(runs: list[Run], records: Records) -> None:
     """Warn if compared runs differ in more than the system."""
-    values_of: dict[tuple[str, str], set[str]] = defaultdict(set)
+    conditions: dict[tuple[str, str], set[str]] = defaultdict(set)
     for run in runs:
         seed, system = run.block
         block = f"seed {seed} {system}".strip()
         scopes = {"hardware": block, "precision": block, "commit": "the study", "data": "the study"}
         for key, scope in scopes.items():
-            if value := records[run.name].get(key):
-                values_of[scope, key].add(value)
-    for (scope, key), values in values_of.items():
+            value = records[run.name].get(key)
+            if value:
+                conditions[scope, key].add(value)
+    for (scope, key), values in conditions.items():
         if len(values) > 1:
             difference = f"unequal {key} ({'; '.join(sorted(values))})"
             log.warning("the runs of %s have %s: differences may come from that", scope, difference)
 
 
-def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]]) -> float | None:
+def _speed(rows: list[Row], first: str, all_rows: list[Row]) -> float | None:
     """Tokens per second ÷ those of the first system with the same seed, which had the same kind of machine.
 
     The result is the median over the seeds, because some runs share the machine with other work.
@@ -194,7 +203,7 @@ def _speed(rows: list[dict[str, Any]], first: str, all_rows: list[dict[str, Any]
     return float(np.median(ratios)) if ratios else None
 
 
-def _mean_curve(records: list[dict[str, Any]]) -> list[list[float]]:
+def _mean_curve(records: list[Row]) -> list[list[float]]:
     """The training and the validation loss at each validation, means over the runs that did not diverge."""
     curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
     if not curves:
@@ -208,9 +217,7 @@ def _dropout(run: Run) -> dict[str, Any]:
     return {key: value for key, value in run.load().model.as_flags().items() if "dropout" in key}
 
 
-def _contrasts(
-    study: Study, losses: dict[str, dict[str, dict[int, float]]]
-) -> list[dict[str, Any]]:
+def _contrasts(study: Study, losses: dict[str, Losses]) -> list[Row]:
     """The contrasts with their tests, over the seeds that both systems have.
 
     Args:
@@ -218,10 +225,9 @@ def _contrasts(
         losses: contrast → system → seed → loss in bits.
     """
     judged = {}
-    for name, losses_by_system in losses.items():
-        first = losses_by_system[study.contrasts[name].first]
-        second = losses_by_system[study.contrasts[name].second]
-        differences = _by_seed(first, second)
+    for name, by_system in losses.items():
+        contrast = study.contrasts[name]
+        differences = _by_seed(by_system[contrast.first], by_system[contrast.second])
         if len(differences) > 1:
             judged[name] = paired(differences, study.margin)
     p = holm({name: difference.p for name, difference in judged.items()})
@@ -240,9 +246,7 @@ def _by_seed(first: dict[int, float], second: dict[int, float]) -> list[float]:
     return [first[seed] - second[seed] for seed in sorted(first.keys() & second.keys())]
 
 
-def difference_to_baseline(
-    row: dict[str, Any], base: dict[str, Any], margin: float
-) -> tuple[list[float], dict[str, Any] | None]:
+def difference_to_baseline(row: Row, base: Row, margin: float) -> tuple[list[float], Row | None]:
     """A system's differences to the first system.
 
     Args:
@@ -259,7 +263,7 @@ def difference_to_baseline(
     return differences, None
 
 
-def _cache(study: Study, systems: list[dict[str, Any]], records: Path) -> list[dict[str, Any]]:
+def _cache(study: Study, systems: list[Row], records: Path) -> list[Row]:
     """A row for each system with its cache and its loss; the smallest cache comes first.
 
     In "decoding", a condition of `_decoding_times` → the system's seconds per token ÷ those of the first one.
@@ -307,19 +311,21 @@ def _decoding_times(records: Path, names: list[str]) -> dict[str, dict[str, floa
     return measured
 
 
-def _translations(study: Study, runs: list[Run], references: Path) -> list[dict[str, Any]]:
+def _translations(study: Study, runs: list[Run], references: Path) -> list[Row]:
     """BLEU and chrF of each contrast, over the seeds that both systems have translated."""
     texts = _recorded_texts(study, runs, references)
     rows = []
     for name, contrast in study.contrasts.items():
         first = texts[contrast.first]
         second = texts[contrast.second]
-        if seeds := sorted(first.keys() & second.keys()):
-            log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
-            ours = [first[seed] for seed in seeds]
-            theirs = [second[seed] for seed in seeds]
-            for row in against(ours, theirs)["metrics"]:
-                rows.append({"contrast": name, "n": len(seeds)} | row)
+        seeds = sorted(first.keys() & second.keys())
+        if not seeds:
+            continue
+        log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
+        ours = [first[seed] for seed in seeds]
+        theirs = [second[seed] for seed in seeds]
+        for row in against(ours, theirs)["metrics"]:
+            rows.append({"contrast": name, "n": len(seeds)} | row)
     rows.sort(key=lambda row: row["metric"])  # the contrasts of a metric keep their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
         judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
@@ -342,7 +348,8 @@ def _recorded_texts(
         name = f"{run.name}.{recipe.subsets[0]}.txt"
         if name not in outputs:  # not run, or diverged
             continue
-        if len(lines := lines_of(outputs[name], name)) != len(target):
+        lines = lines_of(outputs[name], name)
+        if len(lines) != len(target):
             problem = (
                 f"--references {references} has {len(target)} lines, but {name} has {len(lines)}"
             )
