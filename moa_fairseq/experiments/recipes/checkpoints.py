@@ -16,7 +16,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.job import CODES
 from moa_fairseq.experiments.data.text_files import same_text
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.recipes.schema import Recipe
+from moa_fairseq.experiments.recipes.schema import Data, Generate, Recipe
 from moa_fairseq.experiments.scoring.average import numbered_checkpoints
 from moa_fairseq.layers.mae import RANDOM_EXPERT
 from moa_fairseq.plugin.patches.checkpoint_reading import check_sums, load_checkpoint
@@ -106,9 +106,10 @@ def complete_the_last(folder: Path) -> None:
     log.info("train: %s is damaged or missing; resuming from %s", LAST, newest.name)
     state = load_checkpoint(newest).get("extra_state") or {}
     better = state.get("val_loss") is not None and state["val_loss"] == state.get("best")
+    if better and newest.name != BEST:
+        copy_whole(shutil.copy, str(newest), str(folder / BEST))
     # LAST is written at the end, because it marks completion
-    for name in [BEST] * (better and newest.name != BEST) + [LAST]:
-        copy_whole(shutil.copy, str(newest), str(folder / name))
+    copy_whole(shutil.copy, str(newest), str(folder / LAST))
 
 
 def prepared_data(run_folder: Path) -> Path | None:
@@ -139,8 +140,7 @@ def checkpoint_and_data(model: Path, data: Path | None = None) -> tuple[Path, Pa
     if not checkpoint.is_file():
         raise UserError(
             f"There is no average.pt or checkpoint_best.pt in {model} or its checkpoints/. Train first, or "
-            f"give "
-            "a checkpoint file (checkpoint_last.pt if the training had no validation)."
+            "give a checkpoint file (checkpoint_last.pt if the training had no validation)."
         )
     return checkpoint, data or prepared_data(model)
 
@@ -163,40 +163,50 @@ def finetuned(recipe: Recipe) -> Recipe:
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
-    flags = dict(recipe.train.flags)
-    data = recipe.data
-    if recipe.finetune != "noft":
-        checkpoint = pretrained_checkpoint(recipe.pretrained)
-        flags.update({"finetune": recipe.finetune, "finetune-from-model": str(checkpoint)})
+    checkpoint = pretrained_checkpoint(recipe.pretrained)
+    folder = prepared_data(Path(recipe.pretrained))
+    if folder and recipe.data.recipe != "binarised":
+        recipe = dataclasses.replace(recipe, data=_segmented_as(recipe.data, folder))
+    if recipe.finetune == "noft":
+        return dataclasses.replace(recipe, average=None, generate=_with_seed(recipe))
+    flags = recipe.train.flags | {
+        "finetune": recipe.finetune,
+        "finetune-from-model": str(checkpoint),
+    }
     if recipe.finetune == "ftg":
         for name in list(flags):
             if name.startswith(("adam-", "warmup-")):
                 del flags[name]
         flags.update({"optimizer": "sgd", "lr": flags.get("gate-lr", 1.0)})
         flags.update({"lr-scheduler": "fixed", "weight-decay": 0.0})
-    folder = prepared_data(Path(recipe.pretrained))
-    if folder and data.recipe != "binarised":
-        codes = data.codes
-        for path in (folder.parent / "bpe" / CODES, folder.parent / CODES):
-            if not (codes or data.bpe) and path.is_file():
-                codes = str(path)
-        dictionaries = {"srcdict": str(folder / f"dict.{data.source}.txt")}
-        if not data.joined_dictionary:
-            dictionaries["tgtdict"] = str(folder / f"dict.{data.target}.txt")
-        data = dataclasses.replace(data, codes=codes, flags=dictionaries | data.flags)
-    average = recipe.average
-    generate = recipe.generate
-    if recipe.finetune == "noft":
-        average = None
-        raw_overrides = generate.flags.get("model-overrides") if generate else None
-        overrides = ast.literal_eval(raw_overrides or "{}")
-        if generate and overrides.get("mae_evaluate_with") == RANDOM_EXPERT:
-            seeded = repr(overrides | {"mae_evaluate_seed": recipe.train.seed})
-            generate = dataclasses.replace(
-                generate, flags=generate.flags | {"model-overrides": seeded}
-            )
     train = dataclasses.replace(recipe.train, flags=flags)
-    return dataclasses.replace(recipe, data=data, train=train, average=average, generate=generate)
+    return dataclasses.replace(recipe, train=train)
+
+
+def _segmented_as(data: Data, folder: Path) -> Data:
+    """A data section with the merges and dictionaries of a binarised folder, where it has none."""
+    codes = data.codes
+    for path in (folder.parent / "bpe" / CODES, folder.parent / CODES):
+        if not (codes or data.bpe) and path.is_file():
+            codes = str(path)
+    dictionaries = {"srcdict": str(folder / f"dict.{data.source}.txt")}
+    if not data.joined_dictionary:
+        dictionaries["tgtdict"] = str(folder / f"dict.{data.target}.txt")
+    return dataclasses.replace(data, codes=codes, flags=dictionaries | data.flags)
+
+
+def _with_seed(recipe: Recipe) -> Generate | None:
+    """The evaluation of a pretrained model; train.seed draws the random expert, if it evaluates with one."""
+    generate = recipe.generate
+    if generate is None:
+        return None
+    overrides = ast.literal_eval(generate.flags.get("model-overrides") or "{}")
+    if overrides.get("mae_evaluate_with") != RANDOM_EXPERT:
+        return generate
+    overrides["mae_evaluate_seed"] = recipe.train.seed
+    return dataclasses.replace(
+        generate, flags=generate.flags | {"model-overrides": repr(overrides)}
+    )
 
 
 def check_pretrained(recipe: Recipe, data: Path) -> None:

@@ -54,21 +54,25 @@ log = logging.getLogger(__name__)
 def steps(run: Run) -> list[Step]:
     """All steps of a run after its data, in order."""
     recipe = run.recipe
-    model_steps = [] if recipe.finetune == "noft" else [_train(run)]
-    before = [_text(run)] if model_steps else []
+    before: list[Step] = []
+    model_steps: list[Step] = []
+    if recipe.finetune != "noft":
+        before.append(_text(run))
+        model_steps.append(_Training(run).step())
     if recipe.average:
         model_steps.append(_average(run, recipe.average, model_steps[0]))
+    evaluations = []
     if recipe.kind != TRANSLATION:
-        scores = [
-            _evaluate(run, recipe.score or Score(), name, model_steps) for name in recipe.subsets
-        ]
-        zero_shot = [_zero_shot(run, recipe.zero_shot, model_steps)] if recipe.zero_shot else []
-        return [*before, *model_steps, *scores, *zero_shot]
-    if not recipe.generate:
-        return [*before, *model_steps]
-    translations = [_generate(run, recipe.generate, name, model_steps) for name in recipe.subsets]
-    scores = [_score(run, recipe.score, step) for step in translations if recipe.score]
-    return [*before, *model_steps, *translations, *scores]
+        for subset in recipe.subsets:
+            evaluations.append(_evaluate(run, recipe.score or Score(), subset, model_steps))
+        if recipe.zero_shot:
+            evaluations.append(_zero_shot(run, recipe.zero_shot, model_steps))
+    elif recipe.generate:
+        for subset in recipe.subsets:
+            evaluations.append(_generate(run, recipe.generate, subset, model_steps))
+        if recipe.score:
+            evaluations += [_score(run, recipe.score, step) for step in evaluations]
+    return [*before, *model_steps, *evaluations]
 
 
 def _text(run: Run) -> Step:
@@ -85,88 +89,119 @@ def _text(run: Run) -> Step:
     return Step("train-text", run.folder / KEPT, keep, inputs, in_place=True)
 
 
-def _train(run: Run) -> Step:
-    recipe = run.recipe
-    hardware = run.hardware
-    train = recipe.train
-    world = hardware.world
-    batch = plan_batch(recipe.train, hardware.devices)
-    precision = precision_name(train.precision, hardware, recipe.model)
-    # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters: an
-    # unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
-    # with the training's large memory, every page that the training writes to is then copied.
-    values = recipe.model.as_flags() | {"criterion": train.criterion}
-    if not hardware.gpus:
-        values["num-workers"] = 0
-    if not hardware.gpus and world:
-        values.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
-    values.update(train.flags)
-    if recipe.data.segmentation == SENTENCEPIECE and recipe.training_flags.get("eval-bleu"):
-        values["eval-bleu-remove-bpe"] = SENTENCEPIECE
-    if logs := recipe.training_flags.get("tensorboard-logdir"):
-        values["tensorboard-logdir"] = str(run.folder / logs)
-    values.update({"max-tokens": batch.max_tokens, "update-freq": batch.update_freq})
-    for key in ("max_epoch", "max_update", "seed", "keep_last_epochs"):
-        values[key.replace("_", "-")] = getattr(train, key)
-    values.update({"save-dir": OUT, "log-format": "json", "log-interval": train.log_interval})
-    values.update(world.flags() if world else {"distributed-world-size": hardware.devices})
-    values[precision] = precision != "fp32"
-    train_log = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
-    digest = functools.cache(lambda: content_digest(run.prepared.folder))
+class _Training:
+    """The step of the training.
 
-    def inputs() -> dict[str, Any]:
-        if recipe.finetune and not (run.checkpoints / LAST).exists():
-            check_pretrained(recipe, run.prepared.folder)
-        return {"data": run.prepared.fingerprint} | recipe.training_inputs
+    Args:
+        run: the run.
+    """
 
-    def facts(checkpoints: Path) -> dict[str, Any]:
+    def __init__(self, run: Run) -> None:
+        train = run.recipe.train
+        self.run = run
+        self.recipe = run.recipe
+        self.batch = plan_batch(train, run.hardware.devices)
+        self.precision = precision_name(train.precision, run.hardware, run.recipe.model)
+        self.log = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
+
+    def step(self) -> Step:
+        """The step, which resumes in its folder."""
+        return Step(
+            "train",
+            self.run.checkpoints,
+            self.run.command("fairseq-train", self.flags()),
+            self.inputs,
+            watch=self.log,
+            finish=self.facts,
+            in_place=True,
+            goal=self.recipe.goal,
+            ready=self.check_resumption,
+            conditions=self.conditions,
+            as_of_today=as_of_today,
+        )
+
+    def flags(self) -> dict[str, Any]:
+        """The flags of fairseq-train, those of the recipe above those of the hardware."""
+        train = self.recipe.train
+        hardware = self.run.hardware
+        world = hardware.world
+        # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters:
+        # an unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
+        # with the training's large memory, every page that the training writes to is then copied.
+        values = self.recipe.model.as_flags() | {"criterion": train.criterion}
+        if not hardware.gpus:
+            values["num-workers"] = 0
+        if not hardware.gpus and world:
+            values.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
+        values.update(train.flags)
+        training_flags = self.recipe.training_flags
+        if self.recipe.data.segmentation == SENTENCEPIECE and training_flags.get("eval-bleu"):
+            values["eval-bleu-remove-bpe"] = SENTENCEPIECE
+        if logs := training_flags.get("tensorboard-logdir"):
+            values["tensorboard-logdir"] = str(self.run.folder / logs)
+        values["max-tokens"] = self.batch.max_tokens
+        values["update-freq"] = self.batch.update_freq
+        for key in ("max_epoch", "max_update", "seed", "keep_last_epochs"):
+            values[key.replace("_", "-")] = getattr(train, key)
+        values.update({"save-dir": OUT, "log-format": "json", "log-interval": train.log_interval})
+        values.update(world.flags() if world else {"distributed-world-size": hardware.devices})
+        values[self.precision] = self.precision != "fp32"
+        return values
+
+    @functools.cached_property
+    def digest(self) -> str:
+        """The digest of the data's content, which takes long."""
+        return content_digest(self.run.prepared.folder)
+
+    def inputs(self) -> dict[str, Any]:
+        """What must not change between two starts; checks a pretrained model before the first."""
+        if self.recipe.finetune and not (self.run.checkpoints / LAST).exists():
+            check_pretrained(self.recipe, self.run.prepared.folder)
+        return {"data": self.run.prepared.fingerprint} | self.recipe.training_inputs
+
+    def facts(self, checkpoints: Path) -> dict[str, Any]:
+        """What state.json records of the training. Raises UserError if it left no checkpoint."""
         if not (checkpoints / LAST).is_file():
             problem = f"fairseq-train wrote no checkpoint into {checkpoints}"
-            raise UserError(f"{problem}; its output is in {run.folder / 'train.log'}.")
-        parameters = sum(train_log.parameters) or None
-        interval = train.flags.get(INTERVAL)
-        return {"parameters": parameters, "updated": train_log.updated, INTERVAL: interval}
+            raise UserError(f"{problem}; its output is in {self.run.folder / 'train.log'}.")
+        return {
+            "parameters": sum(self.log.parameters) or None,
+            "updated": self.log.updated,
+            INTERVAL: self.recipe.train.flags.get(INTERVAL),
+        }
 
-    def ready() -> None:
-        sessions = made_by_of(read_step_records(run.folder).get("train", {}))
+    def check_resumption(self) -> None:
+        """Raise UserError for a training that cannot resume; restore its last checkpoint."""
+        checkpoints = self.run.checkpoints
+        problem = f"The training in {checkpoints} cannot resume"
+        data = self.run.prepared.folder
+        sessions = made_by_of(read_step_records(self.run.folder).get("train", {}))
         digests = [session["data"] for session in sessions if session.get("data")]
-        reason = ""
-        if digests and digests[0] != digest():
-            reason = f"the files in {run.prepared.folder} have another content "
-            reason += f"(digest {digests[0]} → {digest()})"
-            remedy = (
+        if digests and digests[0] != self.digest:
+            raise UserError(
+                f"{problem}: the files in {data} have another content (digest {digests[0]} → {self.digest}). "
                 "Give --data its original data, or --restart to move the run aside and start over."
             )
-        else:
-            complete_the_last(run.checkpoints)
-            resumes = (run.checkpoints / LAST).exists()
-            if resumes and recipe.training_flags.get("no-save-optimizer-state"):
-                reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
-                remedy = "Start over with --restart; without the flag a run can resume."
-        if reason:
-            raise UserError(f"The training in {run.checkpoints} cannot resume: {reason}. {remedy}")
+        complete_the_last(checkpoints)
+        has_optimizer = not self.recipe.training_flags.get("no-save-optimizer-state")
+        if (checkpoints / LAST).exists() and not has_optimizer:
+            reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
+            remedy = "Start over with --restart; without the flag a run can resume."
+            raise UserError(f"{problem}: {reason}. {remedy}")
 
-    def conditions() -> dict[str, Any]:
-        record = dict(run.conditions, precision=precision, threads=torch.get_num_threads())
-        record.update(max_tokens=batch.max_tokens, update_freq=batch.update_freq, data=digest())
+    def conditions(self) -> dict[str, Any]:
+        """What the provenance of the training has in addition."""
+        record = dict(
+            self.run.conditions, precision=self.precision, threads=torch.get_num_threads()
+        )
+        record["max_tokens"] = self.batch.max_tokens
+        record["update_freq"] = self.batch.update_freq
+        record["data"] = self.digest
         return record
-
-    return Step(
-        "train",
-        run.checkpoints,
-        run.command("fairseq-train", values),
-        inputs,
-        watch=train_log,
-        finish=facts,
-        in_place=True,
-        goal=recipe.goal,
-        ready=ready,
-        conditions=conditions,
-        as_of_today=as_of_today,
-    )
 
 
 def _average(run: Run, average: Average, train: Step) -> Step:
+    """The step that averages the last checkpoints."""
     by_updates = average.updates is not None
     count = average.count
     values = {
@@ -261,8 +296,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
         if left_out > 0 and not section.flags.get(SKIP):
             raise UserError(
                 f"fairseq-generate translated only {len(translated):,} of {total:,} sentences of {subset}, "
-                f"so "
-                f"there is no score of the subset. {run.folder / f'generate-{subset}.log'} has the reason."
+                f"so there is no score of the subset. {run.folder / f'generate-{subset}.log'} has the reason."
             )
         if left_out > 0:
             return {LEFT_OUT: left_out}
@@ -291,9 +325,8 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     if run.recipe.data.running_text:  # the other pipelines need tokens
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
     generate = run.recipe.generate
-    if (
-        generate and generate.remove_bpe
-    ):  # fairseq-generate has joined them: any @@ belongs to the text
+    # If fairseq-generate has joined subwords, any @@ belongs to the text
+    if generate and generate.remove_bpe:
         values["remove-bpe"] = "none"
     values.update(section.flags, json=True)
     if generate and generate.flags.get(SKIP):
