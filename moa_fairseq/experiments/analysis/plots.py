@@ -25,16 +25,7 @@ matplotlib.rcdefaults()
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 GREY = "#666666"
 # Each group has a marker as well as a colour, because some readers cannot tell the colours apart
-MARKERS = (
-    "o",
-    "s",
-    "^",
-    "D",
-    "v",
-    "P",
-    "X",
-    "p",
-)
+MARKERS = tuple("os^DvPXp")
 DPI = 150
 
 

@@ -28,6 +28,7 @@ from moa_fairseq.experiments.make import Step, read_step_records
 from moa_fairseq.experiments.records.json_files import write_json
 
 log = logging.getLogger(__name__)
+Facts = dict[str, Any]  # of a step, for state.json
 
 
 def language_modeling_steps(job: PreparationJob) -> list[Step]:
@@ -59,10 +60,10 @@ class LanguageModelPreparation:
 
     def steps(self) -> list[Step]:
         """All steps in their order, the manifest included."""
-        text_inputs: dict[str, Any] = {}
+        text_inputs: Facts = {}
         steps = []
         if self.data.encoder == "sentencepiece":
-            model_inputs: dict[str, Any] = {"pieces": self.count}
+            model_inputs: Facts = {"pieces": self.count}
             # Older versions did not count the settings of released pieces as an input
             if not self.data.released_pieces:
                 model_inputs["settings"] = self.learning
@@ -78,7 +79,7 @@ class LanguageModelPreparation:
         settings = {"tokens": self.most} if self.most else {}
         return [*steps, self.job.manifest(steps[-1], **settings)]
 
-    def learn(self, new: Path) -> dict[str, Any]:
+    def learn(self, new: Path) -> Facts:
         """Learn the SentencePiece model. Returns its facts and settings."""
         log.info("learning %s SentencePiece pieces", f"{self.count:,}")
         data = self.data
@@ -91,7 +92,7 @@ class LanguageModelPreparation:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
-        facts: dict[str, Any] = pieces.learn(
+        facts: Facts = pieces.learn(
             *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring),
             **self.learning,
         )
@@ -106,7 +107,7 @@ class LanguageModelPreparation:
             facts["train"] = {"files": {part.name: job.digest(part) for part in first}}
         return facts
 
-    def write(self, new: Path) -> dict[str, Any]:
+    def write(self, new: Path) -> Facts:
         """Write the text of each split in symbols."""
         job = self.job
         if self.data.encoder == "bytes":
@@ -127,7 +128,7 @@ class LanguageModelPreparation:
             log.info("%s: %s", split, ", ".join(counts))
         return facts
 
-    def _grow(self, new: Path) -> dict[str, Any]:
+    def _grow(self, new: Path) -> Facts:
         """Write the first tokens of each split, as many as are requested."""
         self._announce()
         job = self.job
@@ -150,8 +151,8 @@ class LanguageModelPreparation:
         shutil.rmtree(growing)
         return facts
 
-    def _inputs(self, more: Mapping[str, Any]) -> dict[str, Any]:
-        inputs: dict[str, Any] = {"encoder": self.data.encoder}
+    def _inputs(self, more: Mapping[str, Any]) -> Facts:
+        inputs: Facts = {"encoder": self.data.encoder}
         if self.data.tokens:  # many files, fetched only as needed: see `_digests`
             inputs["files"] = self.data.name
         else:
@@ -159,9 +160,9 @@ class LanguageModelPreparation:
         inputs.update(more)
         return inputs
 
-    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> dict[str, Any]:
+    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> Facts:
         """The checksums of the files that were read, computed anew (recount) if the files still exist."""
-        content: dict[str, Any] = {}
+        content: Facts = {}
         if not self.data.tokens:
             return content
         for split, parts in self.job.parts.items():
@@ -188,11 +189,11 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
     def encoding() -> Any:
         return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
 
-    def read() -> dict[str, Any]:
+    def read() -> Facts:
         dictionary = job.checksum(encoding().dictionary)
         return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
 
-    def encode(new: Path) -> dict[str, Any]:
+    def encode(new: Path) -> Facts:
         files = encoding()
         texts = {split: piece.path for split, (piece,) in job.texts.items()}
         facts = encode_texts(texts, new, files, job.workers)
@@ -218,7 +219,7 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
     def finish(new: Path, counts: dict[str, Symbols]) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(bpe / name, new / name)
-        facts: dict[str, Any] = {"licence": data.licence, "sources": job.store.origins}
+        facts: Facts = {"licence": data.licence, "sources": job.store.origins}
         facts.update(read_step_records(job.root)["bpe"]["facts"])
         if "srcdict" in job.settings["flags"]:
             facts["dictionary"] = OTHER_DICTIONARY

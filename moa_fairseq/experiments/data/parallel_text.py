@@ -81,12 +81,14 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                 except _BadLine as error:
                     reason, problem = error.args
                     if not mark_bad:
-                        remedy = "Check the file, or split the line."
-                        if reason != LONG:
-                            remedy = encoding_remedy(path)
+                        is_long = reason == LONG
+                        remedy = (
+                            "Check the file, or split the line."
+                            if is_long
+                            else encoding_remedy(path)
+                        )
                         raise UserError(f"{path}, line {number}: {problem} {remedy}") from None
-                    while len(raw) > most and not raw.endswith(b"\n"):  # the rest of a long line
-                        raw = stream.readline(most + 1)
+                    _skip_line(stream, raw, most)
                     yield BAD + reason
                     continue
                 odd += number <= _LOOKED_AT and bool(CONTROLS.search(line))
@@ -102,6 +104,12 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
         place = f" after line {number:,}" if number else ""
         problem = f"{path} is a damaged {kind} file{place} ({error})"
         raise UserError(f"{problem}. Copy or fetch it again.") from error
+
+
+def _skip_line(stream: Any, raw: bytes, most: int) -> None:
+    """Read the rest of a line of which a part was read."""
+    while len(raw) > most and not raw.endswith(b"\n"):
+        raw = stream.readline(most + 1)
 
 
 class _BadLine(Exception):

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -30,6 +31,32 @@ class Read(NamedTuple):
 
     log_probs: Tensor
     likeliest: Tensor
+
+
+@dataclasses.dataclass
+class GeneratedText:
+    """A text that greedy generation continues.
+
+    Args:
+        ids: its symbols, after `</s>`.
+        prompt: its beginning, in the model's segmentation.
+        until: the texts at which it ends.
+        longest: the largest number of symbols.
+        generated: what was added to the prompt.
+        has_ended: whether it has one of the texts in `until`.
+    """
+
+    ids: list[int]
+    prompt: str
+    until: list[str]
+    longest: int
+    generated: str = ""
+    has_ended: bool = False
+
+    @property
+    def is_full(self) -> bool:
+        """Whether it has the largest number of symbols."""
+        return len(self.ids) >= self.longest
 
 
 class HarnessModel(TemplateLM):
@@ -122,8 +149,7 @@ class HarnessModel(TemplateLM):
                 if len(continuation) > self.chunk:
                     raise UserError(
                         f"A task has a continuation of {len(continuation)} symbols, but the model reads at "
-                        f"most "
-                        f"{self.chunk}: {texts[1][:60]!r}. Leave the task out."
+                        f"most {self.chunk}: {texts[1][:60]!r}. Leave the task out."
                     )
                 inputs = inputs[-self.chunk :]
             windows.append((inputs, continuation))
@@ -167,48 +193,45 @@ class HarnessModel(TemplateLM):
         Raises:
             UserError: for a task that samples its text.
         """
-        rows = [[self.eot_token_id, *self.tok_encode(request.args[0])] for request in requests]
-        lengths = [len(row) for row in rows]
-        prompts = [self.tok_decode(row[1:]) for row in rows]
-        settings = [normalize_gen_kwargs(request.args[1]) for request in requests]
-        if any(each["do_sample"] for each in settings):
+        texts = [self._begin(*request.args) for request in requests]
+        bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
+        for batch in self._batches([text.ids for text in texts]):
+            active = [texts[number] for number in batch if not texts[number].is_full]
+            while active:
+                active.sort(key=lambda text: -len(text.ids))
+                first = 0 if self.carries_context else -self.chunk
+                inputs = [text.ids[first:] for text in active]
+                reads = self._read(inputs, [[self.eot_token_id]] * len(active))
+                for text, read in zip(active, reads):
+                    self._append(text, int(read.likeliest))
+                active = [text for text in active if not (text.has_ended or text.is_full)]
+            for number in batch:
+                self.cache_hook.add_partial(
+                    "generate_until", requests[number].args, texts[number].generated
+                )
+            bar.update(len(batch))
+        bar.close()
+        return [text.generated for text in texts]
+
+    def _begin(self, prompt: str, gen_kwargs: dict[str, Any]) -> GeneratedText:
+        """The text of a request before its first symbol."""
+        settings = normalize_gen_kwargs(gen_kwargs)
+        if settings["do_sample"]:
             raise UserError(
                 "A task samples its text (do_sample), but only greedy generation is supported."
             )
-        texts = [""] * len(requests)
-        bar = tqdm(total=len(requests), desc="Generating", disable=disable_tqdm or None)
-        for batch in self._batches(rows):
-            active = [number for number in batch if settings[number]["max_gen_toks"] > 0]
-            while active:
-                active.sort(key=lambda number: -len(rows[number]))
-                inputs = [
-                    rows[number][0 if self.carries_context else -self.chunk :] for number in active
-                ]
-                reads = self._read(inputs, [[self.eot_token_id]] * len(active))
-                unfinished = []
-                for number, read in zip(active, reads):
-                    rows[number].append(int(read.likeliest))
-                    text = self.tok_decode(rows[number][1:])[len(prompts[number]) :]
-                    ends = [
-                        text.find(stop)
-                        for stop in settings[number]["until"]
-                        if stop and stop in text
-                    ]
-                    texts[number] = text[: min(ends)] if ends else text
-                    ended = bool(ends) or (
-                        not self.has_lines and rows[number][-1] == self.eot_token_id
-                    )
-                    if (
-                        not ended
-                        and len(rows[number]) - lengths[number] < settings[number]["max_gen_toks"]
-                    ):
-                        unfinished.append(number)
-                active = unfinished
-            for number in batch:
-                self.cache_hook.add_partial("generate_until", requests[number].args, texts[number])
-            bar.update(len(batch))
-        bar.close()
-        return texts
+        ids = [self.eot_token_id, *self.tok_encode(prompt)]
+        longest = len(ids) + settings["max_gen_toks"]
+        return GeneratedText(ids, self.tok_decode(ids[1:]), settings["until"], longest)
+
+    def _append(self, text: GeneratedText, symbol: int) -> None:
+        """Append a symbol to a text, and cut it at the first stop text."""
+        text.ids.append(symbol)
+        generated = self.tok_decode(text.ids[1:])[len(text.prompt) :]
+        ends = [generated.find(stop) for stop in text.until if stop and stop in generated]
+        text.generated = generated[: min(ends)] if ends else generated
+        is_end = not self.has_lines and symbol == self.eot_token_id
+        text.has_ended = bool(ends) or is_end
 
     def text_facts(self, requests: Sequence[tuple[Any, ...]]) -> dict[str, int]:
         """Counts of a task's symbols in the segmentation of the model.

@@ -33,9 +33,10 @@ _FREE = ("max_tokens", "headline", "seed")  # settings that do not change the ex
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 _MAKER = ("data", "versions", "commit", "date", "command")
 log = logging.getLogger(__name__)
+Values = dict[str, Any]  # JSON values by key
 
 
-def settings(recipe: Recipe) -> dict[str, Any]:
+def settings(recipe: Recipe) -> Values:
     """The settings that the finished run actually used."""
     section = recipe.generate or recipe.score
     count = recipe.average.count if recipe.average else 1
@@ -46,7 +47,7 @@ def settings(recipe: Recipe) -> dict[str, Any]:
     )
 
 
-def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
+def settings_made(folder: Path, recipe: Recipe) -> Values:
     """The settings of `settings`, read from the chain of finished steps in a run folder.
 
     Args:
@@ -62,7 +63,7 @@ def settings_made(folder: Path, recipe: Recipe) -> dict[str, Any]:
         return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _settings_of_records(records: Mapping[str, Any], recipe: Recipe) -> dict[str, Any]:
+def _settings_of_records(records: Mapping[str, Any], recipe: Recipe) -> Values:
     """The settings of `settings_made`; any error of a missing or odd value for damaged records."""
     kind = "generate" if recipe.generate else "score"
     evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
@@ -94,9 +95,9 @@ def _settings(
     interval: int | None,
     section: Any,
     scoring: Mapping[str, Any],
-) -> dict[str, Any]:
+) -> Values:
     """The settings of a training, its average and its evaluation, without those of _FREE."""
-    finished: dict[str, Any] = {}
+    finished: Values = {}
     if inputs:
         finished["model"] = inputs["model"]
         finished["train"] = _without_free(inputs["train"]) | dict(goal)
@@ -108,7 +109,7 @@ def _settings(
     return finished
 
 
-def _without_free(values: Mapping[str, Any]) -> dict[str, Any]:
+def _without_free(values: Mapping[str, Any]) -> Values:
     return {key: value for key, value in values.items() if key not in _FREE}
 
 
@@ -153,7 +154,7 @@ def data_differences(
     return differ
 
 
-def _manifest_of(folder: Path) -> dict[str, Any]:
+def _manifest_of(folder: Path) -> Values:
     """The manifest in a binarised folder or next to it; {} if there is none, or only a damaged one."""
     places = [folder]
     if folder.name == "binarised":
@@ -169,9 +170,9 @@ def _manifest_of(folder: Path) -> dict[str, Any]:
     return {}
 
 
-def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> dict[str, Any]:
+def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> Values:
     """The properties of the data that a recipe requires."""
-    facts: dict[str, Any] = {}
+    facts: Values = {}
     if recipe.data.recipe != "binarised":
         facts["recipe"] = recipe.data.recipe
     if recipe.kind == TRANSLATION:
@@ -196,14 +197,12 @@ def _recipe_facts(recipe: Recipe, dataset: Dataset | None) -> dict[str, Any]:
     return facts
 
 
-def _manifest_facts(
-    manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]
-) -> dict[str, Any]:
+def _manifest_facts(manifest: Mapping[str, Any], kind: str, lines: Mapping[str, int]) -> Values:
     """The properties that a manifest and the numbers of lines prove."""
     section = manifest.get("settings")
     if not isinstance(section, dict):
         section = {}
-    facts: dict[str, Any] = {}
+    facts: Values = {}
     name = manifest.get("dataset", section.get("recipe", manifest.get("recipe")))
     if name is not None:
         facts["recipe"] = name
@@ -224,7 +223,7 @@ def _manifest_facts(
     return facts
 
 
-def _text_facts(section: Mapping[str, Any]) -> dict[str, Any]:
+def _text_facts(section: Mapping[str, Any]) -> Values:
     """The properties of bilingual text in a data section, of a recipe or in a manifest."""
     facts = {key: section[key] for key in _TEXT if key in section}
     if facts:
@@ -253,7 +252,7 @@ def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, s
     return list(map(": ".join, [*data.items(), *changes(settings(published), done).items()]))
 
 
-def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> dict[str, Any]:
+def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> Values:
     """The provenance of a run: of its training or, for a model that is only evaluated, of the evaluation.
 
     Args:
@@ -308,10 +307,10 @@ def record(run: Run, started: float) -> Path | None:
 
 def _values(
     run: Run,
-    summary: dict[str, Any],
+    summary: Values,
     records: Mapping[str, Any],
-    scores: Mapping[str, dict[str, Any]],
-) -> dict[str, Any]:
+    scores: Mapping[str, Values],
+) -> Values:
     """The content of result.json.
 
     Args:
@@ -335,7 +334,7 @@ def _values(
         metrics[subset]["valid_ppl"] = summary.pop("valid_ppl")
     accuracies, zero_shot = result_in(run.folder, run.model)
     beam = selected(finished["evaluation"], ("beam", "lenpen"))
-    values: dict[str, Any] = {
+    values: Values = {
         "experiment": recipe.experiment,
         "reproduces": cell,
         "row": recipe.row if cell else None,
@@ -365,11 +364,11 @@ def _values(
     return values
 
 
-def _training_facts(records: Mapping[str, Any]) -> dict[str, Any]:
+def _training_facts(records: Mapping[str, Any]) -> Values:
     return records.get("train", {}).get("facts") or {}
 
 
-def _made_by(run: Run, trained: Mapping[str, Any]) -> dict[str, Any]:
+def _made_by(run: Run, trained: Mapping[str, Any]) -> Values:
     """The provenance of a run; an earlier version recorded the hardware among the facts of the training."""
     made_by = maker(run.folder, run.recipe)
     made_by.setdefault("hardware", trained.get("hardware"))
@@ -412,7 +411,7 @@ def _record_speed(run: Run, summary: Mapping[str, Any], records: Mapping[str, An
     work = workload(run.recipe, run.prepared.folder)
     trained = _training_facts(records)
     made_by = _made_by(run, trained)
-    row: dict[str, Any] = {"experiment": run.recipe.experiment}
+    row: Values = {"experiment": run.recipe.experiment}
     row |= selected(made_by, ("hardware", "precision"))
     row["tokens_per_second"] = summary["tokens_per_second"]
     row["macs_per_target_token"] = round(work.macs_per_target_token)

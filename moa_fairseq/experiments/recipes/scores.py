@@ -49,9 +49,10 @@ _SETTINGS = (
     "post-process",
     "remove-bpe",
 )
+Scores = dict[str, Any]  # metric → its number and what belongs to it; "meta"
 
 
-def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, Any]:
+def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Scores:
     """The scores of a subset, in the output of the program that evaluates the recipe's kind of model.
 
     Args:
@@ -78,9 +79,7 @@ def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> dict[str, 
     return scores
 
 
-def read_report(
-    text: str, path: Path, recipe: Recipe, data_tokens: int | None = None
-) -> dict[str, Any]:
+def read_report(text: str, path: Path, recipe: Recipe, data_tokens: int | None = None) -> Scores:
     """fairseq-eval-lm's output as scores.
 
     Args:
@@ -103,7 +102,7 @@ def read_report(
     }
 
 
-def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> dict[str, Any]:
+def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> Scores:
     """The settings and the number of tokens of an evaluation, see `read_report`."""
     flags = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
@@ -125,7 +124,7 @@ def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) 
     return evaluation
 
 
-def read_scores(path: Path) -> dict[str, Any]:
+def read_scores(path: Path) -> Scores:
     """The output of `moa-fairseq score --json`, without null values.
 
     Raises:
@@ -150,11 +149,11 @@ def read_scores(path: Path) -> dict[str, Any]:
     return scores
 
 
-def _metrics_in(scores: dict[str, Any]) -> list[str]:
+def _metrics_in(scores: Scores) -> list[str]:
     return [name for name in HEADLINE_METRICS if name in scores]
 
 
-def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
+def flat_metrics(scores: Scores) -> Scores:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     names = _metrics_in(scores)
     metrics = {}
@@ -172,7 +171,7 @@ def flat_metrics(scores: dict[str, Any]) -> dict[str, Any]:
     return metrics
 
 
-def describe(headline: str, scores: dict[str, dict[str, Any]], paper: float | None = None) -> str:
+def describe(headline: str, scores: dict[str, Scores], paper: float | None = None) -> str:
     """The scores in one line: for each subset the headline metric and additionally requested metrics.
 
     Args:

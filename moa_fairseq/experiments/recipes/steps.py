@@ -49,6 +49,7 @@ from moa_fairseq.process import flags, positional
 LEFT_OUT = "left_out"  # the key of the number of sentences without a translation
 ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
 log = logging.getLogger(__name__)
+Values = dict[str, Any]  # JSON values, or values of flags, by name
 
 
 def steps(run: Run) -> list[Step]:
@@ -82,7 +83,7 @@ def _text(run: Run) -> Step:
     """
     data = run.prepared.folder
 
-    def inputs() -> dict[str, Any]:
+    def inputs() -> Values:
         return {name: checksum(path) for name, path in text_files(data).items()}
 
     keep = functools.partial(keep_text, data, run.folder, run.prepared.fingerprint)
@@ -120,7 +121,7 @@ class _Training:
             as_of_today=as_of_today,
         )
 
-    def flags(self) -> dict[str, Any]:
+    def flags(self) -> Values:
         """The flags of fairseq-train, those of the recipe above those of the hardware."""
         train = self.recipe.train
         hardware = self.run.hardware
@@ -153,13 +154,13 @@ class _Training:
         """The digest of the data's content, which takes long."""
         return content_digest(self.run.prepared.folder)
 
-    def inputs(self) -> dict[str, Any]:
+    def inputs(self) -> Values:
         """What must not change between two starts; checks a pretrained model before the first."""
         if self.recipe.finetune and not (self.run.checkpoints / LAST).exists():
             check_pretrained(self.recipe, self.run.prepared.folder)
         return {"data": self.run.prepared.fingerprint} | self.recipe.training_inputs
 
-    def facts(self, checkpoints: Path) -> dict[str, Any]:
+    def facts(self, checkpoints: Path) -> Values:
         """What state.json records of the training. Raises UserError if it left no checkpoint."""
         if not (checkpoints / LAST).is_file():
             problem = f"fairseq-train wrote no checkpoint into {checkpoints}"
@@ -189,7 +190,7 @@ class _Training:
             remedy = "Start over with --restart; without the flag a run can resume."
             raise UserError(f"{problem}: {reason}. {remedy}")
 
-    def conditions(self) -> dict[str, Any]:
+    def conditions(self) -> Values:
         """What the provenance of the training has in addition."""
         record = dict(
             self.run.conditions, precision=self.precision, threads=torch.get_num_threads()
@@ -212,7 +213,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
         "force": True,  # so that people can repeat the command; here its output is a temporary file
     }
 
-    def inputs() -> dict[str, Any]:
+    def inputs() -> Values:
         try:
             last = last_checkpoints(run.checkpoints, count, by_updates)
         except UserError as error:  # too few checkpoints: add the key of the recipe and the remedy
@@ -247,7 +248,7 @@ def _evaluated(
         made: the steps that make the model, in order; [] for a pretrained model.
     """
 
-    def inputs() -> dict[str, Any]:
+    def inputs() -> Values:
         if not is_whole(run.model):
             missing = "average" if run.recipe.average else "train"
             remedy = f"Run --stage {missing} first"
@@ -267,7 +268,7 @@ def _evaluated(
 def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
     """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
-    values: dict[str, Any] = {"path": str(run.model), "gen-subset": subset}
+    values: Values = {"path": str(run.model), "gen-subset": subset}
     values.update(
         {"beam": section.beam, "lenpen": section.lenpen, "max-tokens": section.max_tokens}
     )
@@ -321,7 +322,7 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     """The step that scores translations, also by the BLEU pipeline of the headline metric."""
     further = [name for name in CHAINS if name not in DEFAULT_CHAINS]
     headline = next((name for name in further if CHAINS[name].key == section.headline), None)
-    values: dict[str, Any] = {"target-lang": run.recipe.data.target, "also": headline}
+    values: Values = {"target-lang": run.recipe.data.target, "also": headline}
     if run.recipe.data.running_text:  # the other pipelines need tokens
         values.update({"also": None, "chain": SACREBLEU, "detokenized": True})
     generate = run.recipe.generate

@@ -30,9 +30,10 @@ _NUMBERS = ("epoch", "update", "num_updates", "train_num_updates", "valid_num_up
 _SKIPPED = re.compile(r"\bwill be skipped\b|\bskipping\b")
 _BEGINS = "Start iterating over samples"
 _CHECK = " | moa_fairseq.plugin.patches.kernel_check | "  # the logger that reports on the kernels
+LogRecord = dict[str, Any]  # a line of fairseq's log
 
 
-def parse_record(line: str) -> dict[str, Any] | None:
+def parse_record(line: str) -> LogRecord | None:
     """The JSON object at the end of a fairseq log line, or None; NaN and infinite losses are accepted."""
     start = line.find("| {")
     text = line[start + 2 :] if start >= 0 else line
@@ -47,7 +48,7 @@ def parse_record(line: str) -> dict[str, Any] | None:
     return None
 
 
-def wrong_number(record: dict[str, Any]) -> str | None:
+def wrong_number(record: LogRecord) -> str | None:
     """The key of an epoch or a number of updates that is not a number; None if all is well."""
     for key in _NUMBERS:
         if key in record and finite(record[key]) is None:
@@ -66,7 +67,7 @@ def finite(value: Any) -> float | None:
     return number if math.isfinite(number) else None
 
 
-def read_records(path: Path) -> Iterator[dict[str, Any]]:
+def read_records(path: Path) -> Iterator[LogRecord]:
     """The records of a train.jsonl; a last line that was cut off by a crash is skipped.
 
     Raises:
@@ -84,7 +85,7 @@ def read_records(path: Path) -> Iterator[dict[str, Any]]:
                 yield record
 
 
-def updates_of(record: dict[str, Any]) -> int:
+def updates_of(record: LogRecord) -> int:
     """Number of updates at which a record was written."""
     for key in ("num_updates", "train_num_updates", "valid_num_updates"):
         if key in record:
@@ -107,7 +108,7 @@ def prune(path: Path, updates: int) -> None:
                 stream.write(f"{json.dumps(record)}\n")
 
 
-def summarise(path: Path) -> dict[str, Any]:
+def summarise(path: Path) -> LogRecord:
     """A summary of a training in a few numbers.
 
     Args:
@@ -133,7 +134,7 @@ def summarise(path: Path) -> dict[str, Any]:
             tokens += in_epoch
             seconds += in_epoch / speed
     pace = finite(tokens / seconds) if seconds else None
-    summary: dict[str, Any] = {
+    summary: LogRecord = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,
@@ -204,7 +205,7 @@ class TrainLog:
             if self.goes_on:  # a pretrained model counts from 0
                 print(f"  resuming from update {int(match.group(1)):,}", flush=True)
 
-    def _show(self, record: dict[str, Any]) -> None:
+    def _show(self, record: LogRecord) -> None:
         epoch = int(finite(record["epoch"]) or 0)
         updates = updates_of(record)
         if "valid_loss" in record:

@@ -16,6 +16,7 @@ from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hard
 from moa_fairseq.experiments.recipes.result import data_differences, maker
 from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.study.design import Run, Study
+from moa_fairseq.experiments.study.records import Content
 
 log = logging.getLogger(__name__)
 
@@ -40,7 +41,7 @@ class Provenance(NamedTuple):
     hardware: str | None = None
 
     @classmethod
-    def of_record(cls, record: dict[str, Any]) -> Provenance:
+    def of_record(cls, record: Content) -> Provenance:
         """The provenance in a record."""
         return cls(**selected(record, cls._fields))
 
@@ -52,7 +53,7 @@ class Provenance(NamedTuple):
             hardware = f"{sessions['hardware']}, {sessions.get('threads')} threads"
         return cls.of_record(sessions)._replace(hardware=hardware)
 
-    def as_record(self) -> dict[str, Any]:
+    def as_record(self) -> Content:
         """The keys of a record, without unknown ones."""
         return {key: value for key, value in self._asdict().items() if value is not None}
 

@@ -20,7 +20,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes.loading import find_recipe, load_recipe
 from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 from moa_fairseq.experiments.records.json_files import changes, selected
-from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Record, records_of
+from moa_fairseq.experiments.study.records import DIVERGED, REMEDY, Content, Record, records_of
 
 _ANEW = "Take the change back, or give the study another name, under which it starts over."
 # Not part of a record's settings: the seed and the precision, which are separate fields of the record, and
@@ -29,7 +29,8 @@ _FREE = (
     *("train.seed", "train.precision", "train.keep_last_epochs"),
     *(f"{section}.flags.{flag}" for section in ("model", "train") for flag in EXECUTION_FLAGS),
 )
-Records = dict[str, dict[str, Any]]  # name of a run → the content of its record
+Settings = dict[str, Any]  # section.key → value
+Records = dict[str, Content]  # name of a run → the content of its record
 Losses = dict[str, dict[int, float]]  # system → seed → loss in bits
 log = logging.getLogger(__name__)
 
@@ -48,7 +49,7 @@ class System:
     label: str
     recipe: str
     family: str = "dense"
-    set: dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: Settings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -82,7 +83,7 @@ class Tuning:
     grid: dict[str, list[Any]]
     seeds: int = 1
     first_seed: int = 101
-    set: dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: Settings = dataclasses.field(default_factory=dict)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -110,7 +111,7 @@ class Study:
     seeds: int
     systems: dict[str, Any]
     contrasts: dict[str, Any] = dataclasses.field(default_factory=dict)
-    set: dict[str, Any] = dataclasses.field(default_factory=dict)
+    set: Settings = dataclasses.field(default_factory=dict)
     tuning: dict[str, Any] | None = None
     first_seed: int = 1
     stage: str = "train"
@@ -134,7 +135,7 @@ class Run(NamedTuple):
     system: str
     seed: int
     recipe: Path
-    overrides: dict[str, Any]
+    overrides: Settings
     records: Path
 
     @property
@@ -169,7 +170,7 @@ def runs_of(study: Study, folder: Path, records: Path) -> list[Run]:
     ]
 
 
-def settings_of(run: Run, stage: str) -> dict[str, Any]:
+def settings_of(run: Run, stage: str) -> Settings:
     """The settings that a record keeps: the stage, and the recipe's values that are not defaults.
 
     Args:
@@ -204,7 +205,7 @@ def settings_of(run: Run, stage: str) -> dict[str, Any]:
     return settings
 
 
-def _without_free(settings: dict[str, Any]) -> dict[str, Any]:
+def _without_free(settings: Settings) -> Settings:
     """The settings without the keys of _FREE."""
     return {key: value for key, value in settings.items() if key not in _FREE}
 
@@ -275,7 +276,7 @@ def _misfit(study: Study, run: Run, record: Record, settings: Records) -> Misfit
     remedy = _ANEW
     if content["study"] != study.study:  # copied from another folder
         before = {"study": content["study"]}
-        now: dict[str, Any] = {"study": study.study}
+        now: Settings = {"study": study.study}
         remedy = REMEDY
     elif content.get("settings"):
         before = content["settings"]
@@ -292,9 +293,9 @@ def _misfit(study: Study, run: Run, record: Record, settings: Records) -> Misfit
     return Misfit(record.where, "; ".join(reasons[:5]), remedy)
 
 
-def _settings_in(command: str) -> dict[str, Any]:
+def _settings_in(command: str) -> Settings:
     """The recipe, the stage and the values of --set in the command of a run."""
-    settings: dict[str, Any] = {}
+    settings: Settings = {}
     with contextlib.suppress(ValueError):  # an edited command
         words = shlex.split(command)
         for flag, word in itertools.pairwise(words):
@@ -345,7 +346,7 @@ def losses_of(
     return losses
 
 
-def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.float64]:
+def common_levels(study: Study, records: list[Content]) -> NDArray[np.float64]:
     """Evenly spaced training losses that all records have, study.levels in number.
 
     They go from the lowest loss that all records reached to one bit above it, or to the highest loss that all
@@ -372,7 +373,7 @@ def common_levels(study: Study, records: list[dict[str, Any]]) -> NDArray[np.flo
     return np.linspace(lowest, highest, study.levels)
 
 
-def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
+def pairs_of(record: Content) -> dict[float, tuple[float, float]]:
     """The training and the validation loss of each validation that has both numbers.
 
     Args:
@@ -389,12 +390,12 @@ def pairs_of(record: dict[str, Any]) -> dict[float, tuple[float, float]]:
     return pairs
 
 
-def _last(study: Study, record: dict[str, Any]) -> list[Any]:
+def _last(study: Study, record: Content) -> list[Any]:
     """The last validation losses of a run, whose mean is its loss; None for a loss that is not finite."""
     return [row.get("valid") for row in record["curve"]][-study.last :]
 
 
-def has_diverged(study: Study, record: dict[str, Any]) -> bool:
+def has_diverged(study: Study, record: Content) -> bool:
     """Whether a run has no loss because it diverged.
 
     Args:

@@ -35,6 +35,7 @@ LABEL_LETTERS = 27
 LEGEND_LETTERS = 84
 LEGEND_MARK = 7  # letters that the mark of a legend's entry, and the space around it, take up
 LINE_HEIGHT = 0.22  # inches of a line of a label
+Report = dict[str, Any]  # what `report` returns
 
 
 class Look(NamedTuple):
@@ -85,7 +86,7 @@ class SystemPoint(NamedTuple):
     interval: tuple[float, float] | None
 
 
-def draw(study: Study, content: dict[str, Any]) -> dict[str, Figure]:
+def draw(study: Study, content: Report) -> dict[str, Figure]:
     """The pictures of a report.
 
     Args:
@@ -198,7 +199,7 @@ def _lines_of(row: Interval) -> float:
     return 0.9 + row.label.count("\n")
 
 
-def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
+def _contrasts(study: Study, content: Report) -> Figure:
     """Each contrast with its interval; colours and marks are verdicts."""
     rows = []
     for row in content["contrasts"]:
@@ -214,7 +215,7 @@ def _contrasts(study: Study, content: dict[str, Any]) -> Figure:
     return figure
 
 
-def _differences(study: Study, content: dict[str, Any], looks: Looks) -> Figure:
+def _differences(study: Study, content: Report, looks: Looks) -> Figure:
     """Each system minus the first one: seeds, mean, interval, and a band of the first system's own seeds."""
     base, *other_systems = content["systems"]
     rows = []
@@ -231,9 +232,7 @@ def _differences(study: Study, content: dict[str, Any], looks: Looks) -> Figure:
     return figure
 
 
-def _points(
-    content: dict[str, Any], looks: Looks, points: Sequence[SystemPoint]
-) -> tuple[Figure, Axes]:
+def _points(content: Report, looks: Looks, points: Sequence[SystemPoint]) -> tuple[Figure, Axes]:
     """Points with vertical intervals, and below them a legend that explains the systems' keys."""
     systems = {}
     entries = []
@@ -265,7 +264,7 @@ def _name_points(panel: Axes, points: Sequence[SystemPoint], lines: Sequence[Any
     label_points(panel, names, [*bars, *lines])
 
 
-def _loss_against_start(content: dict[str, Any], looks: Looks) -> Figure:
+def _loss_against_start(content: Report, looks: Looks) -> Figure:
     """The final loss against the size of attention's output before training, ÷ that of the first system."""
     base = content["systems"][0]
     points = []
@@ -293,7 +292,7 @@ def _loss_against_start(content: dict[str, Any], looks: Looks) -> Figure:
     return figure
 
 
-def _loss_against_cache(content: dict[str, Any], looks: Looks) -> Figure:
+def _loss_against_cache(content: Report, looks: Looks) -> Figure:
     """The difference to the first system against bytes of cache, and a line along the Pareto front."""
     base = content["systems"][0]
     points = []
@@ -322,7 +321,7 @@ def _loss_against_cache(content: dict[str, Any], looks: Looks) -> Figure:
     return figure
 
 
-def _generalisation(content: dict[str, Any]) -> Figure:
+def _generalisation(content: Report) -> Figure:
     """Validation loss against training loss, a line for each system: the mean of its seeds."""
     figure, panel = _figure(5.2)
     style(panel)

@@ -40,6 +40,7 @@ _KINDS |= dict.fromkeys(("seed", "parameters", "tokens_per_second", "unknown"), 
 _KINDS |= dict.fromkeys(
     ("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT
 )
+Content = dict[str, Any]  # of a record
 
 
 class Record(NamedTuple):
@@ -51,7 +52,7 @@ class Record(NamedTuple):
     """
 
     where: str
-    content: dict[str, Any]
+    content: Content
 
 
 def records_of(folder: Path) -> dict[tuple[str, int], Record]:
@@ -79,7 +80,7 @@ def records_of(folder: Path) -> dict[tuple[str, int], Record]:
     return records
 
 
-def append_record(folder: Path, content: dict[str, Any]) -> None:
+def append_record(folder: Path, content: Content) -> None:
     """Append a run's record to those of its study.
 
     Args:

@@ -31,10 +31,17 @@ from moa_fairseq.experiments.study.conditions import (
     check_data,
     check_text,
 )
-from moa_fairseq.experiments.study.design import Run, fitting_records, settings_of
+from moa_fairseq.experiments.study.design import (
+    Records,
+    Run,
+    Settings,
+    fitting_records,
+    settings_of,
+)
 from moa_fairseq.experiments.study.records import (
     DIVERGED,
     FINISHED,
+    Content,
     Record,
     append_record,
     check_records,
@@ -93,9 +100,7 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
     return remaining
 
 
-def _trained_runs(
-    runs: list[Run], records: dict[str, dict[str, Any]], place: Place
-) -> list[Trained]:
+def _trained_runs(runs: list[Run], records: Records, place: Place) -> list[Trained]:
     """The runs that have a record or a checkpoint here."""
     trained = []
     for run in runs:
@@ -198,7 +203,7 @@ def _train_and_record(run: Run, place: Place) -> None:
     if outcome.has_diverged or outcome.curve[-1]["valid"] is None:
         end = DIVERGED
     training = read_step_records(folder).get("train", {}).get("facts") or {}
-    record: dict[str, Any] = {
+    record: Content = {
         "study": place.study.study,
         "system": run.system,
         "seed": run.seed,
@@ -251,7 +256,7 @@ def _train(
     place: Place,
     command: list[str],
     environment: dict[str, str],
-    settings: dict[str, Any],
+    settings: Settings,
 ) -> Outcome:
     """Run the command, and check the training.
 
@@ -285,7 +290,7 @@ def _train(
     return Outcome(provenance, curve, has_diverged)
 
 
-def _of_data(settings: dict[str, Any]) -> dict[str, Any]:
+def _of_data(settings: Settings) -> Settings:
     """The settings of a recipe's data section."""
     return {key: value for key, value in settings.items() if key.startswith("data.")}
 
