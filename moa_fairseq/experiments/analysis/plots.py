@@ -99,32 +99,41 @@ def label_points(
         for distance, angle in itertools.product((9, 16, 23, 30, 40, 50, 65, 80), ANGLES):
             direction = math.radians(angle)
             offset = (distance * math.cos(direction), distance * math.sin(direction))
-            line = None
+            arrow = None
             if distance > 9:
-                line = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
-            side = "center"
-            if abs(angle) <= 22:
-                side = "left"
-            elif abs(angle) >= 158:
-                side = "right"
-            text = panel.annotate(name, (x, y), offset, arrowprops=line, ha=side, **settings)
+                arrow = {"arrowstyle": "-", "linewidth": 0.5, "color": GREY, "shrinkB": 3}
+            side = _alignment(angle)
+            text = panel.annotate(name, (x, y), offset, arrowprops=arrow, ha=side, **settings)
             text.update_positions(canvas.get_renderer())
             box = Text.get_window_extent(text)  # without the line
             middle = ((box.x0 + box.x1) / 2, (box.y0 + box.y1) / 2)
-            nearest = min(places, key=lambda other: math.dist(other, middle))
             path = Line([place, middle])
-            is_clear = panel.bbox.x0 < box.x0 and box.x1 < panel.bbox.x1
-            is_clear &= panel.bbox.y0 < box.y0 and box.y1 < panel.bbox.y1
-            is_clear &= not any(map(box.overlaps, boxes))
-            for segment in lines:
-                is_clear &= not segment.intersects_bbox(box)
-            is_clear &= not (line and any(map(path.intersects_bbox, foreign)))
-            if is_clear and (line or math.dist(nearest, middle) == math.dist(place, middle)):
-                boxes.append(box)
-                if text.arrow_patch:
-                    is_far = not box.padded(8).contains(*place)
-                    text.arrow_patch.set_visible(is_far)
-                    if is_far:
-                        lines.append(path)
-                break
-            text.remove()
+            is_clear = _lies_within(box, panel) and not any(map(box.overlaps, boxes))
+            is_clear = is_clear and not any(line.intersects_bbox(box) for line in lines)
+            if arrow:
+                is_clear = is_clear and not any(map(path.intersects_bbox, foreign))
+            else:  # without a line, a name belongs to the nearest point
+                nearest = min(math.dist(other, middle) for other in places)
+                is_clear = is_clear and nearest == math.dist(place, middle)
+            if not is_clear:
+                text.remove()
+                continue
+            boxes.append(box)
+            if text.arrow_patch:
+                is_far = not box.padded(8).contains(*place)
+                text.arrow_patch.set_visible(is_far)
+                if is_far:
+                    lines.append(path)
+            break
+
+
+def _alignment(angle: int) -> str:
+    """The side of a name that is next to its point, by the direction of the name in degrees."""
+    if abs(angle) <= 22:
+        return "left"
+    return "right" if abs(angle) >= 158 else "center"
+
+
+def _lies_within(box: Bbox, panel: Axes) -> bool:
+    frame = panel.bbox
+    return frame.x0 < box.x0 < box.x1 < frame.x1 and frame.y0 < box.y0 < box.y1 < frame.y1

@@ -187,35 +187,34 @@ def dense_weights(model: nn.Module) -> State:
 def _constant_gates(attention: Attention) -> Tensor:
     """The gates of the heads, [H]; a UserError if a head is inactive or a gate depends on the input."""
     name = attention.name
-    reason = ""
     dense = "but dense attention weights its heads equally for every input"
     if isinstance(attention, MixtureOfAttentiveExperts):
-        last = None if attention.gate is None else attention.gate.fc2
         if attention.evaluate_with != MIXTURE:
-            reason = f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
-        elif last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):
-            reason = (
+            raise UserError(
+                f"--mae-evaluate-with {attention.evaluate_with}: a single expert is not dense attention."
+            )
+        last = None if attention.gate is None else attention.gate.fc2
+        if last is not None and (last.weight.any() or (last.bias != last.bias[0]).any()):
+            raise UserError(
                 f"{name} has a gate that depends on its input, {dense}: only a uniform gate (--mae-gate "
                 "uniform, UNI-MAE) can become dense."
             )
-    elif isinstance(attention, MixtureOfHeads):
-        if attention.active_heads != attention.num_heads:
-            reason = (
-                f"{name} has {attention.active_heads} of {attention.num_heads} active heads, which differ "
-                "between tokens, but in dense attention all heads are active: only 100 % can become dense."
-            )
-        elif not attention.router.reads_queries:
-            if not attention.router.projection.weight.any():
-                return _even_gates(attention)
-            reason = (
-                f"{name} has gates that depend on its input, {dense}: a learned router cannot become dense "
-                "once it is trained."
-            )
-    else:
-        reason = (
+        return torch.ones(attention.num_heads)
+    if not isinstance(attention, MixtureOfHeads):
+        raise UserError(
             f"{name} is a {type(attention).__name__}, whose heads share keys or a latent, or have "
             "projections that tokens choose: fairseq's own attention does not compute that."
         )
-    if reason:
-        raise UserError(reason)
-    return torch.ones(attention.num_heads)
+    if attention.active_heads != attention.num_heads:
+        raise UserError(
+            f"{name} has {attention.active_heads} of {attention.num_heads} active heads, which differ "
+            "between tokens, but in dense attention all heads are active: only 100 % can become dense."
+        )
+    if attention.router.reads_queries:
+        return torch.ones(attention.num_heads)
+    if attention.router.projection.weight.any():
+        raise UserError(
+            f"{name} has gates that depend on its input, {dense}: a learned router cannot become dense "
+            "once it is trained."
+        )
+    return _even_gates(attention)

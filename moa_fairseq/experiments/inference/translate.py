@@ -95,20 +95,31 @@ def run(args: argparse.Namespace) -> int:
     with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
             for symbols, translations in hypotheses(model, batch, settings):
-                for hypothesis in translations[: args.n_best]:
-                    score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
-                    print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
                 left_out += symbols is not None and not translations
-                if not translations:
-                    print("\n" * args.n_best, end="", file=stream)
-                elif args.show_experts and symbols is not None:
-                    coloured = stream.isatty() and "NO_COLOR" not in os.environ
-                    for line in _experts(
-                        model, symbols, translations[0]["tokens"], args.layer, coloured
-                    ):
-                        print(line, file=stream)
+                _print(model, symbols, translations, args, stream)
             stream.flush()
     return status_of(left_out)
+
+
+def _print(
+    model: TextModel,
+    symbols: Tensor | None,
+    translations: list[dict[str, Any]],
+    args: argparse.Namespace,
+    stream: Any,
+) -> None:
+    """Print --n-best lines for a sentence, empty ones without translations, and the experts on request."""
+    if not translations:
+        print("\n" * args.n_best, end="", file=stream)
+        return
+    for hypothesis in translations[: args.n_best]:
+        score = f"{hypothesis['score'].item():.3f}\t" if args.n_best > 1 else ""
+        print(score + shown(model.decode(hypothesis["tokens"]), stream), file=stream)
+    if args.show_experts and symbols is not None:
+        is_coloured = stream.isatty() and "NO_COLOR" not in os.environ
+        best = translations[0]["tokens"]
+        for line in _experts(model, symbols, best, args.layer, is_coloured):
+            print(line, file=stream)
 
 
 def generation(
@@ -189,6 +200,7 @@ def _layer(name: str) -> int:
 
 
 def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> list[str]:
+    """Each word with its experts in brackets, the heaviest first, whose colour it has."""
     chosen = routing.expert_ids[:, routing.shared :]
     gates = routing.gates[:, routing.shared :]
     order = gates.argsort(dim=-1, descending=True, stable=True)

@@ -52,32 +52,9 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         UserError: naming the file and line, for a missing or incomplete log, bytes that are not UTF-8, a
             sentence that occurs twice, or a log without targets or translations.
     """
-    # Kind of line → sentence id → text
-    entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}
-    language = None
-    complete = False
-    for number, line in enumerate(read_lines(path), 1):
-        if match := _ENTRY.match(line):
-            kind = match.group(1)
-            sentence = int(match.group(2))
-            text = match.group(3) or ""
-            if kind in "HD":
-                # "score<TAB>text"; with --nbest, a sentence has further hypotheses
-                entries[kind].setdefault(sentence, text.partition("\t")[2])
-            elif sentence in entries[kind]:
-                raise UserError(
-                    f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
-                    f"more than one run. Give the log of a single fairseq-generate."
-                )
-            else:
-                entries[kind][sentence] = text
-        elif (generate := _LAST_LINE.search(line)) and _WITH_BEAM.search(line, generate.end()):
-            complete = True
-        elif dictionary := _DICTIONARY.search(line):
-            # The log names the source's dictionary first and the target's last
-            language = dictionary.group(1)
-    targets = entries["T"]
-    hypotheses = entries["H"]
+    parsed = _parse(path)
+    targets = parsed.entries["T"]
+    hypotheses = parsed.entries["H"]
     if not hypotheses:
         raise UserError(
             f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
@@ -90,9 +67,9 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         )
     ids = sorted(targets.keys() & hypotheses.keys())
     lonely = sorted(targets.keys() ^ hypotheses.keys())
-    if (lonely or not complete) and not (allow_partial and ids):
+    if (lonely or not parsed.is_complete) and not (allow_partial and ids):
         reason = "has no closing line 'Generate ... with beam=...'"
-        if complete:
+        if parsed.is_complete:
             reason = f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
         raise UserError(
             f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
@@ -102,10 +79,58 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         ids=ids,
         targets=[targets[i] for i in ids],
         hypotheses=[hypotheses[i] for i in ids],
-        decoded=[entries["D"].get(i, hypotheses[i]) for i in ids],
-        target_lang=language,
-        complete=complete,
+        decoded=[parsed.entries["D"].get(i, hypotheses[i]) for i in ids],
+        target_lang=parsed.language,
+        complete=parsed.is_complete,
     )
+
+
+class _ParsedLog(NamedTuple):
+    """The lines of a log.
+
+    Args:
+        entries: kind of line → sentence id → text.
+        language: the target language, or None if the log does not name it.
+        is_complete: whether the log has its closing line.
+    """
+
+    entries: dict[str, dict[int, str]]
+    language: str | None
+    is_complete: bool
+
+
+def _parse(path: str | Path) -> _ParsedLog:
+    """The lines of a log. Raise UserError for a sentence that occurs twice."""
+    entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}
+    language = None
+    is_complete = False
+    for number, line in enumerate(read_lines(path), 1):
+        match = _ENTRY.match(line)
+        if match is None:
+            is_complete = is_complete or _is_last_line(line)
+            # The log names the source's dictionary first and the target's last
+            if dictionary := _DICTIONARY.search(line):
+                language = dictionary[1]
+            continue
+        kind = match[1]
+        sentence = int(match[2])
+        text = match[3] or ""
+        if kind in "HD":
+            # "score<TAB>text"; with --nbest, a sentence has further hypotheses
+            entries[kind].setdefault(sentence, text.partition("\t")[2])
+            continue
+        if sentence in entries[kind]:
+            raise UserError(
+                f"{path}, line {number}: {kind}-{sentence} occurs for the second time, so the file holds "
+                f"more than one run. Give the log of a single fairseq-generate."
+            )
+        entries[kind][sentence] = text
+    return _ParsedLog(entries, language, is_complete)
+
+
+def _is_last_line(line: str) -> bool:
+    generate = _LAST_LINE.search(line)
+    return generate is not None and _WITH_BEAM.search(line, generate.end()) is not None
 
 
 def beside_recipe(path: str | Path) -> tuple[Path, str | None]:
