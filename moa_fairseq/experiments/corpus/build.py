@@ -33,6 +33,8 @@ VALID_PAIRS = 1000
 # The largest shares of a corpus that become test and valid: one of fewer packages is smaller.
 MAX_TEST_SHARE = 1 / 12
 MAX_VALID_SHARE = 1 / 18
+# Ending of a split's file → the field of `SourcedPair` that it has
+_COLUMNS = {"en": "english", "de": "german", "source": "package"}
 log = logging.getLogger(__name__)
 
 
@@ -105,11 +107,8 @@ def build(
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
-    if (
-        manifest.get("rules") == rules
-        and not manifest["missing"]
-        and _is_complete(output, manifest)
-    ):
+    is_of_these = manifest.get("rules") == rules and not manifest["missing"]
+    if is_of_these and _is_complete(output, manifest):
         return dict(manifest, built=False)
     _refuse_other_files(output)
     pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)
@@ -119,37 +118,45 @@ def build(
         )
     # Marks the folder as one of this command, whose corpus is still incomplete
     write_json(output / MANIFEST, {"rules": rules, "missing": []})
-    splits = split_pairs(unique_pairs(pairs))
-    columns = {"en": "english", "de": "german", "source": "package"}
-    manifest = {"rules": rules, "missing": missing}
     used: Counter[str] = Counter()
     sizes = {}
     files = [SOURCES]
-    for split, members in splits.items():
-        words: Counter[str] = Counter()
-        for extension, field in columns.items():
-            files.append(f"{split}.{extension}")
-            with atomic_write(output / files[-1]) as stream:
-                for pair in members:
-                    text = getattr(pair, field)
-                    stream.write(f"{text}\n")
-                    words[field] += len(text.split())
+    for split, members in split_pairs(unique_pairs(pairs)).items():
+        sizes[split] = _write_split(output, split, members)
         used.update(pair.package for pair in members)
-        sizes[split] = {
-            "pairs": len(members),
-            "english_words": words["english"],
-            "german_words": words["german"],
-        }
-    manifest["pairs"] = {source["name"]: used[source["name"]] for source in sources}
-    manifest["download_bytes"] = sum(source["size"] for source in sources)
-    manifest["splits"] = sizes
+        files += [f"{split}.{extension}" for extension in _COLUMNS]
+    manifest = {
+        "rules": rules,
+        "missing": missing,
+        "pairs": {source["name"]: used[source["name"]] for source in sources},
+        "download_bytes": sum(source["size"] for source in sources),
+        "splits": sizes,
+    }
     write_json(output / SOURCES, [dict(source, pairs=used[source["name"]]) for source in sources])
     manifest["files"] = {name: checksum(output / name) for name in files}
     write_json(output / MANIFEST, manifest)
     return dict(manifest, built=True)
 
 
+def _write_split(output: Path, split: str, pairs: Sequence[SourcedPair]) -> dict[str, int]:
+    """Write the three files of a split. Returns the numbers of its pairs and words."""
+    words = {}
+    for extension, field in _COLUMNS.items():
+        words[field] = 0
+        with atomic_write(output / f"{split}.{extension}") as stream:
+            for pair in pairs:
+                text = getattr(pair, field)
+                stream.write(f"{text}\n")
+                words[field] += len(text.split())
+    return {
+        "pairs": len(pairs),
+        "english_words": words["english"],
+        "german_words": words["german"],
+    }
+
+
 def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
+    """Whether all files of a corpus are there and unchanged."""
     files = manifest.get("files")
     if not files or not all((output / name).is_file() for name in files):
         return False
@@ -236,7 +243,7 @@ def split_pairs(pairs: Sequence[SourcedPair]) -> dict[str, list[SourcedPair]]:
     groups: dict[str, list[SourcedPair]] = {}
     for pair in pairs:
         groups.setdefault(matching_key(pair.german), []).append(pair)
-    room = {
+    limits = {
         "test": min(TEST_PAIRS, int(len(pairs) * MAX_TEST_SHARE)),
         "valid": min(VALID_PAIRS, int(len(pairs) * MAX_VALID_SHARE)),
     }
@@ -244,7 +251,7 @@ def split_pairs(pairs: Sequence[SourcedPair]) -> dict[str, list[SourcedPair]]:
     for key in sorted(groups, key=lambda key: hashlib.sha256(key.encode()).hexdigest()):
         group = sorted(groups[key])
         for name in ("test", "valid"):
-            if len(splits[name]) + len(group) <= room[name]:
+            if len(splits[name]) + len(group) <= limits[name]:
                 splits[name].extend(group)
                 break
         else:

@@ -9,6 +9,7 @@ from typing import Any
 
 import moa_fairseq
 from moa_fairseq.experiments.data.binarised import Prepared
+from moa_fairseq.experiments.make import Step
 from moa_fairseq.experiments.recipes.checkpoints import pretrained_checkpoint
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.schema import Recipe
@@ -83,6 +84,11 @@ class Run:
         if self.recipe.average:
             return self.folder / "average.pt"
         return self.checkpoints / "checkpoint_best.pt"
+
+    def includes(self, step: Step) -> bool:
+        """True if --stage includes the stage of a step."""
+        stage = step.name.partition("-")[0].replace("_", "-")
+        return self.options.includes_stage(stage)
 
     @property
     def conditions(self) -> dict[str, Any]:

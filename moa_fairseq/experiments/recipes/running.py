@@ -11,7 +11,7 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import Prepared
-from moa_fairseq.experiments.make import Step, make, read_step_records
+from moa_fairseq.experiments.make import make, read_step_records
 from moa_fairseq.experiments.recipes.batch import (
     fit,
     plan_batch,
@@ -74,28 +74,19 @@ def run_recipe(
     key = options.stage.replace("-", "_")
     if options.stage in STAGES[2:] and not getattr(recipe, key):
         log.info("%s: the recipe has no %s section; nothing to do", options.stage, key)
-
-    def wanted(step: Step) -> bool:
-        return options.includes_stage(step.name.partition("-")[0].replace("_", "-"))
-
     if dry_run:
         run = _fit_to_data_and_devices(run, show_preparation(run, executor))
         executor.environment = run.hardware.environment
-        make(steps(run), folder, executor=executor, dry_run=True, wanted=wanted)
+        make(steps(run), folder, executor=executor, dry_run=True, wanted=run.includes)
         return None
     if options.restart and folder.exists():
         _move_aside(folder)
     if hardware.shared:
         _check_shared(run)
-    zero_shot = recipe.zero_shot and options.includes_stage("zero-shot")
     _check_requirements(run)
     started = time.time()
     with terminate_as_interrupt(), _kept(run):
-        made_before = not options.includes_stage("prepare") and (
-            options.data is None or hardware.shared
-        )
-        made_before = made_before or not hardware.is_main_process
-        prepared = load_prepared_data(run) if made_before else prepare(run, executor)
+        prepared = load_prepared_data(run) if _is_prepared(run) else prepare(run, executor)
         run = _fit_to_data_and_devices(run, prepared)
         executor.environment.update(run.hardware.environment)
         if recipe.training_flags.get("wandb-project"):
@@ -103,22 +94,39 @@ def run_recipe(
         if run.hardware.world and run.hardware.world.rank:
             _take_part(run, executor, run.hardware.world.rank)
             return None
-        if not any(
-            run.checkpoints.glob("*.pt")
-        ):  # then the log is of a training that cannot resume
-            (folder / "train.jsonl").unlink(missing_ok=True)
-        if options.stage != "prepare":
-            main_steps = [step for step in steps(run) if step.name != ZERO_SHOT]
-            make(main_steps, folder, executor=executor, wanted=wanted)
-        _write_recipe(recipe, folder)
-        result = record(run, started)
-        if zero_shot:  # the last step adds to the result, which exists even if this step fails
-            make(steps(run), folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
-        if result and options.record:
-            with atomic_write(options.record) as stream:
-                stream.write(result.read_text("utf-8"))
-            log.info("recorded as %s", options.record)
-        return result
+        return _run_stages(run, executor, started)
+
+
+def _is_prepared(run: Run) -> bool:
+    """Whether another stage, or the program of the main process, has made the data."""
+    if not run.hardware.is_main_process:
+        return True
+    options = run.options
+    uses_earlier_data = options.data is None or run.hardware.shared
+    return uses_earlier_data and not options.includes_stage("prepare")
+
+
+def _run_stages(run: Run, executor: Executor, started: float) -> Path | None:
+    """Run the stages after the data. Returns result.json if the recipe was scored."""
+    options = run.options
+    folder = run.folder
+    # Without a checkpoint the log is of a training that cannot resume
+    if not any(run.checkpoints.glob("*.pt")):
+        (folder / "train.jsonl").unlink(missing_ok=True)
+    all_steps = steps(run)
+    if options.stage != "prepare":
+        main_steps = [step for step in all_steps if step.name != ZERO_SHOT]
+        make(main_steps, folder, executor=executor, wanted=run.includes)
+    _write_recipe(run.recipe, folder)
+    result = record(run, started)
+    # This step adds to the result, which exists even if the step fails
+    if run.recipe.zero_shot and options.includes_stage("zero-shot"):
+        make(all_steps, folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
+    if result and options.record:
+        with atomic_write(options.record) as stream:
+            stream.write(result.read_text("utf-8"))
+        log.info("recorded as %s", options.record)
+    return result
 
 
 def _write_recipe(recipe: Recipe, folder: Path) -> None:
@@ -138,9 +146,8 @@ def _check_record(run: Run) -> None:
     scores = options.includes_stage("score") and run.recipe.score
     if not options.record or options.stage == "train" or scores:
         return
-    has_section = run.recipe.score is not None
     reason = "the recipe has no score section"
-    if has_section:
+    if run.recipe.score:
         reason = f"--stage {options.stage} does not score"
     raise UserError(f"--record copies a scored result, but {reason}. Leave --record out.")
 
@@ -190,8 +197,7 @@ def _check_shared(run: Run) -> None:
     if options.stage != "train":
         raise UserError(
             f"--stage {options.stage}: several processes can share the train stage only. Run --stage "
-            f"prepare on "
-            "one machine, --stage train on all, the other stages on one, as scripts/launch/ does."
+            "prepare on one machine, --stage train on all, the other stages on one, as scripts/launch/ does."
         )
     if options.restart:
         raise UserError(
@@ -231,10 +237,11 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
         _say_how_it_trains(run, data)
     if data and recipe.reproduces and options.published:
         _log_reproduction_status(run, data)
-    elif data and options.data and (differ := data_differences(recipe, data, {})):
-        log.warning(
-            "%s differs from the recipe: %s", data, "; ".join(map(": ".join, differ.items()))
-        )
+    elif data and options.data:
+        differ = data_differences(recipe, data, {})
+        if differ:
+            listed = "; ".join(map(": ".join, differ.items()))
+            log.warning("%s differs from the recipe: %s", data, listed)
     return run
 
 
@@ -246,20 +253,17 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
     if recipe.train.precision == "amp" and not hardware.gpus and not hardware.bfloat16_units:
         log.warning(
             "train.precision amp: this processor has no units for bfloat16; --set train.precision=fp32 "
-            "trains "
-            "many times as fast"
+            "trains many times as fast"
         )
     batch = plan_batch(recipe.train, hardware.devices)
     log.info(batch.describe())
     if known:
         check_ending(recipe, batch, known)
     if options.training:
-        size = None
-        if recipe.train.max_epoch:
-            size = training_set(recipe, known)
-        if warning := schedule_warning(
-            options.training, planned_updates(recipe.train, batch, size)
-        ):
+        size = training_set(recipe, known) if recipe.train.max_epoch else None
+        updates = planned_updates(recipe.train, batch, size)
+        warning = schedule_warning(options.training, updates)
+        if warning:
             log.info(warning)
     if world := hardware.world:
         log.info(

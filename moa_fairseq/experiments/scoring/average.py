@@ -58,23 +58,17 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
         state = load_checkpoint(path)
         model = state.pop("model")
         state["last_optimizer_state"] = None
-        if (seed := _seed(state)) is not None:
+        seed = _seed(state)
+        if seed is not None:
             seeds.setdefault(seed, path)
-        leaders_of_model = shared_storage(model)
-        if not sums:
-            leaders = leaders_of_model
-            for key, leader in leaders.items():
-                if key == leader:
-                    sums[key] = _widened(model[key], copy=True)
-        else:
+        if sums:
             _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
             _check_seeds(seeds)
-            for key, leader in list(leaders.items()):
-                if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
-                    sums[key] = sums[leader].clone()
-                    leaders[key] = key
-            for key, total in sums.items():
-                total += _widened(model[key])
+            _add(sums, leaders, model)
+        else:
+            leaders = shared_storage(model)
+            for leader in dict.fromkeys(leaders.values()):
+                sums[leader] = _widened(model[leader], copy=True)
         del model  # so that only one model is in memory, besides the sums
     for total in sums.values():
         _divide(total, len(paths))
@@ -86,6 +80,17 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
     return state
 
 
+def _add(sums: State, leaders: dict[str, str], model: State) -> None:
+    """Add a model; parameters that do not share storage in it get sums of their own."""
+    leaders_of_model = shared_storage(model)
+    for key, leader in list(leaders.items()):
+        if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
+            sums[key] = sums[leader].clone()
+            leaders[key] = key
+    for key, total in sums.items():
+        total += _widened(model[key])
+
+
 def _seed(state: Mapping[str, Any]) -> int | None:
     """The seed of a checkpoint's training, if its settings name one, in the old format or the new."""
     cfg = state.get("cfg")
@@ -95,6 +100,7 @@ def _seed(state: Mapping[str, Any]) -> int | None:
 
 
 def _check_seeds(seeds: Mapping[int, Path]) -> None:
+    """Raise UserError for checkpoints of two trainings; seed → the first checkpoint with it."""
     if len(seeds) > 1:
         (seed_a, path_a), (seed_b, path_b) = seeds.items()
         raise UserError(
@@ -112,6 +118,7 @@ def _divide(total: Tensor, count: int) -> None:
 
 
 def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+    """Raise UserError for a model with other parameters, or with other shapes."""
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
             relation = "lacks" if key not in model else "alone has"
@@ -140,7 +147,8 @@ def numbered_checkpoints(folder: Path, by_updates: bool = False) -> list[tuple[i
     pattern = _UPDATE_NAME if by_updates else _EPOCH_NAME
     numbered = []
     for path in folder.glob("checkpoint*.pt"):
-        if match := pattern.fullmatch(path.name):
+        match = pattern.fullmatch(path.name)
+        if match:
             numbered.append((int(match[1]), path))
     return sorted(numbered)
 
@@ -236,12 +244,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
     by_updates = args.num_update_checkpoints is not None
-    if by_updates:
-        number = args.num_update_checkpoints
-        flag = "--num-update-checkpoints"
-    else:
-        number = args.num_epoch_checkpoints
-        flag = "--num-epoch-checkpoints"
+    number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
+    flag = f"--num-{'update' if by_updates else 'epoch'}-checkpoints"
     folders = list(filter(Path.is_dir, args.inputs))
     if number is None and args.checkpoint_upper_bound is not None:
         raise UserError(
