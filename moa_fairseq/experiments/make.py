@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.records.json_files import changes, saved_json, write_json
+from moa_fairseq.experiments.records.json_files import Values, changes, saved_json, write_json
 from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.files import atomic_write, disk_errors, refuse_link, remove_leftovers
 from moa_fairseq.process import ERRORS_TOO, PATIENCE_SECONDS, REDIRECT, Executor, locked, to_shell
@@ -31,7 +31,7 @@ PARTIAL = ".partial"
 COMMENT = "#   "
 log = logging.getLogger(__name__)
 Inputs = Mapping[str, Any] | Callable[[], Mapping[str, Any]]
-Record = dict[str, Any]  # the entry of a step in STATE
+Record = Values  # the entry of a step in STATE
 
 
 @dataclasses.dataclass(frozen=True)
@@ -102,7 +102,7 @@ def make(
     commands: Path | None = None,
     whole: str = "",
     wanted: Callable[[Step], bool] = lambda step: True,
-) -> dict[str, Any]:
+) -> Values:
     """Run every wanted step whose output is missing or outdated, in order.
 
     Args:
@@ -185,7 +185,7 @@ def _make_one(step: Step, folder: Path, executor: Executor, commands: Path, pref
     return facts
 
 
-def _is_done(step: Step, record: Record, inputs: dict[str, Any], folder: Path) -> bool:
+def _is_done(step: Step, record: Record, inputs: Values, folder: Path) -> bool:
     """True if the record has these inputs and this goal, and the output has not changed since."""
     used = dict(step.used(record.get("facts"), True))
     fingerprint = fingerprint_of(inputs | used, dict(step.goal))
@@ -200,13 +200,13 @@ def _is_done(step: Step, record: Record, inputs: dict[str, Any], folder: Path) -
 
 
 def _begin_in_place(
-    step: Step, record: Record, inputs: dict[str, Any], session: dict[str, Any], folder: Path
-) -> tuple[dict[str, Any], list[dict[str, Any]]]:
+    step: Step, record: Record, inputs: Values, session: Values, folder: Path
+) -> tuple[Values, list[Values]]:
     """Record that a step in place begins. Returns the earlier facts, and all sessions including this one.
 
     The record is written before the command starts, so that the inputs of an interrupted step are known.
     """
-    facts: dict[str, Any] = {}
+    facts: Values = {}
     made_by = [session]
     _refuse_others(step, record, inputs)
     if step.begun:
@@ -248,7 +248,7 @@ def _execute(
     return facts
 
 
-def _refuse_others(step: Step, record: Record, inputs: dict[str, Any]) -> None:
+def _refuse_others(step: Step, record: Record, inputs: Values) -> None:
     before = record.get("inputs")
     if before == inputs or not step.begun:
         return
@@ -263,7 +263,7 @@ def _refuse_others(step: Step, record: Record, inputs: dict[str, Any]) -> None:
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
-def _resolved(step: Step, known: Mapping[str, Any]) -> dict[str, Any]:
+def _resolved(step: Step, known: Mapping[str, Any]) -> Values:
     """The inputs of a step as state.json has them. Raises UserError for a missing file."""
 
     def plain(value: Any) -> Any:
@@ -317,7 +317,7 @@ def _is_entry(record: Any) -> bool:
     return has_kinds and (record.get("fingerprint") is None or {"files", "facts"} <= record.keys())
 
 
-def made_by_of(record: Record, output: Path | None = None) -> list[dict[str, Any]]:
+def made_by_of(record: Record, output: Path | None = None) -> list[Values]:
     """The sessions that made the output of a step.
 
     Args:

@@ -13,14 +13,14 @@ from collections import Counter
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.corpus.clean import clean_message, matching_key
 from moa_fairseq.experiments.data.catalogue import PublicFile
 from moa_fairseq.experiments.data.download import PIP, Unavailable, obtain
 from moa_fairseq.experiments.data.manifest import MANIFEST
-from moa_fairseq.experiments.records.json_files import saved_json, write_json
+from moa_fairseq.experiments.records.json_files import Values, saved_json, write_json
 from moa_fairseq.files import atomic_write, checksum
 
 PACKAGES = Path(__file__).with_name("packages.json")
@@ -86,7 +86,7 @@ def build(
     folder: Path | None = None,
     offline: bool = False,
     allow_missing: bool = False,
-) -> dict[str, Any]:
+) -> Values:
     """Build the corpus unless it exists already.
 
     Args:
@@ -155,7 +155,7 @@ def _write_split(output: Path, split: str, pairs: Sequence[SourcedPair]) -> dict
     }
 
 
-def _is_complete(output: Path, manifest: dict[str, Any]) -> bool:
+def _is_complete(output: Path, manifest: Values) -> bool:
     """Whether all files of a corpus are there and unchanged."""
     files = manifest.get("files")
     if not files or not all((output / name).is_file() for name in files):
@@ -182,13 +182,13 @@ def _read_packages(
     folder: Path | None,
     offline: bool,
     allow_missing: bool,
-) -> tuple[list[SourcedPair], list[dict[str, Any]], list[str]]:
+) -> tuple[list[SourcedPair], list[Values], list[str]]:
     """The clean pairs of all wheels, their sources, and the names of missing wheels. Raises as `build`."""
     # Imported late: a second run with nothing to do should not wait for the parser.
     from moa_fairseq.experiments.corpus.catalogues import read_licence, read_messages
 
     pairs: list[SourcedPair] = []
-    sources: list[dict[str, Any]] = []
+    sources: list[Values] = []
     missing = []
     # Fetched a few at a time, and read in the order of the list, whichever arrives first.
     with ThreadPoolExecutor(_DOWNLOADS_AT_ONCE) as pool:

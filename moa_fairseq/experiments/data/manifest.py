@@ -10,7 +10,7 @@ from moa_fairseq.experiments.data.catalogue import Dataset
 from moa_fairseq.experiments.data.parallel_text import TextFile
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.make import made_by_of, read_step_records
-from moa_fairseq.experiments.records.json_files import MAPPING, check_kinds, read_json
+from moa_fairseq.experiments.records.json_files import MAPPING, Values, check_kinds, read_json
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.tables import Column, Table
 from moa_fairseq.files import checksum
@@ -26,7 +26,7 @@ def manifest_of(
     texts: Mapping[str, Sequence[TextFile]],
     dataset: Dataset,
     counts: Mapping[str, Symbols],
-) -> dict[str, Any]:
+) -> Values:
     """The content of manifest.json for the stages of a preparation.
 
     It has no time and no path outside `root`, so that two preparations of the same data have equal
@@ -43,7 +43,7 @@ def manifest_of(
     records = read_step_records(root)
     records.pop("manifest", None)  # the earlier manifest, which is replaced
     stages = {name: records[name]["facts"] for name in STAGES if name in records}
-    sessions: list[dict[str, Any]] = []
+    sessions: list[Values] = []
     outputs = {}
     for mark in records.values():
         sessions += made_by_of(mark)
@@ -105,7 +105,7 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
     return Table(columns, rows).text().splitlines() if rows else []
 
 
-def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
+def symbols_of(counts: Mapping[str, Symbols]) -> Values:
     """Split, or split.language → numbers of symbols and of <unk>, share of <unk>, longest line."""
     return {
         name: {
@@ -118,7 +118,7 @@ def symbols_of(counts: Mapping[str, Symbols]) -> dict[str, Any]:
     }
 
 
-def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> dict[str, Any]:
+def read_manifest(folder: Path, remedy: str = "Prepare the data again.") -> Values:
     """The content of a folder's manifest.json; {} if there is none.
 
     Args:

@@ -17,7 +17,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Part
 from moa_fairseq.experiments.data.parallel_text import SYMBOLS, TextFile, no_text, refuse_symbols
 from moa_fairseq.experiments.data.pieces import plain, processor
-from moa_fairseq.experiments.records.json_files import saved_json, selected, write_json
+from moa_fairseq.experiments.records.json_files import Values, saved_json, selected, write_json
 from moa_fairseq.files import atomic_write, checksum
 from moa_fairseq.text.workers import chunks
 
@@ -137,7 +137,7 @@ def grow_pieces(
     path: Path,
     most: int,
     workers: int,
-) -> dict[str, Any]:
+) -> Values:
     """Write the first `most` pieces of texts to a file; a later call resumes an interrupted one.
 
     A line has whole lines of the text, and ROW pieces or more; the last line of a part may have fewer.
@@ -217,7 +217,7 @@ class _Progress:
         longest: the number of bytes of the longest line.
     """
 
-    of: dict[str, Any]
+    of: Values
     files: dict[str, str | None] = dataclasses.field(default_factory=dict)
     parts: int = 0
     in_part: int = 0
@@ -252,7 +252,7 @@ class _Progress:
 
 def _saved_progress(
     path: Path,
-    settings: dict[str, Any],
+    settings: Values,
     parts: Sequence[Part],
     digest: Callable[[Part], str | None],
 ) -> _Progress:

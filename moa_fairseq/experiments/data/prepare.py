@@ -37,7 +37,7 @@ from moa_fairseq.experiments.data.language_model_steps import (
 from moa_fairseq.experiments.data.listops import DIGITS, GROUPS, SYMBOLS, ListOps, write_split
 from moa_fairseq.experiments.data.translation_steps import translation_steps
 from moa_fairseq.experiments.make import Step, fingerprint_of, make, read_step_records
-from moa_fairseq.experiments.records.json_files import selected
+from moa_fairseq.experiments.records.json_files import Values, selected
 from moa_fairseq.experiments.records.provenance import tool_versions
 from moa_fairseq.files import atomic_write, checksum
 
@@ -54,7 +54,7 @@ class Preparation(PreparationJob):
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # If two runs prepare one data set at the same time, the second waits and finds everything done.
-        options: dict[str, Any] = {
+        options: Values = {
             "executor": self.executor,
             "commands": self.commands,
             "whole": self.whole,
@@ -94,7 +94,7 @@ def classification_steps(job: PreparationJob) -> list[Step]:
     """The steps of generated sentences: text → binarised sentences, classes and groups."""
     settings = dict(job.data.generated)
 
-    def draw(new: Path) -> dict[str, Any]:
+    def draw(new: Path) -> Values:
         total = sum(settings["sizes"].values())
         log.info("generating %s expressions with seed %d", f"{total:,}", settings["seed"])
         for name, symbols in ((INPUT, SYMBOLS), (LABEL, DIGITS)):
@@ -149,7 +149,7 @@ def _binarised_files(source: Path) -> list[Path]:
 
 
 # Keys of a data section that older versions did not have, with the values that give the older versions' data.
-LATER: dict[str, Any] = {
+LATER: Values = {
     "segmentation": SUBWORD_NMT,
     "piece_model": "unigram",
     "byte_fallback": True,

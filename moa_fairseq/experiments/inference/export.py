@@ -15,7 +15,7 @@ import argparse
 import logging
 import os
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -28,6 +28,7 @@ from moa_fairseq.experiments.recipes.loading import build, read_mapping
 from moa_fairseq.experiments.recipes.schema import CAUSAL_LM, TRANSLATION, Recipe
 from moa_fairseq.experiments.records.json_files import (
     MAPPING,
+    Values,
     check_kinds,
     is_number,
     read_json,
@@ -138,8 +139,8 @@ class _TrainedRun(NamedTuple):
     checkpoint: Path
     text: Path
     recipe: Recipe
-    settings: dict[str, Any]
-    result: dict[str, Any]
+    settings: Values
+    result: Values
 
 
 def _read_run(folder: Path) -> _TrainedRun:
@@ -159,7 +160,7 @@ def _read_run(folder: Path) -> _TrainedRun:
         )
     settings = read_mapping(recipe_file, "recipe")
     recipe = build(Recipe, settings, str(recipe_file))
-    result: dict[str, Any] = {}
+    result: Values = {}
     if result_file.exists():
         result = read_json(result_file, _REMEDY)
         check_kinds(result, _KINDS, str(result_file), _REMEDY)
@@ -178,7 +179,7 @@ def _write_halved(folder: Path, trained: _TrainedRun) -> int:
     return sum(sizes.values())
 
 
-def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
+def _halved(state: Values, path: Path) -> Values:
     """The checkpoint without the optimizer, with weights in fp16; tied weights stay tied."""
     model: dict[str, torch.Tensor] = {}
     for name, leader in shared_storage(state["model"]).items():
@@ -216,12 +217,12 @@ def _card(name: str, trained: _TrainedRun, parameters: int, transformers: bool) 
     return "\n".join([*lines, ""])
 
 
-def _card_rows(trained: _TrainedRun, parameters: int) -> dict[str, Any]:
+def _card_rows(trained: _TrainedRun, parameters: int) -> Values:
     """The rows of a card; a value that is unknown is None or empty."""
     recipe = trained.recipe
     result = trained.result
     languages = (recipe.data.source, recipe.data.target)
-    rows: dict[str, Any] = {
+    rows: Values = {
         "Architecture": recipe.model.arch,
         "Parameters": f"{parameters:,}",
         "Languages": " → ".join(filter(None, languages)),

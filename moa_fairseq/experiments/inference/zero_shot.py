@@ -31,7 +31,7 @@ from moa_fairseq.errors import UserError, did_you_mean
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data
-from moa_fairseq.experiments.records.json_files import is_number, read_json, write_json
+from moa_fairseq.experiments.records.json_files import Values, is_number, read_json, write_json
 from moa_fairseq.experiments.records.provenance import provenance
 from moa_fairseq.experiments.scoring.trained_model import shortened
 from moa_fairseq.experiments.scoring.zero_shot import OUTPUT, require_lm_eval, result_of
@@ -136,7 +136,7 @@ def _evaluate(
     args: argparse.Namespace,
     answered: Path,
     output: Path,
-) -> dict[str, Any]:
+) -> Values:
     """lm_eval's results for tasks.
 
     Args:
@@ -200,9 +200,9 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     return manager
 
 
-def _of_task(name: str, results: dict[str, Any], harness: Any) -> dict[str, Any]:
+def _of_task(name: str, results: Values, harness: Any) -> Values:
     """lm_eval's results for a task or group; for a task also the number of documents and `text_facts`."""
-    task: dict[str, Any] = {"version": results["versions"].get(name), "metrics": {}}
+    task: Values = {"version": results["versions"].get(name), "metrics": {}}
     for key, value in results["results"][name].items():
         metric = key.removesuffix(",none")
         if is_number(value) and metric != "sample_len":
@@ -221,7 +221,7 @@ def _of_task(name: str, results: dict[str, Any], harness: Any) -> dict[str, Any]
     return task
 
 
-def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
+def _into_result(run_dir: Path, record: Values) -> None:
     """Add the accuracies of whole tasks to the metrics of a run's result.json, if it has one."""
     path = run_dir / "result.json"
     new, settings = result_of(record)
@@ -236,7 +236,7 @@ def _into_result(run_dir: Path, record: dict[str, Any]) -> None:
     log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
 
 
-def _shown(record: dict[str, Any]) -> str:
+def _shown(record: Values) -> str:
     """The tasks as a table; warnings name tasks with unknown words in answers, or with cut contexts."""
     columns = [
         Column("task", "Task", once=True),

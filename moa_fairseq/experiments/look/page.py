@@ -6,20 +6,19 @@ import base64
 import hashlib
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 import jinja2
 
 from moa_fairseq.experiments.look.sentences import Sentence, check_pairing, score_signature
 from moa_fairseq.experiments.look.trained_run import Examination
-from moa_fairseq.experiments.records.json_files import changes
+from moa_fairseq.experiments.records.json_files import Values, changes
 from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.files import atomic_write
 
 HERE = Path(__file__).parent
 
 
-def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, Any]:
+def assemble(runs: Sequence[Examination], made_by: Values) -> Values:
     """Everything that the page shows, as JSON.
 
     Args:
@@ -48,7 +47,7 @@ def assemble(runs: Sequence[Examination], made_by: dict[str, Any]) -> dict[str, 
     }
 
 
-def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
+def _settings(recipe: Values) -> Values:
     """A recipe without the settings that are null, because null means "not set"."""
     settings = {}
     for key, value in recipe.items():
@@ -57,7 +56,7 @@ def _settings(recipe: dict[str, Any]) -> dict[str, Any]:
     return settings
 
 
-def write(data: dict[str, Any], path: Path) -> int:
+def write(data: Values, path: Path) -> int:
     """Write the page, whole or not at all.
 
     Foreign text can neither end the HTML element that it is in nor change the direction of writing: in the

@@ -25,7 +25,13 @@ from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe
 from moa_fairseq.experiments.recipes.scores import describe, flat_metrics, scores_in
 from moa_fairseq.experiments.recipes.steps import LEFT_OUT, steps
 from moa_fairseq.experiments.recipes.train_log import summarise
-from moa_fairseq.experiments.records.json_files import changes, is_number, selected, write_json
+from moa_fairseq.experiments.records.json_files import (
+    Values,
+    changes,
+    is_number,
+    selected,
+    write_json,
+)
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.zero_shot import result_in
 
@@ -33,7 +39,6 @@ _FREE = ("max_tokens", "headline", "seed")  # settings that do not change the ex
 _TEXT = ("source", "target", "bpe", "joined_dictionary", "lowercase")
 _MAKER = ("data", "versions", "commit", "date", "command")
 log = logging.getLogger(__name__)
-Values = dict[str, Any]  # JSON values by key
 
 
 def settings(recipe: Recipe) -> Values:

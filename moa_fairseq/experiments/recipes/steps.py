@@ -40,6 +40,7 @@ from moa_fairseq.experiments.recipes.schema import (
 )
 from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog
+from moa_fairseq.experiments.records.json_files import Values
 from moa_fairseq.experiments.scoring.average import last_checkpoints, numbered_checkpoints
 from moa_fairseq.experiments.scoring.chains import CHAINS, DEFAULT_CHAINS, SACREBLEU
 from moa_fairseq.experiments.scoring.zero_shot import OUTPUT
@@ -49,7 +50,6 @@ from moa_fairseq.process import flags, positional
 LEFT_OUT = "left_out"  # the key of the number of sentences without a translation
 ZERO_SHOT = "zero_shot"  # the step of the stage zero-shot
 log = logging.getLogger(__name__)
-Values = dict[str, Any]  # JSON values, or values of flags, by name
 
 
 def steps(run: Run) -> list[Step]:

@@ -25,6 +25,7 @@ from moa_fairseq.process import refuse_without_locks
 
 log = logging.getLogger(__name__)
 
+Values = dict[str, Any]  # JSON values by key
 # The largest files. PyYAML reads some 100,000 bytes a second, and the longest study here has 8,000.
 MOST_BYTES = {"JSON": 64 << 20, "YAML": 256 << 10}
 MOST_VALUES = 100_000  # the most values of a YAML file, with every `*alias` written out
@@ -195,7 +196,7 @@ def read_yaml(path: Path, remedy: str) -> Any:
     return _read(path, "YAML", lambda text: _load_yaml(text, path.name), remedy)
 
 
-def saved_json(path: Path) -> dict[str, Any]:
+def saved_json(path: Path) -> Values:
     """The mapping in a JSON file that this program wrote; {} if there is no file, or a damaged one.
 
     Raises:
@@ -234,8 +235,8 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
     return content
 
 
-def _each_key_once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    mapping: dict[str, Any] = {}
+def _each_key_once(pairs: list[tuple[str, Any]]) -> Values:
+    mapping: Values = {}
     for key, value in pairs:
         if key in mapping:
             raise ValueError(f"duplicate key {key[:80]!r}")
@@ -322,7 +323,7 @@ def write_yaml(path: Path, content: Any) -> None:
         yaml.safe_dump(content, stream, sort_keys=False, allow_unicode=True)
 
 
-def selected(mapping: Mapping[str, Any], keys: Iterable[str]) -> dict[str, Any]:
+def selected(mapping: Mapping[str, Any], keys: Iterable[str]) -> Values:
     """A part of a mapping: the given keys with their values.
 
     Args:

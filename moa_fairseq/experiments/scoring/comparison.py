@@ -176,27 +176,44 @@ def load_comparison(
         papers = [content for content in papers if content["paper"] == paper]
     runs = list(map(_read_run, run_files or sorted((results / "measured").glob("*.json"))))
     counted: list[Counted] = []
-    tables = []
+    tables: list[PaperTable] = []
     for content in papers:
-        about = {}
-        for key in ("paper", "name", "title", "citation"):
-            about[key] = content.get(key, content["paper"])
-        for table in content["tables"]:
-            rows = []
-            for row in table["rows"]:
-                own_runs = [run for run in runs if _stands_for(run, content["paper"], table, row)]
-                if own_runs or not (measured or run_files):
-                    rows.append(_row(table, row, own_runs, counted))
-            if rows:
-                about.update(
-                    table=table["table"], caption=table["caption"], notes=table.get("notes", [])
-                )
-                tables.append(PaperTable(**about, rows=rows))
+        tables += _tables(content, runs, counted, only_measured=bool(measured or run_files))
     _fill_in_counts(counted)
     if paper is not None:
         return Comparison(tables, [])
-    matched = {id(run) for table in tables for row in table.rows for run in row.runs}
+    matched: set[int] = set()
+    for table in tables:
+        for row in table.rows:
+            matched.update(map(id, row.runs))
     return Comparison(tables, [run for run in runs if id(run) not in matched])
+
+
+def _tables(
+    content: dict, runs: list[dict], counted: list[Counted], only_measured: bool
+) -> list[PaperTable]:
+    """The tables of a paper that have rows; cells that are counted are added to `counted`."""
+    paper = content["paper"]
+    tables = []
+    for table in content["tables"]:
+        rows = []
+        for row in table["rows"]:
+            runs_of_row = [run for run in runs if _stands_for(run, paper, table, row)]
+            if runs_of_row or not only_measured:
+                rows.append(_row(table, row, runs_of_row, counted))
+        if rows:
+            paper_table = PaperTable(
+                paper=paper,
+                name=content.get("name", paper),
+                title=content["title"],
+                citation=content["citation"],
+                table=table["table"],
+                caption=table["caption"],
+                notes=table.get("notes", []),
+                rows=rows,
+            )
+            tables.append(paper_table)
+    return tables
 
 
 def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Row:
@@ -213,6 +230,7 @@ def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Ro
 
 
 def _fill_in_counts(counted: list[Counted]) -> None:
+    """Count each model once, and put the numbers into the cells."""
     line = "counting parameters and MACs, {n_fmt} of {total_fmt}{postfix}"
     models = dict.fromkeys(model for _, model in counted)
     with tqdm(models, bar_format=line, disable=None, leave=False) as bar:  # only on a terminal
@@ -236,6 +254,7 @@ def _fill_in_counts(counted: list[Counted]) -> None:
 
 
 def _read(path: Path, *keys: str) -> dict:
+    """The mapping in a JSON file that has these keys."""
     try:
         data = read_json(path, _REMEDY)
     except FileNotFoundError as error:
@@ -264,14 +283,15 @@ def _read_run(path: Path) -> dict:
 
 
 def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
+    """Whether a run reproduces a row, by the row that it names or by its experiment."""
     target = run.get("reproduces") or {}
-    same_table = str(target.get("table")) == table["table"] and "row" in target
-    if same_table:
-        stands = target.get("row") == row["row"]
-    else:  # "EXPERIMENT: ROW" for a run of one of the recipe's `rows`
-        name = run["experiment"] + (f": {run['row']}" if run.get("row") else "")
-        stands = name in row["experiments"]
-    return stands and target.get("paper") == paper
+    if target.get("paper") != paper:
+        return False
+    if str(target.get("table")) == table["table"] and "row" in target:
+        return target["row"] == row["row"]
+    # "EXPERIMENT: ROW" for a run of one of the recipe's `rows`
+    name = run["experiment"] + (f": {run['row']}" if run.get("row") else "")
+    return name in row["experiments"]
 
 
 def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, CountedModel | None]]:
@@ -284,30 +304,41 @@ def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, Cou
         text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
         # The column's description says where our number comes from; the row may change it
         about = table["columns"].get(column, {}) | row.get("columns", {}).get(column, {})
-        if quantity := about.get("quantity"):
-            model = None
-            if row.get("arch") is not None:
-                names = ("src_len", "tgt_len", "embeddings")
-                setting = tuple((name, about[name]) for name in names if name in about)
-                flags = tuple(row.get("model_flags", ()))
-                model = CountedModel(row["arch"], about["vocab_size"], flags, setting)
-            yield Cell(column, quantity, paper, text), model
+        if about.get("quantity"):
+            yield Cell(column, about["quantity"], paper, text), _model(row, about)
             continue
-        prefix = about.get("experiments", "")
         # Several metrics may be compared with one printed number
         for metric in (about.get("metric"), *about.get("also", ())):
             cell = Cell(column, metric, paper, text)
+            prefix = about.get("experiments", "")
             if metric and any(name.startswith(prefix) for name in row["experiments"]):
-                own_runs = [run for run in runs if run["experiment"].startswith(prefix)]
-                cell.status = (own_runs[-1].get("status") if own_runs else None) or "not run"
-                scores = [run["metrics"].get(metric) for run in own_runs]
-                if values := [score for score in scores if score is not None]:
-                    cell.ours = statistics.mean(values)
-                    cell.runs = len(values)
-                    cell.status = MEASURED
-                    cell.spread = statistics.stdev(values) if len(values) > 1 else None
-                    cell.difference = cell.ours - paper
+                _fill_in_scores(cell, [run for run in runs if run["experiment"].startswith(prefix)])
             yield cell, None
+
+
+def _model(row: dict, about: dict) -> CountedModel | None:
+    """The model in which the numbers of a row are counted; None for a row without an architecture."""
+    if row.get("arch") is None:
+        return None
+    names = ("src_len", "tgt_len", "embeddings")
+    setting = tuple((name, about[name]) for name in names if name in about)
+    return CountedModel(
+        row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), setting
+    )
+
+
+def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:
+    """Put the mean of the runs' scores into a cell; without a score, the status of the last run."""
+    cell.status = (runs[-1].get("status") if runs else None) or "not run"
+    scores = [run["metrics"].get(cell.quantity) for run in runs]
+    values = [score for score in scores if score is not None]
+    if not values or cell.paper is None:
+        return
+    cell.ours = statistics.mean(values)
+    cell.runs = len(values)
+    cell.status = MEASURED
+    cell.spread = statistics.stdev(values) if len(values) > 1 else None
+    cell.difference = cell.ours - cell.paper
 
 
 @functools.cache

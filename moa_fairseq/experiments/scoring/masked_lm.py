@@ -18,7 +18,7 @@ from torch import Tensor, nn
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import MANIFEST, read_manifest
 from moa_fairseq.experiments.data.unknown import count_symbols
-from moa_fairseq.experiments.records.json_files import NUMBER, check_kinds
+from moa_fairseq.experiments.records.json_files import NUMBER, Values, check_kinds
 from moa_fairseq.experiments.scoring.text_marks import lacks_spaces
 from moa_fairseq.experiments.scoring.trained_model import batches, device_for, load_masked_lm
 
@@ -85,7 +85,7 @@ def measure(
     samples = 0
     dictionary = task.source_dictionary
 
-    def add_up(sums: dict[str, Any], tokens: Tensor, values: Tensor) -> None:
+    def add_up(sums: Values, tokens: Tensor, values: Tensor) -> None:
         start = tokens.eq(dictionary.bos())
         end = tokens.eq(dictionary.eos())
         for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):
@@ -125,7 +125,7 @@ def score(
     cpu: bool,
     break_mode: str | None = None,
     lang: str | None = None,
-) -> dict[str, Any]:
+) -> Values:
     """All scores of a checkpoint, the content of `--json`.
 
     Args:
@@ -150,7 +150,7 @@ def score(
         task.cfg.sample_break_mode = break_mode
     manifest = read_manifest(Path(task.cfg.data))
     splits = manifest.get("splits") or {}
-    facts: dict[str, Any] = splits.get(subset, {})
+    facts: Values = splits.get(subset, {})
     if subset in splits:
         kinds = dict.fromkeys(("words", "lines", "filled"), NUMBER)
         location = f"{task.cfg.data}/{MANIFEST}: splits: {subset}"
@@ -184,7 +184,7 @@ def score(
         "dictionary": manifest.get("dictionary"),
         "warnings": _warnings(task.cfg, subset, facts, results[0].tokens, bool(spaces)),
     }
-    scores: dict[str, Any] = {}
+    scores: Values = {}
     for name, (perplexities, over) in values.items():
         scores[name] = {
             "score": statistics.mean(perplexities),
@@ -197,7 +197,7 @@ def score(
 
 
 def _warnings(
-    cfg: Any, subset: str, facts: dict[str, Any], tokens: dict[str, int], has_spaces: bool
+    cfg: Any, subset: str, facts: Values, tokens: dict[str, int], has_spaces: bool
 ) -> list[str]:
     """Warnings if there is no word-level perplexity, or if tokens were left out.
 
