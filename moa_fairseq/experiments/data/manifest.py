@@ -45,33 +45,10 @@ def manifest_of(
     stages = {name: records[name]["facts"] for name in STAGES if name in records}
     sessions: list[Values] = []
     outputs = {}
-    for mark in records.values():
-        sessions += made_by_of(mark)
-        for file, size in sorted(mark.get("files", {}).items()):
+    for record in records.values():
+        sessions += made_by_of(record)
+        for file, size in sorted(record.get("files", {}).items()):
             outputs[file] = {"bytes": size, "sha256": checksum(root / file)}
-    lines = {}
-    # The number of lines of a split is that of the last stage that counts them
-    for name in (
-        "text",
-        "tokens",
-        "bpe",
-        "pieces",
-    ):
-        for split, fact in stages.get(name, {}).items():
-            lines[split] = fact["lines"]
-    published = dataset.published
-    pair = {settings.get("source"), settings.get("target")}
-    is_same = published and set(published["languages"]) == pair and not settings.get("codes")
-    is_same = is_same and settings["bpe"] == published["merges"]
-    compared = {}
-    if is_same:
-        for name, md5 in published["md5"].items():
-            path = root / "bpe" / name
-            if path.is_file():
-                compared[f"bpe/{name}"] = {"md5": checksum(path, "md5"), "published": md5}
-    numbers = {}
-    for split in sorted(lines):
-        numbers[split] = {"found": lines[split], "expected": dataset.expected.get(split)}
     return {
         "settings": dict(settings, summary=dataset.summary),
         "dataset": dataset.name,  # not always the requested one: for the user's own text
@@ -80,14 +57,41 @@ def manifest_of(
         "sources": dict(sorted(sources.items())),
         "texts": {split: [file.path.name for file in files] for split, files in texts.items()},
         "stages": stages,
-        "lines": numbers,
+        "lines": _numbers_of_lines(stages, dataset),
         "symbols": symbols_of(counts),
         "outputs": outputs,
-        # segmented file → its md5 and the published md5, if the text was made with the published settings
-        "published": compared,
+        "published": _published_sums(root, settings, dataset),
         # recorded when each stage was made, but not by earlier versions
         "tools": combined([session.get("tools") or {} for session in sessions]),
     }
+
+
+def _numbers_of_lines(stages: Mapping[str, Any], dataset: Dataset) -> Values:
+    """Split → its number of lines after the last stage that counts them, and the published number."""
+    lines = {}
+    for name in STAGES[1:-1]:
+        for split, fact in stages.get(name, {}).items():
+            lines[split] = fact["lines"]
+    numbers = {}
+    for split in sorted(lines):
+        numbers[split] = {"found": lines[split], "expected": dataset.expected.get(split)}
+    return numbers
+
+
+def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Values:
+    """Segmented file → its md5 and the published one; {} for other settings than the published text's."""
+    published = dataset.published
+    pair = {settings.get("source"), settings.get("target")}
+    if not published or set(published["languages"]) != pair or settings.get("codes"):
+        return {}
+    if settings["bpe"] != published["merges"]:
+        return {}
+    sums = {}
+    for name, md5 in published["md5"].items():
+        path = root / "bpe" / name
+        if path.is_file():
+            sums[f"bpe/{name}"] = {"md5": checksum(path, "md5"), "published": md5}
+    return sums
 
 
 def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
@@ -164,28 +168,32 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         Column("split", "split"),
         Column("lines", "lines", ","),
         Column("published", "published"),
+        Column("longest", "longest (bytes)", ","),
     ]
-    if any(longest.values()):
-        columns.append(Column("longest", "longest (bytes)", ","))
-    out = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
-    for stage, facts in manifest["stages"].items():
-        for split, fact in facts.items():
-            drops = fact.get("dropped", {}) if isinstance(fact, dict) else {}
-            reasons = []
-            for reason, count in drops.items():
-                reasons.append(f"{count:,} dropped: {reason}")
-            if reasons:
-                out.append(f"{stage} of {split}: {fact['read']:,} read, {', '.join(reasons)}")
-    compared = manifest["published"]
-    differing = [name for name, file in compared.items() if file["md5"] != file["published"]]
+    lines = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
+    lines += _drops(manifest["stages"])
+    sums = manifest["published"]
+    differing = [name for name, file in sums.items() if file["md5"] != file["published"]]
     if differing:
-        out.append(
+        lines.append(
             f"! {', '.join(differing)}: differs from the published text (by md5; manifest.json has both)."
         )
-    elif compared:
-        out.append(f"{', '.join(compared)}: equal to the published text, byte for byte (md5)")
+    elif sums:
+        lines.append(f"{', '.join(sums)}: equal to the published text, byte for byte (md5)")
     if different:
-        out.append(
+        lines.append(
             f"! {', '.join(different)}: the number of lines differs from the published one (see above)."
         )
-    return [*out, f"{root}/manifest.json has sources, checksums, counts and versions."]
+    return [*lines, f"{root}/manifest.json has sources, checksums, counts and versions."]
+
+
+def _drops(stages: Mapping[str, Any]) -> list[str]:
+    """A line for each stage and split that dropped pairs, with the reasons."""
+    lines = []
+    for stage, facts in stages.items():
+        for split, fact in facts.items():
+            drops = fact.get("dropped") if isinstance(fact, dict) else None
+            if drops:
+                reasons = [f"{count:,} dropped: {reason}" for reason, count in drops.items()]
+                lines.append(f"{stage} of {split}: {fact['read']:,} read, {', '.join(reasons)}")
+    return lines

@@ -280,19 +280,18 @@ def read_pairs(files: Sequence[TextFilePair], mark_bad: bool = False) -> Iterato
     """
     for pair in files:
         count = 0
-        lines = [file.lines(mark_bad) for file in pair]
         bad = 0
+        lines = [file.lines(mark_bad) for file in pair]
         for source, target in itertools.zip_longest(*lines):
             if source is None or target is None:
                 if bad > count / 2:
                     for file in pair:
                         collections.deque(file.lines(), maxlen=0)  # an error with the encoding
-                total = count + 1 + sum(1 for _ in itertools.chain(*lines))
+                remaining = 1 + sum(1 for _ in itertools.chain(*lines))
                 shorter, longer = pair if source is None else reversed(pair)
-                problem = f"{longer.path} has {total:,} lines and {shorter.path} has {count:,}"
                 raise UserError(
-                    f"{problem}, but parallel files have one translation per line. Find the first line that "
-                    "does not match."
+                    f"{longer.path} has {count + remaining:,} lines and {shorter.path} has {count:,}, but "
+                    "parallel files have one translation per line. Find the first line that does not match."
                 )
             count += 1
             bad += source.startswith(BAD) or target.startswith(BAD)

@@ -53,11 +53,10 @@ def run(args: argparse.Namespace) -> int:
         raise UserError(f"--temperature {temperature} is not positive.")
     torch.manual_seed(1 if args.seed is None else args.seed)
     model = text_model.load(args, LANGUAGE_MODELING)
-    room = model.models[0].max_positions() - args.tokens
-    if room < 1:
-        raise UserError(
-            f"--tokens {args.tokens}: the model has positions for {room + args.tokens} symbols."
-        )
+    positions = model.models[0].max_positions()
+    longest = positions - args.tokens
+    if longest < 1:
+        raise UserError(f"--tokens {args.tokens}: the model has positions for {positions} symbols.")
     # max_len_b is one less than --tokens, because fairseq counts one symbol more than the text has. The limit
     # is that of the longest line of a batch
     settings = {"beam": 1, "max_len_a": 1, "max_len_b": args.tokens - 1, "temperature": temperature}
@@ -66,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     left_out = 0
     with answers(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
-            for symbols, completions in hypotheses(model, batch, settings, room):
+            for symbols, completions in hypotheses(model, batch, settings, longest):
                 left_out += symbols is not None and not completions
                 text = ""
                 if symbols is not None and completions:

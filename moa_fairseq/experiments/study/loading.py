@@ -70,21 +70,8 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         row = build(System, mapping, file, f"systems.{key}")
         rows[key] = dataclasses.replace(row, set=study.set | row.set)
     if tuning:
-        grids = {}
-        systems = {}
-        for key, row in rows.items():
-            grids[key] = _grid(key, row, tuning, file)
-            for name, (system, _) in grids[key].items():
-                systems[name] = system
-        trial = dataclasses.replace(
-            study,
-            study=f"{study.study}_tuning",
-            seeds=tuning.seeds,
-            first_seed=tuning.first_seed,
-            systems=systems,
-            contrasts={},
-            stage="train",
-        )
+        grids = {key: _grid(key, row, tuning, file) for key, row in rows.items()}
+        trial = _trial(study, tuning, grids)
         if tune:
             return trial
         for key, point in _best_points(trial, grids, path, records).items():
@@ -97,6 +84,23 @@ def load_study(path: Path, records: Path, tune: bool = False) -> Study:
         if contrast.first == contrast.second:
             fail(file, f"contrasts.{key}", f"first and second are both {contrast.first!r}.")
     return dataclasses.replace(study, systems=rows, contrasts=contrasts)
+
+
+def _trial(study: Study, tuning: Tuning, grids: dict[str, Grid]) -> Study:
+    """The study of the tuning runs, with a system for each point of the grids."""
+    systems = {}
+    for grid in grids.values():
+        for name, (system, _) in grid.items():
+            systems[name] = system
+    return dataclasses.replace(
+        study,
+        study=f"{study.study}_tuning",
+        seeds=tuning.seeds,
+        first_seed=tuning.first_seed,
+        systems=systems,
+        contrasts={},
+        stage="train",
+    )
 
 
 def _best_points(
