@@ -249,6 +249,7 @@ def _execute(
 
 
 def _refuse_others(step: Step, record: Record, inputs: Values) -> None:
+    """Raise UserError if a step in place was begun with other inputs."""
     before = record.get("inputs")
     if before == inputs or not step.begun:
         return
@@ -310,6 +311,7 @@ def read_step_records(folder: Path) -> dict[str, Record]:
 
 
 def _is_entry(record: Any) -> bool:
+    """Whether a value of state.json is a step's entry by this version."""
     if not isinstance(record, dict) or "inputs" not in record:
         return False
     kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}

@@ -307,6 +307,7 @@ def attributed(routing: Routing, batch: int, length: int) -> Tensor:
 
 
 def _lists(report: dict[str, Any]) -> list[str]:
+    """The tokens of each expert, as lines to print."""
     unit = "words" if report["words"] else "tokens"
     hidden = report["masked_out"]
     masked = ""

@@ -198,6 +198,7 @@ class HeadScore:
 
 
 def _table(heads: Sequence[HeadScore]) -> Table:
+    """The printed table, with the value experts that were chosen."""
     rows = []
     for head in heads:
         experts = [f"{part.number}: {part.prefix:.2f}" for part in head.experts if part.chosen]

@@ -175,6 +175,7 @@ def _task_of(checkpoint: Checkpoint, data: Path) -> Any:
 
 
 def _check_dictionaries(model: nn.Module, task: Any, data: Path) -> None:
+    """Raise UserError for data with other numbers of symbols than the model."""
     embedded = _embedding_sizes(model, "embed_tokens.weight")
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not embedded <= symbols:
@@ -185,6 +186,7 @@ def _check_dictionaries(model: nn.Module, task: Any, data: Path) -> None:
 
 
 def _criterion_of(checkpoint: Checkpoint, task: Any, job: str) -> nn.Module:
+    """fairseq's loss for a model's job, without auxiliary losses."""
     if job == "masked LM":
         return MaskedLmLoss(MaskedLmConfig(tpu=False), task)
     if getattr(checkpoint.settings, "adaptive_softmax_cutoff", None):

@@ -82,6 +82,7 @@ def plain_model(model: Any) -> MixtureTransformer:
 
 
 def _refuse(cfg: Any) -> None:
+    """Raise UserError for a setting that the plain model lacks."""
     for name, off in _REFUSED.items():
         value = getattr(cfg, name, off)
         if value not in (off, None):
@@ -165,6 +166,7 @@ def _settings(stack: Any) -> StackSettings:
 
 
 def _adaptive(softmax: Any, cfg: Any) -> dict[str, Any]:
+    """The settings of an adaptive softmax."""
     return {
         "cutoffs": softmax.cutoff,
         "factor": softmax.factor,

@@ -312,10 +312,12 @@ class Dataset:
 
 
 def _flat(parts: Mapping[str, Sequence[Part]]) -> Iterator[Part]:
+    """The parts of all splits."""
     return itertools.chain.from_iterable(parts.values())
 
 
 def _table() -> dict[str, Any]:
+    """The content of datasets.yaml."""
     # libyaml, if it is installed, reads ten times as fast
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return yaml.load(TABLE.read_text("utf-8"), Loader=loader)

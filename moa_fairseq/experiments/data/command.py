@@ -244,11 +244,13 @@ def _check_flags(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _refuse(condition: Any, problem: str) -> None:
+    """Raise UserError with the problem if the condition holds."""
     if condition:
         raise UserError(f"{problem}.")
 
 
 def _check_ranges(args: argparse.Namespace) -> None:
+    """Refuse numbers out of range, and a --from that is no folder."""
     coverage = args.character_coverage
     _refuse(args.workers < 1, f"--workers {args.workers} is less than 1")
     _refuse(
@@ -265,6 +267,7 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Refuse flags of generated data for text, and the reverse."""
     name = dataset.name
     # Not dataset.generated, into which `_dataset` has put --seed and --sizes
     if names()[name].generated:
@@ -278,6 +281,7 @@ def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _check_languages(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Refuse languages for text in one language, and a pair that lacks one."""
     name = dataset.name
     pair = (args.source, args.target)
     if dataset.kind == TRANSLATION:
@@ -287,6 +291,7 @@ def _check_languages(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _check_segmentation(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Refuse flags of a segmentation that the data set does not use."""
     name = dataset.name
     is_fixed = dataset.kind != TRANSLATION or dataset.codes is not None
     by_pieces = args.segmentation == SENTENCEPIECE
@@ -311,6 +316,7 @@ def _check_segmentation(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _check_text(args: argparse.Namespace, dataset: Dataset) -> None:
+    """Refuse --tokens and --tokenize for data sets without them."""
     name = dataset.name
     _refuse(
         args.tokens is not None and not dataset.tokens,

@@ -46,6 +46,7 @@ class _ForeignLines(NamedTuple):
 
 
 def _foreign_lines(path: Path) -> _ForeignLines:
+    """Read the lines of a file that are not UTF-8, up to _SAMPLE_BYTES."""
     sample = b""
     has_utf8 = False
     with gzip.open(path, "rb") if path.suffix == ".gz" else open(path, "rb") as stream:

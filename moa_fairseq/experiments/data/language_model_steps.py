@@ -152,6 +152,7 @@ class LanguageModelPreparation:
         return facts
 
     def _inputs(self, more: Mapping[str, Any]) -> Facts:
+        """What a step depends on, besides the files that it finds out while it reads."""
         inputs: Facts = {"encoder": self.data.encoder}
         if self.data.tokens:  # many files, fetched only as needed: see `_digests`
             inputs["files"] = self.data.name
@@ -175,6 +176,7 @@ class LanguageModelPreparation:
         return content
 
     def _announce(self) -> None:
+        """Print the terms and the size of the text once, and check the disk."""
         if not self.is_announced:
             before_growth(self.data, self.job.store, sum(self.most.values()), self.job.root)
             self.is_announced = True

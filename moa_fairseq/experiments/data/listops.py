@@ -147,12 +147,14 @@ class ListOps:
         return None
 
     def _subtree(self, rng: random.Random, max_depth: int) -> Expression:
+        """A random digit, or an operator with random arguments."""
         if max_depth == 1 or rng.random() > self.operator_probability:
             value = _random_below(rng, 10)
             return Expression(DIGITS[value], value)
         return _operation(rng, self._arguments(rng, self.max_arguments, max_depth - 1))
 
     def _arguments(self, rng: random.Random, most: int, max_depth: int) -> list[Expression]:
+        """Two to `most` random arguments of an operator."""
         return [self._subtree(rng, max_depth) for _ in range(2 + _random_below(rng, most - 1))]
 
 
@@ -165,6 +167,7 @@ def _even_shares(number: int, parts: Sequence[int]) -> dict[int, int]:
 
 
 def _operation(rng: random.Random, arguments: Sequence[Expression]) -> Expression:
+    """A random operator with these arguments."""
     name = tuple(OPERATORS)[_random_below(rng, len(OPERATORS))]
     chosen = OPERATORS[name](arguments)
     total = sum(map(_value, chosen))

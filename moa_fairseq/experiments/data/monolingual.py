@@ -291,6 +291,7 @@ class _Longest:
 
 
 def _write(path: Path, lines: Iterable[str], files: Iterable[TextFile]) -> dict[str, int]:
+    """Write lines, and count them and their words. Raise UserError for text without a word."""
     facts = {"lines": 0, "tokens": 0}
     with atomic_write(path) as stream:  # also creates the folder
         for line in lines:

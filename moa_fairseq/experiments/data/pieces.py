@@ -186,6 +186,7 @@ def processor(model: str) -> Any:
 
 @functools.lru_cache(maxsize=2)
 def _read(model: str, size: int, time: int) -> Any:
+    """Read a model; its size and time are keys of the cache."""
     try:
         return sentencepiece.SentencePieceProcessor(model_file=model)
     except (OSError, RuntimeError) as error:  # SentencePiece's errors for any other file

@@ -69,6 +69,7 @@ class Preparation(PreparationJob):
         return Prepared(self.root / "binarised", record["facts"], record["fingerprint"])
 
     def _given(self, source: Path) -> Prepared:
+        """The user's binarised folder, checked."""
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
@@ -143,6 +144,7 @@ def size_digest(source: Path) -> str:
 
 
 def _binarised_files(source: Path) -> list[Path]:
+    """The files of which a digest is made."""
     place = source / INPUT if is_classification(source) else source
     files = sorted(place.glob("*.*"))
     return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]

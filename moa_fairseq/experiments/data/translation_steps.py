@@ -171,12 +171,14 @@ class TranslationPreparation:
         )
 
     def _token_inputs(self) -> dict[str, Any]:
+        """What the tokenised text depends on."""
         treatments = []
         for split in self._splits_to_tokenise():
             treatments.append([split.name, split.treatment, split.hold_out])
         return {"languages": self.languages, "texts": self.job.read(), "splits": treatments}
 
     def _model_inputs(self, tokens: Step) -> dict[str, Any]:
+        """What the SentencePiece models depend on."""
         inputs = {
             "tokens": tokens,
             "pieces": self._codes_input(),
@@ -188,6 +190,7 @@ class TranslationPreparation:
         return inputs
 
     def _merge_inputs(self, tokens: Step) -> dict[str, Any]:
+        """What the segmentation by merges depends on."""
         return {"tokens": tokens, "codes": self._codes_input(), "cleaning": self.cleaning}
 
     def _codes_input(self) -> Any:
@@ -209,6 +212,7 @@ class TranslationPreparation:
         return pieces.translation_settings(self.settings["piece_model"], fallback, coverage)
 
     def _splits_to_tokenise(self) -> list[Split]:
+        """The splits of the raw text, with the processing before the segmentation."""
         splits = []
         for split in self.job.parts:
             first, second = self.languages
@@ -244,6 +248,7 @@ class TranslationPreparation:
         )
 
     def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
+        """Warn of compounds that the data set splits, if the text is used without its steps."""
         dataset = datasets()[self.settings["recipe"]]
         if (
             dataset.splits_hyphens
@@ -274,6 +279,7 @@ class TranslationPreparation:
 
 
 def _warn_of_rules(language: str) -> None:
+    """Warn of a language for which Moses' tokeniser has no rules."""
     if writes_no_spaces(language):
         log.warning(
             "Moses' tokeniser finds no words in %s, which has no spaces. Use data.segmentation=%s",

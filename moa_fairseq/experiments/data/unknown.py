@@ -61,6 +61,7 @@ def count_symbols(
 
 
 def _count(stem: Path) -> Symbols:
+    """Count the symbols of one binarised file."""
     dataset = MMapIndexedDataset(str(stem))  # the memory map of its sizes closes with it: copy them
     sizes = numpy.array(dataset.sizes)
     total = int(sizes.sum(dtype=numpy.int64))

@@ -151,6 +151,7 @@ class Routers:
                 self.all.append(Router(name, name, self._side(name), None, routing))
 
     def _router(self, name: str, module: str, routing: Routing, weights: Tensor) -> Router:
+        """The router that recorded a routing, in an attention with these weights."""
         slots = "heads"
         if isinstance(self.model.get_submodule(module), MixtureOfAttentiveExperts):
             slots = "experts"

@@ -104,6 +104,7 @@ def samples(model: TextModel, sources: Sources, settings: dict[str, Any]) -> Ite
 def _translations_of_lines(
     model: TextModel, file: Path, settings: dict[str, Any]
 ) -> Iterator[Sample]:
+    """Each line that the model can read, with its best translation."""
     for batch in lines_of(file):
         for (number, _), (source, found) in zip(batch, hypotheses(model, batch, settings)):
             if source is not None and found:
@@ -113,6 +114,7 @@ def _translations_of_lines(
 def _translations_of_subset(
     model: TextModel, sources: Sources, settings: dict[str, Any]
 ) -> Iterator[Sample]:
+    """The first sentences of a subset that the model can read, with their best translations."""
     dataset = load_subset(model.task, sources.subset)
     longest = model.max_positions
     limit = longest[0] if isinstance(longest, tuple) else longest
@@ -141,6 +143,7 @@ def _translation(
 
 
 def _causal_lines(model: TextModel, file: Path) -> Iterator[Sample]:
+    """The lines of a file, each as a batch of its own."""
     for number, symbols in _encoded_lines(model, file, model.encode):
         # The model reads the end of the line before, and predicts the first symbol of this line
         yield Sample([number], {"src_tokens": symbols.roll(1)[None]}, symbols[None])
@@ -181,6 +184,7 @@ def _encoded_lines(
 
 
 def _batches_of_subset(model: TextModel, subset: str, is_masked: bool) -> Iterator[Sample]:
+    """The batches of a subset for a language model."""
     first = 1
     cpu = torch.device("cpu")
     for batch in batches(model.task, model.models[0], subset, MAX_TOKENS, cpu):

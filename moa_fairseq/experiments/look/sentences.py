@@ -98,6 +98,7 @@ class SentenceReader:
             yield sentence
 
     def _sentences_of(self, sample: Sample) -> Iterator[Sentence]:
+        """The sentences of one batch."""
         model = self.model
         source = sample.net_input["src_tokens"]
         target = sample.net_input.get("prev_output_tokens", source)
@@ -130,6 +131,7 @@ class SentenceReader:
             yield sentence
 
     def _add_texts(self, sentence: Sentence, translation: Sample) -> None:
+        """Add a translation and its reference as running text, with the score."""
         sentence["text"] = self._running_text(translation.target[0])
         if translation.reference is not None:
             sentence["reference"] = self._running_text(translation.reference)

@@ -47,6 +47,7 @@ def spelling_of(model: TextModel, dictionary: Any, data: Path) -> Spelling:
 
 
 def _spell_gpt2_ids(gpt2: Gpt2Pieces, symbols: Symbols) -> list[Spelled]:
+    """Ids of GPT-2's encoding: a piece with a space before it begins a word."""
     spelled = []
     for text, _ in gpt2.pieces(symbols):
         spelled.append(Spelled(text.strip() or text, not text.startswith((" ", "<"))))
@@ -54,6 +55,7 @@ def _spell_gpt2_ids(gpt2: Gpt2Pieces, symbols: Symbols) -> list[Spelled]:
 
 
 def _spell_bytes(codec: ByteCodec, symbols: Symbols) -> list[Spelled]:
+    """Numbers of bytes as characters, none of which begins a word."""
     return [Spelled(codec.decode(symbol) or symbol, True) for symbol in symbols]
 
 

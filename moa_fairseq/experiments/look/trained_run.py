@@ -272,6 +272,7 @@ def curves(folder: Path) -> dict[str, dict[str, list[list[float | None]]]]:
 
 
 def _thinned(points: list[Point]) -> list[list[float | None]]:
+    """At most POINTS points and the last one, as [updates, value]."""
     step = math.ceil(len(points) / POINTS) or 1
     spread = points[::step]
     if points and spread[-1] is not points[-1]:
@@ -338,11 +339,13 @@ def _measured(path: Path) -> tuple[Facts, list[dict[str, str]]]:
 
 
 def _scores(metrics: Facts) -> list[list[Any]]:
+    """The scores that a run has, as [name, value]."""
     names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
     return [[name, metrics[key]] for key, name in names.items() if metrics.get(key) is not None]
 
 
 def _costs(model: TextModel) -> list[list[Any]]:
+    """Parameters, MACs and cache of a model, as [name, value]."""
     cost = as_json(count(model.models[0], LENGTH, LENGTH))
     return [
         ["parameters", cost["parameters"]],

@@ -158,6 +158,7 @@ class Plan:
         )
 
     def _table(self) -> str:
+        """A row for each machine."""
         rows = [machine.row() for machine in self.hardware]
         first, *others = rows[0]
         columns = [Column(first, first), *(Column(head, head, ">") for head in others)]
@@ -217,6 +218,7 @@ def _plan_for(
     work: Workload,
     speeds: list[RecordedSpeed],
 ) -> MachinePlan:
+    """The plan of a training on one machine, by the recorded speeds of its model."""
     count = machine.devices
     recipe, machine, left_out = fit(recipe, machine, data)
     batch = plan_batch(recipe.train, machine.devices)
@@ -275,6 +277,7 @@ def _is_of(speed: RecordedSpeed, recipe: Recipe, work: Workload) -> bool:
 
 @cache
 def _sizes_of(arch: str, vocabulary: int, lengths: tuple[int, int]) -> dict[str, Any]:
+    """The sizes of an architecture with a vocabulary."""
     return _sizes(count(build_meta_model(arch, vocabulary), *lengths))
 
 

@@ -133,6 +133,7 @@ class RoughSpeed:
 
 
 def _layers(model: nn.Module) -> int:
+    """The number of layers of a model."""
     layers = 0
     for name, part in model.named_modules():
         if name.endswith("layers") and isinstance(part, nn.ModuleList):

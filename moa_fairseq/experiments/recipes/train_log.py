@@ -206,6 +206,7 @@ class TrainLog:
                 print(f"  resuming from update {int(match.group(1)):,}", flush=True)
 
     def _show(self, record: LogRecord) -> None:
+        """Show a record as a line of progress."""
         epoch = int(finite(record["epoch"]) or 0)
         updates = updates_of(record)
         if "valid_loss" in record:

@@ -99,6 +99,7 @@ def read_json_lines(path: Path, remedy: str) -> dict[int, Any]:
 
 
 def _values(text: str, path: Path) -> dict[int, Any]:
+    """The values of the lines of a text, without a last line that was cut off."""
     values = {}
     lines = text.split("\n")
     for number, line in enumerate(lines, 1):
@@ -173,6 +174,7 @@ def _held(path: Path) -> Iterator[IO[bytes]]:
 
 
 def _is_json(line: bytes) -> bool:
+    """Whether a line is a value of JSON."""
     try:
         json.loads(line)
     except (ValueError, RecursionError):  # all errors of JSON for a text
@@ -217,6 +219,7 @@ def saved_json(path: Path) -> Values:
 
 
 def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -> Any:
+    """Read and parse a file up to its largest size. Raise UserError for anything but plain values."""
     refuse_irregular(path, "File")
     try:
         with open(path, "rb") as stream:
@@ -236,6 +239,7 @@ def _read(path: Path, language: str, parse: Callable[[str], Any], remedy: str) -
 
 
 def _each_key_once(pairs: list[tuple[str, Any]]) -> Values:
+    """A mapping of pairs; ValueError for a key that occurs twice."""
     mapping: Values = {}
     for key, value in pairs:
         if key in mapping:
@@ -261,6 +265,7 @@ _Loader.add_implicit_resolver(
 
 
 def _load_yaml(text: str, name: str) -> Any:
+    """The value of a YAML text with few values."""
     loader = _Loader(text)
     loader.name = name  # in the messages
     try:
@@ -307,6 +312,7 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def _refuse(problem: str, node: yaml.Node) -> NoReturn:
+    """Raise the error of YAML for a node."""
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 

@@ -343,6 +343,7 @@ def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:
 
 @functools.cache
 def _count(model: CountedModel) -> dict[str, Any]:
+    """The counts of a model, see `as_json`."""
     from moa_fairseq.experiments.scoring.complexity import as_json, complexity
 
     arch, vocab_size, flags, setting = model

@@ -185,6 +185,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _score_model(args: argparse.Namespace) -> int:
+    """Score the checkpoint of --masked-lm or --classifier."""
     flag = "--masked-lm" if args.masked_lm else "--classifier"
     if args.log or args.hypothesis or args.reference or (args.masked_lm and args.classifier):
         raise UserError(
@@ -241,6 +242,7 @@ def _form_warnings(texts: Texts, references: list[str], chains: list[str]) -> li
 
 
 def _warn(warnings: Iterable[str]) -> None:
+    """Print warnings to standard error."""
     for warning in warnings:
         print(printable(f"moa-fairseq score: warning: {warning}"), file=sys.stderr)
 

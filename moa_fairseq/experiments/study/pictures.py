@@ -177,15 +177,18 @@ def _key(figure: Figure, entries: Sequence[tuple[Look, str]]) -> None:
 
 
 def _legend_columns(texts: Iterable[str]) -> int:
+    """The number of columns of a legend."""
     return max(1, LEGEND_LETTERS // (max(map(len, texts)) + LEGEND_MARK))
 
 
 def _figure(height: float) -> tuple[Figure, Axes]:
+    """A figure of full width with one panel."""
     figure = Figure(figsize=(WIDTH, height), layout="constrained")
     return figure, figure.subplots()
 
 
 def _wrapped(text: str) -> str:
+    """A label in lines of LABEL_LETTERS."""
     return textwrap.fill(text, LABEL_LETTERS, break_on_hyphens=False)
 
 

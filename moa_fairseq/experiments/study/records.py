@@ -179,6 +179,7 @@ def pack_study(folder: Path) -> tuple[int, int]:
 
 
 def _single_records(folder: Path) -> list[Record]:
+    """The records in separate files."""
     records = []
     for path in sorted(folder.glob("*.json")):
         if not _SINGLE.fullmatch(path.name):
@@ -209,6 +210,7 @@ def _checked(content: Any, where: str) -> Record:
 
 
 def _single_outputs(folder: Path) -> list[Path]:
+    """The translations in separate files."""
     files = sorted(filter(Path.is_file, (folder / SINGLE_OUTPUTS).glob("*.txt")))
     for path in files:
         refuse_link_out(path, folder)
