@@ -264,7 +264,7 @@ def _refuse_others(step: Step, record: Record, inputs: Values) -> None:
     raise UserError(f"{step.output} was made with other settings ({listed}). {remedy}")
 
 
-def _resolved(step: Step, known: Mapping[str, Any]) -> Values:
+def _resolved(step: Step, records: Mapping[str, Any]) -> Values:
     """The inputs of a step as state.json has them. Raises UserError for a missing file."""
 
     def plain(value: Any) -> Any:
@@ -274,7 +274,7 @@ def _resolved(step: Step, known: Mapping[str, Any]) -> Values:
                 raise UserError(
                     f"{value.output} is missing: run --stage {stage} first (or --stage all)."
                 )
-            fingerprint = known.get(value.name, {}).get("fingerprint")
+            fingerprint = records.get(value.name, {}).get("fingerprint")
             return [fingerprint, *(file_signature(value.output) if value.output.is_file() else ())]
         if isinstance(value, Path):
             if not value.is_file():

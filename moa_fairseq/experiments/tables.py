@@ -171,6 +171,15 @@ class Terminal:
         return getattr(self.stream, name)
 
 
+def _shrink(widths: list[int], least: list[int], room: int) -> None:
+    """Make the widest columns narrower until they fit, or until all have their least width."""
+    while sum(widths) > room:
+        wide = [index for index, size in enumerate(widths) if size > least[index]]
+        if not wide:
+            return
+        widths[max(wide, key=widths.__getitem__)] -= 1
+
+
 def _widths(
     columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
 ) -> tuple[list[int], str]:
@@ -189,10 +198,7 @@ def _widths(
             broken[index] = min(words[index], _BREAKABLE)
     for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
         room = width - len(gap) * (len(widths) - 1)
-        while sum(widths) > room and (
-            wide := [n for n, size in enumerate(widths) if size > least[n]]
-        ):
-            widths[max(wide, key=widths.__getitem__)] -= 1
+        _shrink(widths, least, room)
         if sum(widths) <= room:
             break
     return widths, gap

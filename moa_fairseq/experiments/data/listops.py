@@ -111,10 +111,10 @@ class ListOps:
         return out
 
     def _distinct_expressions(
-        self, wanted: Mapping[int, int], workers: int
+        self, numbers: Mapping[int, int], workers: int
     ) -> dict[int, list[Expression]]:
         """Draw as many different expressions as requested of each dependency depth."""
-        expressions: dict[int, list[Expression]] = {depth: [] for depth in wanted}
+        expressions: dict[int, list[Expression]] = {depth: [] for depth in numbers}
         texts: set[str] = set()
         idle = 0
         blocks = ([(self, number)] for number in range(_BLOCKS))
@@ -122,18 +122,18 @@ class ListOps:
             before = len(texts)
             for expression in block:
                 depth = expression.dependency
-                if len(expressions[depth]) < wanted[depth] and expression.tokens not in texts:
+                if len(expressions[depth]) < numbers[depth] and expression.tokens not in texts:
                     texts.add(expression.tokens)
                     expressions[depth].append(expression)
-            if len(texts) == sum(wanted.values()):
+            if len(texts) == sum(numbers.values()):
                 return expressions
             idle = idle + 1 if len(texts) == before else 0
             if idle == _MOST_IDLE:
                 break
-        depth = max(wanted, key=lambda depth: wanted[depth] - len(expressions[depth]))
+        depth = max(numbers, key=lambda depth: numbers[depth] - len(expressions[depth]))
         count = len(expressions[depth])
         problem = f"ListOps has only {count:,} different expressions of dependency depth {depth}"
-        raise UserError(f"{problem}, but --sizes needs {wanted[depth]:,}. Give smaller --sizes.")
+        raise UserError(f"{problem}, but --sizes needs {numbers[depth]:,}. Give smaller --sizes.")
 
     def draw(self, rng: random.Random) -> Expression | None:
         """One random expression, or None if it is longer than max_length."""

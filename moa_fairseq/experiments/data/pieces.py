@@ -60,7 +60,7 @@ def translation_settings(
 
 def learn(
     lines: Iterable[str],
-    what: object,
+    source: object,
     count: int,
     model: Path,
     released: bool = False,
@@ -71,7 +71,7 @@ def learn(
 
     Args:
         lines: the lines of the text.
-        what: the text's file, for the error.
+        source: the text's file, for the error.
         count: the number of pieces; without `hard_vocab_limit` a text with fewer gives fewer.
         model: the file to write.
         released: True to let SentencePiece skip the lines that it skips; False to give it parts of them.
@@ -116,24 +116,24 @@ def learn(
         except (RuntimeError, ValueError) as error:  # a ValueError for a number beyond C++'s int
             if interruptions:
                 raise interruptions[0] from None
-            raise UserError(_story(str(error), what, count, facts, fixed)) from error
+            raise UserError(_story(str(error), source, count, facts, fixed)) from error
     return {"pieces": processor(str(model)).get_piece_size()} | facts
 
 
-def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed: bool) -> str:
+def _story(problem: str, source: object, count: int, facts: dict[str, int], fixed: bool) -> str:
     """The message for a text in the right form on which SentencePiece cannot learn.
 
     Args:
         problem: SentencePiece's own message.
-        what, count, fixed: see `learn`.
+        source, count, fixed: see `learn`.
         facts: the numbers of lines that were read and left out.
     """
     limit = _LIMIT.search(problem)
     if "sentences_" in problem or "all_chars_count" in problem:
         if facts["left_out"]:
             reason = f"SentencePiece skips all of its lines, which have more than {LONGEST:,} bytes"
-            return f"{what} has no text to learn pieces on: {reason} (docs/defaults.md)."
-        return f"{what} has no text to learn pieces on. Give text."
+            return f"{source} has no text to learn pieces on: {reason} (docs/defaults.md)."
+        return f"{source} has no text to learn pieces on. Give text."
     if limit and limit["most"]:
         number = limit["most"]
         reason = f"the text has only {int(number):,}"
@@ -143,7 +143,7 @@ def _story(problem: str, what: object, count: int, facts: dict[str, int], fixed:
     else:
         number = "N"
         reason = "SentencePiece needs three for itself" if count <= 3 else problem
-    story = f"SentencePiece cannot learn {count:,} pieces on {what}: {reason}."
+    story = f"SentencePiece cannot learn {count:,} pieces on {source}: {reason}."
     if fixed:
         return (
             f"{story} The data set requires that number: give all of its text, or use text_sp, which has "
@@ -224,8 +224,8 @@ def dictionary_of(model: Path) -> Path:
     return model.with_name(model.name.replace("sentencepiece", "dict").replace(".model", ".txt"))
 
 
-def obtain(model: Path, given: Path) -> int:
+def obtain(model: Path, original: Path) -> int:
     """Copy a model that was learnt elsewhere, and count its pieces. Raises UserError, see `processor`."""
-    processor(str(given))
-    shutil.copyfile(given, model)
+    processor(str(original))
+    shutil.copyfile(original, model)
     return processor(str(model)).get_piece_size()

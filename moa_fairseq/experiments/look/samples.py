@@ -106,9 +106,9 @@ def _translations_of_lines(
 ) -> Iterator[Sample]:
     """Each line that the model can read, with its best translation."""
     for batch in lines_of(file):
-        for (number, _), (source, found) in zip(batch, hypotheses(model, batch, settings)):
-            if source is not None and found:
-                yield _translation(number, source, found)
+        for (number, _), (source, translations) in zip(batch, hypotheses(model, batch, settings)):
+            if source is not None and translations:
+                yield _translation(number, source, translations)
 
 
 def _translations_of_subset(
@@ -124,15 +124,15 @@ def _translations_of_subset(
         batch = indices[start : start + BATCH]
         items = [dataset[index] for index in batch]
         outputs = model.generate([item["source"] for item in items], **settings)
-        for index, item, found in zip(batch, items, outputs):
-            yield _translation(index + 1, item["source"], found, item.get("target"))
+        for index, item, translations in zip(batch, items, outputs):
+            yield _translation(index + 1, item["source"], translations, item.get("target"))
 
 
 def _translation(
-    number: int, source: Tensor, found: list[dict[str, Any]], reference: Tensor | None = None
+    number: int, source: Tensor, translations: list[dict[str, Any]], reference: Tensor | None = None
 ) -> Sample:
     """A sentence with the best of its translations, which the decoder reads (teacher forcing)."""
-    target = found[0]["tokens"].cpu()[None]
+    target = translations[0]["tokens"].cpu()[None]
     net_input = {
         "src_tokens": source[None],
         "src_lengths": torch.tensor([len(source)]),

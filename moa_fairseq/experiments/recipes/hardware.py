@@ -193,29 +193,29 @@ def assumed_hardware(device_name: str, gpus: int | None) -> Hardware:
     return Hardware(count, device_name, DEVICES[device_name].capability, visible)
 
 
-def choose_devices(present: Hardware, wanted: int | None, dry_run: bool) -> Hardware:
+def choose_devices(present: Hardware, requested: int | None, dry_run: bool) -> Hardware:
     """Apply --gpus N to the machine.
 
     Args:
         present: this machine's hardware.
-        wanted: the number N; None for all GPUs, 0 for the CPU.
+        requested: the number N; None for all GPUs, 0 for the CPU.
         dry_run: True to assume V100s, whose precision is fp16, if N is larger than the number of GPUs.
 
     Raises:
         UserError: for more GPUs than present, except in a dry run, and for a negative number.
     """
-    if wanted is None or wanted == present.gpus:
+    if requested is None or requested == present.gpus:
         return present
-    if wanted < 0:
-        raise UserError(f"--gpus {wanted}: give the number of GPUs to use; 0 means the CPU.")
-    if wanted == 0:
+    if requested < 0:
+        raise UserError(f"--gpus {requested}: give the number of GPUs to use; 0 means the CPU.")
+    if requested == 0:
         return _cpu("CPU")
-    if wanted < present.gpus:
-        return dataclasses.replace(present, gpus=wanted)
+    if requested < present.gpus:
+        return dataclasses.replace(present, gpus=requested)
     if dry_run:
-        return dataclasses.replace(assumed_hardware("V100", wanted), name="GPU (assumed V100)")
+        return dataclasses.replace(assumed_hardware("V100", requested), name="GPU (assumed V100)")
     remedy = f"Use --gpus {present.gpus}, or check CUDA_VISIBLE_DEVICES, torch's build and the CUDA driver"
-    raise UserError(f"--gpus {wanted}: torch sees {present.gpus} GPU(s) here. {remedy}.")
+    raise UserError(f"--gpus {requested}: torch sees {present.gpus} GPU(s) here. {remedy}.")
 
 
 def find_world(

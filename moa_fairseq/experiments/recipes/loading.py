@@ -363,9 +363,9 @@ def _check_names(
             raise UserError(f"{section}.flags.{name}: {problem}")
 
 
-def near_or_all(name: str, known: Collection[str]) -> str:
-    """The nearest known names by `did_you_mean`, else the list of all known names."""
-    return did_you_mean(name, known) or f" (known: {', '.join(sorted(known))[:300]})"
+def near_or_all(name: str, choices: Collection[str]) -> str:
+    """The nearest choices by `did_you_mean`, else the list of all known names."""
+    return did_you_mean(name, choices) or f" (known: {', '.join(sorted(choices))[:300]})"
 
 
 def read_mapping(path: Path, kind: str) -> dict[str, Any]:

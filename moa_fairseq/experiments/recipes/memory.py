@@ -75,8 +75,8 @@ def disk(
     if not flags.get("no-save-optimizer-state"):
         size += remembered * sum(map(nn.Parameter.numel, parameters.values()))
 
-    def number(most: float, done: int | None, interval: int) -> float:
-        return min(most, math.inf if done is None else done // interval)
+    def number(most: float, count: int | None, interval: int) -> float:
+        return min(most, math.inf if count is None else count // interval)
 
     keep = flags.get("keep-interval-updates", -1)
     interval = flags.get("save-interval-updates")

@@ -54,8 +54,9 @@ def prepare(run: Run, executor: Executor) -> Prepared:
         depends_on = list(job.settings)
     else:
         depends_on = list(BINARISED_KEYS)
-        trained = (read_step_records(run.folder).get("train", {}).get("inputs") or {}).get("data")
-        if trained == (sizes := size_digest(prepared.folder)):  # recorded by an older version
+        inputs = read_step_records(run.folder).get("train", {}).get("inputs") or {}
+        sizes = size_digest(prepared.folder)
+        if inputs.get("data") == sizes:  # recorded by an older version
             prepared = dataclasses.replace(prepared, fingerprint=sizes)
     facts = {
         "folder": str(prepared.folder.resolve()),
@@ -120,12 +121,9 @@ def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Prepara
     options = run.options
     data = dataclasses.asdict(run.recipe.data)
     source = options.data
-    if (
-        source is None
-        and run.folder.exists()
-        and (before := prepare_facts(run.folder).get("source"))
-    ):
-        source = Path(before)
+    if source is None and run.folder.exists():
+        recorded = prepare_facts(run.folder).get("source")
+        source = Path(recorded) if recorded else None
     corpus: list[str] = []
     made_here = options.data_root / "embedded_en_de"
     if data["recipe"] in EMBEDDED and source in (None, made_here):

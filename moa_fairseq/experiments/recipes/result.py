@@ -149,14 +149,14 @@ def data_differences(
         if key.rpartition(" of ")[2] in unread:
             del expected[key]
     common = [key for key in expected if key in actual]
-    differ = changes(selected(expected, common), selected(actual, common), "data.")
+    deviations = changes(selected(expected, common), selected(actual, common), "data.")
     if claim:
         unknown = expected.keys() - actual.keys()
         for key in sorted(unknown, key=lambda key: (key != "recipe", "steps" not in key, key)):
-            differ[f"data.{key}"] = f"{expected[key]} → cannot be told"
+            deviations[f"data.{key}"] = f"{expected[key]} → cannot be told"
     elif dataset and name != "parallel" and not actual:
-        differ["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
-    return differ
+        deviations["data.recipe"] = f"{name} → cannot be told: there is no manifest.json"
+    return deviations
 
 
 def _manifest_of(folder: Path) -> Values:
@@ -243,18 +243,22 @@ def _text_facts(section: Mapping[str, Any]) -> Values:
     return facts
 
 
-def differences(published: Recipe, done: Mapping[str, Any], data: Mapping[str, str]) -> list[str]:
+def differences(
+    published: Recipe, run_settings: Mapping[str, Any], data: Mapping[str, str]
+) -> list[str]:
     """Differences between a run and the row of a paper; none if it reproduces the row.
 
     Args:
         published: the recipe of the file, without any --set.
-        done: the run's settings, see `settings_made`.
+        run_settings: the run's settings, see `settings_made`.
         data: the differences of the data, see `data_differences`.
 
     Returns:
         'key: row → run' for each difference.
     """
-    return list(map(": ".join, [*data.items(), *changes(settings(published), done).items()]))
+    return list(
+        map(": ".join, [*data.items(), *changes(settings(published), run_settings).items()])
+    )
 
 
 def maker(folder: Path, recipe: Recipe, checkpoints: Path | None = None) -> Values:
@@ -330,9 +334,9 @@ def _values(
     finished = settings_made(run.folder, recipe)
     left_out = _left_out(records, scores)
     headline = headline_of(recipe, run.options.published or recipe, scores[subset])
-    differ = _differences_from_the_row(run, finished, headline, left_out)
+    deviations = _differences_from_the_row(run, finished, headline, left_out)
     cell = None
-    if recipe.reproduces and run.options.published and not differ:
+    if recipe.reproduces and run.options.published and not deviations:
         cell = dataclasses.asdict(recipe.reproduces)
     metrics = {name: flat_metrics(of_subset) for name, of_subset in scores.items()}
     if "valid_ppl" in summary:
@@ -343,7 +347,7 @@ def _values(
         "experiment": recipe.experiment,
         "reproduces": cell,
         "row": recipe.row if cell else None,
-        "differences": differ,
+        "differences": deviations,
         "headline": headline if recipe.score else None,
         "metrics": metrics.pop(subset) | accuracies,
         "zero_shot": zero_shot,
@@ -440,7 +444,7 @@ def _differences_from_the_row(
     requested = (recipe.score or Score()).headline
     if headline != requested:
         data["score.headline"] = f"{requested} → {headline}"
-    differ = differences(published, finished, data)
+    deviations = differences(published, finished, data)
     for name, count in left_out.items():
-        differ.append(f"left out of {name}: {count:,} of its sentences")
-    return differ
+        deviations.append(f"left out of {name}: {count:,} of its sentences")
+    return deviations

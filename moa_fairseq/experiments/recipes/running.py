@@ -238,9 +238,9 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     if data and recipe.reproduces and options.published:
         _log_reproduction_status(run, data)
     elif data and options.data:
-        differ = data_differences(recipe, data, {})
-        if differ:
-            listed = "; ".join(map(": ".join, differ.items()))
+        deviations = data_differences(recipe, data, {})
+        if deviations:
+            listed = "; ".join(map(": ".join, deviations.items()))
             log.warning("%s differs from the recipe: %s", data, listed)
     return run
 
@@ -286,7 +286,7 @@ def _log_reproduction_status(run: Run, known: Path) -> None:
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
     current = settings(recipe)
     data = data_differences(published, known, sentences, claim=True)
-    if differ := differences(published, current, data):
-        log.warning("this run does not reproduce %s: %s", row, "; ".join(differ[:5]))
+    if deviations := differences(published, current, data):
+        log.warning("this run does not reproduce %s: %s", row, "; ".join(deviations[:5]))
     else:
         log.info("reproduces %s", row)

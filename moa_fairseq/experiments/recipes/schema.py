@@ -379,15 +379,16 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
         facts.update(mark["facts"])
     stops = {}
     for name in ("model", "train"):
-        if isinstance(section := inputs.get(name), dict) and isinstance(
-            flags := section.get("flags"), dict
-        ):
-            stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
-            left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
-            retained = {key: value for key, value in flags.items() if key not in left_out}
-            inputs[name] = section | {"flags": retained}
-            if INTERVAL in flags:
-                facts.setdefault(INTERVAL, flags[INTERVAL])
+        section = inputs.get(name)
+        flags = section.get("flags") if isinstance(section, dict) else None
+        if not isinstance(section, dict) or not isinstance(flags, dict):
+            continue
+        stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
+        left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
+        retained = {key: value for key, value in flags.items() if key not in left_out}
+        inputs[name] = section | {"flags": retained}
+        if INTERVAL in flags:
+            facts.setdefault(INTERVAL, flags[INTERVAL])
     if isinstance(mark.get("goal"), dict):
         stops.update(mark["goal"])
     return dict(mark, inputs=inputs, facts=facts, goal=stops)

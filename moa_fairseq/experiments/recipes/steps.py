@@ -237,7 +237,7 @@ def _average(run: Run, average: Average, train: Step) -> Step:
 
 
 def _evaluated(
-    run: Run, settings: Any, subset: str, made: list[Step]
+    run: Run, settings: Any, subset: str, model_steps: list[Step]
 ) -> Callable[[], Mapping[str, Any]]:
     """The inputs of a step that evaluates the checkpoint.
 
@@ -245,7 +245,7 @@ def _evaluated(
         run: the run.
         settings: the section of the recipe for the evaluation.
         subset: the evaluated subset.
-        made: the steps that make the model, in order; [] for a pretrained model.
+        model_steps: the steps that make the model, in order; [] for a pretrained model.
     """
 
     def inputs() -> Values:
@@ -259,13 +259,13 @@ def _evaluated(
                 )
             raise UserError(f"{run.model} is missing or cut off. {remedy}.")
         record = {"settings": settings, "data": run.prepared.fingerprint, "subset": subset}
-        record.update(made=made[-1] if made else None, model=run.model)
+        record.update(made=model_steps[-1] if model_steps else None, model=run.model)
         return record
 
     return inputs
 
 
-def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Step:
+def _generate(run: Run, section: Generate, subset: str, model_steps: list[Step]) -> Step:
     """The step of the beam search, in fp32 so that scores do not depend on the hardware."""
     by_pieces = run.recipe.data.segmentation == SENTENCEPIECE
     values: Values = {"path": str(run.model), "gen-subset": subset}
@@ -288,11 +288,11 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
             if len(translated) % pace == 0:
                 log.info("  %s%s sentences", f"{len(translated):,}", goal)
 
-    def finish(made: Path) -> dict[str, int]:
+    def finish(translations: Path) -> dict[str, int]:
         total = len(sentence_sizes(run.recipe, run.prepared.folder, subset)[0])
         left_out = total - len(translated)
         if not translated:
-            hint = f"See {run.folder / f'generate-{subset}.log'} and {made}"
+            hint = f"See {run.folder / f'generate-{subset}.log'} and {translations}"
             raise UserError(f"fairseq-generate translated nothing of subset {subset}. {hint}.")
         if left_out > 0 and not section.flags.get(SKIP):
             raise UserError(
@@ -305,7 +305,7 @@ def _generate(run: Run, section: Generate, subset: str, made: list[Step]) -> Ste
 
     output = run.folder / f"generate-{subset}.txt"
     line = run.command("fairseq-generate", values)
-    inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
+    inputs = _evaluated(run, dataclasses.asdict(section), subset, model_steps)
     return Step(
         output.stem,
         output,
@@ -338,12 +338,12 @@ def _score(run: Run, section: Score, generated: Step) -> Step:
     return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 
-def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
+def _evaluate(run: Run, section: Score, subset: str, model_steps: list[Step]) -> Step:
     """The step of a language model's perplexity or a classifier's accuracy, in fp32 like translations."""
     kind = run.recipe.kind
     name = f"score-{subset}"
     model = str(run.model)
-    inputs = _evaluated(run, dataclasses.asdict(section), subset, made)
+    inputs = _evaluated(run, dataclasses.asdict(section), subset, model_steps)
     if kind == CAUSAL_LM:
         line = run.command("fairseq-eval-lm", {"path": model, "gen-subset": subset} | section.flags)
         # The first configuration of logging determines the place of its log.
@@ -356,7 +356,7 @@ def _evaluate(run: Run, section: Score, subset: str, made: list[Step]) -> Step:
     return _scored(run, name, f"{name}.json", line, inputs, "out")
 
 
-def _zero_shot(run: Run, tasks: list[str], made: list[Step]) -> Step:
+def _zero_shot(run: Run, tasks: list[str], model_steps: list[Step]) -> Step:
     """The step of accuracies on tasks of lm_eval; the command also adds them to the run's result.json."""
     line = [
         "moa-fairseq",
@@ -365,15 +365,15 @@ def _zero_shot(run: Run, tasks: list[str], made: list[Step]) -> Step:
         positional(run.folder),
     ]
     line += flags({"tasks": ",".join(tasks), "output": OUT, "cpu": not run.hardware.gpus})
-    inputs = _evaluated(run, {"tasks": tasks}, "", made)
+    inputs = _evaluated(run, {"tasks": tasks}, "", model_steps)
     return Step(ZERO_SHOT, run.folder / OUTPUT, line, inputs, conditions=run.conditions)
 
 
 def _scored(run: Run, name: str, file: str, line: list[str], inputs: Any, captured: str) -> Step:
     """A step whose output must have scores."""
 
-    def finish(made: Path) -> None:
-        scores_in(made, run.recipe, run.prepared.folder, name.removeprefix("score-"))
+    def finish(scores: Path) -> None:
+        scores_in(scores, run.recipe, run.prepared.folder, name.removeprefix("score-"))
 
     return Step(
         name, run.folder / file, line, inputs, captured, finish=finish, conditions=run.conditions

@@ -379,7 +379,7 @@ def _from_files(path: str, args: argparse.Namespace) -> tuple[Texts, dict[str, A
     return Texts(joined, list(references), lang, args.detokenized, raw, tokenizer), meta
 
 
-def _joined(lines: list[str], wanted: str) -> tuple[list[str], str]:
+def _joined(lines: list[str], requested: str) -> tuple[list[str], str]:
     """Lines with their subwords joined, and the kind of subwords; "auto" recognises it by its marks."""
-    kind = subword_kind(lines) if wanted == "auto" else wanted
+    kind = subword_kind(lines) if requested == "auto" else requested
     return [join_subwords(line, kind) for line in lines], kind

@@ -166,8 +166,8 @@ def approximate_randomisation(
     columns = np.arange(sentences)
     random = np.random.default_rng(seed)
 
-    def difference(dealt: NDArray[np.float64]) -> float:
-        totals = list(map(score, dealt.sum(axis=1)))
+    def difference(outputs: NDArray[np.float64]) -> float:
+        totals = list(map(score, outputs.sum(axis=1)))
         return abs(float(np.mean(totals[:ours]) - np.mean(totals[ours:])))
 
     real = difference(pooled)

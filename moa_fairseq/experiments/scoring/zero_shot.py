@@ -53,9 +53,8 @@ def result_of(record: Mapping[str, Any]) -> tuple[dict[str, float], dict[str, An
     for metric, (task, key) in RESULT_TASKS.items():
         # The task was not evaluated, or the file is damaged
         with contextlib.suppress(KeyError, TypeError):
-            if record["limit"] is None and is_number(
-                value := record["tasks"][task]["metrics"][key]
-            ):
+            value = record["tasks"][task]["metrics"][key]
+            if record["limit"] is None and is_number(value):
                 scores[metric] = round(100 * value, 4)
     if not scores:
         return {}, {}
