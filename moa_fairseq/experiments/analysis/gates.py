@@ -12,7 +12,7 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -171,41 +171,50 @@ def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:
     size = (4.2 + 3.4 * len(maps), max(3.5, 1.9 + 0.32 * layers))
     figure = Figure(figsize=size, layout="constrained")
     panels = figure.subplots(1, 1 + len(maps), squeeze=False)[0]
-    for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
-        places = range(1, len(group) + 1)
-        entropies = values_of(group, "entropy")
-        panels[0].plot(places, entropies, marker=marker, color=colour, label=label)
-    heights = sorted(set(values_of(summaries, "uniform_entropy")))
-    for height in heights:
-        uniform = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
-        panels[0].axhline(height, label=f"uniform gate, {height:.2f}", **uniform)
-    panels[0].set(xlabel="layer", ylabel="gate entropy H(g) in nats")
-    panels[0].xaxis.set_major_locator(MaxNLocator(integer=True))
-    # The axis is at least 0.05 nats high, so that rounding errors look small
-    panels[0].set_ylim(bottom=min(panels[0].get_ylim()[0], heights[0] - 0.05))
-    style(panels[0])
-    figure.legend(
-        loc="outside lower left", ncols=2 if len(maps) < 2 else 4, fontsize=8, frameon=False
-    )
+    _draw_entropies(panels[0], groups)
+    columns = 2 if len(maps) < 2 else 4
+    figure.legend(loc="outside lower left", ncols=columns, fontsize=8, frameon=False)
     largest = max(map(max, filter(None, values_of(summaries, "shares"))), default=0.0)
     for panel, (label, group) in zip(panels[1:], maps.items()):
-        shares = values_of(group, "shares")
-        image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=largest, aspect="auto")
-        panel.set(xlabel="expert", ylabel="layer")
+        image = _draw_shares(panel, values_of(group, "shares"), largest)
         panel.set_title(label, fontsize=9)
-        panel.set_yticks(range(len(group)), list(map(str, range(1, len(group) + 1))))
-        if len(shares[0]) <= FEW:
-            panel.set_xticks(range(len(shares[0])))
-            for layer, row in enumerate(shares):
-                for expert, share in enumerate(row):
-                    looks = {"color": "white" if share > 0.6 * largest else "black", "fontsize": 7}
-                    panel.text(
-                        expert, layer, f"{100 * share:.0f}", ha="center", va="center", **looks
-                    )
-        panel.tick_params(labelsize=8)
     if maps:
         bar = figure.colorbar(image, ax=list(panels[1:]), format=PercentFormatter(1.0, decimals=0))
         bar.set_label("share of instances", fontsize=8)
         bar.ax.tick_params(labelsize=8)
     figure.suptitle(title, fontsize=10)
     return figure
+
+
+def _draw_entropies(panel: Any, groups: Mapping[str, Sequence[dict[str, Any]]]) -> None:
+    """Draw H(g) against the layer, a line for each kind of attention, and ln E."""
+    heights = set()
+    for (label, group), colour, marker in zip(groups.items(), COLOURS, "osD^"):
+        layers = range(1, len(group) + 1)
+        panel.plot(layers, values_of(group, "entropy"), marker=marker, color=colour, label=label)
+        heights.update(values_of(group, "uniform_entropy"))
+    for height in sorted(heights):
+        looks = {"color": GREY, "linestyle": "--", "linewidth": 1.0}
+        panel.axhline(height, label=f"uniform gate, {height:.2f}", **looks)
+    panel.set(xlabel="layer", ylabel="gate entropy H(g) in nats")
+    panel.xaxis.set_major_locator(MaxNLocator(integer=True))
+    # The axis is at least 0.05 nats high, so that rounding errors look small
+    panel.set_ylim(bottom=min(panel.get_ylim()[0], min(heights) - 0.05))
+    style(panel)
+
+
+def _draw_shares(panel: Any, shares: list[list[float]], largest: float) -> Any:
+    """Draw a heat map, layers × experts, with numbers if there are few experts. Returns the image."""
+    image = panel.imshow(shares, cmap="Blues", vmin=0.0, vmax=largest, aspect="auto")
+    panel.set(xlabel="expert", ylabel="layer")
+    panel.set_yticks(range(len(shares)), list(map(str, range(1, len(shares) + 1))))
+    panel.tick_params(labelsize=8)
+    if len(shares[0]) > FEW:
+        return image
+    panel.set_xticks(range(len(shares[0])))
+    for layer, row in enumerate(shares):
+        for expert, share in enumerate(row):
+            colour = "white" if share > 0.6 * largest else "black"
+            place = {"ha": "center", "va": "center", "fontsize": 7, "color": colour}
+            panel.text(expert, layer, f"{100 * share:.0f}", **place)
+    return image

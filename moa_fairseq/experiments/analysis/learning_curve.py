@@ -151,7 +151,8 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
         if f"valid_{metric}" in record and in_range:
             _append(curve.valid, record.get("valid_num_updates"), now, record[f"valid_{metric}"])
         elif metric in record and "num_updates" in record:
-            if (wall := finite(record.get("wall"))) is not None:
+            wall = finite(record.get("wall"))
+            if wall is not None:
                 earlier += last if wall < last else 0.0
                 now = earlier + wall
                 last = wall

@@ -167,34 +167,26 @@ def settings_for(
         UserError: if the family has no model for this job, or if fairseq's own model is asked for, but the
             model has a constant factor on the attention's output, which fairseq's lacks.
     """
-    _, name, mixture = BODIES[job]
+    _, name, _ = BODIES[job]
     scale = getattr(settings, "attention_output_scale", None)
     if family == DENSE and scale not in (None, 1.0):
         raise UserError(
             f"The model was trained with --attention-output-scale {scale}, which fairseq's own attention "
             "lacks. Convert to another family, or keep the checkpoint without conversion."
         )
-    if family != DENSE:
-        for model in MODEL_REGISTRY.values():
-            if issubclass(model, mixture) and getattr(model, "attention_family", None) == family:
-                name = model.default_arch
-                break
-        else:
-            raise UserError(
-                f"--to {family}: there is no model of that family for this job ({job})."
-            )
     fields = family_fields()
     if family == DENSE:
         fields |= {field.name for field in dataclasses.fields(FamilySettings)}
+    else:
+        name = _architecture(family, job)
     # fairseq's translation model may have a family's fields only if it was a mixture of that family.
     common = dict(vars(settings))
     for field in fields | _OF_MIXTURES:
         common.pop(field, None)
     if family != DENSE:
         positions = getattr(settings, "positions", None)
-        if (
-            job == "causal LM" and positions is None
-        ):  # the new architecture may have another default
+        # The new architecture may have another default
+        if job == "causal LM" and positions is None:
             positions = "sinusoidal"
             if common.get("decoder_learned_pos"):
                 positions = "learned"
@@ -202,6 +194,15 @@ def settings_for(
         common.update(positions=positions, head_gate=head_gate, attention_output_scale=scale)
     common.update(values, arch=name, _name=name)
     return argparse.Namespace(**common)
+
+
+def _architecture(family: str, job: str) -> str:
+    """The default architecture of a family. Raises UserError if it has no model for the job."""
+    _, _, mixture = BODIES[job]
+    for model in MODEL_REGISTRY.values():
+        if issubclass(model, mixture) and getattr(model, "attention_family", None) == family:
+            return model.default_arch
+    raise UserError(f"--to {family}: there is no model of that family for this job ({job}).")
 
 
 def as_group(settings: argparse.Namespace, family: str, job: str) -> Any:

@@ -243,8 +243,7 @@ def before_download(
         UserError: if a disk has too little space for the files, unless the environment variable OVERRIDE is
             set.
     """
-    if dataset.licence:
-        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
+    _log_terms(dataset)
     size = sum(file.bytes for file in missing)
     needed = dataset.disk * 1e9
     log.info(
@@ -269,8 +268,7 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
     Raises:
         UserError: see `before_download`.
     """
-    if dataset.licence:
-        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
+    _log_terms(dataset)
     text = tokens * TOKEN_BYTES
     packed = tokens * PACKED_BYTES
     first = dataset.files()[0]
@@ -283,6 +281,11 @@ def before_growth(dataset: Dataset, store: Store, tokens: int, root: Path) -> No
     downloaded = _size_of(store.downloads.rglob("*"))
     fetched = 0 if store.offline or store.at_hand else max(packed - downloaded, 0)
     _check_disk(dataset.name, ((store.downloads, fetched), (root, max(text - present, 0))))
+
+
+def _log_terms(dataset: Dataset) -> None:
+    if dataset.licence:
+        log.info(f"{dataset.name}: terms of use: {dataset.licence}")
 
 
 def _size_of(paths: Iterable[Path]) -> int:
@@ -333,14 +336,14 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
     """
     dataset = datasets().get(settings["recipe"])
     if dataset is None or not dataset.downloadable:
-        if source is None:
-            bring = "Give --data the folder prepared for it."
-            if dataset:
-                bring = dataset.bring.format(**settings)
-            raise UserError(
-                f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}"
-            )
-        return source
+        if source is not None:
+            return source
+        bring = "Give --data the folder prepared for it."
+        if dataset:
+            bring = dataset.bring.format(**settings)
+        raise UserError(
+            f"--data is required: data.recipe {settings['recipe']} reads your files. {bring}"
+        )
     if source is None or is_binarised(source) or (source / DICTIONARY).is_file():
         return source
     if not source.is_dir():
@@ -349,17 +352,16 @@ def require_source(settings: Mapping[str, Any], source: Path | None) -> Path | N
         remedy = f"Give the folder `binarised` of moa-fairseq prepare {dataset.name}, or leave --data out"
         raise UserError(f"--data {source} is not binarised {dataset.name}. {remedy}.")
     languages = list(filter(None, (settings.get("source"), settings.get("target"))))
-    parts = [*itertools.chain.from_iterable(dataset.parts(languages).values())]
     names: list[str] = []
-    for part in parts:
+    for part in itertools.chain.from_iterable(dataset.parts(languages).values()):
         names += filter(None, (part.archive, *part.members))
     if dataset.archives:
         names += [f"train.{language}" for language in languages]
     if not any(find_file(source, name) for name in names):
-        base = [*dict.fromkeys(Path(name).name for name in names)]
-        looked = ", ".join(base[:MOST_NAMES]) + (", …" if len(base) > MOST_NAMES else "")
+        files = list(dict.fromkeys(Path(name).name for name in names))
+        listed = ", ".join(files[:MOST_NAMES]) + (", …" if len(files) > MOST_NAMES else "")
         remedy = "Give a folder that has some of them, or leave --data out to download them all"
         raise UserError(
-            f"--data {source} has no file of {dataset.name} (looked for {looked}[.gz]). {remedy}."
+            f"--data {source} has no file of {dataset.name} (looked for {listed}[.gz]). {remedy}."
         )
     return source

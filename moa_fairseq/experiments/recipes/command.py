@@ -191,18 +191,9 @@ def _with_seeds(args: argparse.Namespace, experiment: str) -> Iterator[argparse.
 def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json if it was scored."""
     recipe = load_recipe(config, args.overrides)
-    overrides = row_overrides(recipe, recipe.row) if recipe.row else []
-    # The file determines the row of a paper, with any seed, and with any pretrained model
-    # unless the rows differ in it.
-    free = ["train.seed"]
-    if not any("pretrained" in values for values in recipe.rows.values()):
-        free.append("pretrained")
-    for text in args.overrides:
-        if text.partition("=")[0].strip() in free:
-            overrides.append(text)
-    row = load_recipe(config, overrides)
-    stands = recipe.reproduces is not None and row.pretrained == recipe.pretrained
-    if recipe.reproduces and not stands:
+    row = load_recipe(config, _row_values(recipe, args.overrides))
+    reproduces = recipe.reproduces is not None and row.pretrained == recipe.pretrained
+    if recipe.reproduces and not reproduces:
         log.warning(
             "pretrained is %s, not the row's %s: the run reproduces no row",
             recipe.pretrained,
@@ -240,11 +231,26 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         record=record,
         command_line=shlex.join(["moa-fairseq", *words]),
         preparation=_preparation(args, config, folder, plugin),
-        published=row if stands else None,
+        published=row if reproduces else None,
         training=training,
     )
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
     return run_recipe(recipe, hardware, options, dry_run=args.dry_run)
+
+
+def _row_values(recipe: Recipe, overrides: list[str]) -> list[str]:
+    """The `section.key=value` strings of the row of a paper that a recipe has.
+
+    The file determines the row, with any seed, and with any pretrained model unless the rows differ in it.
+    """
+    values = row_overrides(recipe, recipe.row) if recipe.row else []
+    free = ["train.seed"]
+    if not any("pretrained" in row for row in recipe.rows.values()):
+        free.append("pretrained")
+    for text in overrides:
+        if text.partition("=")[0].strip() in free:
+            values.append(text)
+    return values
 
 
 def _check_arguments(args: argparse.Namespace, folder: Path) -> None:
