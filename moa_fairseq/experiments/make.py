@@ -5,8 +5,6 @@ not changed since. An output gets its name when it is complete; before, its name
 `state.json` also has a `provenance` for each session that wrote a part of an output.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import hashlib

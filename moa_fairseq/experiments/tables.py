@@ -1,7 +1,5 @@
 """Tables and the text around them, for a terminal as wide as it is or as Markdown."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import textwrap

@@ -8,8 +8,6 @@ and MoH each slot, since the experts differ from token to token). Strips beside 
 experts that a token chose: on the left for the attending tokens, below for the tokens that they attend to.
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Callable, Iterator, Sequence

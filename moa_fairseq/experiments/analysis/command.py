@@ -12,8 +12,6 @@ A run folder stands for its averaged (else its best) checkpoint and for the data
 the --save-dir of a plain fairseq-train, or the folder around it.
 """
 
-from __future__ import annotations
-
 import argparse
 import itertools
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Direct effects: what a single head or value expert of an attention adds to the output by itself."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager

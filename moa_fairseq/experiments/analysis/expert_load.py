@@ -3,8 +3,6 @@
 moa-fairseq analyze expert-load runs/B --output load.png --json load.json
 """
 
-from __future__ import annotations
-
 import argparse
 import math
 from collections.abc import Sequence

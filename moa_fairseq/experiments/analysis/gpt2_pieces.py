@@ -1,7 +1,5 @@
 """Ids of GPT-2's byte-pair encoding as readable text: pieces, and the words that they make."""
 
-from __future__ import annotations
-
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any

@@ -3,8 +3,6 @@
 moa-fairseq analyze learning-curve runs/base runs/nobcd runs/mae7 --metric loss --from-epoch 8 --output c.png
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

@@ -1,7 +1,5 @@
 """Colours, frames, labels and PNG files of all pictures. Nothing here needs a display."""
 
-from __future__ import annotations
-
 import itertools
 import math
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """What the analyses of a trained model share: running a data set through it, and its modules by kind."""
 
-from __future__ import annotations
-
 from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from itertools import chain, product

@@ -1,7 +1,5 @@
 """Whether two models compute the same function, and their losses on data."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import math

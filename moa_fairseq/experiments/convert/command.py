@@ -14,8 +14,6 @@ architectures. The file has no optimizer state; continue training with fairseq-t
 and the flags of the architecture.
 """
 
-from __future__ import annotations
-
 import argparse
 import shlex
 import sys

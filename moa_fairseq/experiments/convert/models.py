@@ -1,7 +1,5 @@
 """Checkpoints that conversions read and write, and models built from their settings, without data."""
 
-from __future__ import annotations
-
 import argparse
 import copy
 import dataclasses

@@ -1,7 +1,5 @@
 """A fairseq model as the plain Transformer of `layers.transformer`, which needs no fairseq."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Converts the weights of an attention: from dense attention into a mixture, and back."""
 
-from __future__ import annotations
-
 import argparse
 from typing import Any
 

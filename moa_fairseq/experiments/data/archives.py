@@ -1,7 +1,5 @@
 """Copies only the requested files out of an archive, reads archives into memory, and packs files."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import functools

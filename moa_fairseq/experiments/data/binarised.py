@@ -1,7 +1,5 @@
 """The check that a binarised folder is complete before a training starts."""
 
-from __future__ import annotations
-
 import dataclasses
 import struct
 from collections.abc import Sequence

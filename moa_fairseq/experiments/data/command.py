@@ -22,8 +22,6 @@ looked for in the --from folder, in the cache and at fairseq's public address, a
 If RoBERTa's dict.txt is not available, its entries are ordered by id, which gives the same model.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

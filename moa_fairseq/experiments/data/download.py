@@ -1,7 +1,5 @@
 """Fetching one public file: resumable, from the first address that serves the right file, and checked."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import os

@@ -1,7 +1,5 @@
 """Guesses the encoding of text: which encodings make bytes a text of a language."""
 
-from __future__ import annotations
-
 import contextlib
 import re
 from collections.abc import Sequence

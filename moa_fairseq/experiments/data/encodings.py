@@ -1,7 +1,5 @@
 """What to do with a file that is not UTF-8: a command that converts it, for the end of an error."""
 
-from __future__ import annotations
-
 import gzip
 import re
 import shlex

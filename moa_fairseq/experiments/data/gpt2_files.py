@@ -1,7 +1,5 @@
 """GPT-2's byte-pair encoding and RoBERTa's dictionary of it: the verified files, and text → ids."""
 
-from __future__ import annotations
-
 import collections
 import functools
 import logging

@@ -1,7 +1,5 @@
 """The common part of all kinds of data: the files of a data section, binarising and the manifest."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

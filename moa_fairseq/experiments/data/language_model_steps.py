@@ -1,7 +1,5 @@
 """The steps of running text, for causal and for masked language models."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """ListOps (Nangia and Bowman, NAACL-HLT 2018): nested operations on digits, generated from a seed."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import operator

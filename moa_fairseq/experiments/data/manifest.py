@@ -1,7 +1,5 @@
 """manifest.json: the sources, settings and results of a prepared data set, with checksums."""
 
-from __future__ import annotations
-
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any

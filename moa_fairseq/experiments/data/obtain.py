@@ -1,7 +1,5 @@
 """Sources of a data set's files: the user's folder, earlier downloads, or the internet."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import itertools

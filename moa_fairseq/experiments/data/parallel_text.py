@@ -1,7 +1,5 @@
 """Reads line-aligned text, plain or gzip, and checks it while it streams, before hours are spent on it."""
 
-from __future__ import annotations
-
 import collections
 import gzip
 import importlib

@@ -1,7 +1,5 @@
 """SentencePiece: learning models on text, and turning text into pieces."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re

@@ -1,7 +1,5 @@
 """From a data set to a binarised folder: the steps of each type of data."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import math

@@ -4,8 +4,6 @@ A prepared folder lists these files in its manifest.json. A run keeps copies in 
 a small prepared folder, so that data that is prepared again, edited or lost is never taken for the run's.
 """
 
-from __future__ import annotations
-
 import fnmatch
 import inspect
 import logging

@@ -1,7 +1,5 @@
 """Sentence pairs: line functions, BPE by subword-nmt, and cleaning, in several processes."""
 
-from __future__ import annotations
-
 import collections
 import contextlib
 import functools

@@ -1,7 +1,5 @@
 """The steps of parallel text: tokens → bpe, or model → pieces → sample → binarised."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

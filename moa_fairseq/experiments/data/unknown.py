@@ -1,7 +1,5 @@
 """The share of <unk> in binarised text. A large share is an error if the pieces were learnt on that text."""
 
-from __future__ import annotations
-
 import logging
 from collections.abc import Iterable, Mapping
 from pathlib import Path

@@ -4,8 +4,6 @@ echo "The game was released in" | moa-fairseq complete runs/wikitext2_lm_moa_tin
 moa-fairseq complete RUN prompts.txt --sample 10 --seed 3      samples from the 10 likeliest symbols
 """
 
-from __future__ import annotations
-
 import argparse
 
 import torch

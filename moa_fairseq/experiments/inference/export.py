@@ -9,8 +9,6 @@ score with its signature, the training. Scores are those of the run, before its 
 With --transformers the folder is for Hugging Face's transformers instead, in the weights' own precision.
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import os

@@ -1,7 +1,5 @@
 """From raw text to a model's symbols and back, as its training data was prepared."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any
 

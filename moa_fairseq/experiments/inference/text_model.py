@@ -1,7 +1,5 @@
 """A trained run as fairseq's hub interface, with the run's own treatment of text."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import io

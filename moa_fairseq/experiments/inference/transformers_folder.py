@@ -1,7 +1,5 @@
 """Write a trained model as a folder that `moa_fairseq.integrations.mixture_transformer` reads."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import shutil

@@ -5,8 +5,6 @@ echo "The file was not saved." | moa-fairseq translate runs/quickstart_moa --n-b
 moa-fairseq translate runs/quickstart_moa english.txt --show-experts
 """
 
-from __future__ import annotations
-
 import argparse
 import logging
 import math

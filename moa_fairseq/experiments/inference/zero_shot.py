@@ -16,8 +16,6 @@ It fetches a task's data from Hugging Face's hub. cbt, the Children's Book Test,
 Task files can run code (`!function`): give --include-path only a folder that you trust.
 """
 
-from __future__ import annotations
-
 import argparse
 import hashlib
 import json

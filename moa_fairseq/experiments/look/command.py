@@ -11,8 +11,6 @@ seventh token at a time. Loads and typical tokens are those that `moa-fairseq an
 set. Of two runs give the one with experts first. A page has at most 20 MB: it says what it leaves out.
 """
 
-from __future__ import annotations
-
 import argparse
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """The page itself: a template with the runs' data as JSON, the style and the program."""
 
-from __future__ import annotations
-
 import base64
 import hashlib
 from collections.abc import Sequence

@@ -1,7 +1,5 @@
 """Which experts a model's routers chose for the tokens of a sentence, as the page's JSON has it."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 from collections.abc import Mapping

@@ -1,7 +1,5 @@
 """The text of a page, as batches that a model reads: translations of its sentences, or text to continue."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 from collections.abc import Callable, Iterator, Sequence

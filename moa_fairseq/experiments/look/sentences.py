@@ -1,7 +1,5 @@
 """The sentences of a page: a model's translation or text, the experts of each token, and its surprise."""
 
-from __future__ import annotations
-
 import itertools
 import logging
 import math

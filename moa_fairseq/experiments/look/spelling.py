@@ -1,7 +1,5 @@
 """How the symbols of a dictionary are shown on a page: as text, and whether they continue a word."""
 
-from __future__ import annotations
-
 import functools
 from collections.abc import Callable, Sequence
 from pathlib import Path

@@ -1,7 +1,5 @@
 """One run of a page: its sentences, its routers' loads, its training and its result."""
 
-from __future__ import annotations
-
 import argparse
 import collections
 import contextlib

@@ -5,8 +5,6 @@ Each device gets at least as many tokens as the longest sentence or sample has. 
 models.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The models of a run folder: complete checkpoints, the checkpoint to resume from, fine-tuning (MAE §5.2)."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import errno

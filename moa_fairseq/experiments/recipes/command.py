@@ -13,8 +13,6 @@ skipped, and training resumes from its last checkpoint. --gpus sets the number o
   bash scripts/launch/slurm.sh --help                  Slurm; multinode.sh and torchrun.sh are next to it
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """The recipe's requirements at the end of its training, checked before the training begins."""
 
-from __future__ import annotations
-
 import contextlib
 import math
 from collections.abc import Iterator

@@ -4,8 +4,6 @@ A process here is one GPU, or one machine's CPU. fairseq-train gets everything b
 that a printed command works without this program.
 """
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import dataclasses

@@ -1,7 +1,5 @@
 """The headline of a run: the metric that is its result, and that a paper's number is compared with."""
 
-from __future__ import annotations
-
 import logging
 import re
 from typing import Any

@@ -1,7 +1,5 @@
 """Text that is too long for the evaluation is detected before the training."""
 
-from __future__ import annotations
-
 import argparse
 from pathlib import Path
 from typing import NamedTuple

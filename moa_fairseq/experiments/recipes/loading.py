@@ -1,7 +1,5 @@
 """From a recipe file to a checked Recipe: YAML, `base:`, `--set key=value`, and the parsers of its flags."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools

@@ -7,8 +7,6 @@ Bytes per parameter, with Adam's 8 (other optimizers: OPTIMIZER_BYTES):
     several GPUs              + one gradient, for the buckets in which gradients are summed over GPUs
 """
 
-from __future__ import annotations
-
 import math
 from collections.abc import Mapping
 from typing import Any

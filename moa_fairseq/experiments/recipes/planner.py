@@ -5,8 +5,6 @@ generation; otherwise they are a rough range. Memory has two parts: what trainin
 batch, and what a batch of train.max_tokens adds.
 """
 
-from __future__ import annotations
-
 import dataclasses
 from functools import cache
 from pathlib import Path

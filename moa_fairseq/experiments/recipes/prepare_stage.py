@@ -1,7 +1,5 @@
 """A run's first stage: it makes its data, or finds existing data."""
 
-from __future__ import annotations
-
 import dataclasses
 import logging
 import re

@@ -4,8 +4,6 @@ A run reproduces its row of a paper with the row's settings, on the row's data. 
 file and those of the finished run are two dicts.
 """
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

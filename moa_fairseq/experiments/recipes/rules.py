@@ -1,7 +1,5 @@
 """The rules that connect the keys of a recipe: contradictions, values out of range, forbidden flags."""
 
-from __future__ import annotations
-
 import ast
 import dataclasses
 import math

@@ -1,7 +1,5 @@
 """A recipe with the devices, the folder and the options of its run."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path

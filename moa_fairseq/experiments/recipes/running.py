@@ -1,7 +1,5 @@
 """Runs the stages of a recipe in its run folder."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import logging

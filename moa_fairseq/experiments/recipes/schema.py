@@ -1,7 +1,5 @@
 """The contents of a recipe file: the sections, their keys and types."""
 
-from __future__ import annotations
-
 import dataclasses
 from typing import Any, Dict, Iterable, List, Mapping, Optional
 

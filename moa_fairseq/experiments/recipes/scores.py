@@ -11,8 +11,6 @@ evaluation and what was measured of its text.
   accuracy                                                           see `scoring/classification.py`
 """
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 from typing import Any

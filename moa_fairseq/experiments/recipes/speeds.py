@@ -1,7 +1,5 @@
 """Training speeds to plan with: recorded ones, read from a results folder, and a rough range without any."""
 
-from __future__ import annotations
-
 import dataclasses
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """The steps of a run after its data: train, average, and evaluate by the type of model."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import logging

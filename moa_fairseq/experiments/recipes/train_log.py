@@ -4,8 +4,6 @@ fairseq's own --log-file opens the file once more in every epoch, so that it has
 N times; the records are therefore taken from the standard output of `--log-format json`.
 """
 
-from __future__ import annotations
-
 import dataclasses
 import datetime
 import json

@@ -1,7 +1,5 @@
 """The model of a recipe without weights, its cost, and the size of its training set."""
 
-from __future__ import annotations
-
 from pathlib import Path
 from typing import Any, NamedTuple
 

@@ -3,8 +3,6 @@
 Only plain values are read: mappings, lists, text in UTF-8, numbers, true, false and null, up to a size.
 """
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging

@@ -3,8 +3,6 @@
 Programs that report the file later only read the record; they do not call `provenance`.
 """
 
-from __future__ import annotations
-
 import contextlib
 import datetime
 import hashlib

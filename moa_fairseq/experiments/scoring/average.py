@@ -8,8 +8,6 @@ newest checkpoint (the last one named), so that fairseq-generate loads it, and n
 checkpoint at a time is in memory, beside the sum.
 """
 
-from __future__ import annotations
-
 import argparse
 import re
 from collections.abc import Mapping, Sequence

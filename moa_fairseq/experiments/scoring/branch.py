@@ -1,7 +1,5 @@
 """The size of attention's output before training, measured in an untrained model."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Sequence
 from typing import Any

@@ -1,7 +1,5 @@
 """Accuracy of a sentence classifier: `moa-fairseq score --classifier CHECKPOINT --data DIR`."""
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Iterable

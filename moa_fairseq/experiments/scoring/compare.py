@@ -13,8 +13,6 @@ that the script of MoA's release would print for the same output: it splits thos
 adds about 0.9 BLEU for German and 0.8 for French.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """The papers' tables and our runs, matched; parameters and MACs counted from the models."""
 
-from __future__ import annotations
-
 import dataclasses
 import functools
 import statistics

@@ -26,8 +26,6 @@ Everything after a lone -- goes to fairseq as model flags:
   moa-fairseq complexity --arch moa_transformer_base -- --encoder-layers 3 --decoder-layers 3
 """
 
-from __future__ import annotations
-
 import argparse
 import json
 from collections.abc import Mapping, Sequence

@@ -1,7 +1,5 @@
 """Perplexity of a masked language model: `moa-fairseq score --masked-lm CHECKPOINT --data DIR`."""
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import json

@@ -1,7 +1,5 @@
 """Builds any registered architecture without data and without memory for its weights."""
 
-from __future__ import annotations
-
 import argparse
 import contextlib
 import functools

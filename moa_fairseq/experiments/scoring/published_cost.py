@@ -1,7 +1,5 @@
 """The cost of an attention layer as SwitchHead's authors count it."""
 
-from __future__ import annotations
-
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.moa import MixtureOfAttention
 from moa_fairseq.layers.positions import RelativePositions

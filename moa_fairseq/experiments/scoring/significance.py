@@ -1,7 +1,5 @@
 """How far a measured difference can be trusted: intervals, tests and verdicts, two-sided throughout."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple

@@ -1,7 +1,5 @@
 """Loads a trained model and the data to measure it on."""
 
-from __future__ import annotations
-
 import os
 from collections.abc import Iterable
 from pathlib import Path

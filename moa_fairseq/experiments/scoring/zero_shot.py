@@ -1,7 +1,5 @@
 """The part of zero_shot.json, the file of `moa-fairseq zero-shot`, that goes into a run's result."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib.util
 from collections.abc import Mapping

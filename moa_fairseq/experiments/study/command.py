@@ -14,8 +14,6 @@ repeated, so an interrupted study resumes; a diverged training counts as the wor
 Several workers may share one study, on one machine or on several with a common file system.
 """
 
-from __future__ import annotations
-
 import argparse
 import dataclasses
 import itertools
@@ -124,8 +122,9 @@ def run(args: argparse.Namespace) -> int:
         write_json(folder / f"{name}.json", content)
         with atomic_write(folder / f"{name}.md") as stream:
             stream.write(as_text(study, content, markdown=True))
-        for picture, figure in draw(study, content).items() if args.seeds is None else ():
-            save(figure, folder / f"{picture}.png")
+        if args.seeds is None:
+            for picture, figure in draw(study, content).items():
+                save(figure, folder / f"{picture}.png")
         print(json.dumps(content, indent=1) if args.json else as_text(study, content))
         return 0
     if args.jobs < 1:

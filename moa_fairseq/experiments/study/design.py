@@ -1,7 +1,5 @@
 """A study: systems, seeds and contrasts; the runs that follow from them, and what they measured."""
 
-from __future__ import annotations
-
 import contextlib
 import dataclasses
 import itertools

@@ -1,7 +1,5 @@
 """A study file, read and checked: its base, its systems with tuned values, and its contrasts."""
 
-from __future__ import annotations
-
 import dataclasses
 import hashlib
 import itertools

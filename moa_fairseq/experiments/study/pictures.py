@@ -1,7 +1,5 @@
 """The pictures of a study's report, drawn from the report's data and readable on a phone."""
 
-from __future__ import annotations
-
 import itertools
 import math
 import textwrap

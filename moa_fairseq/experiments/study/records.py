@@ -4,8 +4,6 @@ A record may also be a separate file, SYSTEM-seedN.json, and a translation one i
 replaces a packed one of the same name. `pack` moves them into the others.
 """
 
-from __future__ import annotations
-
 import contextlib
 import hashlib
 import re

@@ -1,7 +1,5 @@
 """The report of a study's records as data: systems, contrasts, caches and translations."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

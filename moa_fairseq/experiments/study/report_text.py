@@ -1,7 +1,5 @@
 """A study's report as text, for a terminal or as Markdown."""
 
-from __future__ import annotations
-
 from typing import Any
 
 from moa_fairseq.experiments.scoring.against import interval_of

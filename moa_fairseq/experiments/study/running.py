@@ -1,7 +1,5 @@
 """The runs of a study: each is a run of its recipe, with a record of its result."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import logging
