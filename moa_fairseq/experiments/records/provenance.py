@@ -96,50 +96,55 @@ def commit() -> str | None:
         UserError: if git does not answer, or refuses to read the repository.
     """
     from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
-    path = Path(__file__).resolve()
-    package = path.parents[2]
-    # A hook of git, for example, sets variables that name its own repository
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
-
-    def git(*words: str) -> bytes:
-        command = ["git", "-C", str(path.parent), *words]
-        settings: dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True}
-        return subprocess.run(command, env=environment, **settings).stdout
-
+    file = Path(__file__).resolve()
+    package = file.parents[2]
     try:
-        git("ls-files", "--error-unmatch", path.name)
-        head = git("rev-parse", "HEAD")
-        changes = git("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results")
-        new = git("ls-files", "-z", "--others", "--exclude-standard", "--", str(package))
+        _git("ls-files", "--error-unmatch", file.name)
+        revision = _git("rev-parse", "HEAD").decode().strip()
+        changes = _source_changes(package)
     except (FileNotFoundError, PermissionError):
         return from_environment  # there is no git
     except subprocess.CalledProcessError as error:
-        in_repository = any((folder / ".git").exists() for folder in path.parents)
-        if (
-            from_environment
-            or error.cmd[3] != "ls-files"
-            or error.returncode == 1
-            or not in_repository
-        ):
-            return from_environment  # no repository has this file in a commit
+        if from_environment or not _is_refusal(error):
+            return from_environment
         message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
         problem = f"git cannot read the repository of {package} ({message})"
-        raise UserError(
-            f"{problem}. Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
-        ) from error
+        remedy = "Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
+        raise UserError(f"{problem}. {remedy}") from error
     except subprocess.TimeoutExpired as error:
         if from_environment:
             return from_environment
         problem = f"git did not say within {GIT_SECONDS} s at which commit {package.parent} is"
         raise UserError(f"{problem}. Say it with MOA_FAIRSEQ_COMMIT.") from error
-    for name in filter(None, new.split(b"\0")):
-        changes += name
-        with contextlib.suppress(
-            OSError
-        ):  # a nested repository, or a file that was deleted meanwhile
-            changes += (path.parent / os.fsdecode(name)).read_bytes()
-    revision = head.decode().strip()
     if changes.strip():
         return from_environment or f"{revision}{DIRTY}-{hashlib.sha256(changes).hexdigest()[:8]}"
     return revision
+
+
+def _git(*words: str) -> bytes:
+    """The output of a git command in this file's folder."""
+    # A hook of git, for example, sets variables that name its own repository
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
+    command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+    settings: dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True}
+    return subprocess.run(command, env=environment, **settings).stdout
+
+
+def _source_changes(package: Path) -> bytes:
+    """The difference of the source tree from its commit, then the package's new files."""
+    plain = ("--no-ext-diff", "--no-textconv", "--no-color", "--binary")
+    changes = _git("diff", *plain, "HEAD", "--", ":/", ":(top,exclude)results")
+    new = _git("ls-files", "-z", "--others", "--exclude-standard", "--", str(package))
+    for name in filter(None, new.split(b"\0")):
+        changes += name
+        # A nested repository, or a file that was deleted meanwhile, cannot be read
+        with contextlib.suppress(OSError):
+            changes += (Path(__file__).resolve().parent / os.fsdecode(name)).read_bytes()
+    return changes
+
+
+def _is_refusal(error: subprocess.CalledProcessError) -> bool:
+    """Whether git refuses a repository, rather than that none has this file in a commit."""
+    folders = Path(__file__).resolve().parents
+    in_repository = any((folder / ".git").exists() for folder in folders)
+    return error.cmd[3] == "ls-files" and error.returncode != 1 and in_repository
