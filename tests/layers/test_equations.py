@@ -298,6 +298,7 @@ def exact(family, case):
     return passed(family, "grouped", case, by_equations=True)
 
 
+@pytest.mark.thorough(keep="-grouped-")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize("family, backend", PAIRS)
 def test_output_and_every_gradient(family, backend, case):
