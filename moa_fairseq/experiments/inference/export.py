@@ -150,6 +150,11 @@ def _read_run(folder: Path) -> _TrainedRun:
         refuse_link_out(path, folder)
     if not checkpoint.is_file():
         raise UserError(f"{folder} has no trained model: {checkpoint} is missing. Train it first.")
+    if not recipe_file.is_file():  # written with the result
+        raise UserError(
+            f"{recipe_file} is missing, because the run has not ended. Run its command again: it goes "
+            "on where it stopped."
+        )
     text = kept_text(checkpoint)
     if text is None:
         raise UserError(

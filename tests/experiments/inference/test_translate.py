@@ -595,6 +595,13 @@ def test_a_flag_that_cannot_be_applied_is_named(copy, capsys):
     assert "prefix_size" in said and "batch" not in said
 
 
+def test_a_run_that_has_not_ended_is_not_exported(copy, tmp_path, capsys):
+    (copy.run / "recipe.yaml").unlink()
+    assert main(["export", str(copy.run), str(tmp_path / "exported")]) == 2
+    assert "Run its command again" in capsys.readouterr().err
+    assert not (tmp_path / "exported").exists()
+
+
 @pytest.mark.parametrize(
     ("text", "named"),
     [
