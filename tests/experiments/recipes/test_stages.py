@@ -602,8 +602,9 @@ def test_what_comes_after_the_training_may_be_changed_after_it(go, tmp_path):
     with pytest.raises(UserError, match=r"average\.updates: .*--set average=null"):
         go(*updates, stage="average")  # the fake training leaves epochs only
     FakeExecutor.programs()
-    go("average=null")
+    _, result = go("average=null")
     assert FakeExecutor.programs() == ALL[2:]
+    assert json.loads(result.read_text())["checkpoints_averaged"] == 1
     (tmp_path / "runs" / "small" / "checkpoints" / "checkpoint_best.pt").unlink()
     with pytest.raises(UserError, match=r"checkpoint_best\.pt is missing.*average\.epochs=N"):
         go("average=null")
