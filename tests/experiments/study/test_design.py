@@ -34,7 +34,9 @@ def curves(**of_system):
 def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
     (tmp_path / "tiny.yaml").write_text(RECIPE)
     run = Run("A", 1, tmp_path / "tiny.yaml", {"train.flags.clip-norm": 0}, tmp_path)
-    assert settings_of(run, "train")["train.flags.clip-norm"] == 0
+    settings = settings_of(run, "train")
+    assert settings["train.flags.clip-norm"] == 0
+    assert not settings.keys() & {"experiment", "summary"}, "no result follows from them"
 
 
 def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys, monkeypatch):

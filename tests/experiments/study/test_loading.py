@@ -224,3 +224,8 @@ def test_every_claim_names_a_contrast_of_a_study():
                 root / "configs" / "studies" / f"{contrast['study']}.yaml"
             )
             assert contrast["contrast"] in study["contrasts"]
+
+
+def test_a_point_has_the_name_that_its_records_have():
+    assert loading._file_name("0.5") == "0.5"
+    assert loading._file_name("a/b") == "a_bc14cddc0"

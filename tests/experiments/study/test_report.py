@@ -27,6 +27,7 @@ from moa_fairseq.experiments.scoring.significance import paired
 from moa_fairseq.experiments.study import command, pictures, report
 from moa_fairseq.experiments.study.design import Contrast, Study
 from moa_fairseq.experiments.study.records import records_of
+from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.process import flags
 
 LOSSES = {
@@ -452,3 +453,46 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
     systems = {"A": planted, "B": STUDY["systems"]["B"]}
     assert study("--report", systems=systems)[0] == 2
     assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
+
+
+def of_system(name, **values):
+    """A system's row of a report."""
+    row = {"system": name, "label": name, "family": "", "n": 4, "loss": 3.0, "deviation": 0.2}
+    row.update(diverged=0, parameters=7, attention_macs=2, branch=1.0, speed=1.0)
+    return row | values
+
+
+@pytest.mark.parametrize(("seeds", "columns"), [(4, 0), (3, 3)])
+def test_all_rows_of_a_report_are_in_its_text(seeds, columns):
+    """The number of seeds is a column of each table if it is not that of all rows."""
+    interval = {"mean": -0.5, "low": -0.61234, "high": -0.4}
+    pair = {"contrast": "gain", "n": 4, "p_holm": 0.01}
+    contrast = {**pair, **interval, "first": "B", "second": "A", "verdict": "better"}
+    bleu = {**pair, "first": 3.0, "second": 2.0, "difference": 1.0}
+    content = {
+        "runs": 8,
+        "planned": 8,
+        "systems": [of_system("A"), of_system("B", n=seeds, diverged=2)],
+        "contrasts": [contrast | {"minimum_detectable_effect": 0.1}],
+        "translations": [bleu | {"metric": key, "signature": f"{key}|1"} for key in ("x", "y")],
+        "made_by": {"commit": {}, "hardware": {}, "precision": {}},
+    }
+    cache = {"system": "B", "cache_bytes": 64, "loss": 2.5, "is_pareto_optimal": True}
+    content["cache"] = [{**cache, **interval, "decoding": {"cpu, 1": 0.5}}]
+    systems = {name: SimpleNamespace(label=name) for name in "AB"}
+    text = as_text(Study("toy", "?", 4, systems, {}), content, markdown=True)
+    assert text.count("| seeds |") == columns
+    assert text.count("| 2 |") == 1, "of the runs that diverged"
+    assert text.count("-0.6123 … -0.4000") == 2, "of the contrast and of the cache"
+    assert "x|1, y|1" in text
+
+
+def test_a_point_of_the_picture_has_the_interval_of_its_mean():
+    systems = [of_system("A"), of_system("B", loss=2.0, branch=0.5, deviation=None)]
+    content = {"systems": systems}
+    (panel,) = pictures._loss_against_start(content, {"": pictures.Look("black", "o")}).axes
+    points = [line.get_xydata()[0].tolist() for line in panel.lines]
+    assert points == [[1.0, 3.0], [0.5, 2.0]]
+    (bar,) = panel.collections
+    half = 3.182446 * 0.2 / 2  # of the t distribution with three degrees of freedom
+    np.testing.assert_allclose(bar.get_segments(), [[(1, 3 - half), (1, 3 + half)]])
