@@ -134,5 +134,9 @@ def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
         == back["decoder.embed_tokens.weight"].data_ptr()
     )
     other = whole_models.build("dense_transformer_tiny", *TWO)
-    with pytest.raises(UserError, match="not the same model"):
-        plain.weights_of(tmp_path / "folder", other.state_dict())
+    state = model.state_dict()
+    lacking = state | {"more": torch.ones(2)}
+    smaller = state | {"decoder.layers.0.fc1.bias": torch.ones(2)}
+    for like in (other.state_dict(), lacking, smaller):
+        with pytest.raises(UserError, match="not the same model"):
+            plain.weights_of(tmp_path / "folder", like)

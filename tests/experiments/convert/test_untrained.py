@@ -31,6 +31,15 @@ def untrained(path, encoder_heads, decoder_heads, encoder_dim=16, decoder_dim=16
     return path
 
 
+@pytest.mark.parametrize("sizes", [(24, 20), (20, 24)])
+def test_each_side_has_its_own_dictionary_and_the_architectures_width(sizes):
+    """The settings of a checkpoint may lack flags that are newer than it is."""
+    names = [f"{side}.embed_tokens.weight" for side in ("encoder", "decoder")]
+    weights = {name: torch.zeros(size, 64) for name, size in zip(names, sizes)}
+    state = build(argparse.Namespace(arch="transformer_tiny"), weights).state_dict()
+    assert [state[name].shape for name in names] == [(size, 64) for size in sizes]
+
+
 @pytest.mark.parametrize("kind", ["itself", "link", "hard link", "folder"])
 def test_the_trained_checkpoint_is_never_overwritten(kind, convert, tmp_path):
     given = untrained(tmp_path / "trained.pt", 4, 4)

@@ -6,9 +6,14 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.convert import check
-from moa_fairseq.experiments.convert.models import _symbols, settings_for
-from moa_fairseq.experiments.convert.weights import default_values, dense_weights, fill
+from moa_fairseq.experiments.convert import check, command
+from moa_fairseq.experiments.convert.models import Checkpoint, _symbols, settings_for
+from moa_fairseq.experiments.convert.weights import (
+    default_values,
+    dense_weights,
+    fill,
+    refuse_what_fairseq_lacks,
+)
 from moa_fairseq.layers import MixtureOfAttentiveExperts, MixtureOfHeads
 
 
@@ -121,3 +126,40 @@ def test_models_are_compared_on_sentences_that_they_read(limit, positions, lengt
     one, other = Reader(), Reader()
     check.largest_difference(one, other, "masked LM", argparse.Namespace(**settings))
     assert one.lengths == other.lengths == [length]
+
+
+@pytest.mark.parametrize(
+    ("flag", "value"),
+    [
+        ("head-gate", "head"),
+        ("query-key-norm", "head"),
+        ("window", 3),
+        ("gated-feed-forward", True),
+        ("rms-norm", True),
+    ],
+)
+def test_a_part_that_fairseqs_transformer_lacks_is_refused_by_its_flag(flag, value):
+    settings = argparse.Namespace(head_gate="none", window=None, rms_norm=False)
+    refuse_what_fairseq_lacks(settings)
+    setattr(settings, flag.replace("-", "_"), value)
+    with pytest.raises(UserError, match=f"--{flag}"):
+        refuse_what_fairseq_lacks(settings)
+
+
+def test_a_dense_models_settings_name_fairseqs_own_task():
+    cfg = {
+        "task": {"_name": "translation_bcd"},
+        "criterion": {"_name": "masked_lm_with_routing"},
+    }
+    dense = command._config(Checkpoint({}, cfg), None, "dense")
+    assert [dense[key]["_name"] for key in cfg] == ["translation", "masked_lm"]
+
+
+def test_losses_are_those_of_tokens_and_settings_of_other_versions_do_not_count(tmp_path):
+    for language in ("en", "de"):
+        (tmp_path / f"dict.{language}.txt").write_text("a 1\n")
+    group = {"_name": "translation", "source_lang": "en", "target_lang": "de", "removed": 1}
+    cfg = {"task": group, "model": {"adaptive_softmax_cutoff": "5,8"}}
+    checkpoint = Checkpoint({}, cfg)
+    task = check._task_of(checkpoint, tmp_path)
+    assert not check._criterion_of(checkpoint, task, "causal LM").sentence_avg
