@@ -128,3 +128,9 @@ def test_values_by_hand():
     assert (
         "61.3/" in multi_bleu([" ".join("a" * 80)], [[" ".join("a" * 49 + "b" * 31)]])["line"]
     )
+
+
+@pytest.mark.parametrize(("lowercase", "case"), [(True, "lower-cased"), (False, "cased")])
+def test_a_chain_says_whether_case_counts(lowercase, case):
+    chain = score("multi-bleu", Texts(["a b"], [["a b"]]), lowercase)["chain"]
+    assert chain.rpartition(", ")[2] == case

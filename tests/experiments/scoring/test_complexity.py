@@ -197,6 +197,14 @@ def test_noise_costs_parameters_but_no_macs():
     assert noisy.parameters["router"] == 2 * plain.parameters["router"]
 
 
+def test_feed_forwards_of_experts_attend_to_nothing():
+    flags = ["--encoder-layers=1", "--decoder-layers=1"]
+    plain = complexity("moa_transformer_tiny", model_flags=flags)
+    flags += ["--sigma-moe-num-experts=4", "--sigma-moe-experts-per-token=2"]
+    experts = complexity("moa_transformer_tiny", model_flags=flags)
+    assert experts.macs["attention_matmul"] == plain.macs["attention_matmul"]
+
+
 def test_modules_without_a_rule_are_named():
     assert complexity("lightconv_wmt_en_de").not_counted != []
 
