@@ -21,12 +21,17 @@ from trainer_updates import (
 )
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.train_log import TrainLog
 from moa_fairseq.layers.expert_draw import ExpertDraw
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.running_statistics import forgetting, running_statistics_of
 from moa_fairseq.layers.sequence_gate import gates_of
 from moa_fairseq.plugin.coordinate_descent.finetuning import METHODS, freeze_rest, updated_by
 from moa_fairseq.plugin.coordinate_descent.gate_sgd import GateGradients, GateSGD
+from moa_fairseq.plugin.coordinate_descent.task import (
+    BlockCoordinateDescent,
+    BlockCoordinateDescentConfig,
+)
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.plugin.forward_context import collect_routings, forward_context
 
@@ -207,6 +212,36 @@ def test_what_each_method_of_fine_tuning_updates():
         freeze_rest(model.requires_grad_(True), method)
         found = [{id(p) for p in each} for each in (parameters, updated_by(model, method))]
         assert found == [{id(p) for p in every if p.requires_grad}] * 2, method
+
+
+def test_a_gate_that_a_pass_leaves_out_has_no_gradient():
+    """As with --encoder-layerdrop."""
+    used, unused = (torch.nn.Parameter(torch.ones(2)) for _ in range(2))
+    gradients = GateGradients([used, unused])
+    gradients.add(3 * used.sum(), 2.0)
+    assert [part.tolist() for part in gradients.mean()] == [[1.5, 1.5], [0.0, 0.0]]
+
+
+class Epochs:
+    """Stands for fairseq's task."""
+
+    def begin_epoch(self, epoch, model):
+        pass
+
+
+class Task(BlockCoordinateDescent, Epochs):
+    cfg = BlockCoordinateDescentConfig()
+
+
+def test_a_recipe_reads_the_number_of_trained_parameters(tmp_path, caplog):
+    caplog.set_level("INFO")
+    model = MixtureOfAttentiveExperts(8, 2, causal=True)
+    total = sum(map(torch.numel, model.parameters()))
+    Task().begin_epoch(1, model)
+    log = TrainLog(tmp_path / "train.jsonl", max_epoch=2, max_update=None)
+    for message in caplog.messages:
+        log(message)
+    assert log.updated == total
 
 
 def poisoned(trainer, value=math.nan):
