@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
 from moa_fairseq.experiments.study.design import runs_of
 from moa_fairseq.experiments.study.loading import load_study

@@ -23,7 +23,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.learning_curve import read_learning_curve
 from moa_fairseq.experiments.data.archives import extract
 from moa_fairseq.experiments.data.text_stages import load_codes
-from moa_fairseq.experiments.recipes import result
+from moa_fairseq.experiments.recipes import claim
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
 from moa_fairseq.experiments.recipes.headline import headline_of
 from moa_fairseq.experiments.recipes.loading import build, load_recipe
@@ -42,10 +42,10 @@ from moa_fairseq.experiments.study.design import (
     Study,
     System,
     fitting_records,
-    losses_of,
     runs_of,
 )
 from moa_fairseq.experiments.study.loading import load_study
+from moa_fairseq.experiments.study.losses import losses_of
 from moa_fairseq.experiments.study.records import outputs_of
 from moa_fairseq.text.steps import normalize_punctuation
 
@@ -600,7 +600,7 @@ def parse_state(place: Path) -> None:
     """Damaged, it proves nothing; what can be trusted of it is used."""
     (place / "input").rename(place / "state.json")
     recipe = build(Recipe, RECIPE, "fuzz", "")
-    result.differences(recipe, result.settings_made(place, recipe), {})
+    claim.differences(recipe, claim.settings_made(place, recipe), {})
     prepared_data(place)
 
 

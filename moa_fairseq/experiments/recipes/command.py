@@ -32,6 +32,7 @@ import moa_fairseq
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.recipes.checkpoints import finetuned, prepared_data
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.hardware import (
     DEVICES,
     Hardware,
@@ -42,7 +43,6 @@ from moa_fairseq.experiments.recipes.hardware import (
     find_world,
 )
 from moa_fairseq.experiments.recipes.loading import (
-    check_flags,
     find_recipe,
     load_recipe,
     row_overrides,

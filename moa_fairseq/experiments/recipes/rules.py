@@ -339,7 +339,7 @@ def _finetuning(recipe: Recipe) -> Problems:
 
 
 def _flags(recipe: Recipe) -> Problems:
-    """Check the rules of all flags; `loading.check_flags` asks each program's parser."""
+    """Check the rules of all flags; `flags.check_flags` asks each program's parser."""
     for section in SECTIONS:
         if values := getattr(recipe, section):
             for name, value in values.flags.items():

@@ -19,6 +19,7 @@ from moa_fairseq.experiments.recipes.batch import (
     training_set,
 )
 from moa_fairseq.experiments.recipes.checkpoints import LAST, prepare_facts
+from moa_fairseq.experiments.recipes.claim import data_differences, differences, settings
 from moa_fairseq.experiments.recipes.ending import check_ending, check_files
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.lengths import check_sentences
@@ -27,7 +28,7 @@ from moa_fairseq.experiments.recipes.prepare_stage import (
     prepare,
     show_preparation,
 )
-from moa_fairseq.experiments.recipes.result import data_differences, differences, record, settings
+from moa_fairseq.experiments.recipes.result import record
 from moa_fairseq.experiments.recipes.run import Options, Run
 from moa_fairseq.experiments.recipes.schema import Recipe
 from moa_fairseq.experiments.recipes.steps import ZERO_SHOT, steps

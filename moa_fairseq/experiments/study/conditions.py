@@ -12,8 +12,9 @@ from moa_fairseq.experiments.data.binarised import is_binarised
 from moa_fairseq.experiments.data.prepare import content_digest
 from moa_fairseq.experiments.recipes.batch import fit
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
+from moa_fairseq.experiments.recipes.claim import data_differences
 from moa_fairseq.experiments.recipes.hardware import choose_devices, detect_hardware, precision_name
-from moa_fairseq.experiments.recipes.result import data_differences, maker
+from moa_fairseq.experiments.recipes.result import maker
 from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.study.design import Run, Study
 from moa_fairseq.experiments.study.records import Content

@@ -18,10 +18,9 @@ from moa_fairseq.experiments.study.design import (
     System,
     Tuning,
     fitting_records,
-    has_diverged,
-    losses_of,
     runs_of,
 )
+from moa_fairseq.experiments.study.losses import has_diverged, losses_of
 
 STAGES = ("train", "all")
 MOST_RUNS = 100_000

@@ -12,7 +12,7 @@ import numpy as np
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
-from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.records.json_files import (
     MAPPING,
     NUMBER,
@@ -27,16 +27,8 @@ from moa_fairseq.experiments.scoring.chains import RunningText, Texts, running_t
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
 from moa_fairseq.experiments.scoring.significance import holm, paired, verdict
-from moa_fairseq.experiments.study.design import (
-    Losses,
-    Records,
-    Run,
-    Study,
-    common_levels,
-    fitting_records,
-    losses_of,
-    pairs_of,
-)
+from moa_fairseq.experiments.study.design import Records, Run, Study, fitting_records
+from moa_fairseq.experiments.study.losses import Losses, common_levels, losses_of, pairs_of
 from moa_fairseq.experiments.study.records import DIVERGED, outputs_of
 from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags

@@ -13,7 +13,7 @@ from moa_fairseq.errors import Diverged, UserError
 from moa_fairseq.experiments.data.unknown import count_symbols
 from moa_fairseq.experiments.make import read_step_records
 from moa_fairseq.experiments.recipes.checkpoints import prepared_data
-from moa_fairseq.experiments.recipes.loading import check_flags
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.result import maker
 from moa_fairseq.experiments.recipes.train_log import finite, read_records, summarise, updates_of
 from moa_fairseq.experiments.recipes.workload import workload

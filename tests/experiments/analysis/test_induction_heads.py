@@ -11,12 +11,8 @@ from matplotlib.image import imread
 from shared_fixtures import USER_DIR
 
 from moa_fairseq.cli import main
-from moa_fairseq.experiments.analysis.induction_heads import (
-    HeadMap,
-    HeadScore,
-    draw_scores,
-    measure_heads,
-)
+from moa_fairseq.experiments.analysis.head_scores import HeadMap, HeadScore, measure_heads
+from moa_fairseq.experiments.analysis.induction_heads import draw_scores
 
 SIZES = (
     "--decoder-layers",

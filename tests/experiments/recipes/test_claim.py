@@ -8,14 +8,10 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.make import write_step_record
+from moa_fairseq.experiments.recipes.claim import data_differences, differences, settings
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.recipes.result import (
-    data_differences,
-    differences,
-    maker,
-    settings,
-)
+from moa_fairseq.experiments.recipes.result import maker
 from moa_fairseq.experiments.recipes.run import Options
 from moa_fairseq.experiments.recipes.running import run_recipe
 

@@ -15,9 +15,9 @@ from omegaconf import OmegaConf
 
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.recipes.batch import plan_batch
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import (
-    check_flags,
     find_recipe,
     load_recipe,
     row_overrides,

@@ -24,13 +24,14 @@ from moa_fairseq.experiments.recipes.batch import (
     schedule_warning,
     training_set,
 )
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.hardware import (
     Hardware,
     assumed_hardware,
     check_sharding,
     find_world,
 )
-from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe, shipped_recipes
+from moa_fairseq.experiments.recipes.loading import load_recipe, shipped_recipes
 from moa_fairseq.experiments.recipes.rules import CANNOT_GO_ON, OWN, REFUSED
 from moa_fairseq.experiments.recipes.schema import SECTIONS
 

@@ -8,8 +8,9 @@ import pytest
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.recipes import lengths, scores
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.lengths import check_sentences
-from moa_fairseq.experiments.recipes.loading import check_flags, load_recipe
+from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.scores import read_report, scores_in
 
 REPORT = "Evaluated {} tokens in 12.5s\nLoss (base 2): 4.2258, Perplexity: 18.71\n"

@@ -13,8 +13,8 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from moa_fairseq.errors import UserError
+from moa_fairseq.experiments.recipes.flags import check_flags
 from moa_fairseq.experiments.recipes.loading import (
-    check_flags,
     find_recipe,
     load_recipe,
     row_overrides,

@@ -14,7 +14,7 @@ from played_study import (
 )
 
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.study import design
+from moa_fairseq.experiments.study import design, losses
 from moa_fairseq.experiments.study.design import Run, fitting_records, runs_of, settings_of
 from moa_fairseq.experiments.study.loading import load_study
 
@@ -92,14 +92,14 @@ def test_no_level_lies_above_a_runs_first_training_loss():
     late = [(4.6, 4.9), (4.5, 4.4)]
     records = curves(A=[(5.6, 5.7), *late], B=late)
     study = SimpleNamespace(levels=3, last=1, systems={"A": None, "B": None})
-    levels = design.common_levels(study, list(records.values()))
+    levels = losses.common_levels(study, list(records.values()))
     assert levels.tolist() == pytest.approx([4.5, 4.55, 4.6])
     runs = [Run(name, 1, Path(), {}, Path()) for name in "AB"]
-    found = design.losses_of(study, runs, records, levels)
+    found = losses.losses_of(study, runs, records, levels)
     assert found["A"][1] == pytest.approx(found["B"][1]) == pytest.approx(4.65)
-    assert design.losses_of(study, runs, records, None)["A"][1] == 4.4, "the last one"
+    assert losses.losses_of(study, runs, records, None)["A"][1] == 4.4, "the last one"
     records = curves(A=[(5.6, 5.7), (5.0, 5.2)], B=late)
-    assert not len(design.common_levels(study, list(records.values()))), "none that both have"
-    records["A-seed1"]["end"] = design.DIVERGED
+    assert not len(losses.common_levels(study, list(records.values()))), "none that both have"
+    records["A-seed1"]["end"] = losses.DIVERGED
     records |= curves(C=[])
-    assert design.common_levels(study, list(records.values())).tolist() == [4.5, 4.55, 4.6]
+    assert losses.common_levels(study, list(records.values())).tolist() == [4.5, 4.55, 4.6]
