@@ -44,8 +44,10 @@ from moa_fairseq.plugin.fairseq_call import with_fairseq_call
 try:
     from moa_fairseq.layers.experts.triton import kernels, launch, weight_grad
 except ModuleNotFoundError as error:
-    remedy = "pip install --no-deps --require-hashes -r scripts/requirements-triton.txt"
-    raise SystemExit(f"launches.py: error: Triton is not installed: {remedy}") from error
+    if error.name != "triton":
+        raise
+    command = "pip install --no-deps --require-hashes -r scripts/requirements-triton.txt"
+    raise SystemExit(f"launches.py: error: Triton is not installed. Run: {command}") from error
 try:
     from moa_fairseq.layers.experts.triton import routing
 except ImportError:  # an older commit

@@ -28,7 +28,7 @@ done
 case $minutes in '' | *[!0-9]*) echo "gpu_check.sh: error: --minutes $minutes is not a whole number." >&2; exit 2 ;; esac
 case $device in cuda | cpu) ;; *) echo "gpu_check.sh: error: --device $device: cuda or cpu." >&2; exit 2 ;; esac
 for folder in "$multi30k" "$wikitext"; do
-  [ -z "$folder" ] || [ -d "$folder" ] || { echo "gpu_check.sh: error: $folder is not a folder: give one that exists." >&2; exit 2; }
+  [ -z "$folder" ] || [ -d "$folder" ] || { echo "gpu_check.sh: error: $folder is not a folder. Give an existing folder." >&2; exit 2; }
 done
 deadline=$((SECONDS + 60 * minutes)) longest=540
 

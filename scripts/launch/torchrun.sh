@@ -24,7 +24,7 @@ case " ${engine_options[*]-} " in
   *" --nproc"*) ;;
   *)
     "$python" -c 'import sys, torch; sys.exit(not torch.cuda.is_available())' \
-      || fail "torch sees no GPU here: give the number of processes, as in $experiment_name --gpus 0 -- --nproc-per-node 2"
+      || fail "torch sees no GPU. Give the number of processes: bash $0 $experiment_name --gpus 0 -- --nproc-per-node 2"
     engine_options+=(--nproc-per-node gpu)
     ;;
 esac

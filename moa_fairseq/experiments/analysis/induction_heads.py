@@ -146,16 +146,16 @@ def draw_scores(heads: Sequence[HeadScore], names: list[str], title: str = "") -
         title: the title of the picture.
     """
     with_maps = heads[:_SHOWN]
-    layers = sorted({head.name for head in heads}, key=_numbers_in)
+    modules = sorted({head.name for head in heads}, key=_numbers_in)
     figure = Figure(figsize=(4.4 * len(with_maps) + 0.4, 7.6), layout="constrained")
     parts: Any = figure.subfigures(2, 1, height_ratios=[1, 1.7])
     top, bottom = parts
     prefix_panel, copying_panel = top.subplots(1, 2)
-    _draw_matrix(prefix_panel, heads, layers, "prefix", "prefix matching")
-    _draw_matrix(copying_panel, heads, layers, "copying", "copying")
+    _draw_matrix(prefix_panel, heads, modules, "prefix", "prefix matching")
+    _draw_matrix(copying_panel, heads, modules, "copying", "copying")
     for head, place in zip(with_maps, bottom.subfigures(1, len(with_maps), squeeze=False)[0]):
         weights, gates = head.map or HeadMap(torch.zeros(1, 1), {})
-        layer = layers.index(head.name) + 1
+        layer = modules.index(head.name) + 1
         draw_map(place, weights, names, gates, f"layer {layer}, {head.label}: {head.prefix:.2f}")
     figure.suptitle(title, fontsize=10)
     return figure
@@ -166,18 +166,18 @@ def _numbers_in(name: str) -> list[int]:
 
 
 def _draw_matrix(
-    panel: Any, heads: Sequence[HeadScore], layers: list[str], score: str, title: str
+    panel: Any, heads: Sequence[HeadScore], modules: list[str], score: str, title: str
 ) -> None:
-    """Draw one score of all heads: a row for each layer, by the names of the modules."""
+    """Draw one score of all heads as a heat map: a row for each module, a column for each head."""
     columns = max(head.number for head in heads)
-    values = torch.full((len(layers), columns), torch.nan)
+    values = torch.full((len(modules), columns), torch.nan)
     for head in heads:
         value = getattr(head, score)
         if value is not None:
-            values[layers.index(head.name), head.number - 1] = value
+            values[modules.index(head.name), head.number - 1] = value
     image = panel.imshow(values.numpy(), cmap="Blues", vmin=0, vmax=1, aspect="auto")
     panel.set_xticks(range(columns), list(map(str, range(1, columns + 1))), fontsize=6)
-    panel.set_yticks(range(len(layers)), list(map(str, range(1, len(layers) + 1))), fontsize=6)
+    panel.set_yticks(range(len(modules)), list(map(str, range(1, len(modules) + 1))), fontsize=6)
     panel.set_xlabel(heads[0].kind, fontsize=7)
     panel.set_ylabel("layer", fontsize=7)
     panel.set_title(title, fontsize=8)

@@ -170,7 +170,10 @@ def read_learning_curve(path: Path, metric: str = "ppl", from_epoch: int = 1) ->
 
 
 def _append(points: list[Point], updates: Any, seconds: float | None, value: Any) -> None:
-    """Append a measurement; a resumed training replaces those that it repeats."""
+    """Append a measurement.
+
+    It replaces measurements of the same or a later update, which a resumed training repeats.
+    """
     try:
         # `finite` would drop an infinite value, which counts here
         position = int(float(updates))

@@ -173,7 +173,7 @@ def _task_of(checkpoint: Checkpoint, data: Path) -> Any:
 
 
 def _check_dictionaries(model: nn.Module, task: Any, data: Path) -> None:
-    """Raise UserError for data with other numbers of symbols than the model."""
+    """Raise UserError if the data's dictionaries do not have the model's numbers of symbols."""
     embedded = _embedding_sizes(model, "embed_tokens.weight")
     symbols = {len(task.source_dictionary or ()), len(task.target_dictionary or ())}
     if not embedded <= symbols:

@@ -107,8 +107,8 @@ def build(
     """
     rules = hashlib.sha256(json.dumps([_RULES, packages]).encode()).hexdigest()
     manifest = saved_json(output / MANIFEST)
-    is_of_these = manifest.get("rules") == rules and not manifest["missing"]
-    if is_of_these and _is_complete(output, manifest):
+    is_current = manifest.get("rules") == rules and not manifest["missing"]
+    if is_current and _is_complete(output, manifest):
         return dict(manifest, built=False)
     _refuse_other_files(output)
     pairs, sources, missing = _read_packages(packages, cache, folder, offline, allow_missing)

@@ -124,7 +124,8 @@ def is_translation(english: str, german: str) -> bool:
 
 
 def _words(text: str) -> list[str]:
-    return _TOKEN.findall(text.lower())
+    # The dot of "İ" is a separate character after lower()
+    return [word.lower() for word in _TOKEN.findall(text)]
 
 
 def _numbers(text: str) -> list[str]:
@@ -167,7 +168,7 @@ def _paragraphs(text: str) -> list[str]:
 
 
 def _tidy(text: str) -> str:
-    """A paragraph on one line, without the mark of a list and invisible hyphens and spaces."""
+    """A paragraph on one line, without a list mark and without invisible hyphens and spaces."""
     text = unicodedata.normalize("NFC", text).replace("\u00ad", "").replace("\u200b", "")
     text = _LIST_LINE.sub("", text)
     return " ".join(text.split())
@@ -195,7 +196,7 @@ def _strip_ui_markup(english: str, german: str) -> Pair:
 
 
 def _is_plain(text: str) -> bool:
-    """Whether a text is a sentence in Latin letters, without code, markup, placeholders or symbols."""
+    """Whether a text is mostly Latin letters, without code, markup, placeholders or symbols."""
     if not text or "_" in text or "&" in text.replace(" & ", " "):
         return False
     if (

@@ -248,12 +248,12 @@ def _refuse(condition: Any, problem: str) -> None:
 
 
 def _check_ranges(args: argparse.Namespace) -> None:
-    """Refuse numbers out of range, and a --from that is no folder."""
+    """Refuse numbers that are out of range, and a --from that is not a folder."""
     coverage = args.character_coverage
     _refuse(args.workers < 1, f"--workers {args.workers} is less than 1")
     _refuse(
         args.at_hand and not args.at_hand.is_dir(),
-        f"--from {args.at_hand} is not a folder: give one that exists",
+        f"--from {args.at_hand} is not a folder. Give an existing folder",
     )
     _refuse(
         coverage is not None and not LEAST_COVERAGE <= coverage <= 1,
@@ -265,7 +265,7 @@ def _check_ranges(args: argparse.Namespace) -> None:
 
 
 def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse flags of generated data for text, and the reverse."""
+    """Refuse --from for generated data, --sizes and --seed for text, and text of the user without --from."""
     name = dataset.name
     # Not dataset.generated, into which `_dataset` has put --seed and --sizes
     if names()[name].generated:
@@ -279,7 +279,7 @@ def _check_files(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _check_languages(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse languages for text in one language, and a pair that lacks one."""
+    """Refuse languages for text in one language, and a translation without both languages."""
     name = dataset.name
     pair = (args.source, args.target)
     if dataset.kind == TRANSLATION:
@@ -314,7 +314,7 @@ def _check_segmentation(args: argparse.Namespace, dataset: Dataset) -> None:
 
 
 def _check_text(args: argparse.Namespace, dataset: Dataset) -> None:
-    """Refuse --tokens and --tokenize for data sets without them."""
+    """Refuse --tokens, --tokenize and --no-tokenize for data sets where they have no effect."""
     name = dataset.name
     _refuse(
         args.tokens is not None and not dataset.tokens,

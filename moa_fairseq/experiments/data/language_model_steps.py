@@ -23,10 +23,9 @@ from moa_fairseq.experiments.data.manifest import MANIFEST, symbols_of
 from moa_fairseq.experiments.data.obtain import before_growth
 from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.make import Step, read_step_records
-from moa_fairseq.experiments.records.json_files import write_json
+from moa_fairseq.experiments.records.json_files import Values, write_json
 
 log = logging.getLogger(__name__)
-Facts = dict[str, Any]  # of a step, for state.json
 
 
 def language_modeling_steps(job: PreparationJob) -> list[Step]:
@@ -58,10 +57,10 @@ class LanguageModelPreparation:
 
     def steps(self) -> list[Step]:
         """All steps in their order, the manifest included."""
-        text_inputs: Facts = {}
+        text_inputs: Values = {}
         steps = []
         if self.data.encoder == "sentencepiece":
-            model_inputs: Facts = {"pieces": self.count}
+            model_inputs: Values = {"pieces": self.count}
             # Older versions did not count the settings of released pieces as an input
             if not self.data.released_pieces:
                 model_inputs["settings"] = self.learning
@@ -77,7 +76,7 @@ class LanguageModelPreparation:
         settings = {"tokens": self.most} if self.most else {}
         return [*steps, self.job.manifest(steps[-1], **settings)]
 
-    def learn(self, new: Path) -> Facts:
+    def learn(self, new: Path) -> Values:
         """Learn the SentencePiece model. Returns its facts and settings."""
         log.info("learning %s SentencePiece pieces", f"{self.count:,}")
         data = self.data
@@ -90,7 +89,7 @@ class LanguageModelPreparation:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
-        facts: Facts = pieces.learn(
+        facts: Values = pieces.learn(
             *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring),
             **self.learning,
         )
@@ -105,7 +104,7 @@ class LanguageModelPreparation:
             facts["train"] = {"files": {part.name: job.digest(part) for part in first}}
         return facts
 
-    def write(self, new: Path) -> Facts:
+    def write(self, new: Path) -> Values:
         """Write the text of each split in symbols."""
         job = self.job
         if self.data.encoder == "bytes":
@@ -126,7 +125,7 @@ class LanguageModelPreparation:
             log.info("%s: %s", split, ", ".join(counts))
         return facts
 
-    def _grow(self, new: Path) -> Facts:
+    def _grow(self, new: Path) -> Values:
         """Write the first tokens of each split, as many as are requested."""
         self._announce()
         job = self.job
@@ -149,9 +148,9 @@ class LanguageModelPreparation:
         shutil.rmtree(growing)
         return facts
 
-    def _inputs(self, more: Mapping[str, Any]) -> Facts:
-        """What a step depends on, besides the files that it finds out while it reads."""
-        inputs: Facts = {"encoder": self.data.encoder}
+    def _inputs(self, more: Mapping[str, Any]) -> Values:
+        """What a step depends on, except for files that are only known after they were read."""
+        inputs: Values = {"encoder": self.data.encoder}
         if self.data.tokens:  # many files, fetched only as needed: see `_digests`
             inputs["files"] = self.data.name
         else:
@@ -159,9 +158,9 @@ class LanguageModelPreparation:
         inputs.update(more)
         return inputs
 
-    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> Facts:
-        """The checksums of the files that were read, computed anew (recount) if the files still exist."""
-        content: Facts = {}
+    def _digests(self, facts: Mapping[str, Any] | None, recount: bool) -> Values:
+        """The checksums of the files that were read, computed again (recount) if the files still exist."""
+        content: Values = {}
         if not self.data.tokens:
             return content
         for split, parts in self.job.parts.items():
@@ -189,11 +188,11 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
     def encoding() -> Any:
         return obtain_gpt2_files([job.source] if job.source else [], offline=job.offline)
 
-    def read() -> Facts:
+    def read() -> Values:
         dictionary = job.checksum(encoding().dictionary)
         return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
 
-    def encode(new: Path) -> Facts:
+    def encode(new: Path) -> Values:
         files = encoding()
         texts = {split: piece.path for split, (piece,) in job.texts.items()}
         facts = encode_texts(texts, new, files, job.workers)
@@ -219,7 +218,7 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
     def finish(new: Path, counts: dict[str, Symbols]) -> None:
         for name in (ENCODER, VOCAB):
             shutil.copyfile(bpe / name, new / name)
-        facts: Facts = {"licence": data.licence, "sources": job.store.origins}
+        facts: Values = {"licence": data.licence, "sources": job.store.origins}
         facts.update(read_step_records(job.root)["bpe"]["facts"])
         if "srcdict" in job.settings["flags"]:
             facts["dictionary"] = OTHER_DICTIONARY

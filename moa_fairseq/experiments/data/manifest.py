@@ -67,7 +67,7 @@ def manifest_of(
 def _numbers_of_lines(stages: Mapping[str, Any], dataset: Dataset) -> Values:
     """Split → its number of lines after the last stage that counts them, and the published number."""
     lines = {}
-    for name in STAGES[1:-1]:
+    for name in ("text", "tokens", "bpe", "pieces"):
         for split, fact in stages.get(name, {}).items():
             lines[split] = fact["lines"]
     numbers = {}
@@ -77,7 +77,7 @@ def _numbers_of_lines(stages: Mapping[str, Any], dataset: Dataset) -> Values:
 
 
 def _published_sums(root: Path, settings: Mapping[str, Any], dataset: Dataset) -> Values:
-    """Segmented file → its md5 and the published one; {} for other settings than the published text's."""
+    """Segmented file → its md5 and the published md5; {} for a text that was made with other settings."""
     published = dataset.published
     pair = {settings.get("source"), settings.get("target")}
     if not published or set(published["languages"]) != pair or settings.get("codes"):

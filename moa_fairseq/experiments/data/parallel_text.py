@@ -79,12 +79,10 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
                 except _BadLine as error:
                     reason, problem = error.args
                     if not mark_bad:
-                        is_long = reason == LONG
-                        remedy = (
-                            "Check the file, or split the line."
-                            if is_long
-                            else encoding_remedy(path)
-                        )
+                        if reason == LONG:
+                            remedy = "Check the file, or split the line."
+                        else:
+                            remedy = encoding_remedy(path)
                         raise UserError(f"{path}, line {number}: {problem} {remedy}") from None
                     _skip_line(stream, raw, most)
                     yield BAD + reason

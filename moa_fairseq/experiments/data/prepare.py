@@ -52,7 +52,7 @@ class Preparation(PreparationJob):
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # If two runs prepare one data set at the same time, the second waits and finds everything done.
-        options: Values = {
+        options: dict[str, Any] = {
             "executor": self.executor,
             "commands": self.commands,
             "whole": self.whole,
@@ -67,7 +67,7 @@ class Preparation(PreparationJob):
         return Prepared(self.root / "binarised", record["facts"], record["fingerprint"])
 
     def _given(self, source: Path) -> Prepared:
-        """The user's binarised folder, checked."""
+        """Check the user's binarised folder."""
         check_place(source)
         dataset = datasets().get(self.settings["recipe"])
         if dataset and is_classification(source) != (dataset.kind == CLASSIFICATION):
@@ -142,7 +142,7 @@ def size_digest(source: Path) -> str:
 
 
 def _binarised_files(source: Path) -> list[Path]:
-    """The files of which a digest is made."""
+    """The files that a digest covers."""
     place = source / INPUT if is_classification(source) else source
     files = sorted(place.glob("*.*"))
     return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]

@@ -158,7 +158,7 @@ class _Output:
             self.tokens[language] += len(text.split())
 
     def facts(self) -> dict[str, Any]:
-        """ "lines" and "tokens_<language>", for state.json and manifest.json."""
+        """The numbers of lines and of tokens per language, for state.json and manifest.json."""
         facts = {"lines": self.lines}
         for language, number in self.tokens.items():
             facts[f"tokens_{language}"] = number
@@ -290,7 +290,7 @@ def _read_codes(path: str, size: int, time: int) -> BPE:
     lines = list(read_lines(Path(path)))
     while lines and not lines[-1]:
         lines.pop()
-    header = int(bool(lines) and lines[0].startswith("#version:"))
+    header = 1 if lines and lines[0].startswith("#version:") else 0
     if header and not _VERSION.fullmatch(lines[0]):
         raise UserError(
             f"{path}, line 1: {reprlib.repr(lines[0])} is not '#version: 0.2' or 0.1. {_REMEDY}"

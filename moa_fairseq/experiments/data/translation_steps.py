@@ -246,7 +246,7 @@ class TranslationPreparation:
         )
 
     def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
-        """Warn of compounds that the data set splits, if the text is used without its steps."""
+        """Warn if the text has whole hyphenated words, which the data set's own steps would split."""
         dataset = datasets()[self.settings["recipe"]]
         if (
             dataset.splits_hyphens

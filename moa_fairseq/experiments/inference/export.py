@@ -4,7 +4,7 @@ moa-fairseq export runs/tatoeba_ende_moa_tiny moa-tiny-en-de
 moa-fairseq translate moa-tiny-en-de english.txt
 
 Every verb reads the folder like the run itself. README.md is the card: data and its terms of use, the
-score with its signature, the training. Scores are those of the run, before its weights were rounded.
+score with its signature, the training. The scores were measured before the weights were rounded.
 
 With --transformers the folder is for Hugging Face's transformers instead, in the weights' own precision.
 """
@@ -13,7 +13,7 @@ import argparse
 import logging
 import os
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 
@@ -43,7 +43,6 @@ _RESULT = "result.json"
 # Values of _RESULT that the card shows by their parts
 _KINDS = {"metrics": MAPPING, "versions": MAPPING}
 _REMEDY = "Run the recipe again."
-_ROUNDED = "Scores are those of the run, before its weights were rounded to half precision."
 _VERBS = {TRANSLATION: "translate", CAUSAL_LM: "complete"}
 
 
@@ -150,16 +149,16 @@ def _read_run(folder: Path) -> _TrainedRun:
         refuse_link_out(path, folder)
     if not checkpoint.is_file():
         raise UserError(f"{folder} has no trained model: {checkpoint} is missing. Train it first.")
-    if not recipe_file.is_file():  # written with the result
-        raise UserError(
-            f"{recipe_file} is missing, because the run has not ended. Run its command again: it goes "
-            "on where it stopped."
-        )
     text = kept_text(checkpoint)
     if text is None:
         raise UserError(
             f"{folder / KEPT} is missing, but the model needs it to read text. Only runs of "
             "`moa-fairseq recipe` keep it. Train with a recipe, or run its command again to add it."
+        )
+    if not recipe_file.is_file():  # written after the last stage
+        raise UserError(
+            f"{recipe_file} is missing, because the run has not ended. Run its command again: it "
+            "continues where it stopped."
         )
     settings = read_mapping(recipe_file, "recipe")
     recipe = build(Recipe, settings, str(recipe_file))
@@ -182,7 +181,7 @@ def _write_halved(folder: Path, trained: _TrainedRun) -> int:
     return sum(sizes.values())
 
 
-def _halved(state: Values, path: Path) -> Values:
+def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
     """The checkpoint without the optimizer, with weights in fp16; tied weights stay tied."""
     model: dict[str, torch.Tensor] = {}
     for name, leader in shared_storage(state["model"]).items():
@@ -209,7 +208,7 @@ def _card(name: str, trained: _TrainedRun, parameters: int, transformers: bool) 
     if not trained.result:
         lines += ["", "It was not scored."]
     elif not transformers:
-        lines += ["", _ROUNDED]
+        lines += ["", "The scores were measured before the weights were rounded to half precision."]
     usage = []
     if transformers:
         usage = transformers_folder.usage(name, kind)

@@ -1,7 +1,5 @@
 """A causal language model of fairseq as a model of lm-evaluation-harness, with its run's segmentation."""
 
-from __future__ import annotations
-
 import dataclasses
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
@@ -38,12 +36,12 @@ class GeneratedText:
     """A text that greedy generation continues.
 
     Args:
-        ids: its symbols, after `</s>`.
+        ids: its symbols; the first is `</s>`.
         prompt: its beginning, in the model's segmentation.
         until: the texts at which it ends.
         longest: the largest number of symbols.
         generated: what was added to the prompt.
-        has_ended: whether it has one of the texts in `until`.
+        has_ended: whether it has one of the texts in `until` or, for pieces, ended with `</s>`.
     """
 
     ids: list[int]
@@ -214,7 +212,7 @@ class HarnessModel(TemplateLM):
         return [text.generated for text in texts]
 
     def _begin(self, prompt: str, gen_kwargs: dict[str, Any]) -> GeneratedText:
-        """The text of a request before its first symbol."""
+        """The text of a request, before any symbol is generated."""
         settings = normalize_gen_kwargs(gen_kwargs)
         if settings["do_sample"]:
             raise UserError(

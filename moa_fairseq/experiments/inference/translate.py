@@ -94,19 +94,22 @@ def run(args: argparse.Namespace) -> int:
         for batch in lines_of(args.file):
             for symbols, translations in hypotheses(model, batch, settings):
                 left_out += symbols is not None and not translations
-                _print(model, symbols, translations, args, stream)
+                _print_translations(model, symbols, translations, args, stream)
             stream.flush()
     return status_of(left_out)
 
 
-def _print(
+def _print_translations(
     model: TextModel,
     symbols: Tensor | None,
     translations: list[dict[str, Any]],
     args: argparse.Namespace,
     stream: Any,
 ) -> None:
-    """Print --n-best lines for a sentence, empty ones without translations, and the experts on request."""
+    """Print --n-best translations of a sentence, and its experts with --show-experts.
+
+    Without translations, print as many empty lines.
+    """
     if not translations:
         print("\n" * args.n_best, end="", file=stream)
         return
@@ -198,7 +201,7 @@ def _layer(name: str) -> int:
 
 
 def _marked(words: Sequence[str], routing: Routing, coloured: bool) -> list[str]:
-    """Each word with its experts in brackets, the heaviest first, whose colour it has."""
+    """Each word with its experts in brackets, the heaviest first; the word has the colour of that expert."""
     chosen = routing.expert_ids[:, routing.shared :]
     gates = routing.gates[:, routing.shared :]
     order = gates.argsort(dim=-1, descending=True, stable=True)

@@ -81,6 +81,8 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} {value} is less than 1.")
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     manager = _task_manager(names, args.include_path)
+    from lm_eval.evaluator import simple_evaluate
+
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
@@ -99,7 +101,23 @@ def run(args: argparse.Namespace) -> int:
         private_folder(user_cache() / "zero-shot") / hashlib.sha256(request.encode()).hexdigest()
     )
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
-    results = _evaluate(harness, names, manager, args, answered, output)
+    try:
+        results = simple_evaluate(
+            model=harness,
+            tasks=names,
+            task_manager=manager,
+            limit=args.limit,
+            use_cache=str(answered),
+            bootstrap_iters=_BOOTSTRAP,
+        )
+    except OSError as error:  # a full disk, or no connection to Hugging Face's hub
+        if error.errno in DISK_FULL:
+            raise as_user_error(error, output) from error
+        raise UserError(
+            f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
+            "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
+        ) from error
+    assert results is not None  # lm_eval returns None only in processes other than the first
     record = {
         "run": args.run_dir.name,
         "checkpoint": str(checkpoint),
@@ -125,49 +143,6 @@ def run(args: argparse.Namespace) -> int:
         print(_shown(record), end="")
     log.info("wrote %s", output)
     return 0
-
-
-def _evaluate(
-    harness: Any,
-    names: list[str],
-    manager: Any,
-    args: argparse.Namespace,
-    answered: Path,
-    output: Path,
-) -> Values:
-    """lm_eval's results for tasks.
-
-    Args:
-        harness: the model.
-        names: the tasks and groups.
-        manager: the index of tasks.
-        args: the flags: limit and tasks.
-        answered: the beginning of the names of the files that save answers.
-        output: the output file, for an error of the disk.
-
-    Raises:
-        UserError: if the disk is full, or a task's data cannot be read.
-    """
-    from lm_eval.evaluator import simple_evaluate
-
-    try:
-        results = simple_evaluate(
-            model=harness,
-            tasks=names,
-            task_manager=manager,
-            limit=args.limit,
-            use_cache=str(answered),
-            bootstrap_iters=_BOOTSTRAP,
-        )
-    except OSError as error:  # a full disk, or no connection to Hugging Face's hub
-        if error.errno in DISK_FULL:
-            raise as_user_error(error, output) from error
-        raise UserError(
-            f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
-            "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
-        ) from error
-    assert results is not None  # lm_eval returns None only in processes other than the first
-    return results
 
 
 def _task_manager(names: list[str], include_path: Path | None) -> Any:

@@ -37,7 +37,7 @@ from moa_fairseq.experiments.recipes.checkpoints import (
 )
 from moa_fairseq.experiments.recipes.loading import read_mapping
 from moa_fairseq.experiments.recipes.train_log import read_records
-from moa_fairseq.experiments.records.json_files import selected
+from moa_fairseq.experiments.records.json_files import Values, selected
 from moa_fairseq.experiments.records.provenance import combined
 from moa_fairseq.experiments.scoring.compare import (
     SCORES,
@@ -49,7 +49,6 @@ from moa_fairseq.experiments.scoring.complexity import as_json, count
 from moa_fairseq.plugin.forward_context import NamedRoutings
 
 log = logging.getLogger(__name__)
-Facts = dict[str, Any]  # JSON values of the page
 # Limits of `Budget` in bytes, for the sentences of all runs: for strongest keys, for experts, for text. With
 # the loads and curves of two runs the page stays below 20 MB.
 SIZES = (9_000_000, 15_000_000, 18_000_000)
@@ -76,9 +75,9 @@ class Examination:
     """
 
     name: str
-    facts: Facts
+    facts: Values
     sentences: list[Sentence]
-    recipe: Facts
+    recipe: Values
 
 
 def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
@@ -93,12 +92,12 @@ def examine(folder: Path, args: argparse.Namespace, runs: int) -> Examination:
         UserError: for a run that has neither a checkpoint nor a log, for a damaged log, recipe or result, and
             for text that the model cannot read.
     """
-    recipe: Facts = {}
+    recipe: Values = {}
     if (folder / "recipe.yaml").is_file():
         recipe = read_mapping(folder / "recipe.yaml", "recipe")
     name = folder.resolve().name
     notes: list[str] = []
-    facts: Facts = {"name": name, "summary": recipe.get("summary"), "notes": notes}
+    facts: Values = {"name": name, "summary": recipe.get("summary"), "notes": notes}
     facts["curves"] = curves(folder)
     sentences: list[Sentence] = []
     model = None
@@ -155,7 +154,7 @@ def _task_settings(model: TextModel) -> Any:
 
 
 def _examine_model(
-    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, facts: Facts
+    folder: Path, model: TextModel, args: argparse.Namespace, runs: int, facts: Values
 ) -> list[Sentence]:
     """The sentences of a run; its model's kind and routers, and what the page leaves out, go to the facts."""
     data = Path(_task_settings(model).data)
@@ -205,7 +204,7 @@ def _cuts(budget: Budget, sentences_in_all: int) -> list[str]:
     return notes
 
 
-def add_loads(routers: list[Facts], model: TextModel, data: Path, cpu: bool) -> None:
+def add_loads(routers: list[Values], model: TextModel, data: Path, cpu: bool) -> None:
     """Add to each router its load and its experts' typical tokens, as `moa-fairseq analyze` computes them.
 
     Args:
@@ -278,7 +277,7 @@ def _thinned(points: list[Point]) -> list[list[float | None]]:
     return [[each.updates, each.value if math.isfinite(each.value) else None] for each in spread]
 
 
-def result(folder: Path, model: TextModel | None, recipe: Facts, notes: list[str]) -> Facts:
+def result(folder: Path, model: TextModel | None, recipe: Values, notes: list[str]) -> Values:
     """The result of a run, as JSON.
 
     Args:
@@ -295,10 +294,10 @@ def result(folder: Path, model: TextModel | None, recipe: Facts, notes: list[str
         ["recipe", recipe.get("experiment")],
         ["architecture", recipe.get("model", {}).get("arch")],
     ]
-    origin: Facts = {}
+    origin: Values = {}
     if folder.is_dir():
         origin = combined(made_by_of(read_step_records(folder).get("train", {})))
-    run: Facts = {}
+    run: Values = {}
     paper: list[dict[str, str]] = []
     if (folder / "result.json").is_file():
         run, paper = _measured(folder / "result.json")
@@ -322,7 +321,7 @@ def result(folder: Path, model: TextModel | None, recipe: Facts, notes: list[str
     }
 
 
-def _measured(path: Path) -> tuple[Facts, list[dict[str, str]]]:
+def _measured(path: Path) -> tuple[Values, list[dict[str, str]]]:
     """The record in a result.json, and its comparison with a paper's row, a line for each number."""
     comparison = load_comparison(default_results(), [path])
     measured = list(comparison.other)
@@ -336,7 +335,7 @@ def _measured(path: Path) -> tuple[Facts, list[dict[str, str]]]:
     return measured[0], paper
 
 
-def _scores(metrics: Facts) -> list[list[Any]]:
+def _scores(metrics: Values) -> list[list[Any]]:
     """The scores that a run has, as [name, value]."""
     names = SCORES | {"sacrebleu_signature": "sacreBLEU's signature"}
     return [[name, metrics[key]] for key, name in names.items() if metrics.get(key) is not None]

@@ -1,6 +1,6 @@
 import pytest
 
-from moa_fairseq.experiments.corpus.clean import clean_message, matching_key
+from moa_fairseq.experiments.corpus.clean import _words, clean_message, matching_key
 
 GOOD = ("The file could not be saved.", "Die Datei konnte nicht gespeichert werden.")
 
@@ -149,3 +149,8 @@ def test_english_in_the_place_of_german_is_dropped_whatever_its_words():
         )
         == []
     )
+
+
+def test_a_letter_that_grows_in_lower_case_splits_no_word():
+    """The lower case of İ has a separate dot, which is no letter."""
+    assert _words("İstanbul liegt") == ["i\u0307stanbul", "liegt"]

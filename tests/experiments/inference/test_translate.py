@@ -598,7 +598,10 @@ def test_a_flag_that_cannot_be_applied_is_named(copy, capsys):
 def test_a_run_that_has_not_ended_is_not_exported(copy, tmp_path, capsys):
     (copy.run / "recipe.yaml").unlink()
     assert main(["export", str(copy.run), str(tmp_path / "exported")]) == 2
-    assert "Run its command again" in capsys.readouterr().err
+    assert "continues where it stopped" in capsys.readouterr().err
+    shutil.rmtree(copy.run / "text")  # as in a folder of fairseq-train
+    assert main(["export", str(copy.run), str(tmp_path / "exported")]) == 2
+    assert "Only runs of `moa-fairseq recipe`" in capsys.readouterr().err
     assert not (tmp_path / "exported").exists()
 
 
