@@ -85,6 +85,7 @@ REFUSED = {
     ],
     partial(SwitchHeadAttention, 12, **SWITCHHEAD): [
         (dict(experts_per_token=5), "experts_per_token 5"),
+        (dict(switchhead_experts="vx"), "switchhead_experts .*'vx'"),
         (dict(switchhead_experts="av"), "switchhead_experts .*'av'"),
         (dict(switchhead_experts="vv"), "switchhead_experts .*'vv'"),
         (dict(switchhead_experts=""), "switchhead_experts .*''"),

@@ -147,13 +147,16 @@ def test_expressions_that_are_drawn_otherwise_are_named(tmp_path, shipped):
 
 
 def test_text_that_is_not_the_published_one_is_named(tmp_path, shipped):
-    recipe = shipped("multi30k_ende_transformer_tiny", "generate.subsets=[test]")
-    for md5, same in (("a", True), ("b", False)):
-        said = {**made_by(recipe), "published": {"bpe/test.de": {"md5": md5, "published": "a"}}}
-        manifest(tmp_path, **said)
-        # Whose two other tests are not read
-        found = data_differences(recipe, tmp_path, MULTI30K, claim=True)
-        assert found.keys() == (set() if same else {"data.md5 of bpe/test.de"})
+    for overrides, lines in (
+        ((), datasets()["multi30k"].expected),
+        (("generate.subsets=[test]",), MULTI30K),  # the other two test sets are not read
+    ):
+        recipe = shipped("multi30k_ende_transformer_tiny", *overrides)
+        for md5, same in (("a", True), ("b", False)):
+            published = {"bpe/test.de": {"md5": md5, "published": "a"}}
+            manifest(tmp_path, **made_by(recipe), published=published)
+            found = data_differences(recipe, tmp_path, lines, claim=True)
+            assert found.keys() == (set() if same else {"data.md5 of bpe/test.de"})
 
 
 def test_words_of_a_masked_lms_text_and_a_part_of_the_pairs(tmp_path, shipped):
