@@ -100,17 +100,17 @@ def test_a_cache_that_has_forgotten_hypotheses_is_of_no_other_search():
         model(torch.full((12, 1), 4), **{CACHE: cache})
 
 
-@pytest.mark.parametrize("least", [2, 5, 9])
+@pytest.mark.parametrize("min_length", [2, 5, 9])
 @pytest.mark.parametrize("length", [1, 2, 3, 4])
-def test_the_rules_forbid_symbols_by_the_length_so_far(length, least):
+def test_the_rules_forbid_symbols_by_the_length_so_far(length, min_length):
     config = MixtureTransformerConfig()
     config.suppress_tokens, config.eos_token_id = [1], 2
-    config.min_length, config.max_length = least, 5
+    config.min_length, config.max_length = min_length, 5
     scores = torch.randn(2, 5)
     before = scores.clone()
     rules = FairseqRules(config, vocabulary=5, forces_end=True)
     ruled = rules(torch.zeros(2, length, dtype=torch.long), scores)
-    allowed = [0, 3, 4] if length < least else [0, 2, 3, 4]
+    allowed = [0, 3, 4] if length < min_length else [0, 2, 3, 4]
     if length == 4:  # the maximum length wins
         allowed = [2]
     assert ruled.isfinite().nonzero()[:, 1].unique().tolist() == allowed

@@ -252,7 +252,10 @@ def test_yarns_factor_for_attention():
 
 
 def test_yarns_ramp_ends_at_the_last_number():
-    """In a long text no pair turns seldom: the last of R = 8 numbers, 7, ends the ramp of the 4 pairs."""
+    """With 1,000 original positions the ramp would end beyond the last pair.
+
+    It ends at index 7, the last of the R = 8 numbers, not at the last of the 4 pairs.
+    """
     scaling = RopeScaling("yarn", 4.0, original_max_position_embeddings=1000, beta_fast=1000)
     angles = scaling.scale_angles(torch.ones(4, dtype=torch.float64), base=2.0)
     torch.testing.assert_close(angles, 1 - torch.arange(4, dtype=torch.float64) * 3 / 4 / 7)

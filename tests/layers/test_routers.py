@@ -229,17 +229,18 @@ def test_what_observers_keep_over_updates_stays_in_float32(dtype):
     assert moved.device.type == "meta" and moved.dtype == torch.float32
 
 
-def test_what_routers_observe_is_zero_after_the_meta_device():
-    """Memory that `to_empty` takes holds anything."""
+def test_pending_sums_are_zero_after_a_move_from_the_meta_device():
+    """`to_empty` allocates memory with arbitrary content."""
     with torch.device("meta"):
         attention = balanced()
     attention._apply(lambda tensor: torch.full_like(tensor, 7.0, device="cpu"))
-    assert not attention.router.pending.any() and attention.router.selection_bias.all()
+    assert not attention.router.pending.any()
+    assert (attention.router.selection_bias == 7).all()
 
 
 @pytest.mark.parametrize("kind", ["switchhead", "moh"])
-def test_in_half_precision_the_gradients_of_these_logits_are_not_rounded(kind):
-    """1 + 2^-10, which bfloat16 lacks, less 1."""
+def test_gradients_of_float32_logits_are_not_rounded_to_half_precision(kind):
+    """The sum is (1 + 2^-10) − 1. bfloat16 cannot represent the first term, and would give 0."""
     projection = CHOOSERS[kind]().projection.bfloat16()
     x = torch.tensor([[1.0], [-1.0]], dtype=torch.bfloat16).expand(2, 16)
     logits = projection(x)

@@ -11,6 +11,7 @@ import torch
 from fairseq.criterions.cross_entropy import CrossEntropyCriterion
 
 from moa_fairseq.experiments.convert import check, command
+from moa_fairseq.experiments.convert.models import Checkpoint
 from moa_fairseq.experiments.scoring.trained_model import batches, load_trained
 from moa_fairseq.plugin.patches.checkpoint_reading import load_checkpoint
 from moa_fairseq.plugin.patches.checkpoint_writing import save_checkpoint
@@ -420,3 +421,12 @@ def test_so_many_batches_are_measured_and_no_more(most, dense, convert, tmp_path
     # both have as many tokens: the loss of all is the mean of theirs
     assert sum(losses) / 2 == pytest.approx(float(sums[0] / sums[1]) / math.log(2), abs=1e-3)
     assert len(seen) == 2 * most and seen[::2] == seen[1::2]  # both models, the same batches
+
+
+def test_a_dense_models_settings_name_fairseqs_own_task():
+    cfg = {
+        "task": {"_name": "translation_bcd"},
+        "criterion": {"_name": "masked_lm_with_routing"},
+    }
+    dense = command._config(Checkpoint({}, cfg), None, "dense")
+    assert [dense[key]["_name"] for key in cfg] == ["translation", "masked_lm"]

@@ -135,8 +135,8 @@ def test_a_folder_becomes_a_fairseq_checkpoint(tmp_path, capsys):
     )
     other = whole_models.build("dense_transformer_tiny", *TWO)
     state = model.state_dict()
-    lacking = state | {"more": torch.ones(2)}
-    smaller = state | {"decoder.layers.0.fc1.bias": torch.ones(2)}
-    for like in (other.state_dict(), lacking, smaller):
+    with_another_parameter = state | {"more": torch.ones(2)}
+    with_another_shape = state | {"decoder.layers.0.fc1.bias": torch.ones(2)}
+    for like in (other.state_dict(), with_another_parameter, with_another_shape):
         with pytest.raises(UserError, match="not the same model"):
             plain.weights_of(tmp_path / "folder", like)

@@ -1,4 +1,4 @@
-"""Default sizes of a conversion, without a model."""
+"""The weights and settings that a conversion takes over, fills in or refuses."""
 
 import argparse
 
@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.convert import check, command
-from moa_fairseq.experiments.convert.models import Checkpoint, _symbols, settings_for
+from moa_fairseq.experiments.convert.models import _symbols, settings_for
 from moa_fairseq.experiments.convert.weights import (
     default_values,
     dense_weights,
@@ -104,30 +103,6 @@ def test_a_gate_that_prefers_an_expert_for_every_input_is_not_dense():
         dense_weights(model)
 
 
-class Reader(torch.nn.Module):
-    """Keeps the lengths of what it reads."""
-
-    def __init__(self):
-        super().__init__()
-        self.embed_tokens = torch.nn.Embedding(20, 2)
-        self.lengths = []
-
-    def forward(self, tokens):
-        assert not self.training
-        self.lengths.append(tokens.size(1))
-        return (torch.ones(*tokens.shape, 20),)
-
-
-@pytest.mark.parametrize("limit", check._MAX_POSITIONS)
-@pytest.mark.parametrize(("positions", "length"), [(99, 9), (9, 8), (6, 5), (2, 1), (1, 1)])
-def test_models_are_compared_on_sentences_that_they_read(limit, positions, length):
-    """The smallest of all limits counts. A sentence includes its end."""
-    settings = dict.fromkeys(check._MAX_POSITIONS, 1024) | {limit: positions}
-    one, other = Reader(), Reader()
-    check.largest_difference(one, other, "masked LM", argparse.Namespace(**settings))
-    assert one.lengths == other.lengths == [length]
-
-
 @pytest.mark.parametrize(
     ("flag", "value"),
     [
@@ -144,22 +119,3 @@ def test_a_part_that_fairseqs_transformer_lacks_is_refused_by_its_flag(flag, val
     setattr(settings, flag.replace("-", "_"), value)
     with pytest.raises(UserError, match=f"--{flag}"):
         refuse_what_fairseq_lacks(settings)
-
-
-def test_a_dense_models_settings_name_fairseqs_own_task():
-    cfg = {
-        "task": {"_name": "translation_bcd"},
-        "criterion": {"_name": "masked_lm_with_routing"},
-    }
-    dense = command._config(Checkpoint({}, cfg), None, "dense")
-    assert [dense[key]["_name"] for key in cfg] == ["translation", "masked_lm"]
-
-
-def test_losses_are_those_of_tokens_and_settings_of_other_versions_do_not_count(tmp_path):
-    for language in ("en", "de"):
-        (tmp_path / f"dict.{language}.txt").write_text("a 1\n")
-    group = {"_name": "translation", "source_lang": "en", "target_lang": "de", "removed": 1}
-    cfg = {"task": group, "model": {"adaptive_softmax_cutoff": "5,8"}}
-    checkpoint = Checkpoint({}, cfg)
-    task = check._task_of(checkpoint, tmp_path)
-    assert not check._criterion_of(checkpoint, task, "causal LM").sentence_avg

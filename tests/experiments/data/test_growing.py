@@ -236,10 +236,8 @@ def test_another_model_in_the_same_place_begins_anew(text, tmp_path):
     assert pieces.learn(lines, "text", 90, model, **pieces.LANGUAGE_MODEL)["pieces"] == 90
     monolingual.grow_pieces(parts, files.get, digests(files), model, path, 300, 1)
     processor = sentencepiece.SentencePieceProcessor(model_file=str(model))
-    anew = processor.id_to_piece(
-        [number for line in lines for number in processor.encode(line)]
-    )
-    assert pieces_of(path) == anew[:300] != expected[:300]
+    new = processor.id_to_piece([number for line in lines for number in processor.encode(line)])
+    assert pieces_of(path) == new[:300] != expected[:300]
 
 
 def test_each_digit_of_a_language_models_text_is_a_piece(tmp_path):

@@ -35,14 +35,11 @@ def test_lines_that_are_left_out_are_counted_in_words(caplog, count, words):
 
 
 @pytest.mark.parametrize("positions, status", [(6, 2), (7, 0)])
-def test_one_position_is_left_for_a_text(monkeypatch, positions, status, capsys):
-    """The standard output holds the completions alone."""
-
+def test_one_position_is_left_for_a_text(monkeypatch, positions, status):
     class Reading(Exception):
         pass
 
     def read(_):
-        complete.text_model.log.warning("a note")
         raise Reading
 
     model = SimpleNamespace(models=[SimpleNamespace(max_positions=lambda: positions)])
@@ -53,4 +50,15 @@ def test_one_position_is_left_for_a_text(monkeypatch, positions, status, capsys)
     else:
         with pytest.raises(Reading):
             main(["complete", "runs/x", "--tokens", "6"])
-    assert capsys.readouterr().out == ""
+
+
+def test_log_messages_do_not_go_to_the_standard_output(monkeypatch, capsys):
+    def load(*_):
+        complete.text_model.log.warning("a note")
+        raise Loading
+
+    monkeypatch.setattr(complete.text_model, "load", load)
+    with pytest.raises(Loading):
+        main(["complete", "runs/x"])
+    said = capsys.readouterr()
+    assert said.out == "" and "a note" in said.err

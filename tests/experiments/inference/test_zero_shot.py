@@ -410,14 +410,14 @@ def test_the_command_writes_scores_where_compare_reads_them(
     other = tmp_path / "other"
     shutil.copytree(run, other)
     for path in other.glob("*.pt"):
-        torch.save({**torch.load(path, weights_only=False), "trained": "anew"}, path)
+        torch.save({**torch.load(path, weights_only=False), "trained": "again"}, path)
     again = []
     monkeypatch.setattr(HarnessModel, "_output", lambda *args: again.append(0) or output(*args))
     assert main([*command, "--max-tokens", "12"]) == 0
     assert len(again) == 5 - 1 and not list((tmp_path / "cache").rglob("*.db"))
     again.clear()
     assert main([command[0], str(other), *command[2:], "--max-tokens", "12"]) == 0
-    assert len(again) == 5, "another checkpoint answers anew"
+    assert len(again) == 5, "another checkpoint answers again"
     record = json.loads((run / "zero_shot.json").read_text())
     assert (record["lm_eval"], record["limit"], record["carried_chunks"]) == (
         lm_eval.__version__,

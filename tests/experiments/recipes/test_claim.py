@@ -109,7 +109,11 @@ def test_what_cannot_be_told_stands_for_no_row(tmp_path, name, text, shipped):
         (tmp_path / "manifest.json").write_text(text)
     found = data_differences(recipe, tmp_path, lines, claim=True)
     assert {"data.recipe", "data.steps of test", "data.bpe"} <= found.keys()
-    assert data_differences(recipe, tmp_path / "none", {}).keys() == {"data.recipe"}
+
+
+def test_data_without_a_manifest_cannot_be_told(tmp_path, shipped):
+    recipe = shipped("wmt14_ende_moa_base")
+    assert data_differences(recipe, tmp_path, {}).keys() == {"data.recipe"}
 
 
 def test_an_older_manifest_does_not_tell_the_tokenisation(tmp_path, shipped):
@@ -209,7 +213,7 @@ def test_data_prepared_with_other_values_is_said_for_a_recipe_without_a_row(
 
 
 @pytest.mark.parametrize(("method", "commit"), [("noft", "evaluated"), ("ftg", "trained")])
-def test_a_model_that_is_only_evaluated_was_made_by_its_evaluation(
+def test_the_maker_of_a_run_is_its_training_or_without_one_its_evaluation(
     tmp_path, method, commit, shipped
 ):
     recipe = shipped("iwslt14_ende_mae7_transfer", f"finetune={method}")

@@ -7,7 +7,6 @@ import torch
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring import classification
-from moa_fairseq.experiments.scoring.trained_model import device_for
 
 
 class Classifier(torch.nn.Module):
@@ -65,11 +64,3 @@ def test_a_result_keeps_the_accuracies_of_few_groups(values, kept, monkeypatch, 
     assert len(found["accuracy"]["by"]["depth"]) == values
     by_depth = {str(depth): 100.0 for depth in range(values)} if kept else None
     assert found["meta"]["evaluation"].get("accuracy_by_depth") == by_depth
-
-
-@pytest.mark.parametrize(
-    ("has_gpu", "cpu", "device"), [(0, 0, "cpu"), (1, 0, "cuda"), (1, 1, "cpu")]
-)
-def test_a_gpu_is_used_where_there_is_one(monkeypatch, has_gpu, cpu, device):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: has_gpu)
-    assert device_for(cpu).type == device

@@ -1,7 +1,6 @@
 """Counts by hand and against torch's own FLOP counter; test_compare.py has the papers' printed numbers."""
 
 import json
-from functools import partial
 
 import pytest
 import torch
@@ -11,8 +10,6 @@ from torch.utils.flop_counter import FlopCounterMode
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.scoring.complexity import PARTS, as_json, complexity, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
-from moa_fairseq.experiments.scoring.published_cost import published_cost
-from moa_fairseq.layers import MixtureOfAttention, SwitchHeadAttention
 from moa_fairseq.layers.attention import Attention
 
 
@@ -341,47 +338,3 @@ def test_a_shared_selection_costs_one_selection_less():
         both[0]["switchhead_layer_floats"] - both[1]["switchhead_layer_floats"]
         == experts * chunks * length
     )
-
-
-XL = {"self_attention": True, "positions": "xl"}
-ROPE = {"self_attention": True, "positions": "rope"}
-DENSE = partial(
-    SwitchHeadAttention, 412, switchhead_heads=10, expert_dim=41, switchhead_experts="none"
-)
-SWITCHHEAD = partial(SwitchHeadAttention, 412, switchhead_heads=2, num_experts=5)
-FOUR = {"num_experts": 10, "experts_per_token": 4, "expert_dim": 88}
-
-
-@pytest.mark.parametrize(
-    ("attention", "length", "chunks", "macs", "floats"),
-    [
-        (partial(DENSE, **XL), 256, 2, 453_427_200, 3_461_120),
-        (partial(DENSE, **ROPE), 512, 1, 560_906_240, 6_082_560),
-        (
-            partial(SWITCHHEAD, expert_dim=76, experts_per_token=2, **XL),
-            *(256, 2, 170_364_928, 762_880),
-        ),
-        (
-            partial(SWITCHHEAD, expert_dim=64, experts_per_token=3, **ROPE),
-            *(512, 1, 285_618_176, 1_315_840),
-        ),
-        (partial(MixtureOfAttention, 412, **FOUR, **XL), 256, 2, 223_451_136, 1_324_032),
-    ],
-)
-def test_switchheads_formulas_by_hand(attention, length, chunks, macs, floats):
-    """Its Tables 1 and 7 print 453.4M and 3.5M, 560.9M and 6.1M, 170.4M and 0.8M, 285.6M and 1.3M, 223.5M and
-    1.3M."""
-    assert published_cost(attention(), length, chunks) == {"macs": macs, "floats": floats}
-
-
-@pytest.mark.parametrize(
-    "attention",
-    [
-        partial(SWITCHHEAD, expert_dim=8, switchhead_experts="v"),
-        partial(SWITCHHEAD, expert_dim=8, switchhead_experts="vq"),
-        partial(MixtureOfAttention, 412, **FOUR, **ROPE),
-        partial(MixtureOfAttention, 412, **FOUR, groups=2, **XL),
-    ],
-)
-def test_what_switchheads_authors_have_no_formula_for(attention):
-    assert published_cost(attention(), 256, 1) is None

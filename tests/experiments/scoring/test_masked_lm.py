@@ -3,7 +3,6 @@
 import json
 import math
 import re
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,7 +11,6 @@ import moa_fairseq
 from moa_fairseq.cli import main
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.manifest import read_manifest
-from moa_fairseq.experiments.scoring import trained_model
 from moa_fairseq.experiments.scoring.masked_lm import LINE_END, TEXT, Masking, measure
 from moa_fairseq.experiments.scoring.trained_model import batches, load_trained
 
@@ -204,23 +202,3 @@ def test_damaged_data_is_named(toy_masked_lm, toy_wiki_data, tmp_path, capsys, n
 def test_a_translation_model_is_refused(toy_checkpoint, toy_data, capsys):
     assert main(["score", "--masked-lm", str(toy_checkpoint), "--data", str(toy_data)]) == 2
     assert "is not a masked language model" in capsys.readouterr().err
-
-
-def test_batches_come_in_a_fixed_order_whoever_asks(toy_masked_lm, toy_wiki_data):
-    model, task = load_trained(toy_masked_lm, toy_wiki_data)
-    found = [sample["id"].tolist() for sample in batches(task, model, "test", 120, CPU)]
-    iterator = task.get_batch_iterator(task.dataset("test"), max_tokens=120)
-    assert found == [list(batch) for batch in iterator.frozen_batches] and len(found) > 3
-
-
-@pytest.mark.parametrize("section", ["cfg", "args"])
-def test_a_folder_of_the_training_that_is_gone_is_named(section, tmp_path, monkeypatch):
-    checkpoint = tmp_path / "average.pt"
-    checkpoint.touch()
-    task = SimpleNamespace(data=f"{tmp_path}/gone:{tmp_path}")
-    states = {"cfg": {"cfg": SimpleNamespace(task=task)}, "args": {"args": task}}
-    monkeypatch.setattr(
-        trained_model.checkpoint_utils, "load_checkpoint_to_cpu", lambda *_: states[section]
-    )
-    with pytest.raises(UserError, match=f"{tmp_path}/gone,.*--data"):
-        load_trained(checkpoint, None)
