@@ -1,23 +1,20 @@
-"""A toy study, its pictures, and the commit of the source tree."""
+"""A toy study, and the names of its pictures."""
 
 import functools
 import json
+import sys
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
-from played_study import (
-    COMMIT,
-    RECIPE,
-    STUDY,
-    Player,
-)
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+from played_study import COMMIT, RECIPE, STUDY, Player
 
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.records import provenance
-from moa_fairseq.experiments.study import command, design, running
-from moa_fairseq.experiments.study import pictures as picture_module
+from moa_fairseq.experiments.study import command, design, pictures, running
 
 
 @pytest.fixture
@@ -25,9 +22,8 @@ def study(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "Executor", Player)
     for module in (running, provenance):
         monkeypatch.setattr(module, "commit", lambda: COMMIT)
-    monkeypatch.setattr(
-        command, "draw", lambda study, content: {}
-    )  # it takes longer than all else
+    # drawing takes longer than the rest of a test
+    monkeypatch.setattr(command, "draw", lambda study, content: {})
     monkeypatch.chdir(tmp_path)
     Player.ran = []
     Player.end = None
@@ -54,17 +50,8 @@ def study(tmp_path, monkeypatch):
 
 
 @pytest.fixture
-def pictures(study, monkeypatch):
-    """The names of those that a report leaves."""
-    monkeypatch.setattr(command, "draw", picture_module.draw)
+def picture_names(study, monkeypatch):
+    """picture_names() → the names of the pictures that a report leaves."""
+    monkeypatch.setattr(command, "draw", pictures.draw)
     folder = Path("results/studies/toy")
     return lambda: {path.stem for path in folder.glob("*.png") if path.stat().st_size > 1000}
-
-
-@pytest.fixture
-def tree(monkeypatch):
-    """The source tree: its commit can change."""
-    found = SimpleNamespace(commit=COMMIT)
-    for module in (running, provenance):
-        monkeypatch.setattr(module, "commit", lambda: found.commit)
-    return found

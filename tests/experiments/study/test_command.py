@@ -55,7 +55,7 @@ def test_workers_have_gpus_of_their_own(monkeypatch, present, gpus, jobs, given)
 
 
 @pytest.mark.parametrize("status", [0, 1])
-def test_a_failing_worker_ends_the_others_and_one_that_is_done_does_not(monkeypatch, status):
+def test_only_a_failing_worker_ends_the_others(monkeypatch, status):
     workers = []
 
     class Worker:
@@ -85,7 +85,7 @@ def test_a_failing_worker_ends_the_others_and_one_that_is_done_does_not(monkeypa
 
 
 def test_a_second_signal_waits_for_workers_that_save(monkeypatch):
-    """They end with this program: it is the parent without which they are killed."""
+    """The workers are killed when this program, their parent, ends."""
     waited = []
 
     class Worker:
@@ -116,13 +116,13 @@ def test_an_interrupt_while_a_worker_starts_ends_the_worker(interrupted_start):
     assert [worker.poll() is None for worker in interrupted_start] == [False]
 
 
-def test_more_gpus_for_a_run_than_there_are_are_refused_before_any_worker(study, capsys):
+def test_too_many_gpus_for_a_run_are_refused_before_a_worker_starts(study, capsys):
     assert study("--jobs", "2", "--gpus", "1000")[0] == 2
     assert "--gpus 1000" in capsys.readouterr().err
 
 
 def test_workers_end_with_a_killed_study(tmp_path):
-    """Else they go on training, and a rerun adds as many."""
+    """Otherwise they would go on training, and a rerun would start as many again."""
     work = f"import os, time; open(f'{tmp_path}/{{os.getpid()}}', 'w'); time.sleep(60)"
     parent = (
         "import sys\nfrom moa_fairseq.experiments.study import command\n"

@@ -1,4 +1,4 @@
-"""What all runs of a study share: one commit, one text, and one kind of machine in a block."""
+"""What the runs of a study must share: one commit, one text, and one kind of machine per block."""
 
 import json
 import re
@@ -22,6 +22,7 @@ from played_study import (
 
 from moa_fairseq.experiments.make import read_step_records, write_step_record
 from moa_fairseq.experiments.recipes.hardware import Hardware
+from moa_fairseq.experiments.records import provenance
 from moa_fairseq.experiments.study import conditions, running
 from moa_fairseq.experiments.study.records import append_record, records_of
 
@@ -60,7 +61,7 @@ def test_records_name_their_data_and_other_data_is_refused(study, tmp_path, caps
     assert f"unequal data ({digest}; another)" in capsys.readouterr().out
 
 
-def test_raw_text_that_changed_is_not_recorded_beside_the_other(study, capsys):
+def test_a_run_on_changed_raw_text_is_not_recorded(study, capsys):
     """Its digest is known only when a run's recipe has prepared it."""
     Player.conditions = {"data": "1" * 16}
     study(seeds=1)
@@ -75,7 +76,7 @@ def test_raw_text_that_changed_is_not_recorded_beside_the_other(study, capsys):
     assert "1" * 16 in told and "2" * 16 in told and "delete runs/toy/A-seed2" in told
 
 
-def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
+def test_data_prepared_with_other_values_than_the_recipes_is_refused(study, tmp_path, capsys):
     data = tmp_path / "data" / "binarised"
     data.mkdir(parents=True)
     (tmp_path / "data" / "manifest.json").write_text(
@@ -93,10 +94,8 @@ def test_data_that_the_recipe_does_not_mean_is_refused(study, tmp_path, capsys):
 @pytest.mark.parametrize(
     "made_by", [None, OTHER, f"{OTHER}-dirty-01234567", f"{COMMIT}, {OTHER}"]
 )
-def test_trainings_of_another_commit_are_not_recorded_under_this_one(
-    study, tree, capsys, made_by
-):
-    """As with other --records after a commit, where the run folders are those of before."""
+def test_trainings_of_another_commit_are_not_recorded_under_this_one(study, capsys, made_by):
+    """For example, after a commit, with a new --records but the old run folders."""
     study(seeds=1)
     left_a_checkpoint("A-seed1")
     mark = read_step_records(Path("runs/toy/A-seed1"))["train"]
@@ -113,12 +112,15 @@ def test_trainings_of_another_commit_are_not_recorded_under_this_one(
     said = capsys.readouterr().err
     assert (made_by or "unknown") in said and re.search("--runs.*--records", said)
     assert ("git worktree add" in said) == (made_by == OTHER)
-    assert study("--records", "others", "--runs", "anew", seeds=1)[0] == 0, "the remedy"
+    assert study("--records", "others", "--runs", "again", seeds=1)[0] == 0, "the remedy"
     assert Player.ran == ["A-seed1", "B-seed1"]
 
 
-def test_a_training_of_this_commit_is_recorded_as_it_was_made(study, tree, monkeypatch):
-    """Where its record was lost, say; what trained it is not what runs now."""
+def test_a_training_of_this_commit_is_recorded_as_it_was_made(study, monkeypatch):
+    """For example, after its record was lost.
+
+    The record has the date and versions of the training, not today's.
+    """
     study(seeds=1)
     left_a_checkpoint("A-seed1")
     folder = Path("runs/toy/A-seed1")
@@ -131,13 +133,14 @@ def test_a_training_of_this_commit_is_recorded_as_it_was_made(study, tree, monke
     assert (record["date"], record["versions"]) == ("2001-01-01", {"torch": "0.1"})
 
 
-def test_a_commit_in_the_middle_of_a_study_ends_it(study, tree, monkeypatch, capsys):
-    """Each training is a program of its own, which runs what the tree holds then."""
+def test_a_commit_in_the_middle_of_a_study_ends_it(study, monkeypatch, capsys):
+    """Each training is a separate process, which runs the source tree as it is at that time."""
     play = Player.run
 
     def run(self, command, log):
         if len(Player.ran) == 2:
-            tree.commit = OTHER
+            for module in (running, provenance):
+                monkeypatch.setattr(module, "commit", lambda: OTHER)
         play(self, command, log)
 
     monkeypatch.setattr(Player, "run", run)
@@ -148,7 +151,7 @@ def test_a_commit_in_the_middle_of_a_study_ends_it(study, tree, monkeypatch, cap
     assert study()[0] == 2 and len(Player.ran) == 3, "nothing is trained under two commits"
 
 
-def test_a_block_that_another_machine_goes_on_with_is_left_to_it(study, monkeypatch, capsys):
+def test_a_block_that_another_machine_has_continued_is_left_to_it(study, monkeypatch, capsys):
     """It has recorded B of seed 1 while A ran here."""
     systems = {**STUDY["systems"], "C": {"label": "third", "recipe": "../tiny.yaml"}}
     play = Player.run
@@ -175,10 +178,10 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
 ):
     Player.end = 3
     study()
-    here = running.Place.conditions
+    here = conditions.Place.conditions
     shown = {key: value + ", 1 threads" * (key == "hardware") for key, value in other.items()}
     elsewhere = lambda *arguments: here(*arguments)._replace(**shown)  # noqa: E731
-    monkeypatch.setattr(running.Place, "conditions", elsewhere)
+    monkeypatch.setattr(conditions.Place, "conditions", elsewhere)
     Player.end = None
     Player.conditions = other
     study()
@@ -188,12 +191,12 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
         "seed 1 has ended"
     )
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
-    monkeypatch.setattr(running.Place, "conditions", here)
+    monkeypatch.setattr(conditions.Place, "conditions", here)
     Player.ran = []
     Player.end = 1
     Player.conditions = {}
     study("--tune", name="tuned", **tuning)
-    monkeypatch.setattr(running.Place, "conditions", elsewhere)
+    monkeypatch.setattr(conditions.Place, "conditions", elsewhere)
     Player.end = None
     Player.conditions = other
     study("--tune", name="tuned", **tuning)
@@ -204,7 +207,7 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
     assert study()[0] == 2 and "git worktree" in capsys.readouterr().err
 
 
-def test_gpus_that_a_small_batch_leaves_out_are_no_condition(monkeypatch):
+def test_conditions_name_only_the_gpus_that_a_small_batch_uses(monkeypatch):
     recipe = SimpleNamespace(train=SimpleNamespace(precision="fp16"), model=None)
     monkeypatch.setattr(conditions, "choose_devices", lambda *_, dry_run: Hardware(4))
     fewer = Hardware(2, "NVIDIA H100")

@@ -1,10 +1,7 @@
-"""Which records fit a study, and the training losses at which its runs are compared."""
+"""The settings of a study's runs, and which records fit them."""
 
 import json
-from pathlib import Path
-from types import SimpleNamespace
 
-import pytest
 from played_study import (
     RECIPE,
     STUDY,
@@ -14,21 +11,9 @@ from played_study import (
 )
 
 from moa_fairseq.experiments.recipes.loading import load_recipe
-from moa_fairseq.experiments.study import design, losses
+from moa_fairseq.experiments.study import design
 from moa_fairseq.experiments.study.design import Run, fitting_records, runs_of, settings_of
 from moa_fairseq.experiments.study.loading import load_study
-
-
-def curves(**of_system):
-    """A record of each system's (training, validation) losses."""
-    found = {}
-    for name, pairs in of_system.items():
-        rows = [
-            {"updates": n, "train": train, "valid": valid}
-            for n, (train, valid) in enumerate(pairs)
-        ]
-        found[f"{name}-seed1"] = {"end": "finished", "curve": rows}
-    return found
 
 
 def test_a_result_follows_from_a_flag_of_zero_too(tmp_path):
@@ -65,7 +50,7 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
     every = {f"{system}-seed{seed}" for system in "AB" for seed in (1, 2)}
     assert (
         fitting()
-        == fitting(question="worded anew", set={"train.flags.lr": 1, "train.precision": "amp"})
+        == fitting(question="worded again", set={"train.flags.lr": 1, "train.precision": "amp"})
         == every
     )
     before = (records / "records.jsonl").read_text()
@@ -85,21 +70,3 @@ def test_only_records_of_the_study_as_it_is_now_are_read(study, tmp_path, capsys
         RECIPE.replace("max_update: 4", "max_update: 8")
     )
     assert not fitting()
-
-
-def test_no_level_lies_above_a_runs_first_training_loss():
-    """B learns as A does, and its training loss is first measured later."""
-    late = [(4.6, 4.9), (4.5, 4.4)]
-    records = curves(A=[(5.6, 5.7), *late], B=late)
-    study = SimpleNamespace(levels=3, last=1, systems={"A": None, "B": None})
-    levels = losses.common_levels(study, list(records.values()))
-    assert levels.tolist() == pytest.approx([4.5, 4.55, 4.6])
-    runs = [Run(name, 1, Path(), {}, Path()) for name in "AB"]
-    found = losses.losses_of(study, runs, records, levels)
-    assert found["A"][1] == pytest.approx(found["B"][1]) == pytest.approx(4.65)
-    assert losses.losses_of(study, runs, records, None)["A"][1] == 4.4, "the last one"
-    records = curves(A=[(5.6, 5.7), (5.0, 5.2)], B=late)
-    assert not len(losses.common_levels(study, list(records.values()))), "none that both have"
-    records["A-seed1"]["end"] = losses.DIVERGED
-    records |= curves(C=[])
-    assert losses.common_levels(study, list(records.values())).tolist() == [4.5, 4.55, 4.6]

@@ -1,4 +1,4 @@
-"""Study files: their base, their mistakes, and the values that a tuning chooses."""
+"""Study files: their base, the mistakes in them, and the values that the tuning chooses."""
 
 import json
 import re
@@ -45,7 +45,7 @@ def test_a_tuning_study_chooses_each_systems_values(study):
     assert study("--tune")[0] == 2, "nothing to tune"
 
 
-def test_seeds_of_the_tuning_may_stand_beside_those_that_count(study):
+def test_tuning_seeds_may_border_on_the_studys_seeds(study):
     apart = (
         ({"seeds": 100}, {}),
         ({"first_seed": 102}, {}),
@@ -74,7 +74,7 @@ def test_tuning_counts_every_seed(study):
 
 
 def test_a_rate_that_diverged_is_not_chosen(study, capsys):
-    """Its loss counts as the worst, which is that of the other rate: a tie."""
+    """Its loss counts as the largest of all runs, which is that of the other rate, so the two tie."""
     tuning = {"grid": {"train.flags.lr": [3, 1]}}
     Player.diverges = ("A-lr=3-seed101",)
     study("--tune", tuning=tuning)
@@ -226,6 +226,7 @@ def test_every_claim_names_a_contrast_of_a_study():
             assert contrast["contrast"] in study["contrasts"]
 
 
-def test_a_point_has_the_name_that_its_records_have():
+def test_the_file_name_of_a_grid_point_does_not_change():
+    """Existing records are found by it."""
     assert loading._file_name("0.5") == "0.5"
     assert loading._file_name("a/b") == "a_bc14cddc0"

@@ -3,7 +3,6 @@
 import json
 import re
 import statistics
-import warnings
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,17 +16,15 @@ from played_study import (
     changed,
     record_of,
     report_of,
-    say_what_trains,
     without,
 )
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.scoring.complexity import complexity
 from moa_fairseq.experiments.scoring.significance import paired
-from moa_fairseq.experiments.study import command, pictures, report
+from moa_fairseq.experiments.study import pictures, report
 from moa_fairseq.experiments.study.design import Contrast, Study
 from moa_fairseq.experiments.study.records import records_of
-from moa_fairseq.experiments.study.report_text import as_text
 from moa_fairseq.process import flags
 
 LOSSES = {
@@ -162,14 +159,14 @@ def test_a_list_of_decoding_times_is_named(cache, tmp_path):
         cache()
 
 
-def test_a_seed_that_is_not_complete_does_not_count(study, pictures, capsys):
+def test_a_seed_that_is_not_complete_does_not_count(study, picture_names, capsys):
     Player.end = 1
     study()
     assert study("--report")[0] == 2, "no seed is complete"
     Player.end = 7
     _, records = study()
     whole = report_of(study)
-    assert pictures() == {"differences", "contrasts", "branch"}
+    assert picture_names() == {"differences", "contrasts", "branch"}
     assert (whole["runs"], whole["planned"]) == (6, 8) and "seed 4" in capsys.readouterr().out
     assert [row["n"] for row in (*whole["systems"], *whole["contrasts"])] == [3, 3, 3]
     for row in whole["systems"]:  # of the seeds that are a sample
@@ -227,7 +224,7 @@ def test_a_language_model_is_counted_with_the_length_that_it_is_trained_with(stu
     assert row["attention_macs"] == cost.attention_macs
 
 
-def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
+def test_bits_stand_beside_bytes_of_cache(study, picture_names, tmp_path, capsys):
     """B has one of A's four key heads and fewer bits; C has two and more bits than both."""
     systems = {**STUDY["systems"], "C": {"label": "between", "recipe": "../tiny.yaml"}}
     for name, heads in (("B", 1), ("C", 2)):
@@ -258,7 +255,7 @@ def test_bits_stand_beside_bytes_of_cache(study, pictures, tmp_path, capsys):
     assert [row["decoding"]["cpu, 1"] for row in rows] == pytest.approx([0.5, 1.5, 1])
     text = Path("results/studies/toy/report.md").read_text()
     assert "0.50 (cpu, 1)" in text and re.search(r"^\| B .*\| yes \|$", text, re.MULTILINE)
-    assert "cache" in pictures()
+    assert "cache" in picture_names()
 
 
 def test_a_report_of_the_first_seeds_stands_beside_that_of_all(study):
@@ -317,94 +314,6 @@ def test_a_report_scores_the_recorded_translations(study, tmp_path, capsys):
     assert study("--report", "--references", str(references))[0] == 2, "a language model"
 
 
-def test_losses_are_compared_at_equal_training_loss(study, pictures, monkeypatch):
-    """B learns half as fast, and the lower a training loss is, the more its validation loss is above A's.
-
-    C, with a dropout of its own, reaches no training loss below 6.75: it moves no level, and has no row.
-    """
-    systems = {**STUDY["systems"], "C": {"label": "dropped", "recipe": "../tiny.yaml"}}
-    systems["C"]["set"] = {"model.flags.attention-dropout": 0.3}
-    contrasts = {
-        **STUDY["contrasts"],
-        "dropout": {"first": "C", "second": "A", "question": "?"},
-    }
-    changes = {"levels": 4, "systems": systems, "contrasts": contrasts}
-
-    def play(self, command, log):
-        folder = Path(command[command.index("--save-dir") + 1])
-        folder.mkdir(parents=True, exist_ok=True)
-        say_what_trains(folder)
-        rows = []
-        for n in range(1, 6):
-            train = 8 - n / {"A": 1, "B": 2, "C": 4}[folder.name[0]]
-            behind = 0.1 * (8 - train) * folder.name.startswith("B")
-            valid = train + 1 + behind + 0.001 * int(folder.name[-1]) ** 2
-            rows.append({"epoch": n, "num_updates": str(n), "loss": str(train)})
-            rows.append({"epoch": n, "valid_loss": str(valid), "valid_num_updates": str(n)})
-        (folder / "train.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-
-    monkeypatch.setattr(Player, "run", play)
-    study(**changes)
-    found = report_of(study, **changes)
-    (row,) = found["at_equal_training_loss"]
-    assert row["contrast"] == "gain" and row["n"] == 4 and row["verdict"] == "worse"
-    assert row["mean"] == pytest.approx(0.2), "levels from 5.5 to 6.5"
-    assert found["contrasts"][0]["mean"] > 2
-    assert found["systems"][0]["curve"][-1] == pytest.approx([3.0, 4.0075])
-    assert found["systems"][2]["dropout"]["attention-dropout"] == 0.3
-    assert pictures() == {"differences", "contrasts", "branch", "generalisation"}
-    monkeypatch.setattr(command, "draw", lambda study, content: {})
-    records = Path("results/studies/toy")
-    assert "0.2000" in (records / "report.md").read_text()
-    # Diverged at a high training loss, which moves no level
-    curve = record_of(records, "B-seed4")["curve"]
-    changed(records, "B-seed4", end="diverged", curve=curve[:1])
-    (row,) = report_of(study, **changes)["at_equal_training_loss"]
-    assert row["mean"] == pytest.approx(0.2 - 0.007 / 4) and row["n"] == 4, (
-        "it is the worst of the others"
-    )
-
-
-@pytest.mark.parametrize(
-    ("validation", "last"),
-    [
-        ({"updates": 3, "valid": None}, 2),
-        ({"updates": 3, "valid": 4.0}, 2),
-        ({"updates": 3, "train": None, "valid": 4.0}, 2),
-        (None, 1),
-    ],
-)
-def test_a_validation_without_both_losses_is_at_no_training_loss(study, validation, last):
-    """The mean over the seeds is then of the validations that all have; the means of the others stay."""
-    changes = {"levels": 2, "last": last}
-    _, records = study(**changes)
-    curve = [{"updates": n, "train": 8.0 - n, "valid": 9.0 - n} for n in (2, 3, 4, 5)]
-    for name in "AB":
-        for seed in (1, 2, 3, 4):
-            changed(records, f"{name}-seed{seed}", curve=curve)
-    rest = [row for row in curve if row["updates"] != 3]
-    changed(
-        records, "A-seed2", curve=[rest[0], *([validation] if validation else []), *rest[1:]]
-    )
-    found = report_of(study, **changes)
-    assert [row["curve"] for row in found["systems"]] == [
-        [[6.0, 7.0], [4.0, 5.0], [3.0, 4.0]],
-        [[6.0, 7.0], [5.0, 6.0], [4.0, 5.0], [3.0, 4.0]],
-    ]
-    (row,) = found["at_equal_training_loss"]
-    assert row["n"] == 4 and row["mean"] == pytest.approx(0)
-
-
-def test_a_contrast_without_a_common_training_loss_is_left_out(study):
-    _, records = study(levels=2)
-    for name, first in (("A", 9.0), ("B", 5.0)):
-        curve = [{"updates": n, "train": first - n, "valid": first - n} for n in (1, 2)]
-        for seed in (1, 2, 3, 4):
-            changed(records, f"{name}-seed{seed}", curve=curve)
-    found = report_of(study, levels=2)
-    assert found["at_equal_training_loss"] == [] and len(found["contrasts"]) == 1
-
-
 @pytest.mark.parametrize(
     "other",
     [
@@ -428,15 +337,6 @@ def test_a_report_says_where_runs_differ_in_more_than_the_system(study, capsys, 
     assert found["runs"] == 8 and len(found["made_by"][key]) == 2
 
 
-def test_a_study_of_one_system_has_no_differences_to_draw(study, pictures):
-    alone = {"systems": {"A": STUDY["systems"]["A"]}, "contrasts": {}, "seeds": 2}
-    study(**alone)
-    with warnings.catch_warnings():
-        warnings.simplefilter("error", UserWarning)
-        report_of(study, **alone)
-    assert pictures() == {"branch"}
-
-
 @pytest.mark.parametrize("flag", ["user-dir", "user-di"])
 def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag):
     _, records = study()
@@ -453,46 +353,3 @@ def test_a_report_runs_nothing_that_a_study_brings(study, tmp_path, capsys, flag
     systems = {"A": planted, "B": STUDY["systems"]["B"]}
     assert study("--report", systems=systems)[0] == 2
     assert flag in capsys.readouterr().err and not (tmp_path / "marker").exists()
-
-
-def of_system(name, **values):
-    """A system's row of a report."""
-    row = {"system": name, "label": name, "family": "", "n": 4, "loss": 3.0, "deviation": 0.2}
-    row.update(diverged=0, parameters=7, attention_macs=2, branch=1.0, speed=1.0)
-    return row | values
-
-
-@pytest.mark.parametrize(("seeds", "columns"), [(4, 0), (3, 3)])
-def test_all_rows_of_a_report_are_in_its_text(seeds, columns):
-    """The number of seeds is a column of each table if it is not that of all rows."""
-    interval = {"mean": -0.5, "low": -0.61234, "high": -0.4}
-    pair = {"contrast": "gain", "n": 4, "p_holm": 0.01}
-    contrast = {**pair, **interval, "first": "B", "second": "A", "verdict": "better"}
-    bleu = {**pair, "first": 3.0, "second": 2.0, "difference": 1.0}
-    content = {
-        "runs": 8,
-        "planned": 8,
-        "systems": [of_system("A"), of_system("B", n=seeds, diverged=2)],
-        "contrasts": [contrast | {"minimum_detectable_effect": 0.1}],
-        "translations": [bleu | {"metric": key, "signature": f"{key}|1"} for key in ("x", "y")],
-        "made_by": {"commit": {}, "hardware": {}, "precision": {}},
-    }
-    cache = {"system": "B", "cache_bytes": 64, "loss": 2.5, "is_pareto_optimal": True}
-    content["cache"] = [{**cache, **interval, "decoding": {"cpu, 1": 0.5}}]
-    systems = {name: SimpleNamespace(label=name) for name in "AB"}
-    text = as_text(Study("toy", "?", 4, systems, {}), content, markdown=True)
-    assert text.count("| seeds |") == columns
-    assert text.count("| 2 |") == 1, "of the runs that diverged"
-    assert text.count("-0.6123 … -0.4000") == 2, "of the contrast and of the cache"
-    assert "x|1, y|1" in text
-
-
-def test_a_point_of_the_picture_has_the_interval_of_its_mean():
-    systems = [of_system("A"), of_system("B", loss=2.0, branch=0.5, deviation=None)]
-    content = {"systems": systems}
-    (panel,) = pictures._loss_against_start(content, {"": pictures.Look("black", "o")}).axes
-    points = [line.get_xydata()[0].tolist() for line in panel.lines]
-    assert points == [[1.0, 3.0], [0.5, 2.0]]
-    (bar,) = panel.collections
-    half = 3.182446 * 0.2 / 2  # of the t distribution with three degrees of freedom
-    np.testing.assert_allclose(bar.get_segments(), [[(1, 3 - half), (1, 3 + half)]])

@@ -201,8 +201,8 @@ def test_a_training_that_failed_otherwise_has_not_diverged(study, monkeypatch, c
     assert status == 2 and not records_of(records)
 
 
-def test_a_finished_run_without_a_validation_is_no_diverged_one(study, monkeypatch, capsys):
-    """Its train.jsonl was deleted, say."""
+def test_a_finished_run_without_a_validation_has_not_diverged(study, monkeypatch, capsys):
+    """For example, because its train.jsonl was deleted."""
     play = Player.run
 
     def run(self, command, log):
@@ -245,7 +245,7 @@ def test_a_mistake_in_a_later_system_is_found_before_the_first_is_trained(
 
 
 def test_workers_share_a_study(study, monkeypatch):
-    """As --jobs does it on one machine, and a job array on several."""
+    """As the workers of --jobs do on one machine, and those of a job array on several."""
     play = Player.run
     monkeypatch.setattr(Player, "run", lambda *args: (play(*args), time.sleep(0.05)))
     fork = multiprocessing.get_context("fork")
@@ -269,23 +269,26 @@ def test_workers_share_a_study(study, monkeypatch):
 def test_without_locks_nothing_is_trained_and_the_study_has_failed(
     study, monkeypatch, capsys, held
 ):
-    """A lock that cannot be taken is not one that another worker has; of the records, before the training."""
+    """Locks that do not work are not taken for another worker's.
+
+    The records' lock is tried before any training.
+    """
     acquire = portalocker.Lock.acquire
 
-    def without(lock, *arguments, **options):
+    def acquire_unless_held(lock, *arguments, **options):
         if Path(lock.filename).name != held:
             return acquire(lock, *arguments, **options)
         raise portalocker.LockException(
             OSError(errno.ENOLCK, "No locks available"), "No locks available"
         )
 
-    monkeypatch.setattr(portalocker.Lock, "acquire", without)
+    monkeypatch.setattr(portalocker.Lock, "acquire", acquire_unless_held)
     status, records = study(seeds=1)
     assert status == 2 and not Player.ran and not records_of(records)
     assert held in (said := capsys.readouterr().err) and "has no locks" in said
 
 
-def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
+def test_a_run_that_another_worker_holds_is_left_to_it_with_a_message(study, capsys):
     folder = Path("runs/toy")
     folder.mkdir(parents=True)
     with portalocker.Lock(folder / "A-seed1.lock", "a", timeout=0):
@@ -295,7 +298,7 @@ def test_a_run_that_a_living_worker_has_is_left_to_it_and_said(study, capsys):
     assert "another worker runs A-seed1" in said.out + said.err
     Player.ran = []
     assert study(seeds=1)[0] == 0 and Player.ran == ["A-seed1"], (
-        "its lock was left behind, and is nobody's"
+        "a lock that nobody holds is free"
     )
 
 
@@ -311,6 +314,6 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
 
     monkeypatch.setattr(running, "_train_and_record", train_and_record)
     running.run_pending(
-        runs, running.Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
+        runs, Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
     )
     assert ran == [0, 2]

@@ -1,4 +1,4 @@
-"""A toy study whose trainings are played, not run, and what the tests read of its records."""
+"""A toy study whose trainings are simulated, and helpers that read and change its records."""
 
 import json
 from pathlib import Path
@@ -35,7 +35,7 @@ OTHER = "fedcba9876" * 4
 
 
 def say_what_trains(folder):
-    """As the recipe does in the run's folder."""
+    """Write the step records that a recipe leaves in its run folder."""
     conditions = {"hardware": detect_hardware().describe(), "threads": 1, "precision": "fp32"}
     if Player.data:
         conditions["data"] = content_digest(Player.data)
@@ -47,9 +47,10 @@ def say_what_trains(folder):
 
 
 class Player:
-    """Stands for the executor: writes what a training would have logged. end: after so many runs, Ctrl-C.
+    """Stands for the executor: writes what a training would have logged.
 
-    conditions: of the trainings, where they are not those of this machine.
+    After `end` runs it raises KeyboardInterrupt. `conditions` replace those of this machine in the
+    provenance.
     """
 
     ran: ClassVar[list] = []
@@ -95,18 +96,18 @@ def record_of(folder, name):
 
 
 def keep(folder, records):
-    """Write a study's records anew."""
+    """Replace a study's records by these."""
     lines = (json.dumps(content) + "\n" for content in records)
     (folder / "records.jsonl").write_text("".join(lines))
 
 
 def changed(folder, name, **values):
-    """Give a run's record other values: a rerun's line comes last, and counts."""
+    """Append a record of a run with other values; of several records of one run, the last one counts."""
     append_record(folder, {**record_of(folder, name), **values})
 
 
 def without(folder, name):
-    """Take a run's record away."""
+    """Remove a run's record."""
     gone = record_of(folder, name)
     keep(folder, [each.content for each in records_of(folder).values() if each.content != gone])
 
@@ -115,3 +116,10 @@ def report_of(study, **changes):
     status, records = study("--report", **changes)
     assert status == 0
     return json.loads((records / "report.json").read_text())
+
+
+def of_system(name, **values):
+    """A system's row in a report."""
+    row = {"system": name, "label": name, "family": "", "n": 4, "loss": 3.0, "deviation": 0.2}
+    row.update(diverged=0, parameters=7, attention_macs=2, branch=1.0, speed=1.0)
+    return row | values
