@@ -161,12 +161,12 @@ def finetuned(recipe: Recipe) -> Recipe:
     """
     if recipe.finetune is None or recipe.pretrained is None:
         return recipe
-    checkpoint = pretrained_checkpoint(recipe.pretrained)
     folder = prepared_data(Path(recipe.pretrained))
     if folder and recipe.data.recipe != "binarised":
         recipe = dataclasses.replace(recipe, data=_segmented_as(recipe.data, folder))
     if recipe.finetune == "noft":
         return dataclasses.replace(recipe, average=None, generate=_with_seed(recipe))
+    checkpoint = pretrained_checkpoint(recipe.pretrained)
     flags = recipe.train.flags | {
         "finetune": recipe.finetune,
         "finetune-from-model": str(checkpoint),
@@ -182,7 +182,7 @@ def finetuned(recipe: Recipe) -> Recipe:
 
 
 def _segmented_as(data: Data, folder: Path) -> Data:
-    """A data section with the merges and dictionaries of a binarised folder, where it has none."""
+    """The data section. Merges and dictionaries that it lacks are those of the binarised folder."""
     codes = data.codes
     for path in (folder.parent / "bpe" / CODES, folder.parent / CODES):
         if not (codes or data.bpe) and path.is_file():
@@ -194,7 +194,7 @@ def _segmented_as(data: Data, folder: Path) -> Data:
 
 
 def _with_seed(recipe: Recipe) -> Generate | None:
-    """The evaluation of a pretrained model; train.seed draws the random expert, if it evaluates with one."""
+    """The beam search of a pretrained model. If it uses a random expert, train.seed draws the expert."""
     generate = recipe.generate
     if generate is None:
         return None

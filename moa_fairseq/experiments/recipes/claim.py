@@ -44,14 +44,21 @@ def settings_made(folder: Path, recipe: Recipe) -> Values:
     Returns:
         The settings; for a damaged state.json a value that no recipe has.
     """
+    records = read_step_records(folder)
+    train = as_of_today(records.get("train", {}))
     try:
-        return _settings_of_records(read_step_records(folder), recipe)
+        return _settings_of_records(records, train, recipe)
     except (AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
         return {"averaged": None, "evaluation": {}, "state.json": "damaged"}
 
 
-def _settings_of_records(records: Mapping[str, Any], recipe: Recipe) -> Values:
-    """The settings of `settings_made`; any error of a missing or odd value for damaged records."""
+def _settings_of_records(
+    records: Mapping[str, Any], train: Mapping[str, Any], recipe: Recipe
+) -> Values:
+    """The settings of `settings_made`.
+
+    Damaged records raise an AttributeError, KeyError, IndexError or TypeError.
+    """
     kind = "generate" if recipe.generate else "score"
     evaluation = records[f"{kind}-{recipe.subsets[0]}"]["inputs"]
     section = evaluation["settings"]
@@ -60,7 +67,6 @@ def _settings_of_records(records: Mapping[str, Any], recipe: Recipe) -> Values:
         scoring = records[f"score-{recipe.subsets[0]}"]["inputs"]["settings"]["flags"]
     if recipe.finetune == "noft":  # nothing is trained
         return settings(recipe) | _settings({}, {}, 1, None, section, scoring)
-    train = as_of_today(records.get("train", {}))
     average = records.get("average", {})
     origin = evaluation["made"][0]
     count = 1
@@ -83,7 +89,7 @@ def _settings(
     section: Any,
     scoring: Mapping[str, Any],
 ) -> Values:
-    """The settings of a training, its average and its evaluation, without those of _FREE."""
+    """The settings of a training, its average and its evaluation, but for the keys in _FREE."""
     finished: Values = {}
     if inputs:
         finished["model"] = inputs["model"]

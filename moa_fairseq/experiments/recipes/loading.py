@@ -79,9 +79,13 @@ def load_recipe(path: str | Path, overrides: Sequence[str] = ()) -> Recipe:
 def _with_row(recipe: Recipe, layers: Sequence[Mapping[str, Any]], file: str) -> Recipe:
     """The recipe that names the row whose values it has, or the recipe itself.
 
-    A row matches if its values change nothing but the printed number; of several, the one with most values.
+    A row matches if its values change nothing but the printed number. If several rows match, the row with the
+    most values wins.
     """
     row_values = {name: row_overrides(recipe, name, cell=True, file=file) for name in recipe.rows}
+    # Checks the keys and types of every row, also of those that are skipped below
+    every_value = dict.fromkeys(itertools.chain.from_iterable(row_values.values()))
+    _merged(Recipe, _parse_overrides(list(every_value)), file)
     plain = dataclasses.replace(recipe, reproduces=None)
     for name, values in sorted(row_values.items(), key=lambda row: len(row[1])):
         if _differs(recipe.rows[name], plain):
@@ -94,13 +98,14 @@ def _with_row(recipe: Recipe, layers: Sequence[Mapping[str, Any]], file: str) ->
 
 
 def _differs(row: Mapping[str, Any], recipe: Recipe) -> bool:
-    """Whether a value of the row certainly changes the recipe: building each row would take a second."""
+    """Whether a value of the row surely changes the recipe. Such rows are not built, because that is slow."""
     values = dataclasses.asdict(recipe)
     for key, value in row.items():
         current: Any = values
         for name in str(key).split("."):
             current = current.get(name) if isinstance(current, dict) else None
-        if type(current) is type(value) and current != value:
+        is_merged = isinstance(value, dict)
+        if not is_merged and type(current) is type(value) and current != value:
             return True
     return False
 
@@ -228,12 +233,8 @@ def build(cls: type[T], mapping: Any, file: str, prefix: str = "") -> T:
 
 
 def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> T:
-    """A dataclass with the values of mappings, of which later ones replace earlier ones; see `build`."""
-    config = OmegaConf.structured(cls)
-    OmegaConf.set_readonly(config, False)
-    for layer in layers:
-        for key, value in layer.items():  # one by one, so that an error has its key
-            _merge(config, cls, key, value, file, dot)
+    """A dataclass with the values of several mappings. Later mappings replace earlier ones; see `build`."""
+    config = _merged(cls, layers, file, dot)
     missing = sorted(OmegaConf.missing_keys(config))
     if missing:
         fail(file, f"{dot}{missing[0]}", "is missing.")
@@ -241,8 +242,18 @@ def _built(cls: type[T], layers: Sequence[Mapping[str, Any]], file: str, dot: st
     return _objects(cls, plain)
 
 
+def _merged(cls: type, layers: Sequence[Mapping[str, Any]], file: str, dot: str = "") -> Any:
+    """The same as a dataclass of OmegaConf, which may lack values."""
+    config = OmegaConf.structured(cls)
+    OmegaConf.set_readonly(config, False)
+    for layer in layers:
+        for key, value in layer.items():  # one by one, so that an error has its key
+            _merge(config, cls, key, value, file, dot)
+    return config
+
+
 def _merge(config: Any, cls: type, key: str, value: Any, file: str, dot: str) -> None:
-    """Put a value into a dataclass of OmegaConf. Raise UserError for an unknown key or another type."""
+    """Put a value into a dataclass of OmegaConf. Raise UserError for an unknown key or an unusable value."""
     location = f"{dot}{key}"[:100]
     try:
         text = json.dumps(value, ensure_ascii=False, default=str)
@@ -262,7 +273,7 @@ def _merge(config: Any, cls: type, key: str, value: Any, file: str, dot: str) ->
 
 
 def _expectation(error: OmegaConfBaseException, cls: Any) -> str:
-    """The type that a value must have, as a sentence; "" if it has no name in _IN_WORDS."""
+    """A sentence that names the type of a value; "" if _IN_WORDS does not have the type."""
     if not error.full_key:
         return ""
     kind = typing.get_type_hints(error.object_type or cls).get(str(error.key))
@@ -286,7 +297,7 @@ def _objects(kind: Any, value: Any) -> Any:
 
 
 def near_or_all(name: str, choices: Collection[str]) -> str:
-    """The nearest choices by `did_you_mean`, else the list of all known names."""
+    """The nearest choices by `did_you_mean`, else a list of all choices."""
     return did_you_mean(name, choices) or f" (known: {', '.join(sorted(choices))[:300]})"
 
 

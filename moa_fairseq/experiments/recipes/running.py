@@ -93,7 +93,7 @@ def run_recipe(
         if run.hardware.world and run.hardware.world.rank:
             _take_part(run, executor, run.hardware.world.rank)
             return None
-        return _run_stages(run, executor, started)
+        return _run_stages(run, recipe, executor, started)
 
 
 def _is_prepared(run: Run) -> bool:
@@ -105,7 +105,7 @@ def _is_prepared(run: Run) -> bool:
     return uses_earlier_data and not options.includes_stage("prepare")
 
 
-def _run_stages(run: Run, executor: Executor, started: float) -> Path | None:
+def _run_stages(run: Run, recipe: Recipe, executor: Executor, started: float) -> Path | None:
     """Run the stages after the data. Returns result.json if the recipe was scored."""
     options = run.options
     folder = run.folder
@@ -116,10 +116,10 @@ def _run_stages(run: Run, executor: Executor, started: float) -> Path | None:
     if options.stage != "prepare":
         main_steps = [step for step in all_steps if step.name != ZERO_SHOT]
         make(main_steps, folder, executor=executor, wanted=run.includes)
-    _write_recipe(run.recipe, folder)
+    _write_recipe(recipe, folder)  # not run.recipe, in which `fit` has set train.min_tokens
     result = record(run, started)
     # This step adds to the result, which exists even if the step fails
-    if run.recipe.zero_shot and options.includes_stage("zero-shot"):
+    if recipe.zero_shot and options.includes_stage("zero-shot"):
         make(all_steps, folder, executor=executor, wanted=lambda step: step.name == ZERO_SHOT)
     if result and options.record:
         with atomic_write(options.record) as stream:

@@ -189,7 +189,9 @@ def lines_of(row: Row, cell: Cell) -> list[dict[str, str]]:
         line["measure"] += f" ({SCORES.get(cell.quantity or '', cell.quantity)})"
     if cell.ours is not None:
         spread = "" if cell.spread is None else f" ± {cell.spread:.2f} ({cell.runs} runs)"
-        line.update(ours=f"{cell.ours:.2f}{spread}", difference=f"{cell.difference:+.2f}")
+        line["ours"] = f"{cell.ours:.2f}{spread}"
+        if cell.difference is not None:
+            line["difference"] = f"{cell.difference:+.2f}"
     return [line]
 
 

@@ -330,13 +330,14 @@ def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:
     cell.status = (runs[-1].get("status") if runs else None) or "not run"
     scores = [run["metrics"].get(cell.quantity) for run in runs]
     values = [score for score in scores if score is not None]
-    if not values or cell.paper is None:
+    if not values:
         return
     cell.ours = statistics.mean(values)
     cell.runs = len(values)
     cell.status = MEASURED
     cell.spread = statistics.stdev(values) if len(values) > 1 else None
-    cell.difference = cell.ours - cell.paper
+    if cell.paper is not None:
+        cell.difference = cell.ours - cell.paper
 
 
 @functools.cache

@@ -104,7 +104,7 @@ def _trained_runs(runs: list[Run], records: Records, place: Place) -> list[Train
     for run in runs:
         if run.name in records:
             trained.append(Trained(run, Provenance.of_record(records[run.name])))
-        elif provenance := place.trained(run):
+        elif (provenance := place.trained(run)) is not None:
             trained.append(Trained(run, provenance))
     return trained
 
@@ -160,10 +160,10 @@ def _was_started_elsewhere(
     trained = []
     for recorded_run in runs:
         record = records.get((recorded_run.system, recorded_run.seed))
-        if record:
+        if record is not None:
             trained.append(Trained(recorded_run, Provenance.of_record(record.content)))
     provenance = place.trained(run)
-    if provenance:
+    if provenance is not None:
         trained.append(Trained(run, provenance))
     current_commit = commit()
     for training in trained:

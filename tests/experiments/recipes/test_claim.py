@@ -8,7 +8,12 @@ import pytest
 from moa_fairseq.cli import main
 from moa_fairseq.experiments.data.catalogue import datasets
 from moa_fairseq.experiments.make import write_step_record
-from moa_fairseq.experiments.recipes.claim import data_differences, differences, settings
+from moa_fairseq.experiments.recipes.claim import (
+    data_differences,
+    differences,
+    settings,
+    settings_made,
+)
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.loading import load_recipe
 from moa_fairseq.experiments.recipes.result import maker
@@ -221,3 +226,9 @@ def test_the_maker_of_a_run_is_its_training_or_without_one_its_evaluation(
     for step, made_by in (("train", "trained"), (evaluation, "evaluated")):
         write_step_record(tmp_path, step, inputs={}, made_by=[{"commit": made_by}])
     assert maker(tmp_path, recipe)["commit"] == commit
+
+
+def test_only_the_content_of_records_counts_as_damage(shipped):
+    """Not an error of this program."""
+    with pytest.raises(TypeError):
+        settings_made(None, shipped("wmt14_ende_moa_base"))

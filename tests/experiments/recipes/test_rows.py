@@ -6,6 +6,7 @@ import json
 import pytest
 
 from moa_fairseq.cli import main
+from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.recipes import command, loading
 
 ONE_EXPERT = "wmt14_ende_one_expert"
@@ -117,3 +118,28 @@ def test_where_rows_do_not_differ_in_it_any_pretrained_model_will_do(started):
     assert (
         options.published.pretrained == recipe.pretrained == "runs/mine" and recipe.row == "FTG"
     )
+
+
+CELL = {"paper": "p", "table": "1", "row": "own", "column": "BLEU", "value": 1.0}
+
+
+@pytest.mark.parametrize("key", ["train.max_epochs", "train.log_interval"])
+def test_the_keys_of_a_row_are_checked_even_if_the_recipe_is_another_row(
+    small, write_config, key
+):
+    """One of the keys is unknown, the other is a number."""
+    rows = {"other": {"train.max_epoch": 7, key: "many"}}
+    with pytest.raises(UserError, match=key):
+        loading.load_recipe(write_config({**small, "reproduces": CELL, "rows": rows}))
+
+
+def test_rows_may_contradict_each_other(small, write_config):
+    rows = {"untranslated": {"generate": None, "score": None}, "wide": {"generate.beam": 7}}
+    path = write_config({**small, "reproduces": CELL, "rows": rows})
+    assert loading.load_recipe(path, ["generate.beam=7"]).row == "wide"
+
+
+def test_a_mapping_in_a_row_is_merged_with_the_recipes(small, write_config):
+    rows = {"same": {"reproduces.value": 2.0, "train.flags": {"lr": 0.01}}}
+    path = write_config({**small, "reproduces": CELL, "rows": rows})
+    assert loading.load_recipe(path).reproduces.value == 2.0

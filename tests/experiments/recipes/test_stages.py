@@ -892,3 +892,10 @@ def test_a_checkpoint_that_cannot_be_read_now_is_not_replaced_by_an_older_one(
     with pytest.raises(PermissionError):
         checkpoints.complete_the_last(tmp_path)
     assert (tmp_path / "checkpoint_last.pt").read_bytes() == before
+
+
+def test_the_runs_recipe_keeps_values_that_follow_from_its_data_open(go, tmp_path):
+    """Other data may have a longer sentence."""
+    go()
+    written = yaml.safe_load((tmp_path / "runs/small/recipe.yaml").read_text())
+    assert written["train"]["min_tokens"] is None

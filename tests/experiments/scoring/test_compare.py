@@ -551,3 +551,13 @@ def test_a_decoders_cache_stands_below_its_macs():
     of_encoder = Cell("MACs", "macs", 604e6, "604M", **about)
     lines = lines_of(Row("Base", None, [], []), of_encoder)
     assert len(lines) == 2 and lines[0]["difference"] == "+0.0 %"
+
+
+def test_a_score_that_the_paper_does_not_print_has_no_difference(results):
+    paper = json.loads(json.dumps(PAPER))
+    paper["tables"][0]["rows"][0]["values"]["BLEU A"] = None
+    (results / "papers" / "p.json").write_text(json.dumps(paper))
+    comparison = record(results, run(bleu=20.0), run(bleu=22.0))
+    cell = cells(comparison)["BLEU A"]
+    assert (cell.status, cell.ours, cell.runs, cell.difference) == ("measured", 21.0, 2, None)
+    assert "21.00 ± 1.41 (2 runs)" in render(comparison)
