@@ -33,7 +33,7 @@ def copy(tmp_path, monkeypatch):
     (tmp_path / "results").mkdir()
     (tmp_path / "results" / "records.jsonl").write_text("")
     git(tmp_path, "init", "-q")
-    monkeypatch.setattr(provenance, "__file__", str(file))
+    monkeypatch.setattr(provenance, "_FILE", file.resolve())
     return tmp_path
 
 
@@ -50,7 +50,7 @@ def test_the_commit_says_that_files_were_changed(copy, monkeypatch, named):
     if named:
         monkeypatch.setenv("MOA_FAIRSEQ_COMMIT", named)
     assert provenance.commit() == head
-    file = Path(provenance.__file__)
+    file = provenance._FILE
     found = []
     for number in range(2):
         file.write_text(file.read_text() + f"# {number}\n")

@@ -28,6 +28,7 @@ TOOLS = (
     "ve-fairseq",
 )
 
+_FILE = Path(__file__).resolve()
 DIRTY = "-dirty"  # the suffix of a commit whose source tree has changes
 GIT_SECONDS = 60  # the longest time that git may take to answer
 
@@ -96,17 +97,16 @@ def commit() -> str | None:
         UserError: if git does not answer, or refuses to read the repository.
     """
     from_environment = os.environ.get("MOA_FAIRSEQ_COMMIT") or None
-    file = Path(__file__).resolve()
-    package = file.parents[2]
+    package = _FILE.parents[2]
     try:
-        _git("ls-files", "--error-unmatch", file.name)
+        _git("ls-files", "--error-unmatch", _FILE.name)
         revision = _git("rev-parse", "HEAD").decode().strip()
         changes = _source_changes(package)
     except (FileNotFoundError, PermissionError):
         return from_environment  # there is no git
     except subprocess.CalledProcessError as error:
         if from_environment or not _is_refusal(error):
-            return from_environment
+            return from_environment  # given, or no repository has this file in a commit
         message = error.stderr.decode("utf-8", errors="replace").strip().partition("\n")[0]
         problem = f"git cannot read the repository of {package} ({message})"
         remedy = "Mend that, or say the commit with MOA_FAIRSEQ_COMMIT."
@@ -125,7 +125,7 @@ def _git(*words: str) -> bytes:
     """The output of a git command in this file's folder."""
     # A hook of git, for example, sets variables that name its own repository
     environment = {key: value for key, value in os.environ.items() if not key.startswith("GIT_")}
-    command = ["git", "-C", str(Path(__file__).resolve().parent), *words]
+    command = ["git", "-C", str(_FILE.parent), *words]
     settings: dict[str, Any] = {"capture_output": True, "timeout": GIT_SECONDS, "check": True}
     return subprocess.run(command, env=environment, **settings).stdout
 
@@ -139,12 +139,11 @@ def _source_changes(package: Path) -> bytes:
         changes += name
         # A nested repository, or a file that was deleted meanwhile, cannot be read
         with contextlib.suppress(OSError):
-            changes += (Path(__file__).resolve().parent / os.fsdecode(name)).read_bytes()
+            changes += (_FILE.parent / os.fsdecode(name)).read_bytes()
     return changes
 
 
 def _is_refusal(error: subprocess.CalledProcessError) -> bool:
-    """Whether git refuses a repository, rather than that none has this file in a commit."""
-    folders = Path(__file__).resolve().parents
-    in_repository = any((folder / ".git").exists() for folder in folders)
+    """Whether git refuses to read a repository. Otherwise no repository has this file in a commit."""
+    in_repository = any((folder / ".git").exists() for folder in _FILE.parents)
     return error.cmd[3] == "ls-files" and error.returncode != 1 and in_repository
