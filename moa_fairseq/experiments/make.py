@@ -309,7 +309,7 @@ def read_step_records(folder: Path) -> dict[str, Record]:
 
 
 def _is_entry(record: Any) -> bool:
-    """Whether a value of state.json is a step's entry by this version."""
+    """Whether a value of state.json is a step's entry that this version wrote."""
     if not isinstance(record, dict) or "inputs" not in record:
         return False
     kinds = {"inputs": dict, "files": dict, "goal": dict, "made_by": list}

@@ -361,7 +361,7 @@ def sentence_sizes(recipe: Recipe, folder: Path, split: str) -> tuple[numpy.ndar
     languages = list(filter(None, (recipe.data.source, recipe.data.target)))
     stems = list(subset_stems(folder, languages, split).values())
     if not languages:
-        del stems[1:]  # the classes of sentences
+        del stems[1:]  # a classifier's labels, which are not sentences
     sizes = []
     for stem in stems:
         if not stem.with_name(f"{stem.name}.idx").is_file():

@@ -190,8 +190,8 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     """Run or show one recipe, or print its plan. Returns result.json if it was scored."""
     recipe = load_recipe(config, args.overrides)
     row = load_recipe(config, _row_values(recipe, args.overrides))
-    reproduces = recipe.reproduces is not None and row.pretrained == recipe.pretrained
-    if recipe.reproduces and not reproduces:
+    can_reproduce = recipe.reproduces is not None and row.pretrained == recipe.pretrained
+    if recipe.reproduces and not can_reproduce:
         log.warning(
             "pretrained is %s, not the row's %s: the run reproduces no row",
             recipe.pretrained,
@@ -229,7 +229,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         record=record,
         command_line=shlex.join(["moa-fairseq", *words]),
         preparation=_preparation(args, config, folder, plugin),
-        published=row if reproduces else None,
+        published=row if can_reproduce else None,
         training=training,
     )
     log.info("%s: %s\nhardware: %s", recipe.experiment, recipe.summary, hardware.describe())
@@ -237,9 +237,10 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
 
 
 def _row_values(recipe: Recipe, overrides: list[str]) -> list[str]:
-    """The `section.key=value` strings of the row of a paper that a recipe has.
+    """The `section.key=value` strings that turn a recipe's file into the row of a paper.
 
-    The file determines the row, with any seed, and with any pretrained model unless the rows differ in it.
+    They are the values of the row, and any --set of a free key. The seed is free. The pretrained model is
+    free unless the rows differ in it.
     """
     values = row_overrides(recipe, recipe.row) if recipe.row else []
     free = ["train.seed"]

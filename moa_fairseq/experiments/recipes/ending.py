@@ -76,7 +76,7 @@ def _without_best(recipe: Recipe, updates: int | None) -> Problems:
 def _too_few_epochs(
     recipe: Recipe, count: int, updates: int | None, per_epoch: int | None
 ) -> Problems:
-    """Problems of an average of `count` epochs, of which the training leaves fewer checkpoints."""
+    """Problems of an average over `count` epochs, if the training leaves fewer checkpoints."""
     ends = [recipe.train.max_epoch] if recipe.train.max_epoch else []
     if updates and per_epoch:
         ends.append(updates // per_epoch)

@@ -56,7 +56,7 @@ _INSTEAD = dict.fromkeys(("fp16", "bf16", "amp"), "set train.precision") | {
     "gen-subset": "set generate.subsets",
     "subset": "set score.subsets",
 }
-# Section → the sections whose keys are not flags of it
+# Section → the dataclasses whose keys may not be flags in this section
 _OWNERS: dict[str, tuple[Any, ...]] = {
     "model": (Model, Train),
     "train": (Model, Train),
@@ -297,7 +297,7 @@ def _kind(recipe: Recipe) -> Problems:
 
 
 def _not_a_translation(recipe: Recipe, name: str) -> Problems:
-    """Check that a language model or a classifier, named in words, has no keys of translations."""
+    """Check that a language model or classifier has no keys of translations; `name` is its kind in words."""
     data = recipe.data
     keys = ["source", "target", "lowercase", "tokenize", "codes", "train_fraction"]
     if data.recipe != "text_sp":
@@ -326,7 +326,7 @@ def _translation(recipe: Recipe) -> Problems:
 
 
 def _finetuning(recipe: Recipe) -> Problems:
-    """Check that `pretrained` and `finetune` occur together, and the task."""
+    """Check that `pretrained` and `finetune` occur together, and that the task allows fine-tuning."""
     task = recipe.train.task
     method = recipe.finetune
     if (recipe.pretrained is None) != (method is None):

@@ -263,7 +263,7 @@ _Loader.add_implicit_resolver(
 
 
 def _load_yaml(text: str, name: str) -> Any:
-    """The value of a YAML text with few values."""
+    """The value of a YAML text. Raise YAMLError for too many values."""
     loader = _Loader(text)
     loader.name = name  # in the messages
     try:
@@ -310,7 +310,7 @@ def _count(node: yaml.Node, counted: dict[int, int]) -> int:
 
 
 def _refuse(problem: str, node: yaml.Node) -> NoReturn:
-    """Raise the error of YAML for a node."""
+    """Raise PyYAML's error, with the position of the node."""
     raise yaml.MarkedYAMLError(problem=problem, problem_mark=node.start_mark)
 
 

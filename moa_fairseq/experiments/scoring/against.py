@@ -35,7 +35,7 @@ def against(
     """
     texts = [*first, *second]
     for number, text in enumerate(texts[1:], 2):
-        if text.references != texts[0].references or _metrics_of(text) != _metrics_of(texts[0]):
+        if text.references != texts[0].references or _settings_of(text) != _settings_of(texts[0]):
             raise UserError(
                 f"output {number} has other references than output 1, or other letters (lower-cased or not): "
                 "only outputs of the same sentences can be compared. Generate both from one test set."
@@ -49,8 +49,8 @@ def against(
     }
 
 
-def _metrics_of(text: RunningText) -> tuple[str, bool]:
-    """The settings that outputs must share."""
+def _settings_of(text: RunningText) -> tuple[str, bool]:
+    """The tokeniser and the case, which all compared outputs must share."""
     return text.tokenizer, text.lowercase
 
 
