@@ -159,14 +159,15 @@ def finetuned(recipe: Recipe) -> Recipe:
     optimisation flags, which are for the experts, are left out. The data is segmented with the merges and
     numbered with the dictionaries of the pretrained run, unless the recipe gives others.
     """
-    if recipe.finetune is None or recipe.pretrained is None:
+    pretrained = recipe.pretrained
+    if recipe.finetune is None or pretrained is None:
         return recipe
-    folder = prepared_data(Path(recipe.pretrained))
+    folder = prepared_data(Path(pretrained))
     if folder and recipe.data.recipe != "binarised":
         recipe = dataclasses.replace(recipe, data=_segmented_as(recipe.data, folder))
     if recipe.finetune == "noft":
         return dataclasses.replace(recipe, average=None, generate=_with_seed(recipe))
-    checkpoint = pretrained_checkpoint(recipe.pretrained)
+    checkpoint = pretrained_checkpoint(pretrained)
     flags = recipe.train.flags | {
         "finetune": recipe.finetune,
         "finetune-from-model": str(checkpoint),

@@ -76,7 +76,7 @@ def record(run: Run, started: float) -> Path | None:
     write_json(result, values)
     cell = values["reproduces"]
     paper = cell["value"] if cell and is_number(cell["value"]) else None
-    story = describe(values["headline"] or "", scores, paper)
+    story = describe(values["headline"], scores, paper)
     log.info("%s: %s (%.0f s)", result, story, time.time() - started)
     return result
 
@@ -93,7 +93,7 @@ def _values(
         run: the run.
         summary: what `summarise` returns for its training.
         records: step → its entry in state.json.
-        scores: subset → its scores, that of the recipe's result first.
+        scores: subset → its scores; the first subset gives the recipe's result.
     """
     recipe = run.recipe
     subset = recipe.subsets[0]

@@ -378,8 +378,10 @@ def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
     stops = {}
     for name in ("model", "train"):
         section = inputs.get(name)
-        flags = section.get("flags") if isinstance(section, dict) else None
-        if not isinstance(section, dict) or not isinstance(flags, dict):
+        if not isinstance(section, dict):
+            continue
+        flags = section.get("flags")
+        if not isinstance(flags, dict):
             continue
         stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
         left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)

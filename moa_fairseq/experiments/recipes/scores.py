@@ -47,7 +47,7 @@ _SETTINGS = (
     "post-process",
     "remove-bpe",
 )
-Scores = dict[str, Any]  # metric → its number and what belongs to it; "meta"
+Scores = dict[str, Any]  # metric → its score and details; "meta" → facts about the evaluation
 
 
 def scores_in(path: Path, recipe: Recipe, data: Path, subset: str) -> Scores:
@@ -100,7 +100,7 @@ def read_report(text: str, path: Path, recipe: Recipe, data_tokens: int | None =
     }
 
 
-def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> Scores:
+def _evaluation(text: str, path: Path, recipe: Recipe, data_tokens: int | None) -> dict[str, Any]:
     """The settings and the number of tokens of an evaluation, see `read_report`."""
     flags = recipe.score.flags if recipe.score else {}
     evaluation = {name.replace("-", "_"): flags[name] for name in _SETTINGS if name in flags}
@@ -151,7 +151,7 @@ def _metrics_in(scores: Scores) -> list[str]:
     return [name for name in HEADLINE_METRICS if name in scores]
 
 
-def flat_metrics(scores: Scores) -> Scores:
+def flat_metrics(scores: Scores) -> dict[str, Any]:
     """{'multi_bleu': {'score': x, ...}, ...} → {'multi_bleu': x, ..., 'sacrebleu_signature': '...'}."""
     names = _metrics_in(scores)
     metrics = {}

@@ -67,10 +67,11 @@ def steps(run: Run) -> list[Step]:
         if recipe.zero_shot:
             evaluations.append(_zero_shot(run, recipe.zero_shot, model_steps))
     elif recipe.generate:
-        for subset in recipe.subsets:
-            evaluations.append(_generate(run, recipe.generate, subset, model_steps))
+        section = recipe.generate
+        translations = [_generate(run, section, subset, model_steps) for subset in recipe.subsets]
+        evaluations += translations
         if recipe.score:
-            evaluations += [_score(run, recipe.score, step) for step in evaluations]
+            evaluations += [_score(run, recipe.score, step) for step in translations]
     return [*before, *model_steps, *evaluations]
 
 
@@ -98,43 +99,42 @@ class _Training:
     def __init__(self, run: Run) -> None:
         train = run.recipe.train
         self.run = run
-        self.recipe = run.recipe
         self.batch = plan_batch(train, run.hardware.devices)
         self.precision = precision_name(train.precision, run.hardware, run.recipe.model)
-        self.log = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
+        self.train_log = TrainLog(run.folder / "train.jsonl", train.max_epoch, train.max_update)
 
     def step(self) -> Step:
-        """The step, which resumes in its folder."""
+        """The step. A later start resumes the training in its folder."""
         return Step(
             "train",
             self.run.checkpoints,
             self.run.command("fairseq-train", self.flags()),
             self.inputs,
-            watch=self.log,
+            watch=self.train_log,
             finish=self.facts,
             in_place=True,
-            goal=self.recipe.goal,
+            goal=self.run.recipe.goal,
             ready=self.check_resumption,
             conditions=self.conditions,
             as_of_today=as_of_today,
         )
 
     def flags(self) -> Values:
-        """The flags of fairseq-train, those of the recipe above those of the hardware."""
-        train = self.recipe.train
+        """The flags of fairseq-train. Flags of the recipe replace those that suit the hardware."""
+        train = self.run.recipe.train
         hardware = self.run.hardware
         world = hardware.world
         # fairseq's own choice (nccl, pytorch_ddp) is for GPUs only. No recipe needs --find-unused-parameters:
         # an unselected expert has a gradient of zeros. A data worker is forked in each epoch; on a CPU,
         # with the training's large memory, every page that the training writes to is then copied.
-        values = self.recipe.model.as_flags() | {"criterion": train.criterion}
+        values = self.run.recipe.model.as_flags() | {"criterion": train.criterion}
         if not hardware.gpus:
             values["num-workers"] = 0
         if not hardware.gpus and world:
             values.update({"distributed-backend": "gloo", "ddp-backend": "legacy_ddp"})
         values.update(train.flags)
-        training_flags = self.recipe.training_flags
-        if self.recipe.data.segmentation == SENTENCEPIECE and training_flags.get("eval-bleu"):
+        training_flags = self.run.recipe.training_flags
+        if self.run.recipe.data.segmentation == SENTENCEPIECE and training_flags.get("eval-bleu"):
             values["eval-bleu-remove-bpe"] = SENTENCEPIECE
         if logs := training_flags.get("tensorboard-logdir"):
             values["tensorboard-logdir"] = str(self.run.folder / logs)
@@ -149,14 +149,17 @@ class _Training:
 
     @functools.cached_property
     def digest(self) -> str:
-        """The digest of the data's content, which takes long."""
+        """The digest of the data's content. It takes long to compute."""
         return content_digest(self.run.prepared.folder)
 
     def inputs(self) -> Values:
-        """What must not change between two starts; checks a pretrained model before the first."""
-        if self.recipe.finetune and not (self.run.checkpoints / LAST).exists():
-            check_pretrained(self.recipe, self.run.prepared.folder)
-        return {"data": self.run.prepared.fingerprint} | self.recipe.training_inputs
+        """The settings that no later start may change.
+
+        Before the first checkpoint, the pretrained model is checked.
+        """
+        if self.run.recipe.finetune and not (self.run.checkpoints / LAST).exists():
+            check_pretrained(self.run.recipe, self.run.prepared.folder)
+        return {"data": self.run.prepared.fingerprint} | self.run.recipe.training_inputs
 
     def facts(self, checkpoints: Path) -> Values:
         """What state.json records of the training. Raises UserError if it left no checkpoint."""
@@ -164,9 +167,9 @@ class _Training:
             problem = f"fairseq-train wrote no checkpoint into {checkpoints}"
             raise UserError(f"{problem}; its output is in {self.run.folder / 'train.log'}.")
         return {
-            "parameters": sum(self.log.parameters) or None,
-            "updated": self.log.updated,
-            INTERVAL: self.recipe.train.flags.get(INTERVAL),
+            "parameters": sum(self.train_log.parameters) or None,
+            "updated": self.train_log.updated,
+            INTERVAL: self.run.recipe.train.flags.get(INTERVAL),
         }
 
     def check_resumption(self) -> None:
@@ -182,14 +185,14 @@ class _Training:
                 "Give --data its original data, or --restart to move the run aside and start over."
             )
         complete_the_last(checkpoints)
-        has_optimizer = not self.recipe.training_flags.get("no-save-optimizer-state")
+        has_optimizer = not self.run.recipe.training_flags.get("no-save-optimizer-state")
         if (checkpoints / LAST).exists() and not has_optimizer:
             reason = "its checkpoints have no optimizer (train.flags.no-save-optimizer-state)"
             remedy = "Start over with --restart; without the flag a run can resume."
             raise UserError(f"{problem}: {reason}. {remedy}")
 
     def conditions(self) -> Values:
-        """What the provenance of the training has in addition."""
+        """The provenance of the training beyond that of every step."""
         record = dict(
             self.run.conditions, precision=self.precision, threads=torch.get_num_threads()
         )

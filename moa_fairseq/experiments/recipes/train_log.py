@@ -106,7 +106,7 @@ def prune(path: Path, updates: int) -> None:
                 stream.write(f"{json.dumps(record)}\n")
 
 
-def summarise(path: Path) -> LogRecord:
+def summarise(path: Path) -> dict[str, Any]:
     """A summary of a training in a few numbers.
 
     Args:
@@ -132,7 +132,7 @@ def summarise(path: Path) -> LogRecord:
             tokens += in_epoch
             seconds += in_epoch / speed
     pace = finite(tokens / seconds) if seconds else None
-    summary: LogRecord = {
+    summary: dict[str, Any] = {
         "updates": max(map(updates_of, records), default=0),
         "epochs": len(epochs),
         "train_seconds": round(seconds, 1) if math.isfinite(seconds) else None,

@@ -79,7 +79,10 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
 
 
 def _add(sums: State, leaders: dict[str, str], model: State) -> None:
-    """Add a model; parameters that do not share storage in it get sums of their own."""
+    """Add a model to `sums`.
+
+    A parameter that it no longer shares gets a separate sum; `leaders` is updated.
+    """
     leaders_of_model = shared_storage(model)
     for key, leader in list(leaders.items()):
         if key != leader and leaders_of_model[key] != leaders_of_model[leader]:
@@ -98,7 +101,7 @@ def _seed(state: Mapping[str, Any]) -> int | None:
 
 
 def _check_seeds(seeds: Mapping[int, Path]) -> None:
-    """Raise UserError for checkpoints of two trainings; seed → the first checkpoint with it."""
+    """Raise UserError if there are several seeds. `seeds` maps a seed to the first checkpoint with it."""
     if len(seeds) > 1:
         (seed_a, path_a), (seed_b, path_b) = seeds.items()
         raise UserError(
@@ -243,7 +246,7 @@ def run(args: argparse.Namespace) -> int:
     """Average and write the result, or nothing."""
     by_updates = args.num_update_checkpoints is not None
     number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
-    flag = f"--num-{'update' if by_updates else 'epoch'}-checkpoints"
+    flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
     folders = list(filter(Path.is_dir, args.inputs))
     if number is None and args.checkpoint_upper_bound is not None:
         raise UserError(

@@ -246,9 +246,9 @@ def tokenizer_for(lang: str, requested: str | None = None) -> tuple[str, str]:
 def _remedy(tokenizer: str) -> str:
     """How to install what a tokeniser of sacreBLEU needs."""
     extra = _EXTRAS.get(tokenizer)
-    return (
-        f"pip install 'sacrebleu[{extra}]'" if extra else "see https://github.com/mjpost/sacrebleu"
-    )
+    if extra:
+        return f"pip install 'sacrebleu[{extra}]'"
+    return "see https://github.com/mjpost/sacrebleu"
 
 
 class RunningText(NamedTuple):

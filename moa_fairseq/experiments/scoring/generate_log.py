@@ -52,9 +52,9 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         UserError: naming the file and line, for a missing or incomplete log, bytes that are not UTF-8, a
             sentence that occurs twice, or a log without targets or translations.
     """
-    parsed = _parse(path)
-    targets = parsed.entries["T"]
-    hypotheses = parsed.entries["H"]
+    entries, language, is_complete = _parse(path)
+    targets = entries["T"]
+    hypotheses = entries["H"]
     if not hypotheses:
         raise UserError(
             f"{path} holds no translation (no line H-...). Give the output of fairseq-generate run "
@@ -67,9 +67,9 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         )
     ids = sorted(targets.keys() & hypotheses.keys())
     lonely = sorted(targets.keys() ^ hypotheses.keys())
-    if (lonely or not parsed.is_complete) and not (allow_partial and ids):
+    if (lonely or not is_complete) and not (allow_partial and ids):
         reason = "has no closing line 'Generate ... with beam=...'"
-        if parsed.is_complete:
+        if is_complete:
             reason = f"has a target or a hypothesis, but not both, for sentence {lonely[0]}"
         raise UserError(
             f"{path} {reason}: the generation was cut short, or is still running. Run fairseq-generate to "
@@ -79,28 +79,19 @@ def read_generate_log(path: str | Path, allow_partial: bool = False) -> Generate
         ids=ids,
         targets=[targets[i] for i in ids],
         hypotheses=[hypotheses[i] for i in ids],
-        decoded=[parsed.entries["D"].get(i, hypotheses[i]) for i in ids],
-        target_lang=parsed.language,
-        complete=parsed.is_complete,
+        decoded=[entries["D"].get(i, hypotheses[i]) for i in ids],
+        target_lang=language,
+        complete=is_complete,
     )
 
 
-class _ParsedLog(NamedTuple):
-    """The lines of a log.
+def _parse(path: str | Path) -> tuple[dict[str, dict[int, str]], str | None, bool]:
+    """The lines of a log. Raise UserError for a sentence that occurs twice.
 
-    Args:
-        entries: kind of line → sentence id → text.
-        language: the target language, or None if the log does not name it.
-        is_complete: whether the log has its closing line.
+    Returns:
+        Kind of line → sentence id → text; the target language, or None if the log does not name it; and
+        whether the log has its closing line.
     """
-
-    entries: dict[str, dict[int, str]]
-    language: str | None
-    is_complete: bool
-
-
-def _parse(path: str | Path) -> _ParsedLog:
-    """The lines of a log. Raise UserError for a sentence that occurs twice."""
     entries: dict[str, dict[int, str]] = {kind: {} for kind in "STHD"}
     language = None
     is_complete = False
@@ -125,7 +116,7 @@ def _parse(path: str | Path) -> _ParsedLog:
                 f"more than one run. Give the log of a single fairseq-generate."
             )
         entries[kind][sentence] = text
-    return _ParsedLog(entries, language, is_complete)
+    return entries, language, is_complete
 
 
 def _is_last_line(line: str) -> bool:

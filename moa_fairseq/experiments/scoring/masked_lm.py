@@ -83,7 +83,7 @@ def measure(
     samples = 0
     dictionary = task.source_dictionary
 
-    def add_up(sums: Values, tokens: Tensor, values: Tensor) -> None:
+    def add_up(sums: dict[str, Any], tokens: Tensor, values: Tensor) -> None:
         start = tokens.eq(dictionary.bos())
         end = tokens.eq(dictionary.eos())
         for kind, chosen in ((START, start), (LINE_END, end), (TEXT, ~(start | end))):

@@ -23,7 +23,7 @@ log = logging.getLogger(__name__)
 
 
 class Provenance(NamedTuple):
-    """What made a run, with the names of a record's keys; None if it is unknown.
+    """What made a run. The fields are keys of a record; an unknown field is None.
 
     Args:
         precision: see `precision_name`.
@@ -47,15 +47,15 @@ class Provenance(NamedTuple):
         return cls(**selected(record, cls._fields))
 
     @classmethod
-    def of_training(cls, sessions: dict[str, Any]) -> Provenance:
-        """The provenance in a run folder, as `maker` returns it."""
+    def of_training(cls, made_by: dict[str, Any]) -> Provenance:
+        """The provenance of a training, from what `maker` returns."""
         hardware = None
-        if sessions.get("hardware"):
-            hardware = f"{sessions['hardware']}, {sessions.get('threads')} threads"
-        return cls.of_record(sessions)._replace(hardware=hardware)
+        if made_by.get("hardware"):
+            hardware = f"{made_by['hardware']}, {made_by.get('threads')} threads"
+        return cls.of_record(made_by)._replace(hardware=hardware)
 
     def as_record(self) -> Content:
-        """The keys of a record, without unknown ones."""
+        """The known fields, as keys of a record."""
         return {key: value for key, value in self._asdict().items() if value is not None}
 
 
@@ -108,7 +108,7 @@ class Trained(NamedTuple):
 
     Args:
         run: the run.
-        provenance: what made it.
+        provenance: what made the run.
     """
 
     run: Run
@@ -216,7 +216,7 @@ def blocks_made_elsewhere(
     elsewhere: set[tuple[int, str]] = set()
     conditions: dict[str, Conditions] = {}
     for run, provenance in trained:
-        if run.block not in blocks - elsewhere:
+        if run.block not in blocks or run.block in elsewhere:
             continue
         if run.system not in conditions:  # the conditions do not depend on the seed
             conditions[run.system] = place.conditions(run)

@@ -16,7 +16,9 @@ from moa_fairseq.experiments.recipes.schema import EXECUTION_FLAGS, Recipe
 from moa_fairseq.experiments.records.json_files import changes
 from moa_fairseq.experiments.study.records import REMEDY, Content, Record, records_of
 
-_ANEW = "Take the change back, or give the study another name, under which it starts over."
+_UNDO_OR_RENAME = (
+    "Take the change back, or give the study another name, under which it starts over."
+)
 # Not part of a record's settings: the seed and the precision, which are separate fields of the record, and
 # settings that change only how a training is executed
 _FREE = (
@@ -226,7 +228,7 @@ def fitting_records(study: Study, runs: list[Run], strict: bool = False) -> Reco
         recorded.update(records_of(folder))
     fitting: Records = {}
     misfits = []
-    settings: Records = {}  # system → what `settings_of` returns
+    settings: dict[str, Settings] = {}  # system → what `settings_of` returns
     for run in runs:
         record = recorded.get((run.system, run.seed))
         if record is None:
@@ -263,10 +265,10 @@ class Misfit(NamedTuple):
     remedy: str
 
 
-def _misfit(study: Study, run: Run, record: Record, settings: Records) -> Misfit | None:
+def _misfit(study: Study, run: Run, record: Record, settings: dict[str, Settings]) -> Misfit | None:
     """Why a record does not fit a run, or None; `settings` remembers those of each system."""
     content = record.content
-    remedy = _ANEW
+    remedy = _UNDO_OR_RENAME
     if content["study"] != study.study:  # copied from another folder
         before = {"study": content["study"]}
         now: Settings = {"study": study.study}

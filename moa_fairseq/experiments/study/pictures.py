@@ -22,7 +22,7 @@ from moa_fairseq.experiments.scoring.significance import (
     WORSE,
 )
 from moa_fairseq.experiments.study.design import Study
-from moa_fairseq.experiments.study.report import difference_to_baseline
+from moa_fairseq.experiments.study.report import Report, difference_to_baseline
 from moa_fairseq.experiments.tables import values_of
 
 WIDTH = 5.6  # inches; if the picture is 400 pixels wide, a text of 9 points has letters of 9 pixels
@@ -33,7 +33,6 @@ LABEL_LETTERS = 27
 LEGEND_LETTERS = 84
 LEGEND_MARK = 7  # letters that the mark of a legend's entry, and the space around it, take up
 LINE_HEIGHT = 0.22  # inches of a line of a label
-Report = dict[str, Any]  # what `report` returns
 
 
 class Look(NamedTuple):

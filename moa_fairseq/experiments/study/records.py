@@ -38,7 +38,7 @@ _KINDS |= dict.fromkeys(("seed", "parameters", "tokens_per_second", "unknown"), 
 _KINDS |= dict.fromkeys(
     ("study", "system", "end", "commit", "data", "hardware", "precision", "command"), TEXT
 )
-Content = dict[str, Any]  # of a record
+Content = dict[str, Any]  # the content of a record
 
 
 class Record(NamedTuple):

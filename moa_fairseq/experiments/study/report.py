@@ -29,15 +29,16 @@ from moa_fairseq.experiments.scoring.generate_log import lines_of, read_lines
 from moa_fairseq.experiments.scoring.significance import holm, paired, verdict
 from moa_fairseq.experiments.study.design import Records, Run, Study, fitting_records
 from moa_fairseq.experiments.study.losses import Losses, common_levels, losses_of, pairs_of
-from moa_fairseq.experiments.study.records import DIVERGED, outputs_of
+from moa_fairseq.experiments.study.records import DIVERGED, Content, outputs_of
 from moa_fairseq.experiments.tables import values_of
 from moa_fairseq.process import flags
 
 log = logging.getLogger(__name__)
-Row = dict[str, Any]  # of a table
+Row = dict[str, Any]  # a row of a table
+Report = dict[str, Any]  # what `report` returns
 
 
-def report(study: Study, runs: list[Run], references: Path | None = None) -> dict[str, Any]:
+def report(study: Study, runs: list[Run], references: Path | None = None) -> Report:
     """The tables as data, and the provenance of the records; only complete seeds count.
 
     Args:
@@ -76,7 +77,7 @@ def report(study: Study, runs: list[Run], references: Path | None = None) -> dic
         )
     if references:
         tables["translations"] = _translations(study, complete, references)
-    content: dict[str, Any] = {"study": study.study, "runs": len(rows), "planned": len(runs)}
+    content: Report = {"study": study.study, "runs": len(rows), "planned": len(runs)}
     unknown = {row["unknown"] for row in rows if row.get("unknown") is not None}
     if unknown:
         content["unknown"] = max(unknown)
@@ -133,13 +134,13 @@ def _systems(
     return systems
 
 
-def _provenance_of(rows: list[Row]) -> dict[str, dict[str, list[int]]]:
+def _provenance_of(records: list[Content]) -> dict[str, dict[str, list[int]]]:
     """The provenance in the records: commit, hardware, precision or versions → a value → its seeds."""
     made_by = {}
     for key in ("commit", "hardware", "precision", "versions"):
         seeds = defaultdict(set)
-        for row in rows:
-            seeds[str(row.get(key, "not recorded"))].add(row["seed"])
+        for record in records:
+            seeds[str(record.get(key, "not recorded"))].add(record["seed"])
         made_by[key] = {value: sorted(seeds[value]) for value in sorted(seeds)}
     return made_by
 
@@ -179,21 +180,24 @@ def _warn_of_unequal_runs(runs: list[Run], records: Records) -> None:
             log.warning("the runs of %s have %s: differences may come from that", scope, difference)
 
 
-def _speed(rows: list[Row], first: str, all_rows: list[Row]) -> float | None:
+def _speed(records: list[Content], first: str, all_records: list[Content]) -> float | None:
     """Tokens per second ÷ those of the first system with the same seed, which had the same kind of machine.
 
     The result is the median over the seeds, because some runs share the machine with other work.
     """
-    base = {row["seed"]: row["tokens_per_second"] for row in all_rows if row["system"] == first}
+    base = {}
+    for record in all_records:
+        if record["system"] == first:
+            base[record["seed"]] = record["tokens_per_second"]
     ratios = []
-    for row in rows:
-        base_speed = base.get(row["seed"])
-        if row["tokens_per_second"] and base_speed:
-            ratios.append(row["tokens_per_second"] / base_speed)
+    for record in records:
+        base_speed = base.get(record["seed"])
+        if record["tokens_per_second"] and base_speed:
+            ratios.append(record["tokens_per_second"] / base_speed)
     return float(np.median(ratios)) if ratios else None
 
 
-def _mean_curve(records: list[Row]) -> list[list[float]]:
+def _mean_curve(records: list[Content]) -> list[list[float]]:
     """The training and the validation loss at each validation, means over the runs that did not diverge."""
     curves = [pairs_of(record) for record in records if record["end"] != DIVERGED]
     if not curves:
@@ -311,7 +315,7 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[Row]:
         seeds = sorted(first.keys() & second.keys())
         if not seeds:
             continue
-        log.info("%s: dealing the outputs of %d seeds anew", name, len(seeds))
+        log.info("%s: exchanging the outputs of %d seeds at random", name, len(seeds))
         ours = [first[seed] for seed in seeds]
         theirs = [second[seed] for seed in seeds]
         for row in against(ours, theirs)["metrics"]:

@@ -4,6 +4,7 @@ from typing import Any
 
 from moa_fairseq.experiments.scoring.against import interval_of
 from moa_fairseq.experiments.study.design import Study
+from moa_fairseq.experiments.study.report import Report
 from moa_fairseq.experiments.tables import Column, Table, page
 
 SYSTEM_COLUMNS = (
@@ -78,7 +79,7 @@ HEADINGS = {
 }
 
 
-def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> str:
+def as_text(study: Study, content: Report, markdown: bool = False) -> str:
     """The report as text with tables.
 
     Args:
@@ -103,7 +104,7 @@ def as_text(study: Study, content: dict[str, Any], markdown: bool = False) -> st
     return page(blocks, markdown)
 
 
-def _introduction(study: Study, content: dict[str, Any], seeds: int | None) -> list[str | Table]:
+def _introduction(study: Study, content: Report, seeds: int | None) -> list[str | Table]:
     """The question, and what the columns of the first table mean."""
     measure = "that of the last validation"
     if study.last > 1:
@@ -119,7 +120,7 @@ def _introduction(study: Study, content: dict[str, Any], seeds: int | None) -> l
     ]
 
 
-def _systems(content: dict[str, Any], seeds: int | None) -> Table:
+def _systems(content: Report, seeds: int | None) -> Table:
     base = content["systems"][0]
     lines = []
     for row in content["systems"]:
@@ -148,7 +149,7 @@ def _caches(rows: list[dict[str, Any]]) -> Table:
     return Table(CACHE_COLUMNS, lines)
 
 
-def _equal_seeds(content: dict[str, Any]) -> int | None:
+def _equal_seeds(content: Report) -> int | None:
     """The number of seeds if all rows of all tables have the same number, else None."""
     tables = [content.get(key, []) for key in ("systems", *HEADINGS)]
     numbers = {row["n"] for rows in tables for row in rows if "n" in row}

@@ -57,7 +57,7 @@ class Outcome(NamedTuple):
     """What a training led to.
 
     Args:
-        provenance: what made it.
+        provenance: what made the training.
         curve: its validations, as `curve_of` returns them.
         has_diverged: whether the training ended because it diverged.
     """
@@ -146,17 +146,17 @@ def run_pending(runs: list[Run], place: Place) -> None:
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                if _was_started_elsewhere(run, runs, records, place):
+                if _belongs_elsewhere(run, runs, records, place):
                     elsewhere.add(run.block)
                     continue
                 log.info("%d of %d: %s", number, len(runs), run.name)
                 _train_and_record(run, place)
 
 
-def _was_started_elsewhere(
+def _belongs_elsewhere(
     run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], place: Place
 ) -> bool:
-    """Whether the run's block cannot be continued here; a UserError if another commit trained a run."""
+    """Whether a run's block cannot be continued here. Raise UserError if another commit trained a run."""
     trained = []
     for recorded_run in runs:
         record = records.get((recorded_run.system, recorded_run.seed))
@@ -195,7 +195,7 @@ def _train_and_record(run: Run, place: Place) -> None:
     metrics = {}
     if place.study.stage == "all" and not outcome.has_diverged:
         metrics = _metrics(folder)
-    if metrics:  # before the record: a run that has one is never repeated
+    if metrics:  # written before the record, because a recorded run is never repeated
         _write_outputs(run, folder)
     end = FINISHED
     if outcome.has_diverged or outcome.curve[-1]["valid"] is None:
@@ -236,7 +236,10 @@ def _write_outputs(run: Run, folder: Path) -> None:
 
 
 def _command(run: Run, place: Place) -> list[str]:
-    """The command of a run's recipe, with the system's values; the seed comes last, so that it counts."""
+    """The command of a run's recipe with the system's values.
+
+    The seed comes last, so that no value replaces it.
+    """
     values = {
         "gpus": place.gpus,
         "data": place.data,
