@@ -69,6 +69,17 @@ def test_ids_and_text_are_the_runs(folders, tmp_path, name):
     assert any(tokenizer.mask_token_id in row for row in target) == (name == "gpt2")
 
 
+def test_a_tokenizer_replaces_the_one_that_stands_in_its_folder(folders, tmp_path):
+    for name in ("pieces", "merges"):
+        tokenizer = AutoTokenizer.from_pretrained(folders / name)
+        tokenizer.save_pretrained(tmp_path)
+    again = AutoTokenizer.from_pretrained(tmp_path)
+    again.save_pretrained(tmp_path)  # onto its own files
+    line = LINES["en"][0]
+    assert again(line)["input_ids"] == tokenizer(line)["input_ids"]
+    assert AutoTokenizer.from_pretrained(tmp_path)(line) == tokenizer(line)
+
+
 def test_a_batch_is_padded_and_a_pair_is_refused(folders):
     tokenizer = AutoTokenizer.from_pretrained(folders / "merges")
     batch = tokenizer(["Save", "Click the button"], padding=True, return_tensors="pt")

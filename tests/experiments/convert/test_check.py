@@ -1,6 +1,7 @@
 """The comparison of two models: the sentences that they read, and their losses."""
 
 import argparse
+import copy
 
 import pytest
 import torch
@@ -31,6 +32,27 @@ def test_models_are_compared_on_sentences_that_they_read(limit, positions, lengt
     one, other = Reader(), Reader()
     check.largest_difference(one, other, "masked LM", argparse.Namespace(**settings))
     assert one.lengths == other.lengths == [length]
+
+
+class Translator(torch.nn.Module):
+    """Two dictionaries; returns the logits [B, T, V] of random weights."""
+
+    def __init__(self, source_symbols, target_symbols):
+        super().__init__()
+        self.encoder = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(source_symbols, 4)})
+        self.decoder = torch.nn.ModuleDict({"embed_tokens": torch.nn.Embedding(target_symbols, 4)})
+
+    def forward(self, source, lengths, tokens):
+        context = self.encoder["embed_tokens"](source).mean(1, keepdim=True)
+        words = self.decoder["embed_tokens"]
+        return ((words(tokens) + context) @ words.weight.T,)
+
+
+@pytest.mark.parametrize("symbols", [(9, 30), (30, 9)])
+def test_sentences_have_words_of_both_dictionaries(symbols):
+    model = Translator(*symbols)
+    settings = argparse.Namespace(max_source_positions=50, max_target_positions=50)
+    assert check.largest_difference(model, copy.deepcopy(model), "translation", settings) == 0
 
 
 def test_losses_are_those_of_tokens_and_settings_of_other_versions_do_not_count(tmp_path):

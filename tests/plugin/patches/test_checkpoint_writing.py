@@ -172,6 +172,16 @@ def test_a_kill_between_writing_and_renaming(write, old):
     assert not list(old.parent.glob("*.tmp"))
 
 
+@pytest.mark.parametrize("name", ["notes.tmp", "train.log.tmp", "model.pt.tmp", "checkpoint.tmp"])
+def test_temporary_files_of_others_stay(old, name):
+    leftover = old.with_name("checkpoint_1_50.pt.tmp")
+    leftover.write_bytes(b"half")
+    old.with_name(name).write_text("theirs")
+    save(old)
+    assert old.with_name(name).read_text() == "theirs"
+    assert not leftover.exists()
+
+
 def test_a_fault_while_a_checkpoint_is_copied(old, monkeypatch):
     def fault(*paths):
         raise OSError(errno.EIO, os.strerror(errno.EIO))
