@@ -1,10 +1,9 @@
-"""gpu_check.sh, setup.sh and wheels.sh: with stand-ins, which Python is taken and what is done again."""
+"""gpu_check.sh and wheels.sh: with stand-ins, which Python is taken and what is done again."""
 
 import os
 import re
 import shutil
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
@@ -132,117 +131,6 @@ def test_what_failed_or_had_no_time_is_done_next_time(check):
     assert (
         done.returncode == 0 and len(first) > 10 and len(again) == 1 and "sdpa.py" in again[0]
     )
-
-
-@pytest.fixture
-def setup(tmp_path):
-    """setup(FLAG…) runs a copy of setup.sh without network; the first Python is that of an environment."""
-    project = tmp_path / "project"
-    (project / "scripts").mkdir(parents=True)
-    shutil.copy(ROOT / "scripts" / "setup.sh", project / "scripts")
-    (project / "scripts" / "requirements.txt").write_text("")
-    entry = "entry_points={'console_scripts': ['moa-fairseq = moa_fairseq:main']}"
-    (project / "setup.py").write_text(
-        f"from setuptools import setup\nsetup(name='moa', packages=[], {entry})\n"
-    )
-    (project / "moa_fairseq").mkdir()
-    (project / "moa_fairseq" / "__init__.py").write_text("")
-    subprocess.run(
-        [sys.executable, "-m", "venv", "--without-pip", tmp_path / "base"], check=True
-    )
-
-    def run(*words, **settings):
-        kept = {
-            name: value
-            for name, value in os.environ.items()
-            if not name.startswith(("PYTHON", "VIRTUAL", "PIP"))
-        }
-        kept |= {
-            "PATH": f"{tmp_path / 'base' / 'bin'}{os.pathsep}{kept['PATH']}",
-            "PIP_NO_INDEX": "1",
-        }
-        kept["PIP_CONFIG_FILE"] = os.devnull
-        command = ["bash", str(project / "scripts" / "setup.sh"), *words]
-        return subprocess.run(command, env={**kept, **settings}, capture_output=True, text=True)
-
-    return run
-
-
-@pytest.mark.thorough
-def test_the_torch_of_a_virtual_environment_is_shared(setup, tmp_path):
-    """An environment made from an environment sees the system's packages, not that one's."""
-    (site,) = (tmp_path / "base").glob("lib/python*/site-packages")
-    (site / "torch").mkdir()
-    (site / "torch" / "__init__.py").write_text("__version__ = '2.11.0+cu130'")
-    done = setup()
-    assert "keeping torch 2.11.0+cu130" in done.stdout, done.stdout + done.stderr
-    python = tmp_path / "project" / ".venv" / "bin" / "python"
-    assert subprocess.run([python, "-c", "import torch"], cwd=tmp_path).returncode == 0
-
-
-@pytest.mark.thorough
-def test_no_environment_without_torch_is_left_behind(setup, tmp_path):
-    done = setup()
-    assert done.returncode == 1 and "could not install torch" in done.stderr
-    assert not (tmp_path / "project" / ".venv").exists()
-
-
-OPTIONS = {
-    "": ".venv",
-    "--integrations": ".venv-integrations",
-    "--zero-shot": ".venv-zero-shot",
-}
-# as today, and as it was written once: for each of the three
-STAMPS = ("{}\ntorch==2.13.0", "{} torch==2.13.0", "{} torch==2.13.0 ", "{} /usr/bin/python")
-
-
-def test_the_environment_of_another_checkout_is_left_to_it(setup, tmp_path):
-    other = tmp_path / "an other"
-    project = tmp_path / "project"
-
-    def refused(environment, *words, **settings):
-        for stamp in STAMPS:
-            (environment / ".moa_fairseq_setup").write_text("1 2\n" + stamp.format(other))
-            before = {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")}
-            done = setup(*words, **settings)
-            assert (
-                done.returncode == 1 and f"{environment} was set up for {other}," in done.stderr
-            )
-            assert str(project) in done.stderr
-            assert {path: path.lstat().st_mtime_ns for path in tmp_path.rglob("*")} == before
-        return re.search(r"rm -rf '.*?'|deactivate", done.stderr)[0]
-
-    (other / ".venv" / "bin").mkdir(parents=True)
-    (other / ".venv" / "bin" / "python").symlink_to(tmp_path / "base" / "bin" / "python")
-    assert refused(other / ".venv", VIRTUAL_ENV=str(other / ".venv")) == "deactivate"
-    for option, name in OPTIONS.items():
-        shutil.copytree(other / ".venv", project / name, symlinks=True)
-        subprocess.run(refused(project / name, *option.split()), shell=True, check=True)
-        (project / name).symlink_to(other / ".venv")
-        subprocess.run(refused(project / name, *option.split()), shell=True, check=True)
-        assert (
-            not os.path.lexists(project / name)
-            and (other / ".venv" / "bin" / "python").exists()
-        )
-
-
-@pytest.mark.parametrize("stamp", STAMPS[:2])
-def test_an_environment_of_this_checkout_under_another_path_is_its_own(setup, tmp_path, stamp):
-    (tmp_path / "project" / ".venv").mkdir()
-    (tmp_path / "path to it").symlink_to(tmp_path / "project")
-    text = "1 2\n" + stamp.format(tmp_path / "path to it")
-    (tmp_path / "project" / ".venv" / ".moa_fairseq_setup").write_text(text)
-    assert "was set up for" not in setup().stderr
-
-
-def test_no_folder_that_a_link_leads_to_is_cleared(setup, tmp_path):
-    """`venv --clear` would."""
-    (tmp_path / "work").mkdir()
-    (tmp_path / "work" / "thesis.txt").touch()
-    (tmp_path / "project" / ".venv").symlink_to(tmp_path / "work")
-    done = setup()
-    assert done.returncode == 1 and str(tmp_path / "work") in done.stderr
-    assert (tmp_path / "work" / "thesis.txt").exists()
 
 
 def test_the_subset_names_what_is_pinned():
