@@ -10,7 +10,7 @@ import os
 import re
 import reprlib
 import sys
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -83,20 +83,20 @@ class Split(NamedTuple):
 
 def preprocess_pairs(pairs: Sequence[Pair], treatment: Treatment) -> list[Pair | str]:
     """Process pairs of lines. Returns each processed pair, or the reason for dropping it."""
-    return [_treat(pair, treatment) for pair in pairs]
+    return [_preprocess(pair, treatment) for pair in pairs]
 
 
-def _treat(pair: Pair, treatment: Treatment) -> Pair | str:
+def _preprocess(pair: Pair, treatment: Treatment) -> Pair | str:
     """The processed pair, or the reason for dropping it."""
-    for text in pair:
-        if text.startswith(BAD):
-            return text[len(BAD) :]
-    sides = map(words_of, pair, treatment.steps)
+    for line in pair:
+        if line.startswith(BAD):
+            return line.removeprefix(BAD)
+    source, target = map(words_of, pair, treatment.steps)
     if isinstance(treatment.codes, tuple):
-        sides = map(pieces.encode, treatment.codes, sides)
+        source, target = map(pieces.encode, treatment.codes, (source, target))
     elif treatment.codes:
-        sides = map(MergeCodec(load_codes(treatment.codes)).encode, sides)
-    source, target = sides
+        merges = MergeCodec(load_codes(treatment.codes))
+        source, target = merges.encode(source), merges.encode(target)
     if treatment.cleaning:
         return clean(source, target, treatment.cleaning)
     return source, target
@@ -142,6 +142,7 @@ class _Output:
     ) -> None:
         self.name = name
         self.lines = 0
+        self.drops: collections.Counter[str] = collections.Counter()  # reason → pairs left out
         self.tokens = dict.fromkeys(languages, 0)
         self.streams = {}
         for language in languages:
@@ -165,56 +166,60 @@ class _Output:
         return facts
 
     def describe(self) -> str:
-        """The numbers of pairs and tokens, for the log."""
+        """The numbers of pairs, tokens and dropped pairs, for the log."""
         tokens = [f"{number:,} {language} tokens" for language, number in self.tokens.items()]
-        return f"{self.lines:,} pairs, {', '.join(tokens)}"
+        drops = [f"; {number:,} dropped: {reason}" for reason, number in sorted(self.drops.items())]
+        return f"{self.name}: {self.lines:,} pairs, {', '.join(tokens)}{''.join(drops)}"
 
 
 def _write_split(
     split: Split, languages: Sequence[str], folder: Path, workers: int
 ) -> dict[str, dict[str, Any]]:
     """Write a split and the split that it holds out; the facts of both as in `write_splits`."""
-    read = retained = 0
-    drops: collections.Counter[str] = collections.Counter()
+    retained = 0
     with contextlib.ExitStack() as stack:
         main = _Output(folder, split.name, languages, stack)
         outputs = [main]
         if split.hold_out:
             outputs.append(_Output(folder, split.hold_out.split, languages, stack))
-        for result in _processed_pairs(split, workers):
-            read += 1
-            if isinstance(result, str):
-                drops[result] += 1
-                continue
-            if split.own:
-                for file, text in zip(split.files[0], result):
-                    refuse_symbols(text, file.path, read)
-            retained += 1
+        for retained, pair in enumerate(_retained_pairs(split, workers, main.drops), 1):
             is_held_out = split.hold_out and retained % split.hold_out.every == 0
-            output = outputs[-1] if is_held_out else main
-            output.write(result)
-    _check_split(split, main, read, drops)
-    dropped = dict(sorted(drops.items()))
-    reasons = "".join(f"; {number:,} dropped: {reason}" for reason, number in dropped.items())
+            outputs[-1 if is_held_out else 0].write(pair)
+    read = retained + main.drops.total()
+    _check_split(split, main, read)
     facts = {}
     for output in outputs:
-        log.info("%s: %s%s", output.name, output.describe(), reasons if output is main else "")
+        log.info(output.describe())
         facts[output.name] = output.facts()
-    facts[split.name].update(read=read, dropped=dropped)
+    facts[split.name].update(read=read, dropped=dict(sorted(main.drops.items())))
     return facts
 
 
-def _processed_pairs(split: Split, workers: int) -> Iterator[Pair | str]:
-    """Each pair of a split as `preprocess_pairs` returns it, in order."""
+def _retained_pairs(split: Split, workers: int, drops: collections.Counter[str]) -> Iterator[Pair]:
+    """The processed pairs of a split, in order; `drops` counts the others by reason."""
     work = functools.partial(preprocess_pairs, treatment=split.treatment)
     batches = chunks(read_pairs(split.files, split.lenient), CHUNK)
-    return itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name))
+    results = itertools.chain.from_iterable(ordered_map(work, batches, workers, split.name))
+    for number, result in enumerate(results, 1):
+        if isinstance(result, str):
+            drops[result] += 1
+            continue
+        if split.own:
+            for file, text in zip(split.files[0], result):
+                refuse_symbols(text, file.path, number)
+        yield result
 
 
-def _check_split(split: Split, output: _Output, read: int, drops: Mapping[str, int]) -> None:
+def _check_split(split: Split, output: _Output, read: int) -> None:
     """Raise UserError for a split with too many bad lines, or without text on one side."""
     files = " and ".join(str(file.path) for file in split.files[0])
-    _refuse_bad_lines(split, files, read, drops)
+    bad = {reason: count for reason, count in output.drops.items() if reason in BAD_LINES}
+    if sum(bad.values()) > MOST_BAD * read:
+        reasons = ", ".join(f"{count:,} with {reason}" for reason, count in bad.items())
+        raise UserError(
+            f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). "
+            f"{_first_bad_line(split)}"
+        )
     if not output.lines:
         raise UserError(
             f"{files}: none of the {read:,} pairs has text on both sides. Check both files."
@@ -224,22 +229,14 @@ def _check_split(split: Split, output: _Output, read: int, drops: Mapping[str, i
             raise no_text([file.path])
 
 
-def _refuse_bad_lines(split: Split, files: str, read: int, dropped: Mapping[str, int]) -> None:
-    """Raise UserError if more than MOST_BAD of the lines are not text."""
-    bad = {reason: count for reason, count in dropped.items() if reason in BAD_LINES}
-    if sum(bad.values()) <= MOST_BAD * read:
-        return
-    reasons = ", ".join(f"{count:,} with {reason}" for reason, count in bad.items())
-    remedy = ""
-    for file in itertools.chain.from_iterable(split.files):
-        try:
+def _first_bad_line(split: Split) -> str:
+    """The first unusable line of a split's files as an error: file, number, problem and remedy."""
+    try:
+        for file in itertools.chain.from_iterable(split.files):
             collections.deque(read_lines(file.path), maxlen=0)
-        except UserError as error:  # its message names the file
-            remedy = str(error)
-            break
-    raise UserError(
-        f"{files}: of {read:,} pairs of lines, too many are not text ({reasons}). {remedy}"
-    )
+    except UserError as error:
+        return str(error)
+    return ""
 
 
 def clean(source: str, target: str, rules: Cleaning) -> Pair | str:

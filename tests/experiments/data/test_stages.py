@@ -271,7 +271,7 @@ def test_data_without_a_known_file_is_no_reason_to_download(tmp_path, recipe, ri
 # (recipe, what is interrupted, its name, at which calls)
 POINTS = [
     ("wmt14_en_de", archives, "atomic_write", (1, 2)),
-    ("wmt14_en_de", text_stages, "_treat", (1, 77, 120, 232)),
+    ("wmt14_en_de", text_stages, "_preprocess", (1, 77, 120, 232)),
     ("wmt14_en_de", text_stages, "get_vocabulary", (1,)),
     ("wmt14_en_de", text_stages, "learn_bpe", (1,)),
     ("wmt14_en_de", make, "replace", (1, 4, 6, 7, 8)),
