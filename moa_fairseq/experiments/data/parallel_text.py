@@ -97,8 +97,8 @@ def read_lines(path: Path, mark_bad: bool = False, most: int = MAX_LINE_BYTES) -
         kind = "zstandard" if type(error).__name__ == "ZstdError" else "gzip"
         if kind == "gzip" and not isinstance(error, (EOFError, zlib.error, gzip.BadGzipFile)):
             raise
-        place = f" after line {number:,}" if number else ""
-        problem = f"{path} is a damaged {kind} file{place} ({error})"
+        position = f" after line {number:,}" if number else ""
+        problem = f"{path} is a damaged {kind} file{position} ({error})"
         raise UserError(f"{problem}. Copy or fetch it again.") from error
 
 
@@ -121,8 +121,8 @@ def _decoded(raw: bytes, encoding: str, most: int) -> str:
     try:
         return raw.decode(encoding).rstrip("\r\n")
     except UnicodeDecodeError as error:
-        place = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
-        raise _BadLine(FOREIGN, f"{place} is not UTF-8.") from error
+        position = f"byte {error.start + 1} of the line (0x{raw[error.start]:02x})"
+        raise _BadLine(FOREIGN, f"{position} is not UTF-8.") from error
 
 
 def _check_controls(path: Path, number: int, odd: int) -> None:
@@ -326,9 +326,9 @@ def find_file(folder: Path | None, name: str) -> Path | None:
         folder: the folder, or None.
         name: a path below the folder; the last part of the path alone is also tried.
     """
-    places = []
-    if folder:
-        places = [folder / name, folder / Path(name).name]
-    plain = [place.with_name(place.name.removesuffix(".gz")) for place in places]
-    packed = [place.with_name(f"{place.name}.gz") for place in plain]
+    if folder is None:
+        return None
+    stem = name.removesuffix(".gz")
+    plain = [folder / stem, folder / Path(stem).name]
+    packed = [path.with_name(f"{path.name}.gz") for path in plain]
     return next(filter(Path.is_file, (*plain, *packed)), None)

@@ -95,10 +95,8 @@ def learn(
                     yield line
                 else:
                     yield from _parts(line)
-        except (
-            Exception,
-            KeyboardInterrupt,
-        ) as error:  # kept, because the trainer replaces it by its own error
+        # Kept, because the trainer replaces it by its own error
+        except (Exception, KeyboardInterrupt) as error:
             interruptions.append(error)
             raise
 
@@ -114,11 +112,13 @@ def learn(
         except (RuntimeError, ValueError) as error:  # a ValueError for a number beyond C++'s int
             if interruptions:
                 raise interruptions[0] from None
-            raise UserError(_story(str(error), source, count, facts, fixed)) from error
+            raise UserError(_explanation(str(error), source, count, facts, fixed)) from error
     return {"pieces": processor(str(model)).get_piece_size()} | facts
 
 
-def _story(problem: str, source: object, count: int, facts: dict[str, int], fixed: bool) -> str:
+def _explanation(
+    problem: str, source: object, count: int, facts: dict[str, int], fixed: bool
+) -> str:
     """The message for a text in the right form on which SentencePiece cannot learn.
 
     Args:
@@ -141,13 +141,13 @@ def _story(problem: str, source: object, count: int, facts: dict[str, int], fixe
     else:
         number = "N"
         reason = "SentencePiece needs three for itself" if count <= 3 else problem
-    story = f"SentencePiece cannot learn {count:,} pieces on {source}: {reason}."
+    failure = f"SentencePiece cannot learn {count:,} pieces on {source}: {reason}."
     if fixed:
         return (
-            f"{story} The data set requires that number: give all of its text, or use text_sp, which has "
+            f"{failure} The data set requires that number: give all of its text, or use text_sp, which has "
             "--bpe."
         )
-    return f"{story} Choose another number: --bpe {number} (data.bpe)."
+    return f"{failure} Choose another number: --bpe {number} (data.bpe)."
 
 
 def _parts(line: str) -> Iterator[str]:

@@ -52,14 +52,15 @@ class Preparation(PreparationJob):
         if self.source and (self.settings["recipe"] == "binarised" or is_binarised(self.source)):
             return self._given(self.source)
         # If two runs prepare one data set at the same time, the second waits and finds everything done.
-        options: dict[str, Any] = {
-            "executor": self.executor,
-            "commands": self.commands,
-            "whole": self.whole,
-        }
         tools = {"tools": tool_versions()}
-        steps = [dataclasses.replace(step, conditions=tools) for step in self.steps()]
-        make(steps, self.root, patience=math.inf, **options)
+        make(
+            [dataclasses.replace(step, conditions=tools) for step in self.steps()],
+            self.root,
+            executor=self.executor,
+            patience=math.inf,
+            commands=self.commands,
+            whole=self.whole,
+        )
         records = read_step_records(self.root)
         record = records.get("binarised") or records.get(f"binarised-{LABEL}")
         if not record:  # plain text, which fairseq does not read
@@ -102,21 +103,19 @@ def classification_steps(job: PreparationJob) -> list[Step]:
         samples = ListOps(**settings).splits(job.workers)
         facts = {}
         for split, expressions in samples.items():
-            fact = write_split(new, split, expressions)
-            facts[split] = fact
-            log.info(
-                "%s: %s expressions, %s tokens", split, f"{fact['lines']:,}", f"{fact['tokens']:,}"
-            )
+            facts[split] = write_split(new, split, expressions)
+            numbers = map("{:,}".format, facts[split].values())
+            log.info("%s: %s expressions, %s tokens", split, *numbers)
         return facts
 
     text = Step("text", job.root / "text", draw, {"listops": settings})
+
+    def copy_groups(new: Path) -> None:
+        shutil.copytree(text.output / GROUPS, new)
+
     both = [job.binarise(text, job.data.subsets, name) for name in (INPUT, LABEL)]
-    groups = Step(
-        f"binarised-{GROUPS}",
-        job.root / "binarised" / GROUPS,
-        lambda new: shutil.copytree(text.output / GROUPS, new) and None,
-        {"text": text},
-    )
+    folder = job.root / "binarised" / GROUPS
+    groups = Step(f"binarised-{GROUPS}", folder, copy_groups, {"text": text})
     return [text, *both, groups, job.manifest(both[-1], generated=settings)]
 
 
@@ -143,8 +142,8 @@ def size_digest(source: Path) -> str:
 
 def _binarised_files(source: Path) -> list[Path]:
     """The files that a digest covers."""
-    place = source / INPUT if is_classification(source) else source
-    files = sorted(place.glob("*.*"))
+    folder = source / INPUT if is_classification(source) else source
+    files = sorted(folder.glob("*.*"))
     return [path for path in files if path.suffix in (".bin", ".idx", ".txt") and path.is_file()]
 
 
@@ -160,7 +159,7 @@ LATER: Values = {
 
 def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Path) -> Path:
     """The folder for the stages of a data section: another folder for other settings or another source."""
-    place = str(source.resolve()) if source else ""
+    origin = str(source.resolve()) if source else ""
     name = "_".join(filter(None, selected(settings, ("recipe", "source", "target")).values()))
     recorded = dict(settings)
     for key, value in LATER.items():
@@ -169,4 +168,4 @@ def prepared_folder(settings: Mapping[str, Any], source: Path | None, parent: Pa
     recorded.pop("allow_unknown", None)  # a key that does not change the data
     if not recorded.get("tokens"):
         recorded.pop("tokens", None)
-    return parent / f"{name}-{fingerprint_of(recorded, place)[:8]}"
+    return parent / f"{name}-{fingerprint_of(recorded, origin)[:8]}"

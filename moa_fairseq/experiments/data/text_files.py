@@ -54,10 +54,10 @@ def text_files(data: Path) -> dict[str, Path]:
     Raises:
         UserError: for anything but an ordinary file, because reading a pipe would hang.
     """
-    within: set[Path] = set()
+    dictionaries: set[Path] = set()
     for pattern in _DICTIONARIES:
-        within.update(data.glob(pattern))
-    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(within)}
+        dictionaries.update(data.glob(pattern))
+    files = {f"{BINARISED}/{path.relative_to(data)}": path for path in sorted(dictionaries)}
     if (data.parent / MANIFEST).is_file():
         for name in _BESIDE:
             for path in sorted(data.parent.glob(name)):
@@ -184,10 +184,8 @@ def keep_text(data: Path, run_folder: Path, fingerprint: str, new: Path) -> None
         UserError: for files that changed since the data was prepared, and if the run was trained on other
             data.
     """
-    trained = (
-        read_step_records(run_folder).get("train", {}).get("inputs", {}).get("data", fingerprint)
-    )
-    if trained != fingerprint:
+    inputs = read_step_records(run_folder).get("train", {}).get("inputs", {})
+    if inputs.get("data", fingerprint) != fingerprint:
         remedy = (
             "Restore that data, use another --save-dir, or --restart to move the old run aside and start "
             "over."
@@ -264,30 +262,24 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     Raises:
         UserError: for files that differ from those of the training, and files that were changed.
     """
-    saved_text = kept_text(checkpoint)
-    unknown = check_text(data)
+    run_copy = kept_text(checkpoint)
+    unlisted = check_text(data)
     files = text_files(data)
-    if saved_text:
-        for name, path in text_files(saved_text).items():
-            if name in files and checksum(files[name]) == checksum(path):
-                continue
-            if name in files or name.startswith(BINARISED):
-                remedy = f"Leave --data out to use the run's own {path}, or give the data of its training"
-                raise UserError(
-                    f"{data} has another {name} than {path}, of training, or none. {remedy}."
-                )
+    if run_copy:
+        _compare_with_copy(run_copy, files, data)
         return []
     run = _run_of(checkpoint, STATE)
-    trained = None
-    if run:
-        trained = read_step_records(run).get("prepare", {}).get("facts")
-    trained = trained.get("fingerprint") if isinstance(trained, dict) else None
+    facts = read_step_records(run).get("prepare", {}).get("facts") if run else None
+    fingerprint = facts.get("fingerprint") if isinstance(facts, dict) else None
+    if not fingerprint:
+        return sorted(files)
     records = read_step_records(data.parent)
     record = records.get(BINARISED) or records.get(f"{BINARISED}-{LABEL}")
-    if trained and record and record.get("fingerprint") == trained:
-        return unknown
-    is_given = not record and trained in (content_digest(data), size_digest(data))
-    if trained and not named and not is_given:
+    if record and record.get("fingerprint") == fingerprint:
+        return unlisted
+    # A folder that was binarised elsewhere has no records: its fingerprint is a digest
+    is_same = not record and fingerprint in (content_digest(data), size_digest(data))
+    if not (named or is_same):
         remedy = (
             f"Restore it, or give data with the same dictionaries and merges, such as --data {data}"
         )
@@ -295,12 +287,25 @@ def same_text(checkpoint: Path, data: Path, named: bool) -> list[str]:
     return sorted(files)
 
 
-def warn_of(unknown: list[str], checkpoint: Path, data: Path) -> None:
+def _compare_with_copy(run_copy: Path, files: Mapping[str, Path], data: Path) -> None:
+    """Raise UserError if the `files` of data differ from a run's copy. The data may lack merges or pieces."""
+    for name, path in text_files(run_copy).items():
+        is_required = name in files or name.startswith(BINARISED)
+        if is_required and (name not in files or checksum(files[name]) != checksum(path)):
+            remedy = (
+                f"Leave --data out to use the run's own {path}, or give the data of its training"
+            )
+            raise UserError(
+                f"{data} has another {name} than {path}, of training, or none. {remedy}."
+            )
+
+
+def warn_of(unchecked: list[str], checkpoint: Path, data: Path) -> None:
     """Warn of the files that `same_text` could not check."""
-    if unknown:
+    if unchecked:
         reason = "the model has no record of its text files, so only the numbers of symbols were compared"
         log.warning(
-            "%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unknown), data, reason
+            "%s: %s of %s could not be checked: %s", checkpoint, ", ".join(unchecked), data, reason
         )
 
 
@@ -320,14 +325,14 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
     manifest = data.parent / MANIFEST
     files = text_files(data)
     outputs = read_manifest(data.parent, remedy).get("outputs") or {}
-    patterns = []
+    patterns = list(_BESIDE)
     if data.name == BINARISED:
-        patterns = [f"{BINARISED}/{name}" for name in _DICTIONARIES]
+        patterns += [f"{BINARISED}/{name}" for name in _DICTIONARIES]
     listed = {}
-    for name, fact in outputs.items():
-        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in (*patterns, *_BESIDE))
-        if is_text and isinstance(fact, dict) and isinstance(fact.get("sha256"), str):
-            listed[name] = fact["sha256"]
+    for name, entry in outputs.items():
+        is_text = any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+        if is_text and isinstance(entry, dict) and isinstance(entry.get("sha256"), str):
+            listed[name] = entry["sha256"]
     for name, expected in listed.items():
         path = files.get(name)
         if path is None:
@@ -341,7 +346,7 @@ def check_text(data: Path, remedy: str = _REMEDY) -> list[str]:
 
 def _run_of(checkpoint: Path, file: str) -> Path | None:
     """The folder of a checkpoint, or the folder above, if `file` is in it; None if it is in neither."""
-    for place in checkpoint.resolve().parents[:2]:
-        if (place / file).is_file():
-            return place
+    for folder in checkpoint.resolve().parents[:2]:
+        if (folder / file).is_file():
+            return folder
     return None

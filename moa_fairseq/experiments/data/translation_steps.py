@@ -93,12 +93,10 @@ class TranslationPreparation:
         for source, target in pairs:
             if not (source.startswith(BAD) or target.startswith(BAD)):
                 sample.append((source, target))
+        first, second = self.languages
         # People can see whether the sides belong together, and whether the text is already segmented.
         for source, target in sample[:SHOWN]:
-            excerpt = [source[:60].strip(), target[:60].strip()]
-            log.info(
-                "  %s: %s | %s: %s", self.languages[0], excerpt[0], self.languages[1], excerpt[1]
-            )
+            log.info(f"  {first}: {source[:60].strip()} | {second}: {target[:60].strip()}")
         self._refuse_raw_text(sample)
         self._warn_of_hyphens(sample)
         for language in self.languages:
@@ -112,20 +110,17 @@ class TranslationPreparation:
         new.mkdir()
         counts = {}
         for name in dict.fromkeys(self.models.values()):
+            model = new / name
             if self.given_codes:
-                counts[name] = pieces.obtain(new / name, Path(self.given_codes))
+                counts[name] = pieces.obtain(model, Path(self.given_codes))
             else:
                 log.info("learning %s SentencePiece pieces: %s", f"{self.merges:,}", name)
-                texts = []
-                for language, model in self.models.items():
-                    if model == name:
-                        texts.append(self._tokens_of(language))
+                languages = [each for each in self.languages if self.models[each] == name]
+                texts = list(map(self._tokens_of, languages))
                 lines = itertools.chain.from_iterable(map(read_lines, texts))
-                facts = pieces.learn(
-                    lines, texts[0], self.merges, new / name, **self._piece_settings()
-                )
+                facts = pieces.learn(lines, texts[0], self.merges, model, **self._piece_settings())
                 counts[name] = facts["pieces"]
-            pieces.write_dictionary(new / name)
+            pieces.write_dictionary(model)
         return counts
 
     def segment(self, new: Path) -> dict[str, Any]:
@@ -134,12 +129,12 @@ class TranslationPreparation:
         codes: str | tuple[str, str] = str(new / CODES)
         if self.uses_pieces:
             source, target = self.languages
-            codes = (str(self._model_of(source)), str(self._model_of(target)))
+            codes = str(self._model_of(source)), str(self._model_of(target))
         elif self.given_codes:
             shutil.copyfile(self.given_codes, new / CODES)
         else:
             log.info("learning %s joint BPE merges", f"{self.merges:,}")
-            learn_codes([*map(self._tokens_of, self.languages)], self.merges, new / CODES)
+            learn_codes(list(map(self._tokens_of, self.languages)), self.merges, new / CODES)
         splits = []
         for split in self.splits:
             treatment = Treatment(codes=codes, cleaning=self.cleaning[split])
@@ -154,26 +149,24 @@ class TranslationPreparation:
         def sample(new: Path) -> dict[str, int]:
             new.mkdir()
             for split in self.splits:
-                for full, part in zip(self._pair(text.output, split), self._pair(new, split)):
-                    if split != "train":
-                        os.link(full.path, part.path)
-            return sample_pairs(
-                self._pair(text.output, "train"), self._pair(new, "train"), fraction, seed
-            )
+                originals = self._pair(text.output, split)
+                copies = self._pair(new, split)
+                if split == "train":
+                    facts = sample_pairs(originals, copies, fraction, seed)
+                else:
+                    for original, copy in zip(originals, copies):
+                        os.link(original.path, copy.path)
+            return facts
 
-        return Step(
-            "sample",
-            self.job.root / "sample",
-            sample,
-            {"text": text, "fraction": fraction, "seed": seed},
-        )
+        inputs = {"text": text, "fraction": fraction, "seed": seed}
+        return Step("sample", self.job.root / "sample", sample, inputs)
 
     def _token_inputs(self) -> dict[str, Any]:
         """What the tokenised text depends on."""
         treatments = []
         for split in self._splits_to_tokenise():
             treatments.append([split.name, split.treatment, split.hold_out])
-        return {"languages": self.languages, "texts": self.job.read(), "splits": treatments}
+        return {"languages": self.languages, "texts": self.job.text_inputs(), "splits": treatments}
 
     def _model_inputs(self, tokens: Step) -> dict[str, Any]:
         """What the SentencePiece models depend on."""
@@ -248,11 +241,8 @@ class TranslationPreparation:
     def _warn_of_hyphens(self, sample: list[tuple[str, str]]) -> None:
         """Warn if the text has whole hyphenated words, which the data set's own steps would split."""
         dataset = datasets()[self.settings["recipe"]]
-        if (
-            dataset.splits_hyphens
-            and not self.data.steps
-            and hyphens(itertools.chain(*sample)) == WHOLE
-        ):
+        is_unprocessed = dataset.splits_hyphens and not self.data.steps
+        if is_unprocessed and hyphens(itertools.chain(*sample)) == WHOLE:
             log.warning(
                 "%s has compounds with hyphens (a-b), but %s splits them (a @-@ b): its BLEU is not "
                 "comparable with the paper's without a compound split",
@@ -310,11 +300,11 @@ def sample_pairs(
     total = sum(1 for _ in read_lines(source[0].path))
     order = list(range(total))
     random.Random(seed).shuffle(order)
-    chosen = set(order[: max(1, math.ceil(total * fraction))])
+    sample = set(order[: max(1, math.ceil(total * fraction))])
     for old, new in zip(source, destination):
         with open(new.path, "w", encoding="utf-8", newline="\n") as stream:
             for number, line in enumerate(read_lines(old.path)):
-                if number in chosen:
+                if number in sample:
                     stream.write(f"{line}\n")
-    log.info("sample: %s of %s training pairs", f"{len(chosen):,}", f"{total:,}")
-    return {"lines": len(chosen), "of": total}
+    log.info(f"sample: {len(sample):,} of {total:,} training pairs")
+    return {"lines": len(sample), "of": total}

@@ -96,13 +96,13 @@ def check_unknown(
     if not learnt:
         return
     for name, share in shares.items():
-        train = name.partition(".")[0] == "train"
-        story = f"{text / name}: {share:.2%} of the symbols are <unk>"
-        if train and share > REFUSED and not allowed:
+        is_train = name.partition(".")[0] == "train"
+        problem = f"{text / name}: {share:.2%} of the symbols are <unk>"
+        if is_train and share > REFUSED and not allowed:
             raise UserError(
-                f"{story}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true)."
+                f"{problem}. {remedy} To accept it: --allow-unknown (data.allow_unknown: true)."
             )
-        if train and share > WARNED:
-            log.warning("%s. %s", story, remedy)
+        if is_train and share > WARNED:
+            log.warning("%s. %s", problem, remedy)
         elif share > WARNED:
-            log.warning("%s, because the training text has no such pieces", story)
+            log.warning("%s, because the training text has no such pieces", problem)
