@@ -12,9 +12,9 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import LANGUAGE_MODELING
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_model import (
-    answers,
     hypotheses,
     lines_of,
+    open_output,
     shown,
     status_of,
 )
@@ -61,7 +61,7 @@ def run(args: argparse.Namespace) -> int:
     if args.sample:
         settings.update(sampling=True, sampling_topk=min(args.sample, len(model.tgt_dict)))
     left_out = 0
-    with answers(args) as stream, torch.no_grad():
+    with open_output(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
             for symbols, completions in hypotheses(model, batch, settings, longest):
                 left_out += symbols is not None and not completions

@@ -107,16 +107,16 @@ def run(args: argparse.Namespace) -> int:
             f"{args.folder} already exists. Give a new folder, or delete this one first."
         )
     trained = _read_run(args.run_dir)
-    with atomic_folder(args.folder) as new:
-        copy_text(trained.text, new / KEPT)
+    with atomic_folder(args.folder) as folder:
+        copy_text(trained.text, folder / KEPT)
         if args.transformers:
             parameters = transformers_folder.write(
-                new, trained.checkpoint, trained.text, trained.recipe
+                folder, trained.checkpoint, trained.text, trained.recipe
             )
         else:
-            parameters = _write_halved(new, trained)
+            parameters = _write_halved(folder, trained)
         card = _card(args.folder.name, trained, parameters, args.transformers)
-        (new / "README.md").write_text(card, "utf-8")
+        (folder / "README.md").write_text(card, "utf-8")
     size = sum(path.stat().st_size for path in args.folder.rglob("*") if path.is_file())
     log.info(f"{args.folder}: {size / 1e6:.1f} MB; {args.folder / 'README.md'} is its card")
     return 0
@@ -200,23 +200,25 @@ def _halved(state: dict[str, Any], path: Path) -> dict[str, Any]:
 def _card(name: str, trained: _TrainedRun, parameters: int, transformers: bool) -> str:
     """README.md: a table of the model, its data and its scores, and how to load it."""
     kind = trained.recipe.kind
-    lines = [f"# {name}", "", trained.recipe.summary, "", "| | |", "| --- | --- |"]
-    for key, value in _card_rows(trained, parameters).items():
+    table = ["| | |", "| --- | --- |"]
+    for label, value in _card_rows(trained, parameters).items():
         if value not in (None, ""):
-            escaped = " ".join(str(value).split()).replace("|", "\\|")  # signatures have bars
-            lines.append(f"| {key} | {escaped} |")
+            cell = " ".join(str(value).split()).replace("|", "\\|")  # signatures have bars
+            table.append(f"| {label} | {cell} |")
+    paragraphs = [f"# {name}", trained.recipe.summary, "\n".join(table)]
     if not trained.result:
-        lines += ["", "It was not scored."]
+        paragraphs.append("It was not scored.")
     elif not transformers:
-        lines += ["", "The scores were measured before the weights were rounded to half precision."]
-    usage = []
+        paragraphs.append(
+            "The scores were measured before the weights were rounded to half precision."
+        )
     if transformers:
-        usage = transformers_folder.usage(name, kind)
+        paragraphs.append(
+            "\n".join(f"    {line}" for line in transformers_folder.usage(name, kind))
+        )
     elif kind in _VERBS:
-        usage = [f"moa-fairseq {_VERBS[kind]} {name} text.txt"]
-    if usage:
-        lines += ["", *(f"    {line}" for line in usage)]
-    return "\n".join([*lines, ""])
+        paragraphs.append(f"    moa-fairseq {_VERBS[kind]} {name} text.txt")
+    return "\n\n".join(paragraphs) + "\n"
 
 
 def _card_rows(trained: _TrainedRun, parameters: int) -> Values:

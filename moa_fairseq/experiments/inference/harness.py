@@ -292,31 +292,35 @@ class HarnessModel(TemplateLM):
                 row is the longest.
             targets: the symbols that are scored; the last one follows the last input of the row.
         """
-        pieces: list[list[Read]] = [[] for _ in inputs]
+        reads: list[list[Read]] = [[] for _ in inputs]
         for number, start in enumerate(range(0, len(inputs[0]), self.chunk)):
             rows = [
                 torch.tensor(row[start : start + self.chunk]) for row in inputs if len(row) > start
             ]
             tokens = collate_tokens(rows, self.dictionary.pad()).to(self.text_model.device)
-            more = {"chunk": number} if self.carries_context else {}
-            features = self.network(tokens, features_only=True, **more)[0]  # [B, T, C]
-            first = [len(row) - len(target) - start for row, target in zip(inputs, targets)]
-            chosen = []
+            chunk = {"chunk": number} if self.carries_context else {}
+            features = self.network(tokens, features_only=True, **chunk)[0]  # [B, T, C]
+            scored_features = []
             scored: list[int] = []
             sizes = []
-            for index, row in enumerate(rows):
-                begin = min(max(0, first[index]), len(row))
-                chosen.append(features[index, begin : len(row)])
-                scored += targets[index][begin - first[index] : len(row) - first[index]]
+            # As the longest row is first, the rows that end before this chunk are the last
+            for x, row, source, target in zip(features, rows, inputs, targets):
+                first = (
+                    len(read_symbols) - len(target) - start
+                )  # where the target begins, in the chunk
+                begin = min(max(0, first), len(row))
+                scored_features.append(x[begin : len(row)])
+                scored += target[begin - first : len(row) - first]
                 sizes.append(len(row) - begin)
             if not scored:
                 continue
-            read = self._output(torch.cat(chosen), torch.tensor(scored, device=features.device))
-            for index, parts in enumerate(
-                zip(read.log_probs.split(sizes), read.likeliest.split(sizes))
-            ):
-                pieces[index].append(Read(*parts))
-        return [Read(*(torch.cat(parts) for parts in zip(*reads))) for reads in pieces]
+            read = self._output(
+                torch.cat(scored_features), torch.tensor(scored, device=features.device)
+            )
+            by_row = zip(reads, read.log_probs.split(sizes), read.likeliest.split(sizes))
+            for reads_of_row, log_probs, likeliest in by_row:
+                reads_of_row.append(Read(log_probs, likeliest))
+        return [Read(*map(torch.cat, zip(*reads_of_row))) for reads_of_row in reads]
 
     def _output(self, features: Tensor, targets: Tensor) -> Read:
         """The predictions at n positions, from their features, [n, C], and the symbols that follow, [n]."""

@@ -1,5 +1,6 @@
 """From raw text to a model's symbols and back, as its training data was prepared."""
 
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -34,35 +35,39 @@ def codec_of(data: Path, kind: str) -> Any:
         verb = "translate" if rules.kind == TRANSLATION else "complete"
         hint = f"`moa-fairseq {verb}` reads such runs, fill-mask those of masked language models."
         raise UserError(f"{data.parent / MANIFEST} is not for {kind} data: {hint}")
+    files = text_files(data)
     if kind == TRANSLATION:
-        return TranslationCodec(rules.steps, _segmentations(data, rules), rules.target)
+        codecs = _translation_codecs(rules, files, data.parent)
+        return TranslationCodec(rules.steps, codecs, rules.target)
     if rules.encoder == SENTENCEPIECE:
-        return _piece_codec(data, pieces.MODEL)
+        return _piece_codec(pieces.MODEL, files, data.parent)
     return ByteCodec() if rules.encoder == "bytes" else WordCodec()
 
 
-def _segmentations(data: Path, rules: TextRules) -> tuple[Any, Any]:
-    """The codecs of the source's and the target's words."""
-    files = text_files(data)
+def _translation_codecs(
+    rules: TextRules, files: Mapping[str, Path], folder: Path
+) -> tuple[Any, Any]:
+    """The codecs of the source's and the target's words, by the `files` of a prepared folder."""
     if rules.encoder == SENTENCEPIECE:
         is_joined = f"model/{pieces.MODEL}" in files
-        names = pieces.names((rules.source, rules.target), is_joined)
-        return _piece_codec(data, names[rules.source]), _piece_codec(data, names[rules.target])
+        models = pieces.names((rules.source, rules.target), is_joined)
+        source = _piece_codec(models[rules.source], files, folder)
+        return source, _piece_codec(models[rules.target], files, folder)
     for name in (f"bpe/{CODES}", CODES):
         if name in files:
             codec = MergeCodec(load_codes(str(files[name])))
             return codec, codec
     if rules.merges:
-        raise _missing(data.parent / "bpe" / CODES)
+        raise _missing(folder / "bpe" / CODES)
     return WordCodec(), WordCodec()
 
 
-def _piece_codec(data: Path, name: str) -> PieceCodec:
+def _piece_codec(model: str, files: Mapping[str, Path], folder: Path) -> PieceCodec:
     """The codec of one SentencePiece model of a prepared folder."""
-    model = text_files(data).get(f"model/{name}")
-    if model is None:
-        raise _missing(data.parent / "model" / name)
-    return PieceCodec(pieces.processor(str(model)))
+    name = f"model/{model}"
+    if name not in files:
+        raise _missing(folder / name)
+    return PieceCodec(pieces.processor(str(files[name])))
 
 
 def _missing(path: Path) -> UserError:

@@ -15,7 +15,7 @@ from fairseq.hub_utils import GeneratorHubInterface
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.binarised import is_binarised
-from moa_fairseq.experiments.data.text_files import kept_text, same_text, warn_of
+from moa_fairseq.experiments.data.text_files import BINARISED, kept_text, same_text, warn_of
 from moa_fairseq.experiments.inference.export import named_model
 from moa_fairseq.experiments.inference.text_codec import WordCodec, codec_of
 from moa_fairseq.experiments.recipes.checkpoints import checkpoint_and_data, prepare_facts
@@ -126,21 +126,21 @@ def load_run(run_dir: Path, data_flag: Path | None, kind: str | None, cpu: bool)
     if not run_dir.exists():
         raise UserError(f"{run_dir} does not exist. Give a run folder or a checkpoint.")
     checkpoint, data = checkpoint_and_data(run_dir, data_flag)
-    if data and is_binarised(data / "binarised"):  # the folder that `moa-fairseq prepare` made
-        data = data / "binarised"
-    saved = kept_text(checkpoint)
-    data = saved if saved and not data_flag else data
+    if data and is_binarised(data / BINARISED):  # the folder that `moa-fairseq prepare` made
+        data = data / BINARISED
+    run_copy = kept_text(checkpoint)
+    if run_copy and not data_flag:
+        data = run_copy
     if data is None or not data.is_dir():
-        missing = f"--data {data}" if data else prepare_facts(run_dir).get("folder")
-        problem = f"{run_dir} has no record of its data"
-        if missing:
-            problem = f"{missing} is not a folder"
+        folder = f"--data {data}" if data else prepare_facts(run_dir).get("folder")
+        problem = f"{folder} is not a folder" if folder else f"{run_dir} has no record of its data"
         raise UserError(f"{problem}. Give the binarised folder of its training by --data.")
-    warn_of(same_text(checkpoint, data.resolve(), named=data_flag is not None), checkpoint, data)
-    data = saved or data.resolve()
-    codec = WordCodec() if kind is None else codec_of(data, kind)
-    overrides = {"data": str(data)}
-    models, config, task = load_model_ensemble_and_task([str(checkpoint)], arg_overrides=overrides)
+    unchecked = same_text(checkpoint, data.resolve(), named=data_flag is not None)
+    warn_of(unchecked, checkpoint, data)
+    # Even with --data, whose text is the same, the run's copy has all that the model needs
+    text = run_copy or data.resolve()
+    codec = WordCodec() if kind is None else codec_of(text, kind)
+    models, config, task = load_model_ensemble_and_task([str(checkpoint)], {"data": str(text)})
     config.dataset.max_tokens = 4096
     config.dataset.batch_size = BATCH
     return TextModel(config, task, models, codec).to(device_for(cpu)).eval()
@@ -178,7 +178,7 @@ def lines_of(path: Path | None) -> Iterator[list[tuple[int, str]]]:
         yield from chunks(numbered, 1 if typed else BATCH)
 
 
-def answers(args: argparse.Namespace) -> Any:
+def open_output(args: argparse.Namespace) -> Any:
     """A context with the output stream: the file of --output, else standard output.
 
     Raises:
@@ -224,34 +224,41 @@ def hypotheses(
         room: how many symbols a line may have; None: as many as the model reads.
 
     Returns:
-        For every line its symbols and fairseq's hypotheses, the best first. A line that is left out has no
-        hypotheses; for an empty line both are missing: (None, []).
+        For every line its symbols and fairseq's hypotheses, the best first. A line that is left out has
+        neither symbols nor hypotheses; an empty line has (None, []).
     """
     limit = model.max_positions
     longest = room or (limit[0] if isinstance(limit, tuple) else limit)
-    borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
-    tokens: dict[int, torch.Tensor] = {}
-    left_out: dict[int, torch.Tensor] = {}
+    symbols: dict[int, torch.Tensor] = {}
     for number, line in batch:
         if not line.strip():
             continue
         try:
-            line.encode()
-        except UnicodeEncodeError:
-            log.warning("line %d is skipped: it is not UTF-8; convert it with iconv", number)
-            left_out[number] = torch.empty(0, dtype=torch.long)
-            continue
-        symbols = model.encode(line)
-        reason = ""
-        if len(symbols) > longest:
-            reason = (
-                f"it has {len(symbols)} symbols, but the model reads at most {longest}; split it"
-            )
-        elif borders.intersection(symbols[:-1].tolist()):
-            reason = "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
-        if reason:
-            log.warning("line %d is skipped: %s", number, reason)
-        (left_out if reason else tokens)[number] = symbols
-    results = iter(model.generate(list(tokens.values()), **settings) if tokens else [])
+            symbols[number] = _encode(model, line, longest)
+        except UserError as error:
+            log.warning("line %d is skipped: %s", number, error)
+            symbols[number] = torch.empty(0, dtype=torch.long)
+    sources = list(filter(len, symbols.values()))
+    results = iter(model.generate(sources, **settings) if sources else [])
     for number, _ in batch:
-        yield (tokens[number], next(results)) if number in tokens else (left_out.get(number), [])
+        source = symbols.get(number)
+        yield source, [] if source is None or not len(source) else next(results)
+
+
+def _encode(model: TextModel, line: str, longest: int) -> torch.Tensor:
+    """The symbols of a line. Raise UserError for a line that the model cannot read."""
+    try:
+        line.encode()
+    except UnicodeEncodeError as error:
+        raise UserError("it is not UTF-8; convert it with iconv") from error
+    symbols: torch.Tensor = model.encode(line)
+    if len(symbols) > longest:
+        raise UserError(
+            f"it has {len(symbols)} symbols, but the model reads at most {longest}; split it"
+        )
+    borders = {model.src_dict.bos(), model.src_dict.pad(), model.src_dict.eos()}
+    if borders.intersection(symbols[:-1].tolist()):
+        raise UserError(
+            "<s>, <pad> and </s> are symbols of the model, not words; write &lt;s&gt; or the like"
+        )
+    return symbols

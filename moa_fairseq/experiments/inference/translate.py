@@ -21,9 +21,9 @@ from moa_fairseq.experiments.data.catalogue import TRANSLATION
 from moa_fairseq.experiments.inference import text_model
 from moa_fairseq.experiments.inference.text_model import (
     TextModel,
-    answers,
     hypotheses,
     lines_of,
+    open_output,
     shown,
     status_of,
 )
@@ -90,7 +90,7 @@ def run(args: argparse.Namespace) -> int:
     if args.show_experts and not any(isinstance(part, Attention) for part in model.modules()):
         raise UserError("--show-experts: this model has no router; its attention has no experts.")
     left_out = 0
-    with answers(args) as stream, torch.no_grad():
+    with open_output(args) as stream, torch.no_grad():
         for batch in lines_of(args.file):
             for symbols, translations in hypotheses(model, batch, settings):
                 left_out += symbols is not None and not translations

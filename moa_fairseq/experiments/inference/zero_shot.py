@@ -81,8 +81,6 @@ def run(args: argparse.Namespace) -> int:
             raise UserError(f"{flag} {value} is less than 1.")
     names = list(dict.fromkeys(name.strip() for name in args.tasks.split(",") if name.strip()))
     manager = _task_manager(names, args.include_path)
-    from lm_eval.evaluator import simple_evaluate
-
     from moa_fairseq.experiments.inference.harness import HarnessModel
 
     folder = args.run_dir if args.run_dir.is_dir() else args.run_dir.parent
@@ -102,14 +100,7 @@ def run(args: argparse.Namespace) -> int:
     )
     log.info("%s: %s on %s", checkpoint, ", ".join(names), model.device)
     try:
-        results = simple_evaluate(
-            model=harness,
-            tasks=names,
-            task_manager=manager,
-            limit=args.limit,
-            use_cache=str(answered),
-            bootstrap_iters=_BOOTSTRAP,
-        )
+        results = _evaluate(harness, names, manager, args.limit, answered)
     except OSError as error:  # a full disk, or no connection to Hugging Face's hub
         if error.errno in DISK_FULL:
             raise as_user_error(error, output) from error
@@ -117,7 +108,6 @@ def run(args: argparse.Namespace) -> int:
             f"--tasks {args.tasks}: cannot read a task's data ({shortened(error)}). lm_eval fetches it "
             "from Hugging Face's hub: go online once, or give --include-path a task file of local data."
         ) from error
-    assert results is not None  # lm_eval returns None only in processes other than the first
     record = {
         "run": args.run_dir.name,
         "checkpoint": str(checkpoint),
@@ -130,17 +120,17 @@ def run(args: argparse.Namespace) -> int:
         "carried_chunks": harness.network.decoder.context.chunks if harness.carries_context else 0,
         "device": str(model.device),
         "bootstrap_draws": _BOOTSTRAP,
-        "tasks": {name: _of_task(name, results, harness) for name in results["results"]},
+        "tasks": {name: _task_results(name, results, harness) for name in results["results"]},
     }
     command = shlex.join(["moa-fairseq", *sys.argv[1:]])
     write_json(output, dict(record | maker, command=command))
     for part in answered.parent.glob(f"{answered.name}_rank*"):
         part.unlink()
-    _into_result(args.run_dir, record)
+    _add_to_result(args.run_dir, record)
     if args.json:
         print(json.dumps(read_json(output, ""), indent=1, ensure_ascii=False))
     else:
-        print(_shown(record), end="")
+        print(_table_text(record), end="")
     log.info("wrote %s", output)
     return 0
 
@@ -173,7 +163,25 @@ def _task_manager(names: list[str], include_path: Path | None) -> Any:
     return manager
 
 
-def _of_task(name: str, results: Values, harness: Any) -> Values:
+def _evaluate(
+    harness: Any, names: list[str], manager: Any, limit: int | None, answered: Path
+) -> Values:
+    """lm_eval's results for tasks; `answered` begins the names of the files of saved answers."""
+    from lm_eval.evaluator import simple_evaluate
+
+    results = simple_evaluate(
+        model=harness,
+        tasks=names,
+        task_manager=manager,
+        limit=limit,
+        use_cache=str(answered),
+        bootstrap_iters=_BOOTSTRAP,
+    )
+    assert results is not None  # lm_eval returns None only in processes other than the first
+    return dict(results)
+
+
+def _task_results(name: str, results: Values, harness: Any) -> Values:
     """lm_eval's results for a task or group; for a task also the number of documents and `text_facts`."""
     task: Values = {"version": results["versions"].get(name), "metrics": {}}
     for key, value in results["results"][name].items():
@@ -194,7 +202,7 @@ def _of_task(name: str, results: Values, harness: Any) -> Values:
     return task
 
 
-def _into_result(run_dir: Path, record: Values) -> None:
+def _add_to_result(run_dir: Path, record: Values) -> None:
     """Add the accuracies of whole tasks to the metrics of a run's result.json, if it has one."""
     path = run_dir / "result.json"
     new, settings = result_of(record)
@@ -209,7 +217,7 @@ def _into_result(run_dir: Path, record: Values) -> None:
     log.info("%s: %s", path, ", ".join(f"{name} {value:.1f}" for name, value in new.items()))
 
 
-def _shown(record: Values) -> str:
+def _table_text(record: Values) -> str:
     """The tasks as a table; warnings name tasks with unknown words in answers, or with cut contexts."""
     columns = [
         Column("task", "Task", once=True),
