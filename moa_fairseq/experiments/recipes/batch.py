@@ -16,7 +16,7 @@ from typing import Any
 import numpy
 
 from moa_fairseq.errors import UserError
-from moa_fairseq.experiments.data.binarised import INPUT, subset_stems
+from moa_fairseq.experiments.data.binarised import DICTIONARY, INPUT, subset_stems
 from moa_fairseq.experiments.recipes.hardware import Hardware
 from moa_fairseq.experiments.recipes.schema import (
     CLASSIFICATION,
@@ -118,13 +118,11 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     Raises:
         UserError: if other programs have started the processes, so that none can be left out here.
     """
-    if recipe.train.min_tokens is None:
-        longest = _longest(recipe, data)
-        recipe = dataclasses.replace(
-            recipe, train=dataclasses.replace(recipe.train, min_tokens=longest)
-        )
     train = recipe.train
     world = hardware.world
+    if train.min_tokens is None:
+        train = dataclasses.replace(train, min_tokens=_longest(recipe, data))
+        recipe = dataclasses.replace(recipe, train=train)
     if not train.min_tokens or not train.effective_batch_tokens:
         return recipe, hardware, ""
     most = max(1, train.effective_batch_tokens // min(train.min_tokens, train.max_tokens))
@@ -141,9 +139,7 @@ def fit(recipe: Recipe, hardware: Hardware, data: Path | None) -> tuple[Recipe, 
     if world and most > 1:
         smaller = dataclasses.replace(world, size=most, here=most)
     fewer = dataclasses.replace(hardware, gpus=most, world=smaller)
-    assumed = ""
-    if not data:
-        assumed = " (That length is assumed until the data is prepared.)"
+    assumed = "" if data else " (That length is assumed until the data is prepared.)"
     left_out = f"using {most} of {hardware.devices} devices: {reason}"
     return recipe, fewer, f"{left_out}. With smaller shares, sentences would be left out.{assumed}"
 
@@ -302,8 +298,9 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
 
     source, target = sentence_sizes(recipe, folder, "train")
     language = recipe.data.target
-    place = folder / INPUT if recipe.kind == CLASSIFICATION else folder
-    dictionary = place / (f"dict.{language}.txt" if language else "dict.txt")
+    dictionary = folder / (f"dict.{language}.txt" if language else DICTIONARY)
+    if recipe.kind == CLASSIFICATION:
+        dictionary = folder / INPUT / DICTIONARY
     try:
         with open(dictionary, "rb") as lines:
             masks = recipe.kind in (MASKED_LM, CLASSIFICATION)  # <mask>
@@ -322,22 +319,25 @@ def measured_size(recipe: Recipe, folder: Path, max_tokens: int) -> CorpusSize:
             )
             raise UserError(f"{problem}. Increase it, or remove long sentences from the data.")
         order = numpy.lexsort((target, source))
-        cut = data_utils.batch_by_size(
-            order,
-            num_tokens_fn=None,
-            num_tokens_vec=longer[order],
-            max_tokens=max_tokens,
-            max_sentences=recipe.training_flags.get("batch-size"),
-            required_batch_size_multiple=8,
+        batches = len(
+            data_utils.batch_by_size(
+                order,
+                num_tokens_fn=None,
+                num_tokens_vec=longer[order],
+                max_tokens=max_tokens,
+                max_sentences=recipe.training_flags.get("batch-size"),
+                required_batch_size_multiple=8,
+            )
         )
-        batches = len(cut)
-    fill = 1.0
-    if batches:
-        fill = total / (batches * max_tokens)
-    counts = {"sentences": len(target), "source_tokens": int(source.sum()), "target_tokens": total}
-    origin = f"measured in {folder}"
     return CorpusSize(
-        folder.name, **counts, vocabulary=vocabulary, fill=fill, origin=origin, batches=batches
+        name=folder.name,
+        sentences=len(target),
+        source_tokens=int(source.sum()),
+        target_tokens=total,
+        vocabulary=vocabulary,
+        fill=total / (batches * max_tokens) if batches else 1.0,
+        origin=f"measured in {folder}",
+        batches=batches,
     )
 
 

@@ -215,9 +215,6 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
     if args.plan:
         _print_plan(args, recipe, hardware, data or prepared_data(folder), _results_of(config))
         return None
-    record = None
-    if args.record is not None:
-        record = _place_of_record(args, config)
     cwd = str(Path.cwd()) + os.sep  # scripts/ give configs by full paths
     words = [word.removeprefix(cwd) for word in sys.argv[1:]]
     options = Options(
@@ -226,7 +223,7 @@ def _run_once(args: argparse.Namespace, config: Path) -> Path | None:
         save_dir=folder,
         restart=args.restart,
         user_dir=plugin,
-        record=record,
+        record=None if args.record is None else _record_file(args, config),
         command_line=shlex.join(["moa-fairseq", *words]),
         preparation=_preparation(args, config, folder, plugin),
         published=row if can_reproduce else None,
@@ -305,15 +302,13 @@ def _print_plan(
         print(f"{recipe.experiment}: {recipe.summary}\n{report.text()}")
 
 
-def _place_of_record(args: argparse.Namespace, config: Path) -> Path:
+def _record_file(args: argparse.Namespace, config: Path) -> Path:
     """The file to which --record copies the result, or the speed of --stage train."""
     results = _results_of(config)
-    installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
-    if installed:
+    is_installed = Path(moa_fairseq.__file__).resolve().parent in results.parents
+    if is_installed:
         results = Path("results")
-    kind = "measured"
-    if args.stage == "train":
-        kind = "throughput"
+    kind = "throughput" if args.stage == "train" else "measured"
     return results / kind / f"{args.record or config.stem}.json"
 
 

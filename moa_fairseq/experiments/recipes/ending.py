@@ -99,19 +99,20 @@ def _too_few_updates(recipe: Recipe, count: int, updates: int, per_epoch: int | 
     interval = _positive(recipe, INTERVAL)
     before = max(1, _positive(recipe, "validate-after-updates")) - 1
 
-    def written(interval: int) -> int:
+    def saved(every: int) -> int:
         """The number of saved checkpoints: fairseq saves none at an update that ends an epoch."""
-        common = math.lcm(interval, per_epoch) if per_epoch else updates + 1
+        common = math.lcm(every, per_epoch) if per_epoch else updates + 1
         at_ends = updates // common - before // common
-        return (updates // interval - before // interval) - max(0, at_ends)
+        return (updates // every - before // every) - max(0, at_ends)
 
-    if written(interval) < count:
-        widths = (updates // number for number in range(count, count + 3))
-        enough = next((width for width in widths if width and written(width) >= count), 0)
-        problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
-        problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {written(interval)}"
-        oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
-        yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
+    if saved(interval) >= count:
+        return
+    shorter = (updates // number for number in range(count, count + 3))
+    enough = next((every for every in shorter if every and saved(every) >= count), 0)
+    problem = f"the average needs {count} checkpoints, but of {updates:,} updates one every "
+    problem += f"{interval:,} (train.flags.{INTERVAL}) would leave {saved(interval)}"
+    oftener = f"--set train.flags.{INTERVAL}={enough} leaves enough; " if enough else ""
+    yield "average.updates", f"{problem}. Train longer; {oftener}{_BEST}."
 
 
 def check_ending(recipe: Recipe, batch: BatchPlan, data: Path) -> None:

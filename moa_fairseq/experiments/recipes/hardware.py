@@ -300,15 +300,15 @@ def precision_name(precision: str, hardware: Hardware, model: Model | None = Non
         UserError: if the hardware or the model does not support the precision.
     """
     capability = hardware.capability or (0, 0)
-    if precision == "auto" and not hardware.gpus:
-        if hardware.bfloat16_units and model is not None:
-            is_adaptive, width = _inputs_and_width(model)
-            return "amp" if width >= _AMP_WIDTH and not is_adaptive else "fp32"
-        return "fp32"
-    if precision == "auto":
+    if precision == "auto" and hardware.gpus:
         if capability >= (8, 0):
             return "bf16"
         return "fp16" if capability >= (7, 0) else "fp32"
+    if precision == "auto":
+        if model is None or not hardware.bfloat16_units:
+            return "fp32"
+        is_adaptive, width = _inputs_and_width(model)
+        return "amp" if width >= _AMP_WIDTH and not is_adaptive else "fp32"
     if precision == "amp" and model is not None and _inputs_and_width(model)[0]:
         raise UserError("train.precision amp fails with adaptive inputs. Use fp32, fp16 or bf16.")
     if precision in ("fp16", "bf16") and not hardware.gpus:
@@ -349,20 +349,20 @@ def check_sharding(recipe: Recipe, hardware: Hardware) -> None:
     precision = precision_name(recipe.train.precision, hardware, recipe.model)
     backend = flags.get("ddp-backend")
     sharded = flags.get("zero-sharding") == "os"
-    flattened = not (flags.get("fp16-no-flatten-grads") or flags.get("memory-efficient-fp16"))
-    for name in ("memory-efficient-fp16", "memory-efficient-bf16"):
-        if flags.get(name) and precision != name[-4:]:
-            has = f"this run has {precision} on {hardware.describe()}. Change one of them"
-            raise UserError(f"train.flags.{name} needs train.precision {name[-4:]}, but {has}.")
-    if (sharded or backend in ("fully_sharded", "slowmo")) and importlib.util.find_spec(
-        "fairscale"
-    ) is None:
+    is_flat = not (flags.get("fp16-no-flatten-grads") or flags.get("memory-efficient-fp16"))
+    for half in ("fp16", "bf16"):
+        name = f"memory-efficient-{half}"
+        if flags.get(name) and precision != half:
+            mismatch = f"this run has {precision} on {hardware.describe()}. Change one of them"
+            raise UserError(f"train.flags.{name} needs train.precision {half}, but {mismatch}.")
+    needs_fairscale = sharded or backend in ("fully_sharded", "slowmo")
+    if needs_fairscale and importlib.util.find_spec("fairscale") is None:
         flag = "zero-sharding os" if sharded else f"ddp-backend {backend}"
         raise UserError(
             f"train.flags.{flag} needs the package fairscale. Run pip install fairscale, or save memory with "
             "--set train.flags.checkpoint-activations=true or a lower train.max_tokens."
         )
-    if sharded and precision == "fp16" and flattened:
+    if sharded and precision == "fp16" and is_flat:
         remedy = "--set train.flags.fp16-no-flatten-grads=true, or memory-efficient-fp16"
         raise UserError(f"train.flags.zero-sharding os with fp16 needs {remedy}.")
     if backend == "fully_sharded" and precision == "bf16":

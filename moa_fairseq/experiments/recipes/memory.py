@@ -68,27 +68,30 @@ def disk(
     for name, values in model.state_dict().items():
         if on_gpu or name not in tied:
             weights += values.numel() * values.element_size()
-    remembered = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
     size = weights * (2 if flags.get("store-ema") else 1)
     if not flags.get("no-save-optimizer-state"):
-        size += remembered * sum(map(nn.Parameter.numel, parameters.values()))
-
-    def number(most: float, count: int | None, interval: int) -> float:
-        return min(most, math.inf if count is None else count // interval)
-
-    keep = flags.get("keep-interval-updates", -1)
-    interval = flags.get("save-interval-updates")
-    last_epochs = number(recipe.train.keep_last_epochs, epochs, flags.get("save-interval", 1))
-    checkpoints = 1.0  # checkpoint_last.pt
-    if not flags.get("disable-validation"):
-        checkpoints += 1 + flags.get("keep-best-checkpoints", 0)
-    if not flags.get("no-epoch-checkpoints"):
-        checkpoints += last_epochs
-    if interval:
-        checkpoints += number(keep if keep > 0 else math.inf, updates, interval)
-    if recipe.finetune == "noft" or flags.get("no-save"):
-        checkpoints = 0
+        per_parameter = OPTIMIZER_BYTES.get(str(flags.get("optimizer")), 8)
+        size += per_parameter * sum(map(nn.Parameter.numel, parameters.values()))
+    checkpoints = _number_of_checkpoints(recipe, updates, epochs)
     if checkpoints == math.inf:
         return {"checkpoint": size, "files": None, "total": None}
     total = int(checkpoints) * size + (weights if recipe.average else 0)
     return {"checkpoint": size, "files": int(checkpoints), "total": total}
+
+
+def _number_of_checkpoints(recipe: Recipe, updates: int | None, epochs: int | None) -> float:
+    """The number of checkpoints that stay; infinity if nothing limits it."""
+    flags = recipe.training_flags
+    if recipe.finetune == "noft" or flags.get("no-save"):
+        return 0
+    checkpoints = 1.0  # checkpoint_last.pt
+    if not flags.get("disable-validation"):
+        checkpoints += 1 + flags.get("keep-best-checkpoints", 0)
+    if not flags.get("no-epoch-checkpoints"):
+        saved = math.inf if epochs is None else epochs // flags.get("save-interval", 1)
+        checkpoints += min(saved, recipe.train.keep_last_epochs)
+    if interval := flags.get("save-interval-updates"):
+        saved = math.inf if updates is None else updates // interval
+        keep = flags.get("keep-interval-updates", -1)
+        checkpoints += min(saved, keep) if keep > 0 else saved
+    return checkpoints

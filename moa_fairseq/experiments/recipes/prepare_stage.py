@@ -96,8 +96,8 @@ def load_prepared_data(run: Run) -> Prepared:
     folder = run.folder
     facts = prepare_facts(folder)
     current = dataclasses.asdict(run.recipe.data)
-    place = prepared_data(folder)
-    if "sentences" not in facts or place is None:
+    data = prepared_data(folder)
+    if "sentences" not in facts or data is None:
         raise UserError(f"No prepared data in {folder}. Run --stage prepare first, or give --data.")
     settings = facts.get("settings", {})
     if "recipe" in settings:
@@ -111,7 +111,7 @@ def load_prepared_data(run: Run) -> Prepared:
             f"The data of {folder} was prepared with other settings ({'; '.join(differences)})"
         )
         raise UserError(f"{problem}. Run --stage prepare with the new settings first.")
-    return Prepared(place, sentences, facts["fingerprint"])
+    return Prepared(data, sentences, facts["fingerprint"])
 
 
 def _job_of(run: Run, executor: Executor, unread: bool = False) -> tuple[Preparation, list[str]]:

@@ -84,9 +84,9 @@ class Run:
         return self.checkpoints / "checkpoint_best.pt"
 
     def includes(self, step: Step) -> bool:
-        """True if --stage includes the stage of a step."""
-        stage = step.name.partition("-")[0].replace("_", "-")
-        return self.options.includes_stage(stage)
+        """True if --stage includes a step; a step's name, such as generate-test, begins with its stage."""
+        stage = self.options.stage
+        return stage == "all" or step.name.startswith(stage.replace("-", "_"))
 
     @property
     def conditions(self) -> dict[str, Any]:

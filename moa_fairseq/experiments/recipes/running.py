@@ -84,14 +84,14 @@ def run_recipe(
         _check_shared(run)
     _check_requirements(run)
     started = time.time()
-    with terminate_as_interrupt(), _kept(run):
+    with terminate_as_interrupt(), _run_folder_lock(run):
         prepared = load_prepared_data(run) if _is_prepared(run) else prepare(run, executor)
         run = _fit_to_data_and_devices(run, prepared)
         executor.environment.update(run.hardware.environment)
         if recipe.training_flags.get("wandb-project"):
             executor.environment["WANDB_DIR"] = str(folder)
         if run.hardware.world and run.hardware.world.rank:
-            _take_part(run, executor, run.hardware.world.rank)
+            _train_as_worker(run, executor, run.hardware.world.rank)
             return None
         return _run_stages(run, recipe, executor, started)
 
@@ -161,7 +161,7 @@ def _move_aside(folder: Path) -> None:
     log.info("%s moved to %s", folder, folder.rename(aside))
 
 
-def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
+def _run_folder_lock(run: Run) -> contextlib.AbstractContextManager[object]:
     """The lock of the run folder for the main process; other processes write only a log, without a lock."""
     if not run.hardware.is_main_process:
         return contextlib.nullcontext()
@@ -170,7 +170,7 @@ def _kept(run: Run) -> contextlib.AbstractContextManager[object]:
     return locked(run.folder, PATIENCE_SECONDS)
 
 
-def _take_part(run: Run, executor: Executor, rank: int) -> None:
+def _train_as_worker(run: Run, executor: Executor, rank: int) -> None:
     """Train together with process 0, which belongs to another program."""
     command = next(step.command for step in steps(run) if step.name == "train")
     name = f"train.process{rank}"
@@ -233,7 +233,7 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     if options.includes_stage("train") and recipe.finetune != "noft":
         if fewer:
             log.warning(fewer)
-        _say_how_it_trains(run, data)
+        _log_training_plan(run, data)
     if data and recipe.reproduces and options.published:
         _log_reproduction_status(run, data)
     elif data and options.data:
@@ -244,7 +244,7 @@ def _fit_to_data_and_devices(run: Run, prepared: Prepared) -> Run:
     return run
 
 
-def _say_how_it_trains(run: Run, known: Path | None) -> None:
+def _log_training_plan(run: Run, data: Path | None) -> None:
     """Log batch, schedule and folder of a training. Raises UserError if its end leaves no checkpoint."""
     recipe = run.recipe
     hardware = run.hardware
@@ -256,10 +256,10 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
         )
     batch = plan_batch(recipe.train, hardware.devices)
     log.info(batch.describe())
-    if known:
-        check_ending(recipe, batch, known)
+    if data:
+        check_ending(recipe, batch, data)
     if options.training:
-        size = training_set(recipe, known) if recipe.train.max_epoch else None
+        size = training_set(recipe, data) if recipe.train.max_epoch else None
         updates = planned_updates(recipe.train, batch, size)
         warning = schedule_warning(options.training, updates)
         if warning:
@@ -270,7 +270,7 @@ def _say_how_it_trains(run: Run, known: Path | None) -> None:
         )
 
 
-def _log_reproduction_status(run: Run, known: Path) -> None:
+def _log_reproduction_status(run: Run, data: Path) -> None:
     """Log whether the run reproduces a paper's row, or the differences."""
     recipe = run.recipe
     cell = recipe.reproduces
@@ -280,12 +280,13 @@ def _log_reproduction_status(run: Run, known: Path) -> None:
     if not sentences:
         with contextlib.suppress(UserError):  # if a subset is missing, the numbers stay unknown
             sentences = {
-                split: len(sentence_sizes(recipe, known, split)[0]) for split in recipe.splits
+                split: len(sentence_sizes(recipe, data, split)[0]) for split in recipe.splits
             }
     row = f"{cell.paper}, table {cell.table}, {cell.row}, {cell.column}: {cell.value}"
-    current = settings(recipe)
-    data = data_differences(published, known, sentences, claim=True)
-    if deviations := differences(published, current, data):
+    deviations = differences(
+        published, settings(recipe), data_differences(published, data, sentences, claim=True)
+    )
+    if deviations:
         log.warning("this run does not reproduce %s: %s", row, "; ".join(deviations[:5]))
     else:
         log.info("reproduces %s", row)

@@ -56,11 +56,11 @@ def wrong_number(record: LogRecord) -> str | None:
 
 def finite(value: Any) -> float | None:
     """A number in fairseq's log, as a number or as text; None for anything else, also infinity and NaN."""
+    if not isinstance(value, (int, float, str)):
+        return None
     try:
-        number = math.nan
-        if isinstance(value, (int, float, str)):
-            number = float(value)
-    except (ValueError, OverflowError):  # float refuses the value
+        number = float(value)
+    except (ValueError, OverflowError):
         return None
     return number if math.isfinite(number) else None
 
