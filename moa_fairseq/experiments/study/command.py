@@ -29,13 +29,13 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.analysis.plots import save
 from moa_fairseq.experiments.recipes.hardware import Hardware, choose_devices, detect_hardware
 from moa_fairseq.experiments.records.json_files import write_json
-from moa_fairseq.experiments.study.design import runs_of
+from moa_fairseq.experiments.study.design import Study, runs_of
 from moa_fairseq.experiments.study.loading import load_study
 from moa_fairseq.experiments.study.pictures import draw
 from moa_fairseq.experiments.study.records import pack_study
-from moa_fairseq.experiments.study.report import report
+from moa_fairseq.experiments.study.report import Report, report
 from moa_fairseq.experiments.study.report_text import as_text
-from moa_fairseq.experiments.study.running import Place, open_runs, run_pending
+from moa_fairseq.experiments.study.running import Workspace, open_runs, run_pending
 from moa_fairseq.files import atomic_write
 from moa_fairseq.process import environment_of_a_child, to_argv
 from moa_fairseq.process.signals import (
@@ -101,14 +101,12 @@ def run(args: argparse.Namespace) -> int:
     above = args.study.resolve().parents
     root = args.records or above[min(2, len(above) - 1)] / "results" / "studies"
     study = load_study(args.study, root, args.tune)
-    name = "report"
     if args.seeds is not None:
         if not args.report or not 0 < args.seeds <= study.seeds:
             raise UserError(
                 f"--seeds {args.seeds} needs --report, and at most the study's {study.seeds}."
             )
         study = dataclasses.replace(study, seeds=args.seeds)
-        name = f"report-{args.seeds}-seeds"
     if args.references and not args.report:
         raise UserError("--references needs --report.")
     if args.pack:
@@ -118,19 +116,13 @@ def run(args: argparse.Namespace) -> int:
     runs = runs_of(study, args.study.parent, root)
     if args.report:
         content = report(study, runs, args.references)
-        folder = root / study.study
-        write_json(folder / f"{name}.json", content)
-        with atomic_write(folder / f"{name}.md") as stream:
-            stream.write(as_text(study, content, markdown=True))
-        if args.seeds is None:
-            for picture, figure in draw(study, content).items():
-                save(figure, folder / f"{picture}.png")
+        _write_report(study, content, root / study.study, args.seeds)
         print(json.dumps(content, indent=1) if args.json else as_text(study, content))
         return 0
     if args.jobs < 1:
         raise UserError(f"--jobs {args.jobs} is less than 1. Give the number of workers.")
-    place = Place(study, args.runs / study.study, args.data, args.gpus)
-    remaining = open_runs(runs, place)
+    workspace = Workspace(study, args.runs / study.study, args.data, args.gpus)
+    remaining = open_runs(runs, workspace)
     log.info("%s: %d of %d runs are left", study.study, len(remaining), len(runs))
     if args.dry_run:
         for run in remaining:
@@ -138,8 +130,19 @@ def run(args: argparse.Namespace) -> int:
     elif args.jobs > 1:
         _work_together(args.jobs, choose_devices(detect_hardware(), args.gpus, dry_run=False))
     else:
-        run_pending(remaining, place)
+        run_pending(remaining, workspace)
     return 0
+
+
+def _write_report(study: Study, content: Report, folder: Path, seeds: int | None) -> None:
+    """Write a report as JSON and Markdown; one of all seeds (None) also draws the pictures."""
+    name = "report" if seeds is None else f"report-{seeds}-seeds"
+    write_json(folder / f"{name}.json", content)
+    with atomic_write(folder / f"{name}.md") as stream:
+        stream.write(as_text(study, content, markdown=True))
+    if seeds is None:
+        for picture, figure in draw(study, content).items():
+            save(figure, folder / f"{picture}.png")
 
 
 def _work_together(jobs: int, devices: Hardware) -> None:

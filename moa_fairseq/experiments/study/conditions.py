@@ -71,7 +71,7 @@ class Conditions(NamedTuple):
     precision: str
 
 
-class Place(NamedTuple):
+class Workspace(NamedTuple):
     """The folders, data and devices of a study.
 
     Args:
@@ -115,12 +115,12 @@ class Trained(NamedTuple):
     provenance: Provenance
 
 
-def check_data(runs: list[Run], place: Place) -> str | None:
+def check_data(runs: list[Run], workspace: Workspace) -> str | None:
     """Check that --data was prepared with the values of each recipe.
 
     Args:
         runs: all runs of the study.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
 
     Returns:
         The digest of the data's content; None without --data, and if the data is not binarised.
@@ -128,33 +128,33 @@ def check_data(runs: list[Run], place: Place) -> str | None:
     Raises:
         UserError: if the data was prepared with other values.
     """
-    if place.data is None:
+    if workspace.data is None:
         return None
-    prepared = place.data.parent if place.data.name == "binarised" else place.data
-    binarised = place.data if is_binarised(place.data) else prepared / "binarised"
+    prepared = workspace.data.parent if workspace.data.name == "binarised" else workspace.data
+    binarised = workspace.data if is_binarised(workspace.data) else prepared / "binarised"
     if (prepared / "manifest.json").is_file():
-        _check_values(runs, place, prepared)
+        _check_values(runs, workspace, prepared)
     return content_digest(binarised) if is_binarised(binarised) else None
 
 
-def _check_values(runs: list[Run], place: Place, prepared: Path) -> None:
+def _check_values(runs: list[Run], workspace: Workspace, prepared: Path) -> None:
     """Raise UserError if --data was prepared with other values than those of a recipe."""
     for run in {run.recipe: run for run in runs}.values():
         differences = data_differences(run.load(), prepared, {})
         if differences:
-            problem = f"--data {place.data} differs from the data of {run.recipe}"
+            problem = f"--data {workspace.data} differs from the data of {run.recipe}"
             remedy = "Prepare it with the recipe's values: moa-fairseq prepare --help"
             raise UserError(
                 f"{problem}: {'; '.join(map(': '.join, differences.items()))}. {remedy}."
             )
 
 
-def check_commit(trained: Trained, place: Place, current_commit: str | None) -> None:
+def check_commit(trained: Trained, workspace: Workspace, current_commit: str | None) -> None:
     """Check that the current commit trained a run.
 
     Args:
         trained: the run, with its provenance.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
         current_commit: the commit of the source tree.
 
     Raises:
@@ -164,7 +164,9 @@ def check_commit(trained: Trained, place: Place, current_commit: str | None) -> 
     recorded = trained.provenance.commit
     if recorded == current_commit:
         return
-    folders = f"--runs {place.folders.parent.resolve()} --records {run.records.parent.resolve()}"
+    folders = (
+        f"--runs {workspace.folders.parent.resolve()} --records {run.records.parent.resolve()}"
+    )
     remedy = "It cannot be resumed, because no single commit made it. "
     if recorded and re.fullmatch(r"[0-9a-f]{40}", recorded):
         remedy = (
@@ -172,21 +174,21 @@ def check_commit(trained: Trained, place: Place, current_commit: str | None) -> 
             f"there without an active environment, and give its moa-fairseq {folders}. "
         )
     raise UserError(
-        f"{run.name} of {place.study.study} was trained at commit {recorded or 'unknown'}, but this is "
+        f"{run.name} of {workspace.study.study} was trained at commit {recorded or 'unknown'}, but this is "
         f"{current_commit}: all runs of a study need one commit. {remedy}To start over, give other folders "
         "to --runs and --records."
     )
 
 
 def check_text(
-    name: str, recorded: str | None, place: Place, digest: str | None, remedy: str = ""
+    name: str, recorded: str | None, workspace: Workspace, digest: str | None, remedy: str = ""
 ) -> None:
     """Check that a run was trained on the text of --data.
 
     Args:
         name: the name of the run.
         recorded: the digest of the text that it was trained on.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
         digest: the digest of the content of --data, or None.
         remedy: what to do besides naming the run's data.
 
@@ -195,14 +197,14 @@ def check_text(
     """
     if recorded and digest and recorded != digest:
         raise UserError(
-            f"{name} of {place.study.study} was trained on data of the digest {recorded}, and "
-            f"--data {place.data} has {digest}: all runs of a study need one text. Name the data of that run "
-            f"with --data{remedy}. To begin anew, give other folders to --runs and --records."
+            f"{name} of {workspace.study.study} was trained on data of the digest {recorded}, and "
+            f"--data {workspace.data} has {digest}: all runs of a study need one text. Name the data of that "
+            f"run with --data{remedy}. To begin anew, give other folders to --runs and --records."
         )
 
 
 def blocks_made_elsewhere(
-    trained: list[Trained], blocks: set[tuple[int, str]], place: Place
+    trained: list[Trained], blocks: set[tuple[int, str]], workspace: Workspace
 ) -> set[tuple[int, str]]:
     """The blocks that cannot be continued here; a warning names each.
 
@@ -211,7 +213,7 @@ def blocks_made_elsewhere(
     Args:
         trained: the runs that were trained.
         blocks: the blocks to look at.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
     """
     elsewhere: set[tuple[int, str]] = set()
     conditions: dict[str, Conditions] = {}
@@ -219,7 +221,7 @@ def blocks_made_elsewhere(
         if run.block not in blocks or run.block in elsewhere:
             continue
         if run.system not in conditions:  # the conditions do not depend on the seed
-            conditions[run.system] = place.conditions(run)
+            conditions[run.system] = workspace.conditions(run)
         current = conditions[run.system]
         before = Conditions(
             provenance.hardware or current.hardware, provenance.precision or current.precision

@@ -185,13 +185,13 @@ def _speed(records: list[Content], first: str, all_records: list[Content]) -> fl
 
     The result is the median over the seeds, because some runs share the machine with other work.
     """
-    base = {}
+    baseline = {}
     for record in all_records:
         if record["system"] == first:
-            base[record["seed"]] = record["tokens_per_second"]
+            baseline[record["seed"]] = record["tokens_per_second"]
     ratios = []
     for record in records:
-        base_speed = base.get(record["seed"])
+        base_speed = baseline.get(record["seed"])
         if record["tokens_per_second"] and base_speed:
             ratios.append(record["tokens_per_second"] / base_speed)
     return float(np.median(ratios)) if ratios else None
@@ -218,16 +218,16 @@ def _contrasts(study: Study, losses: dict[str, Losses]) -> list[Row]:
         study: the study.
         losses: contrast → system → seed → loss in bits.
     """
-    judged = {}
+    tested = {}
     for name, by_system in losses.items():
         contrast = study.contrasts[name]
         differences = _by_seed(by_system[contrast.first], by_system[contrast.second])
         if len(differences) > 1:
-            judged[name] = paired(differences, study.margin)
-    p = holm({name: difference.p for name, difference in judged.items()})
-    p_equivalent = holm({name: difference.p_equivalent for name, difference in judged.items()})
+            tested[name] = paired(differences, study.margin)
+    p = holm({name: difference.p for name, difference in tested.items()})
+    p_equivalent = holm({name: difference.p_equivalent for name, difference in tested.items()})
     rows = []
-    for name, difference in judged.items():
+    for name, difference in tested.items():
         row = {"contrast": name} | vars(study.contrasts[name]) | difference._asdict()
         row.update(p_holm=p[name], p_equivalent_holm=p_equivalent[name])
         row["verdict"] = verdict(difference, p[name], p_equivalent[name])
@@ -322,9 +322,9 @@ def _translations(study: Study, runs: list[Run], references: Path) -> list[Row]:
             rows.append({"contrast": name, "n": len(seeds)} | row)
     rows.sort(key=lambda row: row["metric"])  # the contrasts of a metric keep their order
     for metric, p in itertools.product(("BLEU", "chrF"), ("p", "p_seeds")):
-        judged = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
-        for name, adjusted in holm({name: row[p] for name, row in judged.items()}).items():
-            judged[name][f"{p}_holm"] = adjusted
+        tested = {row["contrast"]: row for row in rows if row["metric"] == metric and p in row}
+        for name, adjusted in holm({name: row[p] for name, row in tested.items()}).items():
+            tested[name][f"{p}_holm"] = adjusted
     return rows
 
 

@@ -21,9 +21,9 @@ from moa_fairseq.experiments.records.json_files import saved_json
 from moa_fairseq.experiments.records.provenance import commit
 from moa_fairseq.experiments.scoring.generate_log import read_generate_log
 from moa_fairseq.experiments.study.conditions import (
-    Place,
     Provenance,
     Trained,
+    Workspace,
     blocks_made_elsewhere,
     check_commit,
     check_data,
@@ -67,7 +67,7 @@ class Outcome(NamedTuple):
     has_diverged: bool
 
 
-def open_runs(runs: list[Run], place: Place) -> list[Run]:
+def open_runs(runs: list[Run], workspace: Workspace) -> list[Run]:
     """The runs that have no record yet and can be made here.
 
     Compared runs may differ in one thing only, so the runs of a block that was started on another kind of
@@ -76,35 +76,35 @@ def open_runs(runs: list[Run], place: Place) -> list[Run]:
 
     Args:
         runs: all runs of the study.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
 
     Raises:
         UserError: if another commit made the records, if they belong to data with another content, if --data
             was prepared with other values than those of a recipe, or if a remaining system has an unknown
             flag or flags that make no model.
     """
-    digest = check_data(runs, place)
-    records = fitting_records(place.study, runs, strict=True)
-    trained = _trained_runs(runs, records, place)
+    digest = check_data(runs, workspace)
+    records = fitting_records(workspace.study, runs, strict=True)
+    trained = _trained_runs(runs, records, workspace)
     current_commit = commit()
     for training in trained:
-        check_commit(training, place, current_commit)
-        check_text(training.run.name, training.provenance.data, place, digest)
+        check_commit(training, workspace, current_commit)
+        check_text(training.run.name, training.provenance.data, workspace, digest)
     unrecorded = [run for run in runs if run.name not in records]
-    elsewhere = blocks_made_elsewhere(trained, {run.block for run in unrecorded}, place)
+    elsewhere = blocks_made_elsewhere(trained, {run.block for run in unrecorded}, workspace)
     remaining = [run for run in unrecorded if run.block not in elsewhere]
     for run in {run.system: run for run in remaining}.values():
-        _check_system(run, place.study.study)
+        _check_system(run, workspace.study.study)
     return remaining
 
 
-def _trained_runs(runs: list[Run], records: Records, place: Place) -> list[Trained]:
+def _trained_runs(runs: list[Run], records: Records, workspace: Workspace) -> list[Trained]:
     """The runs that have a record or a checkpoint here."""
     trained = []
     for run in runs:
         if run.name in records:
             trained.append(Trained(run, Provenance.of_record(records[run.name])))
-        elif (provenance := place.trained(run)) is not None:
+        elif (provenance := workspace.trained(run)) is not None:
             trained.append(Trained(run, provenance))
     return trained
 
@@ -119,42 +119,42 @@ def _check_system(run: Run, study: str) -> None:
         raise UserError(f"System {run.system} of {study}: {error}") from error
 
 
-def run_pending(runs: list[Run], place: Place) -> None:
+def run_pending(runs: list[Run], workspace: Workspace) -> None:
     """Make every run that has no record and that no other worker makes, on this machine or another.
 
     Runs whose block has got a record from another kind of machine in the meantime are left out.
 
     Args:
         runs: the runs that had no record when the work began.
-        place: the folders, data and devices.
+        workspace: the folders, data and devices.
 
     Raises:
         UserError: if a training failed without diverging, if the source tree has another commit than a
             training or record, or if the prepared data has another digest.
     """
-    with disk_errors(place.folders):
-        place.folders.mkdir(parents=True, exist_ok=True)
+    with disk_errors(workspace.folders):
+        workspace.folders.mkdir(parents=True, exist_ok=True)
     for folder in {run.records for run in runs}:
         check_records(folder)
     elsewhere: set[tuple[int, str]] = set()
     with terminate_as_interrupt():
         for number, run in enumerate(runs, 1):
-            with _alone(place.folders / f"{run.name}.lock") as alone:
+            with _alone(workspace.folders / f"{run.name}.lock") as alone:
                 if not alone:
                     log.info("%d of %d: another worker runs %s", number, len(runs), run.name)
                     continue
                 records = records_of(run.records)
                 if run.block in elsewhere or (run.system, run.seed) in records:
                     continue
-                if _belongs_elsewhere(run, runs, records, place):
+                if _belongs_elsewhere(run, runs, records, workspace):
                     elsewhere.add(run.block)
                     continue
                 log.info("%d of %d: %s", number, len(runs), run.name)
-                _train_and_record(run, place)
+                _train_and_record(run, workspace)
 
 
 def _belongs_elsewhere(
-    run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], place: Place
+    run: Run, runs: list[Run], records: Mapping[tuple[str, int], Record], workspace: Workspace
 ) -> bool:
     """Whether a run's block cannot be continued here. Raise UserError if another commit trained a run."""
     trained = []
@@ -162,13 +162,13 @@ def _belongs_elsewhere(
         record = records.get((recorded_run.system, recorded_run.seed))
         if record is not None:
             trained.append(Trained(recorded_run, Provenance.of_record(record.content)))
-    provenance = place.trained(run)
+    provenance = workspace.trained(run)
     if provenance is not None:
         trained.append(Trained(run, provenance))
     current_commit = commit()
     for training in trained:
-        check_commit(training, place, current_commit)
-    return run.block in blocks_made_elsewhere(trained, {run.block}, place)
+        check_commit(training, workspace, current_commit)
+    return run.block in blocks_made_elsewhere(trained, {run.block}, workspace)
 
 
 @contextlib.contextmanager
@@ -185,38 +185,34 @@ def _alone(file: Path) -> Iterator[bool]:
         yield alone
 
 
-def _train_and_record(run: Run, place: Place) -> None:
+def _train_and_record(run: Run, workspace: Workspace) -> None:
     """Train, and append the record. Raise UserError if the training fails without diverging."""
-    folder = place.folders / run.name
-    command = _command(run, place)
-    environment = {"OMP_NUM_THREADS": str(place.study.threads)}
-    settings = settings_of(run, place.study.stage)
-    outcome = _train(run, place, command, environment, settings)
-    metrics = {}
-    if place.study.stage == "all" and not outcome.has_diverged:
-        metrics = _metrics(folder)
-    if metrics:  # written before the record, because a recorded run is never repeated
-        _write_outputs(run, folder)
-    end = FINISHED
-    if outcome.has_diverged or outcome.curve[-1]["valid"] is None:
-        end = DIVERGED
-    training = read_step_records(folder).get("train", {}).get("facts") or {}
+    folder = workspace.folders / run.name
+    command = _command(run, workspace)
+    environment = {"OMP_NUM_THREADS": str(workspace.study.threads)}
+    settings = settings_of(run, workspace.study.stage)
+    outcome = _train(run, workspace, command, environment, settings)
+    is_lost = outcome.has_diverged or outcome.curve[-1]["valid"] is None
     record: Content = {
-        "study": place.study.study,
+        "study": workspace.study.study,
         "system": run.system,
         "seed": run.seed,
         "settings": settings,
-        "end": end,
-        "metrics": metrics,
+        "end": DIVERGED if is_lost else FINISHED,
+        "metrics": {},
         "curve": outcome.curve,
-        "parameters": training.get("parameters"),
     }
+    training = read_step_records(folder).get("train", {}).get("facts") or {}
+    record["parameters"] = training.get("parameters")
     record.update(summarise(folder / "train.jsonl"))
     record.update(outcome.provenance.as_record())
-    data = prepared_data(folder)
-    if data:
+    if data := prepared_data(folder):
         record["unknown"] = _unknown(run, data)
     record["command"] = to_shell(list(map(_without_machine, command)), environment)
+    if workspace.study.stage == "all" and not outcome.has_diverged:
+        record["metrics"] = _metrics(folder)
+    if record["metrics"]:  # before the record, because a recorded run is never repeated
+        _write_outputs(run, folder)
     append_record(run.records, record)
 
 
@@ -235,16 +231,16 @@ def _write_outputs(run: Run, folder: Path) -> None:
         write_output(run.records, run.name, subset, read_generate_log(path).hypotheses)
 
 
-def _command(run: Run, place: Place) -> list[str]:
+def _command(run: Run, workspace: Workspace) -> list[str]:
     """The command of a run's recipe with the system's values.
 
     The seed comes last, so that no value replaces it.
     """
     values = {
-        "gpus": place.gpus,
-        "data": place.data,
-        "save-dir": str(place.folders / run.name),
-        "stage": place.study.stage,
+        "gpus": workspace.gpus,
+        "data": workspace.data,
+        "save-dir": str(workspace.folders / run.name),
+        "stage": workspace.study.stage,
     }
     command = ["moa-fairseq", "recipe", str(run.recipe), *flags(values)]
     for key, value in (run.overrides | {"train.seed": run.seed}).items():
@@ -254,7 +250,7 @@ def _command(run: Run, place: Place) -> list[str]:
 
 def _train(
     run: Run,
-    place: Place,
+    workspace: Workspace,
     command: list[str],
     environment: dict[str, str],
     settings: Settings,
@@ -267,7 +263,7 @@ def _train(
         UserError: if the training fails without diverging, if the commit changed, if a record of a run with
             the same data settings has another text, or if no validation was logged.
     """
-    folder = place.folders / run.name
+    folder = workspace.folders / run.name
     has_diverged = False
     start_commit = commit()
     try:
@@ -278,12 +274,12 @@ def _train(
         remedy = f"To start {run.name} over, delete {folder}, or give another folder to --runs."
         raise UserError(f"{error}\n{remedy}") from error
     provenance = Provenance.of_training(maker(folder, run.load()))
-    check_commit(Trained(run, provenance), place, start_commit)
+    check_commit(Trained(run, provenance), workspace, start_commit)
     for (system, seed), before in records_of(run.records).items():
         if _of_data(before.content.get("settings", {})) == _of_data(settings):
             name = f"{system}-seed{seed}"
             recorded = before.content.get("data")
-            check_text(name, recorded, place, provenance.data, f", and delete {folder}")
+            check_text(name, recorded, workspace, provenance.data, f", and delete {folder}")
     curve = curve_of(folder / "train.jsonl")
     if not (curve or has_diverged):
         problem = f"{folder / 'train.jsonl'} has no validation, by which a study compares its runs"

@@ -178,10 +178,10 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
 ):
     Player.end = 3
     study()
-    here = conditions.Place.conditions
+    here = conditions.Workspace.conditions
     shown = {key: value + ", 1 threads" * (key == "hardware") for key, value in other.items()}
     elsewhere = lambda *arguments: here(*arguments)._replace(**shown)  # noqa: E731
-    monkeypatch.setattr(conditions.Place, "conditions", elsewhere)
+    monkeypatch.setattr(conditions.Workspace, "conditions", elsewhere)
     Player.end = None
     Player.conditions = other
     study()
@@ -191,12 +191,12 @@ def test_runs_that_differ_in_more_than_the_system_are_not_mixed(
         "seed 1 has ended"
     )
     tuning = {"tuning": {"grid": {"train.flags.lr": [1, 2]}}}
-    monkeypatch.setattr(conditions.Place, "conditions", here)
+    monkeypatch.setattr(conditions.Workspace, "conditions", here)
     Player.ran = []
     Player.end = 1
     Player.conditions = {}
     study("--tune", name="tuned", **tuning)
-    monkeypatch.setattr(conditions.Place, "conditions", elsewhere)
+    monkeypatch.setattr(conditions.Workspace, "conditions", elsewhere)
     Player.end = None
     Player.conditions = other
     study("--tune", name="tuned", **tuning)
@@ -212,6 +212,6 @@ def test_conditions_name_only_the_gpus_that_a_small_batch_uses(monkeypatch):
     monkeypatch.setattr(conditions, "choose_devices", lambda *_, dry_run: Hardware(4))
     fewer = Hardware(2, "NVIDIA H100")
     monkeypatch.setattr(conditions, "fit", lambda *_: (recipe, fewer, ""))
-    place = conditions.Place(SimpleNamespace(threads=1), Path(), None, gpus=4)
+    workspace = conditions.Workspace(SimpleNamespace(threads=1), Path(), None, gpus=4)
     run = SimpleNamespace(name="A-seed1", load=lambda: recipe)
-    assert place.conditions(run).hardware.startswith("2 x NVIDIA H100")
+    assert workspace.conditions(run).hardware.startswith("2 x NVIDIA H100")

@@ -27,7 +27,7 @@ from moa_fairseq.experiments.records import provenance
 from moa_fairseq.experiments.study import running
 from moa_fairseq.experiments.study.design import Run
 from moa_fairseq.experiments.study.records import append_record, records_of
-from moa_fairseq.experiments.study.running import Place, curve_of
+from moa_fairseq.experiments.study.running import Workspace, curve_of
 from moa_fairseq.plugin.fairseq_compat import load_checkpoint
 from moa_fairseq.process import DIVERGED
 
@@ -93,9 +93,11 @@ def test_the_studys_seed_comes_last(tmp_path, monkeypatch):
     monkeypatch.setattr(running, "Executor", Executor)
     recipe = shipped_recipes()["quickstart_moa"]
     one = Run("A", 3, recipe, {"train.seed": 9, "train.flags.lr": 0.1}, tmp_path)
-    place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
+    workspace = Workspace(
+        SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0
+    )
     with pytest.raises(Stopped):
-        running._train_and_record(one, place)
+        running._train_and_record(one, workspace)
     values = [word for before, word in zip(commands[0], commands[0][1:]) if before == "--set"]
     assert [value for value in values if value.startswith("train.seed")][-1] == "train.seed=3"
     assert "train.flags.lr=0.1" in values
@@ -115,8 +117,10 @@ def test_translations_are_written_before_the_record(tmp_path, monkeypatch):
     result = {"subset": "test", "metrics": {}, "other_subsets": {}}
     (tmp_path / "A-seed3" / "result.json").write_text(json.dumps(result))
     one = Run("A", 3, shipped_recipes()["quickstart_moa"], {}, tmp_path)
-    place = Place(SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0)
-    running._train_and_record(one, place)
+    workspace = Workspace(
+        SimpleNamespace(study="toy", threads=1, stage="all"), tmp_path, None, 0
+    )
+    running._train_and_record(one, workspace)
     assert written == ["translation", "record"]
 
 
@@ -306,7 +310,7 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
     runs = [Run("A", seed, tmp_path / "tiny.yaml", {}, tmp_path) for seed in range(3)]
     ran = []
 
-    def train_and_record(run, place):
+    def train_and_record(run, workspace):
         ran.append(run.seed)
         about = {"study": "toy", "system": "A", "seed": 1, "end": "finished", "curve": []}
         about["commit"] = provenance.commit()
@@ -314,6 +318,6 @@ def test_a_run_that_another_worker_has_finished_is_not_repeated(tmp_path, monkey
 
     monkeypatch.setattr(running, "_train_and_record", train_and_record)
     running.run_pending(
-        runs, Place(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
+        runs, Workspace(SimpleNamespace(study="toy"), tmp_path / "folders", None, 0)
     )
     assert ran == [0, 2]
