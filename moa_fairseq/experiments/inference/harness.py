@@ -305,9 +305,8 @@ class HarnessModel(TemplateLM):
             sizes = []
             # As the longest row is first, the rows that end before this chunk are the last
             for x, row, source, target in zip(features, rows, inputs, targets):
-                first = (
-                    len(read_symbols) - len(target) - start
-                )  # where the target begins, in the chunk
+                # Where the target begins, in the chunk
+                first = len(source) - len(target) - start
                 begin = min(max(0, first), len(row))
                 scored_features.append(x[begin : len(row)])
                 scored += target[begin - first : len(row) - first]
