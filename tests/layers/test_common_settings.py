@@ -235,6 +235,33 @@ def test_a_window_needs_causality_and_a_trimmed_cache_its_keys():
         cache.trim(T - 2)
 
 
+@pytest.mark.parametrize("length", [2, 5, T, 11])
+@pytest.mark.parametrize("cross", [MOA, partial(DenseAttention, C, 3)])
+def test_query_t_sees_the_first_t_vectors_of_a_memory(cross, length):
+    module = equations.drawn(cross().double().eval())
+    x = torch.randn(B, T, C, dtype=torch.float64)
+    memory = torch.randn(B, length, C, dtype=torch.float64)
+    out = module(x, memory, causal=True)
+    for t in range(T):
+        alone = module(x[:, t : t + 1], memory[:, : t + 1])
+        torch.testing.assert_close(out[:, t : t + 1], alone)
+
+
+@pytest.mark.parametrize("training", [True, False])
+@pytest.mark.parametrize("family", [*FAMILIES, "MAE, learned gate"])
+def test_a_pass_without_gradients_records_none(family, training):
+    learned = partial(MixtureOfAttentiveExperts, 24, 3, causal=True)
+    make = learned if family == "MAE, learned gate" else FAMILIES[family][0]
+    module = equations.drawn(make(self_attention=True).double().train(training))
+    x = torch.randn(B, T, module.embed_dim, dtype=torch.float64)
+    with torch.no_grad():
+        out, routings = module(x, causal=True, with_routing=True)
+    assert not out.requires_grad
+    for routing in routings:
+        for tensor in vars(routing).values():
+            assert not getattr(tensor, "requires_grad", False)
+
+
 def test_yarns_factor_for_attention():
     """As transformers has it: given, made of mscale and mscale_all_dim, or of the factor."""
     for more, expected in (
@@ -244,6 +271,9 @@ def test_yarns_factor_for_attention():
             {"mscale": 0.5, "mscale_all_dim": 2},
             (0.05 * math.log(4) + 1) / (0.2 * math.log(4) + 1),
         ),
+        ({"mscale": 0.5, "mscale_all_dim": 0}, 0.1 * math.log(4) + 1),  # 0 is no value
+        ({"mscale": 0, "mscale_all_dim": 2}, 0.1 * math.log(4) + 1),
+        ({"mscale": 0.5}, 0.1 * math.log(4) + 1),
     ):
         module = MOA(self_attention=True, rope_scaling={**YARN, **more}, **ROPE)
         q, k = torch.randn(2, 1, 4, 5, 8, dtype=torch.float64)
