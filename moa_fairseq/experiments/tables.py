@@ -4,7 +4,7 @@ import re
 import shutil
 import textwrap
 from collections.abc import Iterable, Mapping, Sequence
-from itertools import zip_longest
+from itertools import pairwise, zip_longest
 from typing import Any, NamedTuple, TextIO
 
 from moa_fairseq.errors import printable
@@ -41,44 +41,57 @@ class Table(NamedTuple):
     columns: Sequence[Column]
     rows: Sequence[Mapping[str, Any]]
 
-    def text(self, markdown: bool = False, width: int | None = None) -> str:
-        """The table, or "" without rows. A column without any value is left out.
+    def markdown(self) -> str:
+        """The table in Markdown, or "" without rows. A column without any value is left out."""
+        columns, lines = self._cells()
+        if not columns:
+            return ""
+        lines.insert(1, ["--:" if column.form else "---" for column in columns])
+        rows = []
+        for line in lines:
+            escaped = [_BAR.sub(r"\|", text) for text in line]
+            rows.append(f"| {' | '.join(escaped)} |")
+        return "\n".join(rows)
+
+    def text(self, width: int) -> str:
+        """The table for a terminal, or "" without rows. A column without any value is left out.
 
         Args:
-            markdown: True for Markdown, whose cells are not wrapped; False for a terminal.
-            width: the number of characters of a line on a terminal (None: the terminal's width). Cells are
-                wrapped to fit, if words and numbers allow it.
+            width: the number of characters of a line. Cells are wrapped to fit, if words and numbers allow
+                it.
         """
+        columns, lines = self._cells()
+        if not columns:
+            return ""
+        lines = [list(map(plain, line)) for line in lines]
+        shown = lines[:2]
+        for above, line in pairwise(lines[1:]):
+            cells = zip(columns, above, line)
+            shown.append(
+                ["" if column.once and text == last else text for column, last, text in cells]
+            )
+        widths, gap = _fit_columns(columns, shown, width)
+        out = _wrapped(shown[0], columns, widths, gap, is_head=True)
+        out.append(gap.join("-" * size for size in widths))
+        for line in shown[1:]:
+            out += _wrapped(line, columns, widths, gap)
+        return "\n".join(out)
+
+    def _cells(self) -> tuple[list[Column], list[list[str]]]:
+        """The columns with values, and the texts of the cells line by line, the headings first."""
         columns = []
         cells = []
         for column in self.columns:
-            texts = []
-            for row in self.rows:
-                texts.append(_written(row.get(column.key), column.form))
+            texts = [_written(row.get(column.key), column.form) for row in self.rows]
             if any(texts):
                 columns.append(column)
                 cells.append([column.head, *texts])
-        if not cells:
-            return ""
-        lines = list(map(list, zip(*cells)))
-        if markdown:
-            lines.insert(1, ["--:" if column.form else "---" for column in columns])
-            rows = []
-            for line in lines:
-                escaped = [_BAR.sub(r"\|", text) for text in line]
-                rows.append(f"| {' | '.join(escaped)} |")
-            return "\n".join(rows)
-        lines = [list(map(plain, line)) for line in lines]
-        for line, above in zip(lines[:1:-1], lines[-2:0:-1]):
-            for index, column in enumerate(columns):
-                if column.once and line[index] == above[index]:
-                    line[index] = ""
-        widths, gap = _widths(columns, lines, width or shutil.get_terminal_size().columns)
-        out = _wrapped(lines[0], columns, widths, gap, is_head=True)
-        out.append(gap.join("-" * size for size in widths))
-        for line in lines[1:]:
-            out += _wrapped(line, columns, widths, gap)
-        return "\n".join(out)
+        return columns, list(map(list, zip(*cells)))
+
+
+def terminal_width() -> int:
+    """The number of characters of a line on the terminal; 80 if there is none."""
+    return shutil.get_terminal_size().columns
 
 
 def _wrapped(
@@ -109,22 +122,22 @@ def page(blocks: Iterable[str | Table], markdown: bool = False, width: int | Non
         markdown: True for Markdown; False for a terminal, where headings are underlined and lines wrapped.
         width: the number of characters of a line on a terminal (None: the terminal's width).
     """
-    room = width or shutil.get_terminal_size().columns
+    width = width or terminal_width()
     parts = []
     for block in blocks:
         if isinstance(block, Table):
-            parts.append(block.text(markdown, width))
+            parts.append(block.markdown() if markdown else block.text(width))
         elif markdown:
             parts.append(block)
         elif block.startswith("#"):
-            heading = textwrap.fill(plain(block.lstrip("# ")), room)
+            heading = textwrap.fill(plain(block.lstrip("# ")), width)
             parts.append(f"{heading}\n{'=' * len(heading.splitlines()[-1])}")
         else:
             lines = []
             for line in map(plain, block.splitlines()):
                 indent = "  " if line.startswith("- ") else ""
                 lines.append(
-                    textwrap.fill(line, room, subsequent_indent=indent, break_on_hyphens=False)
+                    textwrap.fill(line, width, subsequent_indent=indent, break_on_hyphens=False)
                 )
             parts.append("\n".join(lines))
     return "\n\n".join(filter(None, parts)) + "\n"
@@ -178,22 +191,21 @@ def _shrink(widths: list[int], least: list[int], room: int) -> None:
         widths[max(wide, key=widths.__getitem__)] -= 1
 
 
-def _widths(
+def _fit_columns(
     columns: Sequence[Column], lines: Sequence[Sequence[str]], width: int
 ) -> tuple[list[int], str]:
     """The columns' widths, and the gap between them. The widest column shrinks until a line fits."""
-    widths = [max(map(len, texts)) for texts in zip(*lines)]
-    heads = [text.replace("-", "- ") for text in lines[0]]  # a heading may be broken after a hyphen
-    texts_of = list(zip(heads, *lines[1:]))
-    words = [max(map(len, " ".join(texts).split()), default=1) for texts in texts_of]
-    # Numbers stay on one line as long as wrapping headings and texts is enough.
-    unbroken = list(words)
-    broken = list(words)
-    for index, column in enumerate(columns):
-        if column.form:
-            unbroken[index] = max(words[index], *map(len, texts_of[index][1:]))
-        else:
-            broken[index] = min(words[index], _BREAKABLE)
+    widths = []
+    unbroken = []  # least widths of the columns: no number and no word is broken,
+    words = []  # no word is broken,
+    broken = []  # long words may be broken
+    for column, (head, *texts) in zip(columns, zip(*lines)):
+        widths.append(max(map(len, [head, *texts])))
+        head = head.replace("-", "- ")  # a heading may be broken after a hyphen
+        longest = max(map(len, " ".join([head, *texts]).split()), default=1)
+        unbroken.append(max(longest, *map(len, texts)) if column.form else longest)
+        words.append(longest)
+        broken.append(longest if column.form else min(longest, _BREAKABLE))
     for gap, least in (("  ", unbroken), (" ", unbroken), (" ", words), (" ", broken)):
         room = width - len(gap) * (len(widths) - 1)
         _shrink(widths, least, room)

@@ -29,7 +29,7 @@ TABLE = Table(
 
 @pytest.mark.parametrize("width", [30, 40, 60, 100])
 def test_cells_are_wrapped_until_they_fit(width):
-    lines = TABLE.text(width=width).splitlines()
+    lines = TABLE.text(width).splitlines()
     assert max(map(len, lines)) <= width
     words = [word for line in lines for word in line.split()]
     for whole in ("12.5%", "12,345", "a_name", "code"):
@@ -38,12 +38,12 @@ def test_cells_are_wrapped_until_they_fit(width):
 
 
 def test_numbers_stand_on_the_right():
-    first, second = TABLE.text(width=100).splitlines()[2:]
+    first, second = TABLE.text(100).splitlines()[2:]
     assert first.index("12,345") + len("12,345") == second.index(" 7") + 2
 
 
 def test_markdown_is_as_written():
-    assert TABLE.text(markdown=True).splitlines() == [
+    assert TABLE.markdown().splitlines() == [
         "| Name | share | how-many tokens | What |",
         "| --- | --: | --: | --- |",
         "| a_name | 12.5% | 12,345 | `code` and more words than fit |",
@@ -56,10 +56,10 @@ FOREIGN = "a|b\\|c\x1b]0;title\x07\x9b2J\nd"
 
 def test_foreign_text_stays_in_its_cell():
     table = Table([Column("name", "a|b")], [{"name": FOREIGN}])
-    head, _, line = table.text(markdown=True).splitlines()
+    head, _, line = table.markdown().splitlines()
     assert head == "| a\\|b |"
     assert line == "| a\\|b\\|c\\x1b]0;title\\x07\\x9b2J d |"
-    assert not {"\x1b", "\x07", "\x9b"} & {*table.text(width=100)}
+    assert not {"\x1b", "\x07", "\x9b"} & {*table.text(100)}
 
 
 def test_a_terminal_is_shown_no_control_character_but_colours():
@@ -105,7 +105,7 @@ def test_a_page_is_text_for_people_or_markdown():
 def test_what_stands_in_the_line_above_is_left_out_where_the_column_says_so():
     rows = [{"name": name, "same": "same"} for name in ("a", "a", "a", "b", "a")]
     table = Table([Column("name", "Name", once=True), Column("same", "Same")], rows)
-    lines = table.text(width=40).splitlines()[2:]
+    lines = table.text(40).splitlines()[2:]
     assert [line.split() for line in lines] == [
         ["a", "same"],
         ["same"],
@@ -113,4 +113,4 @@ def test_what_stands_in_the_line_above_is_left_out_where_the_column_says_so():
         ["b", "same"],
         ["a", "same"],
     ]
-    assert table.text(markdown=True).count("| a |") == 4
+    assert table.markdown().count("| a |") == 4

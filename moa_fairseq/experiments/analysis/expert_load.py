@@ -20,7 +20,7 @@ from moa_fairseq.experiments.analysis.routed_model import (
     forward_passes,
     router_uses,
 )
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 
 NAME = "expert-load"
 SUMMARY = "how evenly a model uses its experts (MoA Figs. 3 and 4)"
@@ -62,7 +62,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     for row in summaries:
         sizes = f"{row['experts_per_token']} of {row['num_experts']}"
         rows.append(dict(row, sizes=sizes, even=1 / row["num_experts"]))
-    return Analysis([Table(COLUMNS, rows).text()], figure, {"modules": summaries})
+    return Analysis([Table(COLUMNS, rows).text(terminal_width())], figure, {"modules": summaries})
 
 
 def summary(use: RouterUse) -> dict[str, Any]:

@@ -26,7 +26,7 @@ from moa_fairseq.experiments.analysis.routed_model import (
     forward_passes,
     router_uses,
 )
-from moa_fairseq.experiments.tables import Column, Table, values_of
+from moa_fairseq.experiments.tables import Column, Table, terminal_width, values_of
 from moa_fairseq.layers.mae import MixtureOfAttentiveExperts
 from moa_fairseq.layers.sequence_gate import gates_of
 
@@ -148,8 +148,10 @@ def _tables(summaries: list[dict[str, Any]], means: dict[str, dict[str, float]])
     kinds = []
     for kind, mean in means.items():
         kinds.append({"kind": kind} | mean)
-    gates = Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text()
-    return [gates, "", Table(of_kinds, kinds).text()]
+    gates = Table([*of_gates, Column("shares", "share of each expert in %", ">")], rows).text(
+        terminal_width()
+    )
+    return [gates, "", Table(of_kinds, kinds).text(terminal_width())]
 
 
 def draw_gates(summaries: Sequence[dict[str, Any]], title: str = "") -> Figure:

@@ -34,7 +34,7 @@ from moa_fairseq.experiments.analysis.attention_maps import draw_map
 from moa_fairseq.experiments.analysis.head_scores import HeadMap, HeadScore, measure_heads
 from moa_fairseq.experiments.analysis.plots import Analysis
 from moa_fairseq.experiments.scoring.trained_model import device_for, symbols_at
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 
 NAME = "induction-heads"
 SUMMARY = "which heads find and copy what followed an earlier occurrence (SwitchHead Fig. 6)"
@@ -86,7 +86,7 @@ def analyze(args: argparse.Namespace, model: nn.Module, task: Any) -> Analysis:
     title = f"{args.model.name}: {args.length} random symbols, read twice"
     figure = draw_scores(heads, symbols_at(dictionary, tokens[0]), title)
     lines = [
-        _table(heads[:_LISTED]).text().rstrip("\n"),
+        _table(heads[:_LISTED]).text(terminal_width()).rstrip("\n"),
         f"even attention: {even_attention:.3f}; copying by chance: {even_copying:.3f}",
         f"the model predicts {predicted:.1%} of the symbols' second time",
     ]

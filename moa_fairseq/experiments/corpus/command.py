@@ -13,7 +13,7 @@ from pathlib import Path
 
 from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.corpus.build import build, load_packages
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 from moa_fairseq.files import user_cache
 
 DEFAULT_OUTPUT = Path("data/embedded_en_de")
@@ -75,7 +75,9 @@ def summary_text(summary: dict) -> str:
         summary: the manifest that `build` returns, with output (the folder) and seconds.
     """
     pairs = [{"package": package, "pairs": number} for package, number in summary["pairs"].items()]
-    packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text()
+    packages = Table([Column("package", "package"), Column("pairs", "pairs", ",")], pairs).text(
+        terminal_width()
+    )
     heads = ["pairs", "English words", "German words"]
     splits = []
     for split, size in summary["splits"].items():
@@ -83,7 +85,7 @@ def summary_text(summary: dict) -> str:
     columns = [Column("split", "split")]
     for head in heads:
         columns.append(Column(head, head, ","))
-    sizes = Table(columns, splits).text()
+    sizes = Table(columns, splits).text(terminal_width())
     total = sum(size["pairs"] for size in summary["splits"].values())
     state = "built" if summary["built"] else "already built, nothing to do"
     size = f"{len(summary['pairs'])} packages ({summary['download_bytes'] / 1e6:.0f} MB)"

@@ -10,7 +10,7 @@ from moa_fairseq.experiments.data.unknown import Symbols
 from moa_fairseq.experiments.make import made_by_of, read_step_records
 from moa_fairseq.experiments.records.json_files import MAPPING, Values, check_kinds, read_json
 from moa_fairseq.experiments.records.provenance import combined
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 from moa_fairseq.files import checksum
 
 MANIFEST = "manifest.json"
@@ -104,7 +104,7 @@ def unknown_table(manifest: Mapping[str, Any]) -> list[str]:
     ]
     if not any("longest" in fact for fact in manifest.get("stages", {}).get("text", {}).values()):
         columns.append(Column("longest", "longest (symbols)", ","))
-    return Table(columns, rows).text().splitlines() if rows else []
+    return Table(columns, rows).text(terminal_width()).splitlines() if rows else []
 
 
 def symbols_of(counts: Mapping[str, Symbols]) -> Values:
@@ -166,7 +166,7 @@ def summary(manifest: Mapping[str, Any], root: Path) -> list[str]:
         Column("published", "published"),
         Column("longest", "longest (bytes)", ","),
     ]
-    lines = [*Table(columns, rows).text().splitlines(), *unknown_table(manifest)]
+    lines = [*Table(columns, rows).text(terminal_width()).splitlines(), *unknown_table(manifest)]
     lines += _drops(manifest["stages"])
     sums = manifest["published"]
     other_sums = [name for name, file in sums.items() if file["md5"] != file["published"]]

@@ -37,7 +37,7 @@ from moa_fairseq.experiments.recipes.speeds import (
 from moa_fairseq.experiments.recipes.workload import Workload, workload
 from moa_fairseq.experiments.scoring.complexity import Cost, count
 from moa_fairseq.experiments.scoring.meta_model import build_meta_model
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 
 CUDA_BYTES = 1_000_000_000  # assumed size of CUDA's context and libraries
 USABLE = 0.9  # fraction of a device's memory: the rest is lost between blocks
@@ -160,7 +160,7 @@ class Plan:
         rows = [machine.row() for machine in self.hardware]
         first, *others = rows[0]
         columns = [Column(first, first), *(Column(head, head, ">") for head in others)]
-        return Table(columns, rows).text()
+        return Table(columns, rows).text(terminal_width())
 
     def _notes(self) -> list[str]:
         """The lines below the table; a line that concerns several machines stands once."""

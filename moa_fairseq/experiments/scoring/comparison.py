@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 import statistics
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -215,16 +215,48 @@ def _tables(
 
 
 def _row(table: dict, row: dict, runs: list[dict], counted: list[Counted]) -> Row:
-    """A row of a table; the cells that are counted are also added to `counted`, with the model."""
+    """A row of a table with its scores; the cells that are counted are also added to `counted`."""
+    texts = _printed_texts(row)
     cells = []
-    for cell, model in _cells(table, row, runs):
-        cells.append(cell)
-        if model:
-            counted.append(Counted(cell, model))
+    for column, paper in row["values"].items():
+        text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
+        # The column says where our number comes from; the row may change it
+        source = table["columns"].get(column, {}) | row.get("columns", {}).get(column, {})
+        if quantity := source.get("quantity"):
+            cell = Cell(column, quantity, paper, text)
+            cells.append(cell)
+            if row.get("arch"):
+                counted.append(Counted(cell, _model(row, source)))
+            continue
+        prefix = source.get("experiments", "")
+        has_recipe = any(name.startswith(prefix) for name in row["experiments"])
+        scored = [run for run in runs if run["experiment"].startswith(prefix)]
+        # Several metrics may be compared with one printed number
+        for metric in (source.get("metric"), *source.get("also", ())):
+            cell = Cell(column, metric, paper, text)
+            if metric and has_recipe:
+                _fill_in_scores(cell, scored)
+            cells.append(cell)
     label = row["row"]
     if setting := row.get("setting"):  # the columns K, E and D of the paper
         label += " {K}K{E}E{D}D".format(**setting)
     return Row(label, row.get("arch"), cells, runs, row.get("headline"))
+
+
+def _printed_texts(row: dict) -> dict[str, str]:
+    """Column → text of its number in the paper."""
+    fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
+    columns = [column for column, paper in row["values"].items() if paper is not None]
+    # The printed row may begin with K, E and D, which are not among the columns
+    return dict(zip(reversed(columns), reversed(fields)))
+
+
+def _model(row: dict, source: dict) -> CountedModel:
+    """The model in which the numbers of a row are counted."""
+    names = ("src_len", "tgt_len", "embeddings")
+    setting = tuple((name, source[name]) for name in names if name in source)
+    flags = tuple(row.get("model_flags", ()))
+    return CountedModel(row["arch"], source["vocab_size"], flags, setting)
 
 
 def _fill_in_counts(counted: list[Counted]) -> None:
@@ -290,39 +322,6 @@ def _stands_for(run: dict, paper: str, table: dict, row: dict) -> bool:
     # "EXPERIMENT: ROW" for a run of one of the recipe's `rows`
     name = run["experiment"] + (f": {run['row']}" if run.get("row") else "")
     return name in row["experiments"]
-
-
-def _cells(table: dict, row: dict, runs: list[dict]) -> Iterator[tuple[Cell, CountedModel | None]]:
-    """The cells of a row with their scores; a cell that is counted comes with its model."""
-    fields = [field for field in row.get("printed", "").split(" | ") if field not in ("", "-")]
-    columns = [column for column, paper in row["values"].items() if paper is not None]
-    # The printed row may begin with K, E and D, which are not among the columns
-    texts = dict(zip(reversed(columns), reversed(fields)))
-    for column, paper in row["values"].items():
-        text = texts.get(column, NOT_PRINTED if paper is None else f"{paper}")
-        # The column's description says where our number comes from; the row may change it
-        about = table["columns"].get(column, {}) | row.get("columns", {}).get(column, {})
-        if about.get("quantity"):
-            yield Cell(column, about["quantity"], paper, text), _model(row, about)
-            continue
-        # Several metrics may be compared with one printed number
-        for metric in (about.get("metric"), *about.get("also", ())):
-            cell = Cell(column, metric, paper, text)
-            prefix = about.get("experiments", "")
-            if metric and any(name.startswith(prefix) for name in row["experiments"]):
-                _fill_in_scores(cell, [run for run in runs if run["experiment"].startswith(prefix)])
-            yield cell, None
-
-
-def _model(row: dict, about: dict) -> CountedModel | None:
-    """The model in which the numbers of a row are counted; None for a row without an architecture."""
-    if row.get("arch") is None:
-        return None
-    names = ("src_len", "tgt_len", "embeddings")
-    setting = tuple((name, about[name]) for name in names if name in about)
-    return CountedModel(
-        row["arch"], about["vocab_size"], tuple(row.get("model_flags", ())), setting
-    )
 
 
 def _fill_in_scores(cell: Cell, runs: list[dict]) -> None:

@@ -41,7 +41,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.records.json_files import selected
 from moa_fairseq.experiments.scoring.branch import branch_size
 from moa_fairseq.experiments.scoring.published_cost import published_cost
-from moa_fairseq.experiments.tables import Column, Table
+from moa_fairseq.experiments.tables import Column, Table, terminal_width
 from moa_fairseq.layers.attention import Attention
 from moa_fairseq.layers.positions import RelativePositions
 from moa_fairseq.layers.sequence_gate import gates_of
@@ -317,7 +317,7 @@ def as_text(title: str, cost: Cost) -> str:
         Column("parameters", "parameters", ","),
         Column("macs", "MACs", ","),
     ]
-    lines = [title, "", Table([*columns, Column("note", "")], table).text()]
+    lines = [title, "", Table([*columns, Column("note", "")], table).text(terminal_width())]
     if cost.cache_bytes is not None:
         lines.append(f"cache: {cost.cache_bytes:,} bytes per token and layer, 2 bytes per value")
     if cost.not_counted:

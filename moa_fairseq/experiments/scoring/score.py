@@ -73,7 +73,7 @@ from moa_fairseq.experiments.scoring.text_marks import (
     score_warnings,
     subword_kind,
 )
-from moa_fairseq.experiments.tables import Column, Table, values_of
+from moa_fairseq.experiments.tables import Column, Table, terminal_width, values_of
 from moa_fairseq.text.subwords import join_subwords
 
 SUBWORDS = ("auto", "none", "subword_nmt", "sentencepiece")
@@ -297,7 +297,7 @@ def _compare(systems: list[list[tuple[Texts, dict[str, Any]]]], as_json: bool) -
         Column("p_seeds", "p, seeds", ".4f"),
     ]
     rows = [dict(row, interval=interval_of(row)) for row in content["metrics"]]
-    print(Table(columns, rows).text())
+    print(Table(columns, rows).text(terminal_width()))
     print(*values_of(content["metrics"], "signature"), sep="\n")
     print(
         f"{content['sentences']} sentences, {len(first)} and {len(second)} outputs; {first[0].chain}"
