@@ -15,7 +15,7 @@ from moa_fairseq.errors import UserError
 from moa_fairseq.experiments.data.catalogue import Dataset, datasets
 from moa_fairseq.experiments.data.manifest import read_manifest
 from moa_fairseq.experiments.make import read_step_records
-from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, as_of_today
+from moa_fairseq.experiments.recipes.schema import INTERVAL, TRANSLATION, Recipe, upgrade_training
 from moa_fairseq.experiments.records.json_files import Values, changes, selected
 
 _FREE = ("max_tokens", "headline", "seed")  # settings that do not change the experiment
@@ -45,7 +45,7 @@ def settings_made(folder: Path, recipe: Recipe) -> Values:
         The settings; for a damaged state.json a value that no recipe has.
     """
     records = read_step_records(folder)
-    train = as_of_today(records.get("train", {}))
+    train = upgrade_training(records.get("train", {}))
     try:
         return _settings_of_records(records, train, recipe)
     except (AttributeError, KeyError, IndexError, TypeError):  # a damaged state.json
@@ -121,9 +121,9 @@ def data_differences(
         Dotted key → 'recipe → data'.
     """
     name = recipe.data.recipe
-    dataset = datasets().get(recipe.data.recipe)
+    dataset = datasets().get(name)
     if claim and not (dataset and dataset.downloadable):
-        return {"data.recipe": f"{name} → cannot be told: it is text of one's own"}
+        return {"data.recipe": f"{name} → cannot be told: it is your own text, not a published one"}
     manifest = _manifest_of(folder)
     expected = _recipe_facts(recipe, dataset)
     actual = _manifest_facts(manifest, recipe.kind, lines)

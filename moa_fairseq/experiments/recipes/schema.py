@@ -18,8 +18,16 @@ SEGMENTATIONS = (SUBWORD_NMT, SENTENCEPIECE)
 PIECE_MODELS = ("unigram", "bpe")
 PRECISIONS = ("auto", "fp32", "fp16", "bf16", "amp")
 HEADLINE_METRICS = (
-    *("multi_bleu", "compound_split_bleu", "sacrebleu", "get_ende_bleu", "moa_release_bleu"),
-    *("masked_lm_ppl", "masked_lm_text_ppl", "masked_lm_word_ppl", "lm_ppl", "lm_bits"),
+    "multi_bleu",
+    "compound_split_bleu",
+    "sacrebleu",
+    "get_ende_bleu",
+    "moa_release_bleu",
+    "masked_lm_ppl",
+    "masked_lm_text_ppl",
+    "masked_lm_word_ppl",
+    "lm_ppl",
+    "lm_bits",
     "accuracy",
 )
 FINETUNING = ("noft", "ftg", "ftg_plus", "ftall")  # values of `finetune` (MAE, section 5.2)
@@ -40,40 +48,40 @@ SECTIONS = ("data", "model", "train", "generate", "score")
 EXECUTION_KEYS = ("max_tokens", "min_tokens", "precision", "keep_last_epochs", "log_interval")
 EXECUTION_FLAGS = (
     # communication between processes, and the share of each
-    *(
-        "ddp-backend",
-        "ddp-comm-hook",
-        "bucket-cap-mb",
-        "gradient-as-bucket-view",
-        "find-unused-parameters",
-    ),
-    *(
-        "heartbeat-timeout",
-        "zero-sharding",
-        "cpu-offload",
-        "no-reshard-after-forward",
-        "fp32-reduce-scatter",
-    ),
+    "ddp-backend",
+    "ddp-comm-hook",
+    "bucket-cap-mb",
+    "gradient-as-bucket-view",
+    "find-unused-parameters",
+    "heartbeat-timeout",
+    "zero-sharding",
+    "cpu-offload",
+    "no-reshard-after-forward",
+    "fp32-reduce-scatter",
     "min-params-to-wrap",
     # memory against time
-    *(
-        "checkpoint-activations",
-        "memory-efficient-fp16",
-        "memory-efficient-bf16",
-        "fp16-no-flatten-grads",
-    ),
-    *("fp16-init-scale", "fp16-scale-window"),
+    "checkpoint-activations",
+    "memory-efficient-fp16",
+    "memory-efficient-bf16",
+    "fp16-no-flatten-grads",
+    "fp16-init-scale",
+    "fp16-scale-window",
     # data loading and logs
-    *("num-workers", "data-buffer-size", "tensorboard-logdir", "wandb-project"),
+    "num-workers",
+    "data-buffer-size",
+    "tensorboard-logdir",
+    "wandb-project",
     # saved checkpoints: their requirements are checked elsewhere
-    *(
-        "save-interval",
-        "save-interval-updates",
-        "keep-interval-updates",
-        "keep-interval-updates-pattern",
-    ),
-    *("keep-best-checkpoints", "no-epoch-checkpoints", "load-checkpoint-on-all-dp-ranks"),
-    *("no-kernel-check", "compile-layers"),
+    "save-interval",
+    "save-interval-updates",
+    "keep-interval-updates",
+    "keep-interval-updates-pattern",
+    "keep-best-checkpoints",
+    "no-epoch-checkpoints",
+    "load-checkpoint-on-all-dp-ranks",
+    # kernels
+    "no-kernel-check",
+    "compile-layers",
 )
 INTERVAL = "save-interval-updates"
 # The end of a training, in addition to its max_epoch and max_update: it may be later at the next start.
@@ -331,13 +339,13 @@ class Recipe:
     @property
     def training_inputs(self) -> Dict[str, Any]:
         """The settings that must not change between two starts of one training, except its data."""
-        sections = {
-            "model": dataclasses.asdict(self.model),
-            "train": dataclasses.asdict(self.train),
-        }
+        model = dataclasses.asdict(self.model)
+        train = dataclasses.asdict(self.train)
+        for section in (model, train):
+            section["flags"] = _computation_flags(section["flags"])
         for key in (*EXECUTION_KEYS, "max_epoch", "max_update"):
-            del sections["train"][key]
-        return as_of_today({"inputs": sections})["inputs"]
+            del train[key]
+        return {"model": model, "train": train}
 
     @property
     def goal(self) -> Dict[str, Any]:
@@ -366,29 +374,37 @@ class Recipe:
         return list(dict.fromkeys(["train", "valid", *self.subsets]))
 
 
-def as_of_today(mark: Mapping[str, Any]) -> Dict[str, Any]:
-    """A training's entry in state.json, converted if an earlier version counted more among its inputs."""
-    if not isinstance(mark.get("inputs"), dict):
-        return dict(mark)
-    inputs = dict(mark["inputs"])
-    # A damaged file may have a value of any type instead of these mappings
-    facts: Dict[str, Any] = {}
-    if isinstance(mark.get("facts"), dict):
-        facts.update(mark["facts"])
-    stops = {}
+def _computation_flags(flags: Mapping[str, Any]) -> Dict[str, Any]:
+    """The flags that decide what a training computes, except its end."""
+    left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
+    return {key: value for key, value in flags.items() if key not in left_out}
+
+
+def upgrade_training(entry: Mapping[str, Any]) -> Dict[str, Any]:
+    """Move what earlier versions counted among a training's inputs to its facts and its goal.
+
+    Args:
+        entry: the training's entry in state.json, in which a damaged file has values of any type.
+
+    Returns:
+        The entry in today's form.
+    """
+    inputs = entry.get("inputs")
+    if not isinstance(inputs, dict):
+        return dict(entry)
+    facts = entry.get("facts")
+    goal = entry.get("goal")
+    facts = dict(facts) if isinstance(facts, dict) else {}
+    goal = goal if isinstance(goal, dict) else {}
+    sections: Dict[str, Any] = {}
+    stops: Dict[str, Any] = {}
     for name in ("model", "train"):
         section = inputs.get(name)
-        if not isinstance(section, dict):
-            continue
-        flags = section.get("flags")
+        flags = section.get("flags") if isinstance(section, dict) else None
         if not isinstance(flags, dict):
             continue
+        sections[name] = section | {"flags": _computation_flags(flags)}
         stops.update({key: flags[key] for key in STOP_FLAGS if flags.get(key) is not None})
-        left_out = (*EXECUTION_FLAGS, *STOP_FLAGS)
-        retained = {key: value for key, value in flags.items() if key not in left_out}
-        inputs[name] = section | {"flags": retained}
         if INTERVAL in flags:
             facts.setdefault(INTERVAL, flags[INTERVAL])
-    if isinstance(mark.get("goal"), dict):
-        stops.update(mark["goal"])
-    return dict(mark, inputs=inputs, facts=facts, goal=stops)
+    return dict(entry, inputs=inputs | sections, facts=facts, goal=stops | goal)

@@ -34,7 +34,7 @@ from moa_fairseq.experiments.recipes.schema import (
     Average,
     Generate,
     Score,
-    as_of_today,
+    upgrade_training,
 )
 from moa_fairseq.experiments.recipes.scores import scores_in
 from moa_fairseq.experiments.recipes.train_log import TrainLog
@@ -116,7 +116,7 @@ class _Training:
             goal=self.run.recipe.goal,
             ready=self.check_resumption,
             conditions=self.conditions,
-            as_of_today=as_of_today,
+            upgrade=upgrade_training,
         )
 
     def flags(self) -> Values:

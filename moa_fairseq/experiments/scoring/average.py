@@ -30,7 +30,7 @@ State = dict[str, Tensor]
 
 
 def average_checkpoints(paths: Sequence[Path]) -> dict:
-    """A checkpoint with the average of several models, and with the settings of the last one.
+    """Average the models of several checkpoints of one training.
 
     Parameters that share storage in every model (a tied output projection) are added once and stay one
     tensor; if a later model no longer shares them, they become two. The weights are in float32; float64
@@ -38,6 +38,9 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
 
     Args:
         paths: the files, at least two, the newest last.
+
+    Returns:
+        A checkpoint with the average, and with the settings of the last file.
 
     Raises:
         UserError: for fewer than two paths, for a file that is truncated, malicious or not a fairseq
@@ -49,25 +52,25 @@ def average_checkpoints(paths: Sequence[Path]) -> dict:
             f"({', '.join(map(str, paths)) or 'none'}). Name more under --inputs, or keep more epochs."
         )
     made_by = provenance()
-    seeds: dict[int, Path] = {}
+    seeds: dict[int, Path] = {}  # seed → the first checkpoint with it
     sums: State = {}
     leaders: dict[str, str] = {}  # parameter → the first parameter of the same storage
     for path in paths:
         state = load_checkpoint(path)
         model = state.pop("model")
         state["last_optimizer_state"] = None
-        seed = _seed(state)
-        if seed is not None:
-            seeds.setdefault(seed, path)
         if sums:
-            _check(model, {key: tuple(sums[leaders[key]].shape) for key in leaders}, path)
-            _check_seeds(seeds)
+            _check(model, {key: sums[leader].shape for key, leader in leaders.items()}, path)
             _add(sums, leaders, model)
         else:
             leaders = shared_storage(model)
-            for leader in dict.fromkeys(leaders.values()):
+            for leader in set(leaders.values()):
                 sums[leader] = _widened(model[leader], copy=True)
         del model  # so that only one model is in memory, besides the sums
+        seed = _seed(state)
+        if seed is not None:
+            seeds.setdefault(seed, path)
+        _check_seeds(seeds)
     for total in sums.values():
         _divide(total, len(paths))
     if isinstance(state.get("extra_state"), dict):
@@ -101,7 +104,7 @@ def _seed(state: Mapping[str, Any]) -> int | None:
 
 
 def _check_seeds(seeds: Mapping[int, Path]) -> None:
-    """Raise UserError if there are several seeds. `seeds` maps a seed to the first checkpoint with it."""
+    """Raise UserError if there are several seeds."""
     if len(seeds) > 1:
         (seed_a, path_a), (seed_b, path_b) = seeds.items()
         raise UserError(
@@ -118,7 +121,7 @@ def _divide(total: Tensor, count: int) -> None:
         total.copy_(torch.div(total, count, rounding_mode="floor"))
 
 
-def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None:
+def _check(model: State, shapes: Mapping[str, torch.Size], path: Path) -> None:
     """Raise UserError for a model with other parameters, or with other shapes."""
     for key in [*shapes, *model]:
         if key not in model or key not in shapes:
@@ -127,7 +130,7 @@ def _check(model: State, shapes: dict[str, tuple[int, ...]], path: Path) -> None
                 f"{path} {relation} the parameter {key}: it belongs to another model than the checkpoints "
                 f"before it. Average checkpoints of one training only."
             )
-        if tuple(model[key].shape) != shapes[key]:
+        if model[key].shape != shapes[key]:
             raise UserError(
                 f"{path}: {key} has shape {list(model[key].shape)}, but {list(shapes[key])} in the "
                 f"checkpoints before it. Average checkpoints of one architecture and one dictionary only."
@@ -242,29 +245,34 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--checkpoint-upper-bound", type=int, metavar="M", help=text)
 
 
-def run(args: argparse.Namespace) -> int:
-    """Average and write the result, or nothing."""
+def _requested_checkpoints(args: argparse.Namespace) -> list[Path]:
+    """The files of --inputs, or the last ones of its folder. Raise UserError for flags that do not fit."""
     by_updates = args.num_update_checkpoints is not None
     number = args.num_update_checkpoints if by_updates else args.num_epoch_checkpoints
     flag = "--num-update-checkpoints" if by_updates else "--num-epoch-checkpoints"
-    folders = list(filter(Path.is_dir, args.inputs))
-    if number is None and args.checkpoint_upper_bound is not None:
-        raise UserError(
-            f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}."
-        )
-    if number is None and folders:
-        raise UserError(
-            f"--inputs {folders[0]} is a folder: say with {flag} how many of its checkpoints."
-        )
-    if number is not None and number < 2:
+    if number is None:
+        if args.checkpoint_upper_bound is not None:
+            raise UserError(
+                f"--checkpoint-upper-bound chooses among the files of a folder: it needs {flag}."
+            )
+        for path in args.inputs:
+            if path.is_dir():
+                raise UserError(
+                    f"--inputs {path} is a folder: say with {flag} how many of its checkpoints."
+                )
+        return args.inputs
+    if number < 2:
         raise UserError(f"{flag} {number}: an average needs at least two checkpoints.")
-    if number is not None and len(args.inputs) != 1:
+    if len(args.inputs) != 1:
         raise UserError(f"--inputs takes one folder beside {flag}, not {len(args.inputs)}.")
-    paths = args.inputs
-    if number is not None:
-        paths = last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
+    return last_checkpoints(args.inputs[0], number, by_updates, args.checkpoint_upper_bound)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Average and write the result, or nothing."""
+    paths = _requested_checkpoints(args)
     inputs = list(paths)
-    for folder in folders:
+    for folder in filter(Path.is_dir, args.inputs):
         inputs += folder.glob("checkpoint*.pt")
     refuse_overwriting(args.output, inputs, "--output")
     refuse_existing(args.output, args.force, "--output")

@@ -6,13 +6,14 @@ moa-fairseq fill-mask runs/quickstart_mlm/average.pt "Click the <mask> to save t
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from itertools import islice
 from pathlib import Path
 from typing import Any
 
 from fairseq.data import Dictionary
 from fairseq.data.encoders.gpt2_bpe_utils import Encoder, get_encoder
-from torch import Tensor
+from torch import Tensor, nn
 
 from moa_fairseq.errors import UserError, printable
 from moa_fairseq.experiments.data.gpt2_files import bpe_files, obtain_gpt2_files
@@ -50,6 +51,18 @@ def symbols_of(parts: Sequence[str], encoder: Encoder, dictionary: Dictionary) -
     return dictionary.encode_line(f"<s> {ids}", add_if_not_exist=False).long()
 
 
+def _ranked_tokens(
+    model: nn.Module, task: Any, encoder: Encoder, symbols: Tensor
+) -> Iterator[tuple[str, float]]:
+    """GPT-2's tokens and their probabilities at the <mask>, the most probable first."""
+    logits = model(symbols[None], masked_tokens=symbols[None].eq(task.mask_idx))[0][0]
+    probabilities, order = logits.detach().float().softmax(-1).sort(descending=True)
+    for index, probability in zip(order.tolist(), probabilities.tolist()):
+        symbol = task.source_dictionary[index]
+        if symbol.isdigit():  # not </s> and the like
+            yield encoder.decode([int(symbol)]), probability
+
+
 def run(args: argparse.Namespace) -> int:
     """Print the most probable tokens; </s> and other symbols are left out."""
     if args.text.count("<mask>") != 1 or args.top < 1:
@@ -57,31 +70,28 @@ def run(args: argparse.Namespace) -> int:
     saved = kept_text(args.checkpoint)
     model, task = load_masked_lm(args.checkpoint, args.data or saved)
     data = saved or Path(task.cfg.data).resolve()
-    dictionary = task.source_dictionary
     if not saved:
         warn_of(same_text(args.checkpoint, data, args.data is not None), args.checkpoint, data)
     encoder = get_encoder(*map(str, bpe_files(data) or obtain_gpt2_files([data])[:2]))
     before, after = map(str.rstrip, args.text.split("<mask>"))
-    tokens = symbols_of([before, after], encoder, dictionary)
-    if len(tokens) > (limit := model.max_positions()):
+    symbols = symbols_of([before, after], encoder, task.source_dictionary)
+    if len(symbols) > (limit := model.max_positions()):
         raise UserError(
-            f"The text has {len(tokens)} subwords, the model positions for {limit}: shorten it."
+            f"The text has {len(symbols)} subwords, the model positions for {limit}: shorten it."
         )
-    logits = model.eval()(tokens[None], masked_tokens=tokens[None].eq(task.mask_idx))[0][0]
-    probabilities, order = logits.detach().float().softmax(-1).sort(descending=True)
-    ranked = zip(map(dictionary.symbols.__getitem__, order), probabilities.tolist())
-    rows: list[dict[str, Any]] = []
-    for symbol, probability in ranked:
-        if len(rows) == args.top:
-            break
-        if symbol.isdigit():
-            token = encoder.decode([int(symbol)])
-            text = (before + token + after).strip()
-            rows.append({"token": token, "probability": probability, "text": text})
-    lines = [f"{row['probability']:7.4f}  {row['token']!r:<16} {row['text']}" for row in rows]
+    rows = []
+    for token, probability in islice(
+        _ranked_tokens(model.eval(), task, encoder, symbols), args.top
+    ):
+        text = (before + token + after).strip()
+        rows.append({"token": token, "probability": probability, "text": text})
     if sys.stdout is None:  # `>&-`
         raise UserError("Standard output is closed: redirect it with `> FILE`.")
+    if args.json:
+        print(json.dumps(rows, indent=1, ensure_ascii=False))
+        return 0
     # `repr` makes the token safe for a terminal; the text needs `printable`
     escape = printable if sys.stdout.isatty() else str
-    print(json.dumps(rows, indent=1, ensure_ascii=False) if args.json else escape("\n".join(lines)))
+    for row in rows:
+        print(f"{row['probability']:7.4f}  {row['token']!r:<16} {escape(row['text'])}")
     return 0
